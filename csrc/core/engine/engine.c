@@ -36,7 +36,8 @@ void sfr__engine_snapshot_gone(struct sfr_engine *engine)
 	bool last;
 
 	sfr__lock(&engine->mu);
-	last = --engine->nr_snapshots == 0 && engine->closed;
+	engine->nr_snapshots--;
+	last = engine->nr_snapshots == 0 && engine->closed;
 	sfr__unlock(&engine->mu);
 	if (last)
 		free_pool(engine);
@@ -141,8 +142,9 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
-/* Returns whether the pool has users that close must wait for: saves, the lane's copies for
- * snapshots, warm-ups and trims. */
+/* Returns whether the pool has users that close must wait for: saves, copies for snapshots,
+ * warm-ups and trims. Saves that the calling thread has not launched do not count, because it would
+ * wait for itself. */
 static bool is_pool_used_locked(const struct sfr_engine *engine)
 {
 	return engine->nr_pool_users > 0 || engine->nr_copying > 0 ||
@@ -162,7 +164,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot now fail */
 	while (is_pool_used_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
-	if (!is_pool_used_locked(engine))
+	if (!is_pool_used_locked(engine)) /* even if the slice has passed */
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
 		engine->close_seq = sfr__log_close_seq();
@@ -200,7 +202,7 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 		sfr__pool_stats(engine->pool, &pool);
 	for (const struct sfr__flight *each = engine->flights; each; each = each->next) {
 		nr_save_blocks += each->blocks_held;
-		if (!each->within)
+		if (!each->uncounted)
 			out->saves_in_flight++;
 	}
 	out->saves_total = engine->nr_saves;

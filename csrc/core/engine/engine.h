@@ -27,22 +27,22 @@ struct sfr__shared {
 	bool (*step_locked)(struct sfr__shared *work, bool may_wait);
 };
 
-/* A save in flight, as the engine sees it; embedded in its ticket. */
+/* A save in flight, as the engine sees it; embedded in its ticket or its struct sfr_slot. */
 struct sfr__flight {
 	struct sfr__flight *next, *prev;
 	pthread_t caller; /* the thread that took the slot */
 	bool in_call;     /* the caller has not launched or abandoned it yet */
 	/* an unordered save, which takes none of the max_in_flight slots (slots.c); constant, like
 	 * the next two */
-	bool apart;
-	bool within;          /* a file of a larger save: statistics count only the larger save */
+	bool unordered;
+	bool uncounted;       /* a file of a larger save: statistics count only the larger save */
 	bool in_pool;         /* the pool counts it among the saves that need blocks */
 	uint32_t blocks_held; /* blocks of the pool that the save has now */
 };
 
 enum {
-	SFR__MOST_COPIERS = 15,
-	SFR__MOST_APART = 64, /* unordered saves in flight; each has two file descriptors */
+	SFR__MOST_COPIERS = 15,   /* the largest number that sfr_engine_opts may ask for */
+	SFR__MOST_UNORDERED = 64, /* unordered saves in flight; each has two file descriptors */
 };
 
 /* The engine. `mu` guards all fields unless a comment says otherwise. */
@@ -54,9 +54,9 @@ struct sfr_engine {
 	 * end of the pool's use. */
 	pthread_cond_t cv_state;
 	atomic_uint refs;
-	uint64_t fork_generation;
+	uint64_t fork_generation; /* constant, like the next three */
 	struct sfr_engine_opts opts;
-	uint64_t pool_bytes;    /* the most that the pool may take; constant, like the next */
+	uint64_t pool_bytes;    /* the most that the pool may take */
 	bool default_cap;       /* pool_bytes was not given by the user */
 	struct sfr__pool *pool; /* NULL once closed */
 
@@ -81,12 +81,12 @@ struct sfr_engine {
 	/* snapshots that have pool memory or wait for it, and onloads; the pool is kept while there
 	 * are any */
 	uint32_t nr_snapshots;
-	uint32_t nr_copying;             /* snapshots in the state COPYING */
-	struct sfr__lot *common_lot;     /* the lot that small snapshots share; NULL: none in use */
-	uint32_t nr_in_flight, nr_apart; /* nr_apart is part of nr_in_flight */
-	uint32_t nr_pool_users;          /* threads in warm_up or trim */
-	uint64_t next_seq;               /* sfr_ticket.seq of the save that was admitted last */
-	uint64_t nr_saves;               /* saves so far, for statistics */
+	uint32_t nr_copying;         /* snapshots in the state COPYING */
+	struct sfr__lot *common_lot; /* the lot that small snapshots share; NULL: none in use */
+	uint32_t nr_in_flight, nr_unordered; /* nr_unordered is part of nr_in_flight */
+	uint32_t nr_pool_users;              /* threads in warm_up or trim */
+	uint64_t last_seq;                   /* sfr_ticket.seq of the save that was admitted last */
+	uint64_t nr_saves;                   /* saves so far, for statistics */
 };
 
 /* ---- workers.c ---- */
@@ -113,11 +113,11 @@ void sfr__engine_get(struct sfr_engine *engine); /* adds a reference; sfr_engine
 void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 /* ---- slots.c ---- */
-/* Waits until a save may take a slot; unordered (`apart`) saves have slots of their own. `flags`
- * are those of the save. There is no wait with SFR_SAVE_NESTED, and none if the calling thread
- * already has a slot: if none is free, *beyond is set, and the save exceeds max_in_flight. Returns
- * 0; SFR_EAGAIN after the deadline; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
-int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
+/* Waits until a save may take a slot; unordered saves have slots of their own. `flags` are those of
+ * the save. There is no wait with SFR_SAVE_NESTED, and none if the calling thread already has a
+ * slot: if none is free, *beyond is set, and the save exceeds max_in_flight. Returns 0; SFR_EAGAIN
+ * after the deadline; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
+int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
 			     uint64_t deadline_ns, bool *beyond);
 /* Give a save of the calling thread a slot, and take the slot back when the save has ended. */
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);

@@ -6,9 +6,9 @@
  * on a Python thread) takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and
  * close waits for both.
  *
- * Unordered saves (`apart`) are the files of a larger save, such as a directory. The larger save
- * has an ordinary slot or is bounded by its maker, so max_in_flight does not count its files. The
- * files have slots of their own, SFR__MOST_APART, which bound their file descriptors. So they never
+ * Unordered saves are the files of a larger save, such as a directory. The larger save has an
+ * ordinary slot or is bounded by its maker, so max_in_flight does not count its files. The files
+ * have slots of their own, SFR__MOST_UNORDERED, which bound their file descriptors. So they never
  * wait for saves in the log, which may be waiting for them. Statistics count the larger save once:
  * by its slot, or by its file of parts. An unordered save ends without further calls of its caller,
  * so a thread may always wait for one of its own to end.
@@ -23,9 +23,9 @@
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
 	engine->nr_in_flight++;
-	if (flight->apart)
-		engine->nr_apart++;
-	if (!flight->within)
+	if (flight->unordered)
+		engine->nr_unordered++;
+	if (!flight->uncounted)
 		engine->nr_saves++;
 	flight->caller = pthread_self();
 	flight->in_call = true;
@@ -38,8 +38,8 @@ void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *fli
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
 	engine->nr_in_flight--;
-	if (flight->apart)
-		engine->nr_apart--;
+	if (flight->unordered)
+		engine->nr_unordered--;
 	if (flight->prev)
 		flight->prev->next = flight->next;
 	else
@@ -60,14 +60,14 @@ uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool
 }
 
 /* Returns whether a slot is free for a save of this kind. */
-static bool is_slot_free_locked(const struct sfr_engine *engine, bool apart)
+static bool is_slot_free_locked(const struct sfr_engine *engine, bool unordered)
 {
-	if (apart)
-		return engine->nr_apart < SFR__MOST_APART;
-	return engine->nr_in_flight - engine->nr_apart < engine->opts.max_in_flight;
+	if (unordered)
+		return engine->nr_unordered < SFR__MOST_UNORDERED;
+	return engine->nr_in_flight - engine->nr_unordered < engine->opts.max_in_flight;
 }
 
-int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
+int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
 			     uint64_t deadline_ns, bool *beyond)
 {
 	int rc = 0;
@@ -76,10 +76,10 @@ int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t fla
 	while (rc == 0) {
 		if (engine->closing)
 			return SFR_ECLOSED;
-		if (is_slot_free_locked(engine, apart))
+		if (is_slot_free_locked(engine, unordered))
 			return 0;
 		*beyond = (flags & SFR_SAVE_NESTED) != 0 ||
-			  (!apart && sfr__engine_nr_own_locked(engine, false) > 0);
+			  (!unordered && sfr__engine_nr_own_locked(engine, false) > 0);
 		if (*beyond)
 			return 0;
 		if (flags & SFR_SAVE_NO_WAIT)

@@ -123,7 +123,7 @@ static void serve(struct worker *worker)
 			break;
 		} else if (is_idle_locked(worker) && work_locked(worker) == work) {
 			/* There is no work, or its step could do nothing. But the step may have
-			 * released the mutex: if other work is first now, try that and do not wait. */
+			 * released the mutex: if other work is first now, the loop tries that. */
 			(void)sfr__cond_wait(worker->cv, &engine->mu, SFR_FOREVER);
 		}
 	}

@@ -17,7 +17,7 @@ static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)
 static void rename_file(struct sfr_ticket *t, struct sfr_err *err)
 {
 	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);
-	if ((t->flags & SFR_SAVE_STREAM) == 0)
+	if (!sfr__ticket_is_stream(t))
 		(void)sfr__file_commit(&t->file, err); /* err holds the result */
 	sfr__file_fini(&t->file);
 }

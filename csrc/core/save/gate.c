@@ -21,13 +21,12 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 	bool on_host = false, failing;
 	int rc;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	if (t->staging.nr_devices == 0)
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
-	if (sfr__under(&engine->mu, sfr__ticket_gate_is_open_locked(t) &&
-					    (t->facts.copied || sfr__ticket_failing_locked(t))))
-		return 0; /* copied, or the save is failing */
+	if (sfr__under(&engine->mu, t->facts.copied || sfr__ticket_failing_locked(t)))
+		return 0;
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++)
 		if (t->staging.devices[i].transfer.lane)
 			sfr__cuda_rush(t->staging.devices[i].transfer.lane, t->seq);

@@ -24,13 +24,14 @@ enum {
 	AHEAD = 2, /* blocks in the queue beyond one for each writer */
 	/* the largest block: buffers need memory besides the snapshot's, and larger writes are not
 	 * faster */
-	MOST_BYTES = 4u << 20,
+	MOST_BLOCK_BYTES = 4u << 20,
 	STREAM_BYTES = 96u << 20, /* requests of 16 MiB: four on their way, two being filled */
 };
 
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
 {
-	return engine->opts.block_bytes < MOST_BYTES ? engine->opts.block_bytes : MOST_BYTES;
+	return engine->opts.block_bytes < MOST_BLOCK_BYTES ? engine->opts.block_bytes :
+							     MOST_BLOCK_BYTES;
 }
 
 /* Queues the next block. Returns false if there is none, or if the save is failing. */
@@ -49,15 +50,16 @@ static bool push_next_block_locked(struct sfr_ticket *t)
 	extent = &t->plan.img.extents[t->sharing.next_extent];
 	job = sfr__block_job(t, extent, t->sharing.next_blk);
 	*job = (struct sfr__job){
-		.ticket = t, .kind = SFR__JOB_BLOCK, .extent = extent, .blk = t->sharing.next_blk++
+		.ticket = t, .kind = SFR__JOB_BLOCK, .extent = extent, .blk = t->sharing.next_blk
 	};
+	t->sharing.next_blk++;
 	sfr__job_push_locked(job);
 	t->sharing.pushed_nbytes += sfr__image_block_len(&t->plan.img, extent, job->blk);
 	return true;
 }
 
-/* Whether a stream has queued as many bytes as its client sends at a time. Bytes of a stream count
- * as written once the client has given them back. */
+/* Returns whether a stream has queued as many bytes as its client sends at a time. Bytes of a
+ * stream count as written once the client has given them back. */
 static bool has_queued_enough_locked(const struct sfr_ticket *t)
 {
 	return t->sharing.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;
@@ -65,11 +67,14 @@ static bool has_queued_enough_locked(const struct sfr_ticket *t)
 
 void sfr__in_place_next_locked(struct sfr_ticket *t)
 {
-	if ((t->flags & SFR_SAVE_STREAM) == 0)
+	bool pushed = true;
+
+	if (!sfr__ticket_is_stream(t)) {
 		(void)push_next_block_locked(t); /* there may be none */
-	else
-		while (!has_queued_enough_locked(t) && push_next_block_locked(t))
-			;
+		return;
+	}
+	while (pushed && !has_queued_enough_locked(t))
+		pushed = push_next_block_locked(t);
 }
 
 void sfr__in_place_begin_locked(struct sfr_ticket *t)

@@ -7,13 +7,13 @@
 void sfr__job_push_locked(struct sfr__job *job)
 {
 	job->task.run = job->ticket->plan.run_job;
-	job->ticket->sharing.jobs_out++;
+	job->ticket->sharing.nr_jobs++;
 	sfr__task_push_locked(job->ticket->engine, &job->task);
 }
 
 int sfr__jobs_new(struct sfr_ticket *t)
 {
-	static const enum sfr__job_kind kinds[] = { SFR__JOB_OPEN, SFR__JOB_TAIL, SFR__JOB_PLACE,
+	static const enum sfr__job_kind kinds[] = { SFR__JOB_OPEN, SFR__JOB_TAIL, SFR__JOB_RENAME,
 						    SFR__JOB_CLEAN };
 	const uint32_t nr_kinds = sizeof(kinds) / sizeof(kinds[0]);
 
@@ -31,9 +31,10 @@ int sfr__jobs_new(struct sfr_ticket *t)
 
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 {
-	static const uint32_t numbers[] = {
-		[SFR__JOB_OPEN] = 0, [SFR__JOB_TAIL] = 1, [SFR__JOB_PLACE] = 2, [SFR__JOB_CLEAN] = 3
-	};
+	static const uint32_t numbers[] = { [SFR__JOB_OPEN] = 0,
+					    [SFR__JOB_TAIL] = 1,
+					    [SFR__JOB_RENAME] = 2,
+					    [SFR__JOB_CLEAN] = 3 };
 
 	return &t->plan.jobs[t->plan.nr_blocks + numbers[kind]];
 }
@@ -71,17 +72,17 @@ void sfr__unpark_locked(struct sfr_ticket *t)
 	}
 }
 
-void sfr__requeue_held_locked(struct sfr_ticket *t)
+void sfr__requeue_untaken_locked(struct sfr_ticket *t)
 {
 	struct sfr__job *const tail = sfr__ticket_job(t, SFR__JOB_TAIL);
 
-	if ((t->flags & SFR_SAVE_STREAM) == 0)
+	if (!sfr__ticket_is_stream(t))
 		return;
-	/* Only blocks and the tail are put into a stream; `held` of other jobs is false. */
+	/* Only blocks and the tail are put into a stream; `untaken` of other jobs is false. */
 	for (struct sfr__job *job = t->plan.jobs; job <= tail; job++) {
-		if (!job->held)
+		if (!job->untaken)
 			continue;
-		job->held = false;
+		job->untaken = false;
 		sfr__task_push_locked(t->engine, &job->task);
 	}
 }

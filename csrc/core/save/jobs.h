@@ -5,11 +5,11 @@
 #include "save/ticket.h"
 
 enum sfr__job_kind {
-	SFR__JOB_OPEN,  /* open the temporary */
-	SFR__JOB_BLOCK, /* CRC and write one staged block */
-	SFR__JOB_TAIL,  /* write the tail, sync the file */
-	SFR__JOB_PLACE, /* rename the file of a save that is not in the log */
-	SFR__JOB_CLEAN, /* a failed save: remove the temporary, end the ticket */
+	SFR__JOB_OPEN,   /* open the temporary */
+	SFR__JOB_BLOCK,  /* CRC and write one staged block */
+	SFR__JOB_TAIL,   /* write the tail, sync the file */
+	SFR__JOB_RENAME, /* rename the file of a save that is not in the log */
+	SFR__JOB_CLEAN,  /* a failed save: remove the temporary, end the ticket */
 };
 
 /* Jobs live in their ticket, so queueing one cannot fail. */
@@ -22,19 +22,19 @@ struct sfr__job {
 	char *mem;
 	struct sfr__block *block; /* NULL: none */
 	size_t own_len;           /* 0: none */
-	/* only for BLOCK, apart from `put` and `held` */
+	/* only for BLOCK, apart from `was_put` and `untaken` */
 	const struct sfr__extent *extent;
 	uint32_t blk;                  /* index of the block in its extent */
 	bool summed;                   /* the entries' CRCs include its bytes already */
-	bool put;                      /* the writer has put its bytes into the stream */
-	bool held;                     /* they are there, and the caller has not taken them */
+	bool was_put;                  /* a writer has put its bytes into the stream */
+	bool untaken;                  /* they are there, and the caller has not taken them */
 	struct sfr__job *parked;       /* the next job on the ticket's list of parked jobs */
-	struct sfr__host_block staged; /* while the block is filled from host memory */
+	struct sfr__host_block staged; /* used while the block is filled from host memory */
 };
 
 /* Makes the jobs of a ticket whose plan.nr_blocks is set. 0 or -ENOMEM. */
 int sfr__jobs_new(struct sfr_ticket *t);
-/* Queues a job for the writers, and counts it in the ticket's jobs_out. */
+/* Queues a job for the writers, and counts it in the ticket's nr_jobs. */
 void sfr__job_push_locked(struct sfr__job *job);
 /* Returns one of the ticket's jobs that are not for a block. */
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);
@@ -51,6 +51,6 @@ bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc
 void sfr__unpark_locked(struct sfr_ticket *t);
 /* For a stream that fails: queues again the jobs whose bytes the caller has not taken, so that
  * writers release their memory. */
-void sfr__requeue_held_locked(struct sfr_ticket *t);
+void sfr__requeue_untaken_locked(struct sfr_ticket *t);
 
 #endif

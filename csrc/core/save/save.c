@@ -46,9 +46,9 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	t->staging.deferred.copy.engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
-	if ((t->flags & SFR_SAVE_STREAM) != 0)
+	if (sfr__ticket_is_stream(t))
 		t->flags |= SFR_SAVE_UNORDERED;
-	t->flight.apart = !sfr__ticket_is_ordered(t);
+	t->flight.unordered = !sfr__ticket_is_ordered(t);
 	t->log.fs = desc->fs;
 	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
 	t->err.index = -1;
@@ -112,7 +112,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 	t->plan.in_place = parts != NULL;
 	t->flight.in_pool = parts == NULL;
 	/* Statistics count a larger save once, by its file of parts if it has one (slots.c). */
-	t->flight.within = t->flight.apart && parts == NULL;
+	t->flight.uncounted = t->flight.unordered && parts == NULL;
 	if (parts != NULL)
 		return sfr__image_init_parts(&t->plan.img, parts,
 					     sfr__in_place_block_bytes(t->engine));
@@ -120,8 +120,8 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 		rc = sfr__image_init_flat(&t->plan.img, desc, t->engine->opts.block_bytes);
 	else
 		rc = sfr__image_init(&t->plan.img, desc, t->engine->opts.block_bytes);
-	if (rc == 0 && (t->flags & SFR_SAVE_STREAM) != 0 && !sfr__stream_is_possible(&t->plan.img))
-		rc = -EINVAL;
+	if (rc == 0 && sfr__ticket_is_stream(t) && !sfr__stream_is_possible(&t->plan.img))
+		rc = -EINVAL; /* the caller must order the members so that it is possible */
 	if (rc == 0)
 		rc = edges_new(t);
 	if (rc == 0)
@@ -160,14 +160,14 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	return sfr_save_new_parts(engine, desc, NULL, out);
 }
 
-/* Counts the image's blocks that need a whole block of memory: all but the shorter last blocks of
- * extents. Devices always get whole blocks. */
+/* Counts the image's blocks that need a block of the pool with all its memory. Only the last block
+ * of an extent in host memory may be so short that it does not. */
 static uint32_t count_whole_blocks(const struct sfr_ticket *t)
 {
 	uint32_t nr = t->plan.nr_blocks;
 
-	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++) {
-		const struct sfr__extent *extent = &t->plan.img.extents[r];
+	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++) {
+		const struct sfr__extent *extent = &t->plan.img.extents[i];
 
 		if (extent->device == 0 && extent->nr_blocks != 0 &&
 		    !sfr__pool_is_whole(t->engine->pool,
@@ -185,13 +185,14 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	bool beyond = false;
 	int rc;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	SFR__TRACE(SFR_TRACE_ADMIT, t->number, 0);
 	sfr__lock(&engine->mu);
 	rc = t->state == SFR_NEW ? 0 : SFR_ESTATE;
 	if (rc == 0)
-		rc = sfr__engine_admit_locked(engine, t->flight.apart, t->flags, deadline, &beyond);
+		rc = sfr__engine_admit_locked(engine, t->flight.unordered, t->flags, deadline,
+					      &beyond);
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
@@ -204,10 +205,11 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 			sfr__pool_join(engine->pool, t->plan.nr_whole);
 		}
 		sfr__engine_enter_locked(engine, &t->flight);
-		t->seq = ++engine->next_seq;
+		engine->last_seq++;
+		t->seq = engine->last_seq;
 		t->report.over_slots = beyond;
 		sfr__host_copies_init(t);
-		sfr_ticket_get(t);
+		sfr_ticket_get(t); /* the engine's reference */
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
 		/* If sfr_save_begin failed or the save was cancelled, there is an error already.
@@ -222,12 +224,12 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
-	const bool is_stream = (t->flags & SFR_SAVE_STREAM) != 0;
+	const bool is_stream = sfr__ticket_is_stream(t);
 	uint64_t deadline = sfr__deadline(slice_ns);
 	struct sfr_err err = { .index = -1 };
 	int rc = 0;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
 	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || t->facts.launched ||
@@ -263,7 +265,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 	int rc = 0;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || !t->staging.capture_done ||
@@ -280,7 +282,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
 		if (t->staging.deferred.extent && !sfr__ticket_failing_locked(t)) {
-			t->sharing.lane_owns = true;
+			t->sharing.host_copying = true;
 			sfr__host_begin_locked(&t->staging.deferred.copy, false);
 		}
 		if (t->plan.img.extents[t->plan.img.nr_extents - 1].lane == SFR_CAPTURED) {
@@ -304,7 +306,7 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	struct sfr_err err = { .index = -1 };
 	bool was_admitted;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
 	sfr__lock(&t->engine->mu);

@@ -25,7 +25,7 @@
 #include "save/device_state.h"
 #include "save/stream.h"
 
-enum { BLOCKS_A_PORTION = 4 };
+enum { BLOCKS_PER_PORTION = 4 }; /* in the call, and while a gate waits */
 
 static struct sfr__device_state *state_of(struct sfr__transfer *tr)
 {
@@ -131,7 +131,7 @@ static void transfer_over(struct sfr__transfer *tr)
 
 	sfr__cuda_copies_note(tr->lane, note, sizeof(note));
 	sfr__lock(&t->engine->mu);
-	t->sharing.cuda_out--;
+	t->sharing.nr_transfers--;
 	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->report.fallback[SFR_FALLBACK_PAGEABLE],
 		      sizeof(t->report.fallback[0]));
 	if (note[0])
@@ -147,11 +147,10 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
 
 /* ---- blocks ------------------------------------------------------------------------------ */
 
-/* Leases a block that the device can write to. A block that is not registered with the driver yet
- * is registered here, for captured bytes inside the call. That takes time once. Copies to
- * unregistered memory would delay the call as much at every save, because the driver returns only
- * when they have run. warm_up() registers blocks outside the call. SFR_EAGAIN and errors as
- * sfr__pool_get. */
+/* Leases a block for the device to write to, and registers it with the driver unless it is already.
+ * For captured bytes the call waits for that, but only once for each block. Copies to unregistered
+ * memory would delay the call as much at every save, because the driver returns only when they have
+ * run. warm_up() registers blocks before the first save. Returns as sfr__pool_get. */
 static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 		       uint32_t blk, uint64_t slice_ns, struct sfr__block **block)
 {
@@ -182,37 +181,41 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	struct sfr__block **end;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
-	unsigned nr = 1;
+	unsigned nr_blocks = 1; /* of the portion, with this one */
 
 	if (!sfr__transfer_portion(tr)) { /* no memory; the transfer keeps the error */
 		sfr__ticket_put_block(t, block);
 		return;
 	}
 	sfr__seg_iter_init(&it, &t->plan.img, extent, blk);
-	while (sfr__seg_next(&it, &seg))
-		if (seg.kind == SFR__SEG_DATA)
-			sfr__transfer_add(tr, (uint64_t)(uintptr_t)(block->mem + seg.pos),
-					  (uint64_t)(uintptr_t)t->plan.img.entries[seg.entry].src +
-						  seg.off,
-					  seg.len, pinned);
-		else
-			sfr__stage_non_data(t, &seg, block->mem + seg.pos);
+	while (sfr__seg_next(&it, &seg)) {
+		const char *src = t->plan.img.entries[seg.entry].src;
+		char *dst = block->mem + seg.pos;
+
+		if (seg.kind != SFR__SEG_DATA) {
+			sfr__stage_non_data(t, &seg, dst);
+			continue;
+		}
+		sfr__transfer_add(tr, (uint64_t)(uintptr_t)dst, (uint64_t)(uintptr_t)src + seg.off,
+				  seg.len, pinned);
+	}
 	if (!tr->portion->memory) {
 		tr->portion->extent = extent;
 		tr->portion->first_blk = blk;
 	}
 	/* Append the block to the portion's list. */
 	for (end = (struct sfr__block **)&tr->portion->memory; *end; end = &(*end)->next)
-		nr++;
+		nr_blocks++;
 	*end = block;
 	block->next = NULL;
-	if (tr->slowly || nr == BLOCKS_A_PORTION || tr->err.code)
+	if (tr->slowly || nr_blocks == BLOCKS_PER_PORTION || tr->err.code)
 		sfr__transfer_send(tr);
 }
 
-/* Leases and fills the next block of an extent. Before waiting for a block it sends everything
- * filled so far, because the block it waits for may be one of those. SFR_EAGAIN or SFR_EEXHAUSTED,
- * as sfr__pool_get; any other error goes to the transfer too. */
+/* Leases and fills block *blk of an extent, and advances *blk. Before it waits for a block, it
+ * sends the portion that is filled so far, because a block may become free only when those copies
+ * have completed. SFR_EAGAIN or SFR_EEXHAUSTED, as sfr__pool_get; the transfer keeps any other
+ * error too. */
 static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t *blk,
 		     uint64_t slice_ns)
 {
@@ -230,15 +233,17 @@ static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *ex
 			t->report.block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
-	if (rc == 0)
-		fill_block(dev, extent, (*blk)++, block);
-	else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
+	if (rc == 0) {
+		fill_block(dev, extent, *blk, block);
+		++*blk;
+	} else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED) {
 		sfr__err_set(&dev->transfer.err, rc, SFR_PHASE_STAGE, NULL);
+	}
 	return rc;
 }
 
 /* Computes checksums of the deferred sources, for SFR_SAVE_CHECK_BYTES. Fetches all their bytes to
- * the host, and waits for them. */
+ * the host, in pieces as large as the memory for samples, and waits for them. */
 static void sum_deferred(struct sfr__device_state *dev)
 {
 	const struct sfr__extent *extent = dev->deferred;
@@ -269,18 +274,18 @@ static void stage_deferred(struct sfr__task *task);
 
 int sfr__device_states_new(struct sfr_ticket *t)
 {
-	uint32_t nr = 0;
+	uint32_t most = 0; /* devices: not more than extents on devices */
 
-	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++)
-		if (t->plan.img.extents[r].device != 0)
-			nr++;
-	if (nr == 0)
+	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++)
+		if (t->plan.img.extents[i].device != 0)
+			most++;
+	if (most == 0)
 		return 0;
-	t->staging.devices = sfr_sys.calloc(nr, sizeof(*t->staging.devices));
+	t->staging.devices = sfr_sys.calloc(most, sizeof(*t->staging.devices));
 	if (!t->staging.devices)
 		return -ENOMEM;
-	for (uint32_t r = 0; r < t->plan.img.nr_extents; r++) {
-		const struct sfr__extent *extent = &t->plan.img.extents[r];
+	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++) {
+		const struct sfr__extent *extent = &t->plan.img.extents[i];
 		struct sfr__device_state *dev = t->staging.devices;
 
 		if (extent->device == 0)
@@ -308,9 +313,9 @@ int sfr__device_states_new(struct sfr_ticket *t)
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams)
 {
 	struct sfr_err err = { .index = -1 };
-	uint32_t nr = 0;
+	uint32_t nr_begun = 0;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
 		struct sfr__transfer *tr = &t->staging.devices[i].transfer;
@@ -328,10 +333,10 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 		if (!err.code)
 			err = tr->err;
 		if (tr->lane != NULL)
-			nr++;
+			nr_begun++;
 	}
 	sfr__lock(&t->engine->mu);
-	t->sharing.cuda_out = t->sharing.cuda_unsubmitted = nr;
+	t->sharing.nr_transfers = t->sharing.nr_queueing = nr_begun;
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err); /* takes effect when the save is admitted */
 	sfr__unlock(&t->engine->mu);
@@ -396,7 +401,7 @@ static void end_queueing(struct sfr__device_state *dev)
 	struct sfr_engine *engine = dev->ticket->engine;
 
 	sfr__lock(&engine->mu);
-	dev->ticket->sharing.cuda_unsubmitted--;
+	dev->ticket->sharing.nr_queueing--;
 	pthread_cond_broadcast(&engine->cv_state); /* the gate may now use S */
 	sfr__unlock(&engine->mu);
 	sfr__transfer_end(&dev->transfer);

@@ -52,38 +52,41 @@ int sfr__take_samples(struct sfr_ticket *t)
 	rc = sfr__samples_take(&t->staging.samples, sources, extent->all_entries,
 			       t->seq + t->report.created_ns);
 	sfr_sys.free(sources);
-	if (rc < 0)
+	if (rc < 0 || !t->staging.sums)
 		return rc;
-	for (uint32_t i = extent->first_entry;
-	     t->staging.sums && i < extent->first_entry + extent->all_entries; i++)
+	for (uint32_t i = extent->first_entry; i < extent->first_entry + extent->all_entries; i++)
 		t->staging.sums[i] =
 			sfr_crc32(0, t->plan.img.entries[i].src, t->plan.img.entries[i].nbytes);
 	return 0;
 }
 
 int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
-			  uint32_t i, uint64_t off, const char *staged, size_t len)
+			  uint32_t entry, uint64_t off, const char *staged, size_t len)
 {
-	return sfr__samples_agree(samples, i, off, staged, len) ? -1 :
-								  t->plan.img.entries[i].source;
+	if (sfr__samples_agree(samples, entry, off, staged, len))
+		return -1;
+	return t->plan.img.entries[entry].source;
 }
 
-int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t i, uint64_t off, const char *staged,
+int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
 		       size_t len)
 {
-	const struct sfr__entry *entry = &t->plan.img.entries[i];
-	uint32_t *sum = &t->staging.sums[t->plan.img.nr_entries + i];
+	const struct sfr__entry *checked = &t->plan.img.entries[entry];
+	uint32_t *sum = &t->staging.sums[t->plan.img.nr_entries + entry];
 
 	*sum = sfr_crc32(*sum, staged, len);
-	return off + len == entry->nbytes && *sum != t->staging.sums[i] ? entry->source : -1;
+	if (off + len != checked->nbytes || *sum == t->staging.sums[entry])
+		return -1;
+	return checked->source;
 }
 
 /* ---- filling a block ---- */
 
-void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t i)
+void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry)
 {
-	if (i < t->plan.img.nr_entries)
-		sfr__host_prefetch(t->plan.img.entries[i].src, t->plan.img.entries[i].nbytes);
+	if (entry < t->plan.img.nr_entries)
+		sfr__host_prefetch(t->plan.img.entries[entry].src,
+				   t->plan.img.entries[entry].nbytes);
 }
 
 void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst)
@@ -96,8 +99,8 @@ void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 		memset(dst, 0, seg->len);
 }
 
-/* Whether the bytes [from, to) of the file contain the entry's data and descriptor. Then no other
- * thread uses the entry. */
+/* Returns whether the bytes [from, to) of the file, which this thread alone copies, contain the
+ * entry's data and descriptor. Then no other thread uses the entry. */
 static bool contains_entry(const struct sfr__entry *entry, uint64_t from, uint64_t to)
 {
 	return entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
@@ -132,7 +135,7 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
 }
 
-/* ---- an extent, for stage/host.c ---- */
+/* ---- an extent, for stage/host.c: struct sfr__host_ops has the contracts ---- */
 
 static struct sfr__extent_copy *extent_copy_of(struct sfr__host_copy *copy)
 {
@@ -243,7 +246,7 @@ static void copy_has_ended(struct sfr__host_copy *copy)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__lock(&engine->mu);
-	t->sharing.lane_owns = false;
+	t->sharing.host_copying = false;
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);

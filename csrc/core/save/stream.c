@@ -23,17 +23,13 @@
 #include "save/stream.h"
 #include "save/write.h"
 
-static bool is_stream(const struct sfr_ticket *t)
-{
-	return (t->flags & SFR_SAVE_STREAM) != 0;
-}
-
 /* Takes the edge page at `sent`, the offset that the stream has reached. */
 static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	uint32_t i = 0;
 
+	/* There is one: callers know that an edge page begins at `sent`. */
 	while (img->edges[i] != t->stream.sent)
 		i++;
 	*piece = (struct sfr_piece){
@@ -42,7 +38,7 @@ static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 		.off = t->stream.sent,
 		.owner = t, /* the page lives as long as the save */
 	};
-	t->sharing.jobs_out++;
+	t->sharing.nr_jobs++;
 }
 
 /* Takes the end, an empty piece. The save may end when the caller has given it back. */
@@ -51,7 +47,7 @@ static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	*piece = (struct sfr_piece){ .off = t->plan.img.len, .owner = t };
 	t->stream.ended = true;
 	t->facts.synced = true;
-	t->sharing.jobs_out++;
+	t->sharing.nr_jobs++;
 }
 
 /* Takes the bytes of a job: `len` bytes at `mem`, which are at `off` in the file. */
@@ -59,7 +55,7 @@ static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem,
 			    struct sfr_piece *piece)
 {
 	*piece = (struct sfr_piece){ .mem = mem, .len = len, .off = off, .owner = job };
-	job->held = false;
+	job->untaken = false;
 }
 
 /* Takes the piece at `sent`, the offset that the stream has reached. Returns false if its bytes are
@@ -76,12 +72,14 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	}
 	for (; t->stream.next_blk < t->plan.nr_blocks; t->stream.next_blk++) {
 		job = &t->plan.jobs[t->stream.next_blk];
-		if (!job->put)
+		if (!job->was_put)
 			return false;
 		sfr__stream_own_bytes(t, job, &from, &to);
+		/* A block without bytes of its own is all in edge pages. */
 		if (from >= to)
-			continue;            /* all of it is in edge pages */
-		if (t->stream.sent < from) { /* an edge page comes before the block's own bytes */
+			continue;
+		/* An edge page comes before the block's own bytes. */
+		if (t->stream.sent < from) {
 			take_edge_locked(t, piece);
 			return true;
 		}
@@ -98,7 +96,7 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 		return true;
 	}
 	job = sfr__ticket_job(t, SFR__JOB_TAIL);
-	if (!job->put)
+	if (!job->was_put)
 		return false;
 	if (t->stream.sent < img->len)
 		take_job_locked(job, img->tail_off, job->mem, img->tail_len, piece);
@@ -112,11 +110,11 @@ int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *p
 	uint64_t deadline = sfr__deadline(slice_ns);
 	int rc = 0;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
 	while (rc == 0) {
-		if (!is_stream(t) || sfr__ticket_failing_locked(t))
+		if (!sfr__ticket_is_stream(t) || sfr__ticket_failing_locked(t))
 			rc = SFR_ESTATE;
 		else if (t->state >= SFR_CAPTURING && take_locked(t, piece))
 			break;
@@ -131,9 +129,10 @@ int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *p
 
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 {
+	/* The owner is a job or, of an edge page and of the end, the ticket itself. */
 	struct sfr__job *job = piece->owner != t ? piece->owner : NULL;
 
-	if (piece->owner == NULL || sfr__ticket_foreign(t))
+	if (piece->owner == NULL || sfr__ticket_is_foreign(t))
 		return;
 	if (job != NULL)
 		sfr__release_block(t, job);
@@ -141,7 +140,7 @@ void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 	t->facts.written_nbytes += piece->len;
 	if (job != NULL && t->plan.in_place)
 		sfr__in_place_next_locked(t);
-	t->sharing.jobs_out--;
+	t->sharing.nr_jobs--;
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);
 	piece->owner = NULL;

@@ -10,15 +10,10 @@ bool sfr__stream_is_possible(const struct sfr__image *img)
 	return true;
 }
 
-static bool is_stream(const struct sfr_ticket *t)
-{
-	return (t->flags & SFR_SAVE_STREAM) != 0;
-}
-
 bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
 				  uint32_t blk)
 {
-	return !is_stream(t) || t->sharing.blocks_leased == extent->first_block + blk;
+	return !sfr__ticket_is_stream(t) || t->sharing.blocks_leased == extent->first_block + blk;
 }
 
 int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
@@ -27,7 +22,7 @@ int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *exte
 	uint64_t deadline = sfr__deadline(slice_ns);
 	int rc = 0;
 
-	if (!is_stream(t))
+	if (!sfr__ticket_is_stream(t))
 		return 0;
 	sfr__lock(&t->engine->mu);
 	/* After SFR_EAGAIN the caller sees for itself that the save is failing. */
@@ -59,8 +54,8 @@ bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 	sfr__lock(&t->engine->mu);
 	kept = !sfr__ticket_failing_locked(t);
 	if (kept) {
-		job->put = true;
-		job->held = from < to;
+		job->was_put = true;
+		job->untaken = from < to;
 		if (job->kind == SFR__JOB_BLOCK)
 			t->facts.blocks_written++;
 		pthread_cond_broadcast(&t->engine->cv_state);

@@ -65,8 +65,8 @@ static bool has_ended(const struct sfr_ticket *t)
 
 /* ---- life ---- */
 
-/* Frees memory that only the work on the save needs; the image's sizes stay, for the report. No
- * thread works on the save any more. */
+/* Frees memory that only the work on the save needs, when no thread works on it any more. The
+ * image's sizes stay, for the report. */
 static void free_work_memory(struct sfr_ticket *t)
 {
 	if (t->plan.edges) /* cannot fail for our own mapping */
@@ -85,7 +85,7 @@ void sfr__ticket_free(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__file_fini(&t->file);
-	sfr_sys.free(t->staging.devices); /* each has released everything when it was over */
+	sfr_sys.free(t->staging.devices); /* all transfers are over, and have released the rest */
 	free_work_memory(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);
@@ -99,7 +99,7 @@ void sfr_ticket_get(struct sfr_ticket *t)
 
 void sfr_ticket_put(struct sfr_ticket *t)
 {
-	if (!t || sfr__ticket_foreign(t))
+	if (!t || sfr__ticket_is_foreign(t))
 		return;
 	if (atomic_fetch_sub_explicit(&t->refs, 1, memory_order_acq_rel) == 1)
 		sfr__ticket_free(t);
@@ -117,7 +117,7 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 	if (t->err.code == 0) {
 		t->err = *err;
 		/* Once is enough: a failing save puts nothing more into its stream. */
-		sfr__requeue_held_locked(t);
+		sfr__requeue_untaken_locked(t);
 	}
 	sfr__unpark_locked(t);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)
@@ -157,18 +157,18 @@ static void leave_pool_locked(struct sfr_ticket *t)
 void sfr__ticket_step_locked(struct sfr_ticket *t)
 {
 	if (t->state == SFR_ENDING) {
-		bool called = t->facts.launched || t->facts.abandoned;
+		bool is_call_over = t->facts.launched || t->facts.abandoned;
 
-		/* The job counts in jobs_out until the state changes, so it is pushed once. */
-		if (called && !t->sharing.lane_owns && t->sharing.cuda_out == 0 &&
-		    t->sharing.jobs_out == 0)
+		/* The job counts in nr_jobs until the state changes, so it is pushed once. */
+		if (is_call_over && !t->sharing.host_copying && t->sharing.nr_transfers == 0 &&
+		    t->sharing.nr_jobs == 0)
 			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_CLEAN));
 		return;
 	}
 	if (t->facts.launched && t->facts.blocks_written == t->plan.nr_blocks &&
 	    !t->facts.tail_queued) {
 		t->facts.tail_queued = true;
-		if (t->plan.in_place) /* its writers have read all sources */
+		if (t->plan.in_place) /* no lane copies such a save, so no lane reports this */
 			t->facts.copied = true;
 		leave_pool_locked(t);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_TAIL));
@@ -179,18 +179,18 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	}
 	if (t->state == SFR_STAGED && t->facts.blocks_written == t->plan.nr_blocks)
 		sfr__ticket_set_state_locked(t, SFR_WRITING);
-	if (t->state == SFR_WRITING && t->facts.synced && t->sharing.jobs_out == 0) {
+	if (t->state == SFR_WRITING && t->facts.synced && t->sharing.nr_jobs == 0) {
 		sfr__ticket_set_state_locked(t, SFR_READY);
 		if (sfr__ticket_is_ordered(t))
 			sfr__log_ready(&t->log);
 		else
-			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_PLACE));
+			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_RENAME));
 	}
 }
 
 void sfr__ticket_released_locked(struct sfr_ticket *t)
 {
-	if (t->sharing.lane_owns || t->sharing.cuda_out != 0)
+	if (t->sharing.host_copying || t->sharing.nr_transfers != 0)
 		return;
 	if (!sfr__ticket_failing_locked(t))
 		t->facts.copied = true;
@@ -252,8 +252,8 @@ bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for wh
 		/* The sources of a failed save are free once no lane copies them. A save of parts
 		 * has no lane: its sources are free when it ends. */
 		return t->facts.copied ||
-		       (t->state == SFR_ENDING && t->facts.launched && !t->sharing.lane_owns &&
-			t->sharing.cuda_out == 0 && !t->plan.in_place);
+		       (t->state == SFR_ENDING && t->facts.launched && !t->sharing.host_copying &&
+			t->sharing.nr_transfers == 0 && !t->plan.in_place);
 	case SFR_WAIT_STAGED:
 		return t->state >= SFR_STAGED && t->state != SFR_ENDING;
 	case SFR_WAIT_ENDED:
@@ -265,7 +265,7 @@ bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for wh
 bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t)
 {
 	return sfr__ticket_reached_locked(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t) ||
-	       (t->facts.launched && !t->sharing.lane_owns && t->sharing.cuda_unsubmitted == 0);
+	       (t->facts.launched && !t->sharing.host_copying && t->sharing.nr_queueing == 0);
 }
 
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
@@ -273,7 +273,7 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
 	struct sfr_err err = { .index = -1 };
 	int rc = 0;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
 	if (t->facts.confirmed || !sfr__ticket_gate_is_open_locked(t) || t->state != SFR_STAGING) {
@@ -296,7 +296,7 @@ int sfr_save_cancel(struct sfr_ticket *t)
 	struct sfr_err err = { .index = -1 };
 	int done;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, NULL);
 	sfr__lock(&t->engine->mu);
@@ -311,7 +311,7 @@ int sfr_save_cancel(struct sfr_ticket *t)
 
 int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *staged)
 {
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	*state = t->state;
 	*staged = *state >= SFR_STAGED && *state <= SFR_DURABLE && *state != SFR_ENDING;
@@ -320,7 +320,7 @@ int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *stage
 
 int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint64_t *nbytes)
 {
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	*written_nbytes = t->facts.written_nbytes;
 	*nbytes = t->plan.img.len; /* constant, like all sizes of the image */
@@ -332,7 +332,7 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	bool locked;
 
 	memset(out, 0, sizeof(*out));
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	/* Once the state is final, nothing changes, and no lock is needed. */
 	locked = !atomic_load_explicit(&t->over, memory_order_acquire);

@@ -25,18 +25,18 @@ struct sfr__save_plan {
 	 * block's share of these pages to it, and the TAIL job writes it. */
 	char *edges;
 	uint32_t nr_blocks;    /* of the image */
-	uint32_t nr_whole;     /* blocks for which the pool must give a block all its memory */
-	struct sfr__job *jobs; /* one for each block, then OPEN, TAIL, PLACE, CLEAN */
-	/* Runs one of the jobs, on a writer. It is always sfr__job_run (write.c), which jobs.c may
-	 * not name, because write.c includes jobs.h. */
+	uint32_t nr_whole;     /* of these, how many need a block of the pool with all its memory */
+	struct sfr__job *jobs; /* one for each block, then OPEN, TAIL, RENAME, CLEAN */
+	/* Runs one of the jobs, on a writer. It is always sfr__job_run, but jobs.c must not call
+	 * that by name: it is in write.c, which calls jobs.c. */
 	void (*run_job)(struct sfr__task *task);
 };
 
-/* What has happened to the save so far. These events come in any order, and
- * sfr__ticket_step_locked derives the state from them. */
+/* The events of the save so far, which come in any order. sfr__ticket_step_locked derives the state
+ * from them. */
 struct sfr__save_facts {
 	bool opened;                     /* the temporary is open; a stream: its OPEN job has run */
-	bool launched, abandoned;        /* the caller has called sfr_save_launch, _abandon */
+	bool launched, abandoned;        /* sfr_save_launch or sfr_save_abandon was called */
 	bool tail_queued;                /* the TAIL job was queued */
 	bool synced;                     /* the file is synced; a stream: its end was taken */
 	bool confirmed;                  /* the caller has given its verdict, or need not */
@@ -67,13 +67,13 @@ struct sfr__save_staging {
 
 /* The work that other threads do for the save. None of it is left when the save ends. */
 struct sfr__save_sharing {
-	bool lane_owns;            /* deferred bytes of the host are being handed out or copied */
-	uint32_t cuda_out;         /* devices whose transfer has begun and is not over */
-	uint32_t cuda_unsubmitted; /* devices to which copies may still be queued */
-	uint32_t jobs_out;         /* jobs that are queued, running, parked or in the stream */
-	struct sfr__job *parked;   /* a list of the blocks that wait for the CRC of an entry */
-	bool needs_blocks;         /* sfr__pool_join was called, and sfr__pool_leave was not */
-	uint32_t blocks_back;      /* blocks given back to the pool, written or not */
+	bool host_copying;        /* deferred bytes of the host are being handed out or copied */
+	uint32_t nr_transfers;    /* devices whose transfer has begun and is not over */
+	uint32_t nr_queueing;     /* devices to which copies may still be queued */
+	uint32_t nr_jobs;         /* jobs that are queued, running, parked or in the stream */
+	struct sfr__job *parked;  /* a list of the blocks that wait for the CRC of an entry */
+	bool needs_blocks;        /* sfr__pool_join was called, and sfr__pool_leave was not */
+	uint32_t blocks_returned; /* blocks given back to the pool, written or not */
 	/* for a save of parts: the next block to queue is block next_blk of extent next_extent, and
 	 * the blocks queued so far have pushed_nbytes */
 	uint32_t next_extent, next_blk;
@@ -140,8 +140,8 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
 /* Called when a lane has ended its copies of the save. If no lane has any left, the sources are not
  * read any more: records that and posts the notice. */
 void sfr__ticket_released_locked(struct sfr_ticket *t);
-/* Whether the gate lets the next step through: every copy has ended or is queued on a device, or
- * the save is failing. */
+/* Returns whether the gate lets the next step through: every copy has ended or is queued on a
+ * device, or the save is failing. */
 bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t);
 /* Gives back a leased block that is not used. */
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block);
@@ -152,27 +152,35 @@ static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
 	return t->err.code != 0;
 }
 
+/* Returns whether the save has no file, but hands its bytes to the caller (stream.c). */
+static inline bool sfr__ticket_is_stream(const struct sfr_ticket *t)
+{
+	return (t->flags & SFR_SAVE_STREAM) != 0;
+}
+
 /* Returns whether the save is renamed by its entry in the log, and not by a writer. */
 static inline bool sfr__ticket_is_ordered(const struct sfr_ticket *t)
 {
 	return (t->flags & SFR_SAVE_UNORDERED) == 0;
 }
 
-/* Whether the ticket was made before a fork that created this process; then nothing may touch
- * it. */
-static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
+/* Returns whether the ticket was made before a fork that created this process: then nothing may
+ * touch it. */
+static inline bool sfr__ticket_is_foreign(const struct sfr_ticket *t)
 {
 	return t->fork_generation != sfr_fork_generation();
 }
 
-/* Counts a block that was just leased for the save, and wakes lanes that wait for their turn to
- * lease one (a stream leases its blocks in the order of the file). */
+/* Counts a block that was just leased for the save. A stream leases its blocks in the order of the
+ * file, so another lane may lease the next block now, and is woken. */
 static inline void sfr__ticket_count_block_locked(struct sfr_ticket *t)
 {
-	uint64_t bytes = ++t->flight.blocks_held * t->plan.img.block_bytes;
+	uint64_t bytes;
 
+	t->flight.blocks_held++;
 	t->sharing.blocks_leased++;
-	if ((t->flags & SFR_SAVE_STREAM) != 0) {
+	bytes = t->flight.blocks_held * t->plan.img.block_bytes;
+	if (sfr__ticket_is_stream(t)) {
 		sfr__shared_wake_locked(t->engine);
 		pthread_cond_broadcast(&t->engine->cv_state);
 	}

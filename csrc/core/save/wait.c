@@ -11,7 +11,7 @@ int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 {
 	enum sfr_state state = t->state;
 
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return 0;
 	if (atomic_load_explicit(&t->over, memory_order_acquire))
 		return 1;
@@ -27,7 +27,7 @@ int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t dead
 	int rc = 0;
 
 	sfr__lock(&t->engine->mu);
-	if (what == SFR_WAIT_COPIED && deadline_ns != 0)
+	if (what == SFR_WAIT_COPIED && deadline_ns != 0) /* copies meanwhile; the result is below */
 		(void)sfr__host_wait_locked(&t->staging.deferred.copy, deadline_ns, is_copied, t);
 	while (!sfr__ticket_reached_locked(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline_ns);
@@ -38,7 +38,7 @@ int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t dead
 
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
 {
-	if (sfr__ticket_foreign(t))
+	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	if (sfr_save_reached(t, what))
 		return 0;

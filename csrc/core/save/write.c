@@ -4,7 +4,7 @@
  *   BLOCK   CRC of its bytes unless the copy has computed it,
  *           descriptors, one aligned pwrite                        (any order of completion)
  *   TAIL    central directory or edge pages, fdatasync             (when every block is written)
- *   PLACE   rename, sync the directory                         (a save without an entry in the log)
+ *   RENAME  rename, sync the directory                         (a save without an entry in the log)
  *   CLEAN   remove the temporary of a failed save, end it          (last)
  *
  * A data descriptor contains the CRC of a whole entry. Earlier bytes of the entry may still be with
@@ -25,12 +25,7 @@
 #include "save/write.h"
 #include "trace/trace.h"
 
-static bool is_stream(const struct sfr_ticket *t)
-{
-	return (t->flags & SFR_SAVE_STREAM) != 0;
-}
-
-/* Waits for the OPEN job. False if the save is failing. */
+/* Waits until the OPEN job has opened the file. Returns false if the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
 {
 	struct sfr_engine *engine = t->engine;
@@ -50,7 +45,7 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	if (sfr__ticket_failing(t))
 		return;
 	SFR__TRACE(SFR_TRACE_OPEN, t->number, 0);
-	if (!is_stream(t) && sfr__file_open(&t->file, err) < 0)
+	if (!sfr__ticket_is_stream(t) && sfr__file_open(&t->file, err) < 0)
 		return;
 	sfr__lock(&t->engine->mu);
 	t->facts.opened = true;
@@ -92,8 +87,9 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 	job->summed = true;
 }
 
-/* Whether the CRCs of all descriptors in a block of torch's format are known. The block's own bytes
- * are summed, so only the first entry, which may have begun in an earlier block, is in question. */
+/* Returns whether the CRCs of all descriptors in a block of torch's format are known. The CRCs of
+ * the block's own bytes are known. So only the CRC of its first entry, which may have begun in an
+ * earlier block, can be incomplete. */
 static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__entry *entry;
@@ -173,7 +169,8 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 	if (job->block != NULL) {
 		sfr__lock(&engine->mu);
 		t->flight.blocks_held--;
-		nr_left = t->plan.nr_blocks - ++t->sharing.blocks_back;
+		t->sharing.blocks_returned++;
+		nr_left = t->plan.nr_blocks - t->sharing.blocks_returned;
 		sfr__unlock(&engine->mu);
 		sfr__pool_put(engine->pool, job->block);
 		if (!sfr__ticket_failing(t))
@@ -249,7 +246,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 		describe_block(t, job);
 		put_edges(t, job);
 	}
-	if (written && is_stream(t)) {
+	if (written && sfr__ticket_is_stream(t)) {
 		if (sfr__stream_put(t, job))
 			return false;
 		written = false; /* sfr__stream_put has counted it, or the save is failing */
@@ -330,9 +327,9 @@ static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *
 	if (wait_opened(t)) {
 		SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
 		if (make_tail(t, job, err) == 0) {
-			if (is_stream(t) && sfr__stream_put(t, job))
+			if (sfr__ticket_is_stream(t) && sfr__stream_put(t, job))
 				return false;
-			if (!is_stream(t))
+			if (!sfr__ticket_is_stream(t))
 				write_tail(t, job, err);
 		}
 	}
@@ -353,13 +350,13 @@ void sfr__job_run(struct sfr__task *task)
 		break;
 	case SFR__JOB_BLOCK:
 		if (!do_block(t, job, &err))
-			return; /* parked or in the stream, and so still counted in jobs_out */
+			return; /* parked or in the stream, and so still counted in nr_jobs */
 		break;
 	case SFR__JOB_TAIL:
 		if (!do_tail(t, job, &err))
 			return; /* in the stream */
 		break;
-	case SFR__JOB_PLACE:
+	case SFR__JOB_RENAME:
 		if (sfr__save_commit(t))
 			return; /* the ticket may be freed */
 		break;
@@ -369,7 +366,7 @@ void sfr__job_run(struct sfr__task *task)
 		return; /* the ticket may be freed */
 	}
 	sfr__lock(&engine->mu);
-	t->sharing.jobs_out--;
+	t->sharing.nr_jobs--;
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	sfr__ticket_step_locked(t);

@@ -32,6 +32,7 @@ void sfr__host_prefetch(const char *src, uint64_t nbytes)
 
 /* ---- one chunk, one block -------------------------------------------------------------- */
 
+/* Returns whether the copy has chunks to hand out. */
 static bool has_chunks_locked(struct sfr__host_copy *copy)
 {
 	return copy->blk < copy->nr_blocks && !copy->ops->is_failing_locked(copy);
@@ -42,6 +43,7 @@ static bool may_lease_locked(struct sfr__host_copy *copy)
 	return copy->ops->may_lease_locked == NULL || copy->ops->may_lease_locked(copy, copy->blk);
 }
 
+/* Returns the state of the block whose chunks are handed out. */
 static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
 {
 	return copy->ops->block(copy, copy->blk);
@@ -106,7 +108,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 		copy->blk++;
 	copy->nr_copying++;
 	sfr__unlock(&copy->engine->mu);
-	{
+	{ /* the span in the timeline ends before the thread waits for the mutex */
 		SFR__TRACE(SFR_TRACE_COPY, copy->number, len);
 		torn = copy->ops->copy(copy, blk, off, len, hurried);
 		sfr__copy_fence();
@@ -118,7 +120,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 	block->left -= len;
 	if (block->left == 0)
 		copy->ops->filled_locked(copy, blk);
-	if (copy->draining && copy->nr_copying == 0)
+	if (copy->draining && copy->nr_copying == 0) /* wake drain_locked */
 		pthread_cond_broadcast(&copy->engine->cv_state);
 }
 
@@ -136,7 +138,8 @@ static bool end_if_over_locked(struct sfr__host_copy *copy)
 		const uint32_t blk = copy->blk;
 
 		copy->blk = copy->nr_blocks;
-		if (copy->ops->block(copy, blk)->mem) /* partly copied, and not used */
+		if (copy->ops->block(copy, blk)
+			    ->mem) /* partly copied, so nobody has passed it on */
 			copy->ops->filled_locked(copy, blk);
 	}
 	return true;
@@ -162,30 +165,28 @@ static bool make_memory_locked(struct sfr_engine *engine)
 static bool step_locked(struct sfr__shared *work, bool may_wait)
 {
 	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);
-	bool did = has_chunks_locked(copy);
+	struct sfr_engine *engine = copy->engine;
+	const bool has_chunks = has_chunks_locked(copy);
 	int rc;
 
-	if (did && next_block(copy)->mem) {
+	if (has_chunks && next_block(copy)->mem) {
 		copy_next_locked(copy);
-	} else if (did && !may_wait) {
-		return make_memory_locked(copy->engine);
-	} else if (did && (copy->fetching || !may_lease_locked(copy))) {
-		return false;
-	} else if (did) {
+	} else if (has_chunks) {
+		if (!may_wait)
+			return make_memory_locked(engine);
+		if (copy->fetching || !may_lease_locked(copy))
+			return false;
 		rc = fetch_locked(copy, FETCH_SLICE_NS);
 		if (rc < 0 && rc != SFR_EAGAIN)
 			copy->ops->fail_locked(copy, rc, -1);
 	}
-	if (copy->open && end_if_over_locked(copy)) {
-		struct sfr_engine *engine = copy->engine;
-
-		copy->open = false;
-		sfr__unlock(&engine->mu);
-		copy->ops->over(copy); /* the owner may free the copy from here on */
-		sfr__lock(&engine->mu);
-		did = true;
-	}
-	return did;
+	if (!copy->open || !end_if_over_locked(copy))
+		return has_chunks;
+	copy->open = false;
+	sfr__unlock(&engine->mu);
+	copy->ops->over(copy); /* the owner may free the copy from here on */
+	sfr__lock(&engine->mu);
+	return true;
 }
 
 /* Starts the copiers if enough is left to copy that waking them pays. Returns whether it does. */

@@ -91,9 +91,10 @@ struct sfr__host_copy {
 
 /* Begins to hand out a deferred copy. `has_memory`: no block of it needs to be leased. */
 void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory);
-/* Copies in the call. 0, also if the copy has failed. SFR_EAGAIN if there was no block until the
- * deadline, SFR_EEXHAUSTED if snapshots hold all blocks: the caller may call again, or give the
- * copy up. No thread reads the sources when this has returned. */
+/* Copies in the call. Returns 0 when the copy is over, also if it has failed (ops->fail_locked).
+ * SFR_EAGAIN if there was no block until the deadline, SFR_EEXHAUSTED if snapshots hold all blocks:
+ * the caller may call again, or give the copy up. Whatever is returned, no thread reads the sources
+ * any more. */
 int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns);
 /* Waits until is_over(arg) returns true. Meanwhile helps with the deferred copy or, while it has no
  * memory, with older copies that have the blocks. 0 or SFR_EAGAIN. */

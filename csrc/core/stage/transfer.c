@@ -17,8 +17,8 @@ static void drop_staged_locked(struct sfr__transfer *tr)
 	tr->staged = NULL;
 }
 
-/* Counts one user less. The last one, after which nobody can become a user, ends the transfer:
- * gives back what it has from the lane, and calls `over`. */
+/* Counts one user less. The last user ends the transfer: gives back what the transfer has from the
+ * lane, and calls `over`. Its count becomes 0 only after that, and nobody can become a user. */
 static void drop_user(struct sfr__transfer *tr)
 {
 	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
@@ -46,7 +46,8 @@ static void drop_user(struct sfr__transfer *tr)
 		over(tr);
 }
 
-/* On the lane's thread: the copies of a portion have completed or, if !ok, the device has died. */
+/* Called on the lane's thread when the copies of a portion have completed or, if !ok, when the
+ * device has died. */
 static void portion_done(struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__transfer *tr = portion->of;
@@ -143,7 +144,7 @@ int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes,
 	tr->stream = stream;
 	if (sfr__cuda_is_capturing(lane->cu, stream)) {
 		sfr__transfer_leave(tr);
-		tr->nr_users = 0;
+		tr->nr_users = 0; /* as if the transfer had never been opened */
 		tr->lane = NULL;
 		return SFR_ECAPTURING;
 	}
@@ -171,18 +172,18 @@ static void queue_added(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 
-	if (tr->pinned.nr + tr->others.nr > 0 && !tr->err.code && !sfr__transfer_died(tr)) {
-		tr->touched = true; /* a failed call may have queued some copies */
+	if (tr->pinned.nr + tr->unpinned.nr > 0 && !tr->err.code && !sfr__transfer_died(tr)) {
+		tr->has_queued = true; /* a failed call may have queued some copies */
 		if (tr->timed)
 			sfr__cuda_timer_begin(lane, &tr->copying, lane->stream);
 		sfr__cuda_batch_copy(lane, &tr->pinned, true, &tr->err);
 		if (!tr->err.code)
-			sfr__cuda_batch_copy(lane, &tr->others, false, &tr->err);
+			sfr__cuda_batch_copy(lane, &tr->unpinned, false, &tr->err);
 		if (tr->timed)
 			sfr__cuda_timer_end(lane, &tr->copying, lane->stream);
 		tr->timed = false;
 	}
-	tr->pinned.nr = tr->others.nr = 0;
+	tr->pinned.nr = tr->unpinned.nr = 0;
 }
 
 /* Puts the portion in flight: its event follows all copies that are queued so far. Called within a
@@ -213,11 +214,11 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 	queue_added(tr);
 	/* A portion with memory is sent even if nothing was queued (its blocks contain no tensor
 	 * bytes, or there was an error): the client then passes the memory on. */
-	unused = !tr->touched && (!portion->memory || sfr__transfer_died(tr));
+	unused = !tr->has_queued && (!portion->memory || sfr__transfer_died(tr));
 	if (!unused)
 		launch_portion(tr);
 	sfr__cuda_turn_end(tr->lane);
-	tr->touched = false;
+	tr->has_queued = false;
 	if (!unused)
 		return;
 	if (portion->memory)
@@ -246,7 +247,8 @@ static void send_some(struct sfr__transfer *tr)
 void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
 		       bool pinned)
 {
-	/* While `slowly` is set, the copy is divided so that no portion is too large. */
+	/* While `slowly` is set, the copy is divided into pieces of `now` bytes, so that no portion
+	 * is larger than sfr__cuda_portion_bytes. */
 	for (uint64_t done = 0, now; done < len && !tr->err.code; done += now) {
 		const uint64_t most = sfr__cuda_portion_bytes;
 		const uint64_t room = most > tr->bytes ? most - tr->bytes : most;
@@ -256,8 +258,8 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
 			now = room;
 		if (!sfr__transfer_portion(tr))
 			return;
-		if (sfr__cuda_batch_add(pinned ? &tr->pinned : &tr->others, dst + done, src + done,
-					(size_t)now) < 0)
+		if (sfr__cuda_batch_add(pinned ? &tr->pinned : &tr->unpinned, dst + done,
+					src + done, (size_t)now) < 0)
 			sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
 		tr->bytes += now;
 		if (tr->slowly && tr->bytes >= most)
@@ -279,6 +281,7 @@ bool sfr__transfer_pin(const struct sfr__transfer *tr, struct sfr__pool *pool)
 void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
 			      uint64_t src, uint64_t len)
 {
+	/* the end of the copy that is in host memory */
 	const char *host = (const char *)(uintptr_t)(tr->lane->way == SFR__CUDA_OUT ? dst : src);
 
 	for (uint64_t off = 0, now; off < len; off += now) {
@@ -321,7 +324,7 @@ void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources
 		tr->samples.items = tr->store.mem;
 		nr_rows = sfr__samples_choose_rows(&tr->samples, sources, nr, seed, rows);
 		sfr__cuda_turn_begin(tr->lane);
-		tr->touched = true;
+		tr->has_queued = true;
 		sfr__cuda_copy_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items),
 				    tr->store.pinned, &tr->err);
 		sfr__cuda_turn_end(tr->lane);
@@ -381,7 +384,7 @@ void sfr__transfer_end(struct sfr__transfer *tr)
 
 	sfr__transfer_send(tr);
 	sfr__cuda_batch_free(&tr->pinned);
-	sfr__cuda_batch_free(&tr->others);
+	sfr__cuda_batch_free(&tr->unpinned);
 	drop_user(tr); /* the client may free the transfer from here on */
 	sfr__cuda_leave(&scope);
 }

@@ -67,15 +67,15 @@ struct sfr__transfer {
 	/* used by the thread that queues */
 	CUstream stream; /* the caller's */
 	struct sfr__cuda_scope scope;
-	struct sfr_err err;                    /* the first error */
-	struct sfr__cuda_batch pinned, others; /* copies that were added and are not queued yet */
-	struct sfr__cuda_portion *portion;     /* the next to send; NULL: nothing was added */
-	uint64_t bytes;                        /* added to that portion so far */
-	bool launched;                         /* a portion was sent */
-	bool touched; /* copies may have been queued since sfr__transfer_send was called last */
-	bool slowly;  /* small portions, and few in flight; only on the lane's thread */
-	bool timed;   /* the copies that are queued next are measured */
-	uint64_t seq; /* sfr_ticket.seq: `slowly` ends when a gate waits for this save */
+	struct sfr_err err;                      /* the first error */
+	struct sfr__cuda_batch pinned, unpinned; /* copies that were added and are not queued yet */
+	struct sfr__cuda_portion *portion;       /* the next to send; NULL: nothing was added */
+	uint64_t bytes;                          /* added to that portion so far */
+	bool launched;                           /* a portion was sent */
+	bool has_queued; /* copies may have been queued since the last sfr__transfer_send */
+	bool slowly;     /* small portions, and few in flight; only on the lane's thread */
+	bool timed;      /* the copies that are queued next are measured */
+	uint64_t seq;    /* sfr_ticket.seq: `slowly` ends when a gate waits for this save */
 
 	/* used by the thread that queues, then in `portion_done` and by the last user */
 	struct sfr__samples samples; /* its items are in the store's memory */
@@ -99,15 +99,16 @@ int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, 
  * caller's (E). Also returns SFR_ECAPTURING: then there is no lane. */
 int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
 			enum sfr__cuda_way way, CUstream stream);
-/* Whether all copies have ended, or none was begun. Takes no lock. */
+/* Returns whether all copies have ended, or none was begun. Takes no lock. */
 static inline bool sfr__transfer_is_over(const struct sfr__transfer *tr)
 {
 	return tr->nr_users == 0;
 }
 /* Waits until the transfer is over. 0 or SFR_EAGAIN. */
 int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns);
-/* Enters and leaves the device's context on this thread, around the functions below. The lane's
- * thread is always in it. enter returns false, with the reason in err, if the driver refuses. */
+/* Enter and leave the device's context on this thread, around the functions below. The lane's
+ * thread is always in the context. sfr__transfer_enter returns false, with the reason in err, if
+ * the driver refuses. */
 bool sfr__transfer_enter(struct sfr__transfer *tr);
 void sfr__transfer_leave(struct sfr__transfer *tr);
 
@@ -122,8 +123,8 @@ struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr);
  * memory is registered with the driver. */
 void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
 		       bool pinned);
-/* Adds a copy from or to memory of the pool, or to pinned memory elsewhere; splits it where regions
- * of the pool meet, because a driver refuses a copy across two registrations. */
+/* Adds a copy whose end in host memory is in the pool, or in pinned memory elsewhere. Splits the
+ * copy where regions of the pool meet, because a driver refuses a copy across two registrations. */
 void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
 			      uint64_t src, uint64_t len);
 /* Gets the store, memory for samples of the sources, unless the transfer has it. `sources` may be

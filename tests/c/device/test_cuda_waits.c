@@ -55,7 +55,7 @@ static uint32_t unsubmitted(struct sfr_ticket *t)
 	uint32_t nr;
 
 	sfr__lock(&t->engine->mu);
-	nr = t->sharing.cuda_unsubmitted;
+	nr = t->sharing.nr_queueing;
 	sfr__unlock(&t->engine->mu);
 	return nr;
 }

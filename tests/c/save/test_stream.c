@@ -667,7 +667,7 @@ TEST(whole_stream_that_nobody_has_taken_is_given_back)
 		if (t->plan.in_place)
 			piece = taken(t); /* its last blocks come when others are given back */
 		else
-			while (!sfr__under(&engine->mu, tail->put))
+			while (!sfr__under(&engine->mu, tail->was_put))
 				(void)usleep(100);
 		CHECK_EQ(sfr_save_cancel(t), 1);
 		check_failed(t, &piece, piece.owner != NULL, SFR_ECANCELLED);
