@@ -66,7 +66,7 @@ bool sfr__block_is_owned(enum sfr__block_state state)
 	       state != SFR__BLOCK_RETIRED;
 }
 
-/* Changes a block's state, and puts the block on a list if no thread or lease owns it then. */
+/* A block that nothing owns in its new state goes into a list, unless it is retired. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to)
 {

@@ -17,18 +17,20 @@
 static _Atomic uint64_t caps_taken; /* sum of the caps of default pools */
 static _Atomic uint64_t held;       /* sum of the memory of all pools */
 
-/* Returns the pages in a sum; none if they were counted before a fork, by the parent. */
+/* Returns the pages in a sum; 0 if the parent counted them before a fork. */
 static uint64_t pages_now(uint64_t word, uint64_t generation)
 {
 	return word >> PAGES_BITS == generation ? word & PAGES_MASK : 0;
 }
 
+/* Returns as many low bits of the fork generation as a sum has for it. */
 static uint64_t this_generation(void)
 {
 	return sfr_fork_generation() & (UINT64_MAX >> PAGES_BITS);
 }
 
-/* Adds bytes, which may be negative, to a sum. */
+/* Adds bytes to a sum. A negative number wraps around within the bits for pages, and so
+ * subtracts. */
 static void add_bytes(_Atomic uint64_t *sum, int64_t bytes)
 {
 	uint64_t generation = this_generation(), old = atomic_load(sum), new;

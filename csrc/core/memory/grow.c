@@ -17,8 +17,9 @@
 /* The blocks that several threads give memory to, in one call of sfr__pool_grow_all. */
 struct growth {
 	struct sfr__pool *pool;
-	struct sfr__list work; /* blocks still to be handled; guarded by pool->mu, like rc */
+	struct sfr__list work; /* blocks that no thread has taken; guarded by pool->mu, like rc */
 	int rc;                /* the first error */
+	/* called for each block, see sfr__pool_grow_all */
 	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
 };
 
@@ -59,7 +60,7 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 
 	for (const struct sfr__block *block = work.head; block != NULL; block = block->next)
 		nr++;
-	/* Fewer threads, or none, only take longer. The caller waits for them. */
+	/* Fewer threads only take longer: the caller does the same work and then waits for them. */
 	while (nr_threads + 1 < MAX_GROWERS && nr_threads + 1 < nr &&
 	       sfr__thread_start(&threads[nr_threads], "sfr-warm", SFR__AWAITED, grow_main, &job) ==
 		       0)
@@ -73,8 +74,8 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 
 /* ---- warm up ---- */
 
-/* Moves the blocks of `list` that must get more memory, so that the first `nbytes` of the pool have
- * some, to `work`. */
+/* Moves blocks from `list` to `work`: those that lack memory among the first `nbytes` bytes of the
+ * pool. Sets how many bytes each block should have. */
 static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint64_t nbytes,
 			   struct sfr__list *work)
 {
@@ -94,6 +95,7 @@ static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint6
 	}
 }
 
+/* For sfr__pool_grow_all: puts a block back into a list of the pool. */
 static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
 	(void)rc; /* a block keeps the memory that it had or got */
@@ -121,7 +123,7 @@ static void pin_whole(struct sfr__pool *pool)
 	uint32_t nr = 0;
 
 	if (found == NULL)
-		return; /* each is pinned at its first use instead */
+		return; /* each block is pinned at its first use instead */
 	if (sfr__cuda_enter(&scope, pool->pin.cu, pool->pin.context) != CUDA_SUCCESS) {
 		sfr_sys.free(found);
 		return;
@@ -133,13 +135,15 @@ static void pin_whole(struct sfr__pool *pool)
 			continue;
 		}
 		*at = block->next;
+		/* so that no other thread uses the block while it is pinned */
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
 		found[nr++] = block;
 	}
 	sfr__unlock(&pool->mu);
 	qsort(found, nr, sizeof(*found), by_index);
 	for (uint32_t i = 0, len; i < nr; i += len) {
-		for (len = 1; i + len < nr && found[i + len]->index == found[i]->index + len;)
+		len = 1;
+		while (i + len < nr && found[i + len]->index == found[i]->index + len)
 			len++;
 		sfr__pool_pin_blocks(pool, found + i, len);
 	}
@@ -191,7 +195,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	while ((block = sfr__pool_pop(&work)) != NULL) {
 		int failed;
 
-		/* its memory is registered in one region with a block that is in use */
+		/* its region has blocks in use, or the driver did not release it */
 		if (block->region != NULL) {
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 			continue;

@@ -15,10 +15,10 @@
  *
  * Saves are protected too: while any save still needs blocks, a lease leaves them one block, which
  * is enough for progress. This is checked under the pool's lock at every attempt, so a save that
- * begins while a request waits counts. A save that the waiting thread itself has interrupted does
- * not count, because it goes on only afterwards. A save whose blocks are all written does not count
- * either: it waits for its entry in the log, before which there may be work that waits for this
- * lease.
+ * begins while a request waits counts. A save that the waiting thread itself has interrupted, in a
+ * signal handler, does not count, because that save goes on only after the request. A save whose
+ * blocks are all written does not count either. It waits for its entry in the log, and an earlier
+ * entry may be work that waits for this lease.
  *
  * Devices. A run must be contiguous, so its blocks are pinned at their own addresses or not at all.
  * If a block uses memory that the driver allocated (pin.c), that memory is freed first. */
@@ -27,7 +27,7 @@
 
 #include "memory/pool_int.h"
 
-/* Returns the bytes that block `i` of a run needs. */
+/* Returns how many bytes of memory block `i` of a run needs. */
 static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
 			const struct sfr__run_of_blocks *run, uint32_t i)
 {
@@ -36,8 +36,8 @@ static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *l
 	return left < pool->block_bytes && !lease->whole ? left : pool->block_bytes;
 }
 
-/* Visits every block of a lease: for each run of it, blocks number i from the run's first one
- * on. */
+/* Visits every block of a lease. In the body, `run` is the block's run, and its index in the pool
+ * is run->first + i. */
 #define FOR_EACH_BLOCK(pool, lease, run, i)                                                        \
 	for (const struct sfr__run_of_blocks *run = (lease)->runs;                                 \
 	     run != (lease)->runs + (lease)->nr_runs; run++)                                       \
@@ -50,8 +50,8 @@ static void wake_waiters_locked(struct sfr__pool *pool)
 		(void)pthread_cond_broadcast(&pool->cv); /* cannot fail on our own object */
 }
 
-/* Takes the blocks of the placed items for the lease. A block becomes LEASED, or GROWING if it
- * lacks memory or has the driver's. */
+/* Takes the blocks of the placed items for the lease. A block becomes LEASED. It becomes GROWING if
+ * it lacks memory, or if its memory is the driver's. */
 static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
 			       struct sfr__lease *lease)
 {
@@ -61,7 +61,7 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 	for (uint32_t e = 0; e < placement->nr_gaps; e++) {
 		const struct sfr__gap *gap = &placement->gaps[e];
 
-		if (gap->at != gap->begin)
+		if (gap->at != gap->begin) /* items were put into this gap */
 			lease->runs[lease->nr_runs++] = (struct sfr__run_of_blocks){
 				(uint32_t)(gap->begin / pool->block_bytes), gap->at - gap->begin
 			};
@@ -82,11 +82,12 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 						      !sfr__pin_is_foreign(block) ?
 					      SFR__BLOCK_LEASED :
 					      SFR__BLOCK_GROWING);
-		sfr__pool_uncount_locked(pool, block);
+		sfr__pool_uncount_locked(pool, block); /* a held block never counts as full */
 		block->held = true;
 		lease->nr_blocks++;
 	}
 	pool->nr_held += lease->nr_blocks;
+	/* the taken blocks are still in these lists */
 	sfr__pool_filter(&pool->reserved);
 	sfr__pool_filter(&pool->partial);
 	sfr__pool_filter(&pool->whole);
@@ -111,6 +112,7 @@ static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lea
 	wake_waiters_locked(pool);
 }
 
+/* Makes the lease's blocks free, or RETIRED if the lease is. */
 static void return_blocks_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	set_held_locked(pool, lease, false);
@@ -129,8 +131,9 @@ static void return_blocks_locked(struct sfr__pool *pool, const struct sfr__lease
 	}
 }
 
-/* Replaces the driver's memory of a block by as much memory in the pool's own range. Returns 0, or
- * -errno; the block then has no memory. Releases the mutex meanwhile. */
+/* Replaces the driver's memory of a block by as much memory in the pool's own range. Returns 0;
+ * -EIO if the block keeps the driver's memory; or another -errno if it has no memory afterwards.
+ * Releases the mutex meanwhile. */
 static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
 	int rc;
@@ -140,7 +143,7 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	sfr__pin_drop(&pool->pin, block);
 	if (sfr__pin_is_foreign(block)) {
 		sfr__lock(&pool->mu);
-		return -EIO; /* the driver does not release the memory, so the block keeps it */
+		return -EIO; /* the driver does not release its memory */
 	}
 	rc = sfr__pool_commit(pool, block, 0, block->committed);
 	sfr__lock(&pool->mu);
@@ -149,15 +152,16 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	return rc;
 }
 
+/* For sfr__pool_grow_all. A block without its memory stays GROWING until the whole lease fails. */
 static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
 	if (rc == 0)
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 }
 
-/* Makes the missing memory of a lease; releases the lock meanwhile. Returns 0 when all blocks are
- * LEASED. Or returns -errno; all blocks are then free again, with the memory that they got. */
-static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
+/* Makes the missing memory of a lease; releases the mutex meanwhile. Returns 0 when all blocks are
+ * LEASED, or -errno. On failure all blocks are free again and keep the memory that they got. */
+static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	struct sfr__list work = { NULL };
 	int rc = 0;
@@ -183,7 +187,8 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	}
 	if (rc == 0)
 		return 0;
-	/* They are not counted in nr_returned: other waiting threads would gain nothing. */
+	/* nr_returned stays as it is, because a thread that tried again would find no memory
+	 * either. */
 	set_held_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
@@ -197,9 +202,9 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 }
 
 /* Waits until this request is first in the queue and there is room, then takes the room. `starved`
- * is NULL, or the system had no memory for the last attempt, when nr_returned was *starved. Then a
- * new attempt waits until a block has returned since, or until none can return. Returns 0,
- * SFR_EAGAIN or SFR_EEXHAUSTED. */
+ * is NULL at the first attempt. After an attempt for which the system had no memory, it points to
+ * the value that nr_returned had then. The next attempt is made only when a block has returned
+ * since, or when only users could still return one. Returns 0, SFR_EAGAIN or SFR_EEXHAUSTED. */
 static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *placement,
 				uint32_t nr_own, uint64_t deadline_ns, const uint64_t *starved,
 				struct sfr__lease *lease)
@@ -220,6 +225,7 @@ static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *p
 			rc = 0;
 			break;
 		}
+		/* Would the items fit after everything has returned that needs no user? */
 		rc = sfr__pool_place_locked(pool, placement, true, false) ? SFR_EAGAIN :
 									    SFR_EEXHAUSTED;
 		if (rc == SFR_EEXHAUSTED || late)
@@ -235,7 +241,7 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
 	struct sfr__placement placement = { .lens = lens, .nr = nr, .addrs = addrs };
-	/* the most runs of blocks that the pool can have with gaps between them */
+	/* the largest number of gaps: every second block is in use */
 	const uint32_t most = pool->nr_blocks / 2 + 1;
 	const uint64_t *starved = NULL;
 	struct sfr__lease lease = { .whole = whole };
@@ -243,6 +249,7 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 
 	*out = (struct sfr__lease){ 0 };
 	for (uint32_t i = 0; i < nr; i++) {
+		/* so that the sum does not overflow */
 		if (lens[i] > UINT64_MAX / 4 || placement.total > UINT64_MAX / 4)
 			return SFR_EEXHAUSTED;
 		placement.total += sfr__round_up(lens[i], SFR_ALIGN);
@@ -258,10 +265,11 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 		if (rc != 0)
 			break;
 		returned = pool->nr_returned;
-		rc = grow_lease(pool, &lease);
+		rc = grow_lease_locked(pool, &lease);
 		if (rc == 0)
 			break;
-		/* Give up, unless a block may still return or has returned with enough memory. */
+		/* Give up if only users could still return a block and none has returned
+		 * meanwhile. */
 		if (pool->nr_owned == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
@@ -320,7 +328,8 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 			blocks[nr++] = block;
 	}
 	for (uint32_t i = 0, len; i < nr; i += len) {
-		for (len = 1; i + len < nr && blocks[i + len]->index == blocks[i]->index + len;)
+		len = 1;
+		while (i + len < nr && blocks[i + len]->index == blocks[i]->index + len)
 			len++;
 		sfr__pin_in_place(&pool->pin, blocks + i, len, pool->block_bytes);
 	}
@@ -353,7 +362,8 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	uint64_t end = (i + 1) * pool->block_bytes;
 
 	*pinned = sfr__pin_is_pinned(first);
-	/* Unpinned memory is one span, however many blocks it has. */
+	/* A pinned span ends with its region. Unpinned blocks are one span, because no region
+	 * limits a copy to them. */
 	while (end < off + len &&
 	       (*pinned ? pool->blocks[end / pool->block_bytes].region == first->region :
 			  !sfr__pin_is_pinned(&pool->blocks[end / pool->block_bytes])))

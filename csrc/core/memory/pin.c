@@ -8,18 +8,19 @@
  *     replaced by memory of cuMemHostAlloc
  *     left as it is: "pageable", copies to it pass through a buffer of the driver
  *
- * Each step down this list is logged once and is in every report, because it costs time. Blocks are
- * pinned whole and never belong to two regions: the driver refuses a copy that touches two
- * registrations. A region is released as a whole, when a trim owns all its blocks.
+ * The first use of each lower step is logged, and reports name the lowest step so far, because each
+ * step costs time. A block is pinned as a whole and belongs to one region, because the driver
+ * refuses a copy that touches two registrations. A region is released as a whole, when a trim owns
+ * all its blocks.
  *
- * Regions are registered PORTABLE, which means for the contexts of all devices. So it does not
- * matter through which device's context that is done.
+ * Regions are registered PORTABLE, which means for the contexts of all devices. So they can be
+ * registered through the context of any device.
  *
- * The owner of a block owns its `region` field. pin->mu guards the list of regions. It is not held
- * during driver calls, because a large region takes milliseconds.
+ * Only the owner of a block changes its `region` field. pin->mu guards the list of regions. It is
+ * not held during driver calls, because registering a large region takes milliseconds.
  *
- * A region that the driver does not release stays mapped. Otherwise its range could be reused while
- * the driver still treats it as registered. */
+ * A region that the driver does not release stays mapped. Otherwise the system could map other
+ * memory at its addresses, which the driver would still treat as registered. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -31,7 +32,7 @@
  * meanwhile. */
 #define REGION_BYTES_MAX ((uint64_t)128 << 20)
 
-/* How a region is pinned, best first: see above. */
+/* How a region is pinned, best first; the head of this file describes them. */
 enum pin_way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
 
 struct sfr__region {
@@ -40,8 +41,8 @@ struct sfr__region {
 	char *pool_addr; /* the first block's address in the pool; not `mem` if ALLOCATED */
 	enum pin_way way;
 	uint32_t nr_blocks;
-	uint32_t nr_in_trim; /* blocks given to sfr__pin_drop; guarded by pin->mu, like keep */
-	bool keep;           /* a block of it is retired */
+	uint32_t nr_in_trim; /* its blocks that are in a trim; guarded by pin->mu, like keep */
+	bool keep;           /* a block of it is retired, so it is never released */
 	bool gone;           /* during a trim: the driver has released it */
 };
 
@@ -81,8 +82,8 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 
 /* ---- notes ---------------------------------------------------------------- */
 
-/* Logs a sentence about a fallback to `way` and keeps it for reports, unless one at least as bad
- * was noted before. */
+/* Logs a sentence about a fallback to `way` and keeps it for reports, unless a fallback at least as
+ * bad was noted before. */
 static void note_fallback(struct sfr__pin *pin, enum pin_way way, const char *text)
 {
 	bool noted;
@@ -110,7 +111,7 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why)
 /* Notes that `call` failed with `rc`, and that the blocks are therefore pinned by `way`. */
 static void note_failure(struct sfr__pin *pin, enum pin_way way, CUresult rc, const char *call)
 {
-	static const char *const resorts[] = {
+	static const char *const fallbacks[] = {
 		[REGISTERED] = "it is registered in smaller regions",
 		[ALONE] = "it is registered block by block",
 		[ALLOCATED] = "it is taken from cuMemHostAlloc",
@@ -119,7 +120,7 @@ static void note_failure(struct sfr__pin *pin, enum pin_way way, CUresult rc, co
 	char text[sizeof(pin->note)], what[96];
 
 	sfr__cuda_explain(pin->cu, pin->device, call, rc, what, sizeof(what));
-	(void)snprintf(text, sizeof(text), "Staging memory: %s; %s.", what, resorts[way]);
+	(void)snprintf(text, sizeof(text), "Staging memory: %s; %s.", what, fallbacks[way]);
 	note_fallback(pin, way, text);
 }
 
@@ -132,7 +133,7 @@ void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
 
 /* ---- pinning ---------------------------------------------------------------- */
 
-/* Adds a region to the list and returns it; NULL without memory. */
+/* Makes a region, adds it to the list and returns it. Returns NULL without memory. */
 static struct sfr__region *add_region(struct sfr__pin *pin, enum pin_way way, char *mem,
 				      char *pool_addr, uint32_t nr_blocks)
 {
@@ -150,8 +151,8 @@ static struct sfr__region *add_region(struct sfr__pin *pin, enum pin_way way, ch
 	return region;
 }
 
-/* Releases the memory of a region. Returns false if the driver may still know it; its pages must
- * then stay mapped. */
+/* Has the driver release the memory of a region. Returns false if the driver may still know the
+ * memory, whose pages must then stay mapped. */
 static bool release_memory(const struct sfr__pin *pin, enum pin_way way, char *mem)
 {
 	CUresult rc = CUDA_SUCCESS;
@@ -160,10 +161,12 @@ static bool release_memory(const struct sfr__pin *pin, enum pin_way way, char *m
 		rc = pin->cu->host_unregister(mem);
 	else if (way == ALLOCATED)
 		rc = pin->cu->host_free(mem);
-	return rc == CUDA_SUCCESS || rc == CUDA_ERROR_DEINITIALIZED; /* the driver has shut down */
+	/* DEINITIALIZED: the driver has shut down, and so knows no memory any more */
+	return rc == CUDA_SUCCESS || rc == CUDA_ERROR_DEINITIALIZED;
 }
 
-/* Registers adjacent blocks as one region. */
+/* Registers adjacent blocks as one region, and sets their region. Returns the driver's error, or
+ * CUDA_ERROR_OUT_OF_MEMORY. */
 static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 				uint64_t block_bytes)
 {
@@ -199,7 +202,7 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	rc = register_blocks(pin, &block, 1, block_bytes);
 	if (rc == CUDA_SUCCESS)
 		return;
-	if (in_place) { /* no region, so that a later attempt can do better */
+	if (in_place) { /* without a region, so that a later attempt can do better */
 		note_failure(pin, PAGEABLE, rc, "cuMemHostRegister");
 		return;
 	}
@@ -211,12 +214,13 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 			block->mem = mem;
 			return;
 		}
-		/* If the driver does not free it, it is lost until the process ends. */
+		/* If the driver refuses this, the memory is lost until the process ends. */
 		(void)release_memory(pin, ALLOCATED, mem);
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	note_failure(pin, PAGEABLE, rc, "cuMemHostAlloc");
-	/* With a region, even a pageable one, later leases do not try again. A trim removes it. */
+	/* Because the block has a region, if only a pageable one, later leases do not try again. A
+	 * trim removes the region. */
 	block->region = add_region(pin, PAGEABLE, block->mem, block->mem, 1);
 }
 
@@ -289,8 +293,8 @@ static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 	*at = region->next;
 }
 
-/* Takes the regions all of whose blocks are in `list` off the pool's list of regions, and returns
- * them as a list. */
+/* Removes each region whose blocks are all in `list` from the pool's list of regions. Returns the
+ * removed regions as a list. */
 static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__region *taken = NULL;
@@ -326,7 +330,7 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 	sfr__unlock(&pin->mu);
 	if (!taken)
 		return;
-	/* if this fails, the calls that follow fail, too */
+	/* if this fails, so do the calls that follow */
 	(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
 	for (region = taken; region; region = region->next)
 		region->gone = release_memory(pin, region->way, region->mem);
@@ -345,7 +349,7 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 			sfr_sys.free(region);
 			continue;
 		}
-		region->next = pin->regions;
+		region->next = pin->regions; /* not released: it stays a region of the pool */
 		pin->regions = region;
 	}
 	sfr__unlock(&pin->mu);

@@ -13,23 +13,25 @@ struct sfr__region;
 /* Embedded in a pool; all zero except the mutex until sfr__pin_on. */
 struct sfr__pin {
 	struct sfr__mutex mu; /* guards what follows; no driver call is made under it */
-	const struct sfr__cuda
-		*cu; /* NULL: no device is used. Constant once set, like the next two */
+	/* NULL: no device is used; constant once set, like the next two */
+	const struct sfr__cuda *cu;
 	CUcontext context;
 	uint32_t device;
 	struct sfr__region *regions;
-	char note[160]; /* a sentence about the worst fallback so far, or "" */
-	int worst;      /* that fallback, an enum of pin.c: the higher, the worse */
+	char note[160]; /* a sentence about the worst fallback so far, or "" if there was none */
+	int worst;      /* the enum pin_way (pin.c) of that fallback; a higher one is worse */
 };
 
 void sfr__pin_init(struct sfr__pin *pin);
 /* Releases all regions and the context; no block may be in use. Returns false if the driver may
- * still know some of the memory (a retired block, or a refusal). That memory must stay mapped, or
- * the driver would treat whatever is mapped there next as registered. */
+ * still know some of the memory, because a block is retired or the driver refused to release a
+ * region. That memory must stay mapped. Otherwise the driver would treat memory that is mapped
+ * there later as registered. */
 bool sfr__pin_fini(struct sfr__pin *pin);
 
-/* Lets blocks be pinned, for all devices, through the context of `device`. Only the first
- * successful call has an effect. Returns 0, or -ENODEV or -EIO with the reason in `why`. */
+/* Allows blocks to be pinned. They are pinned for all devices, through the context of `device`.
+ * Only the first successful call has an effect. Returns 0, or -ENODEV or -EIO with the reason in
+ * `why`. */
 int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t device, char *why,
 		size_t why_len);
 bool sfr__pin_is_on(struct sfr__pin *pin);
@@ -37,18 +39,18 @@ bool sfr__pin_is_on(struct sfr__pin *pin);
 void sfr__pin_failed(struct sfr__pin *pin, const char *why);
 
 /* Pins `nr` adjacent blocks that the caller owns and that have all their memory, in few calls. A
- * block is registered; or it gets memory that the driver allocates (block->mem changes, the content
- * is lost, and the block's own memory can be freed); or it stays pageable. Any fallback is logged
- * and noted for reports. The context must be current. */
+ * block is registered, or gets memory that the driver allocates, or stays pageable. If it gets the
+ * driver's memory, block->mem changes, the content is lost, and the block's own memory can be
+ * freed. Any fallback is logged and noted for reports. The context must be current. */
 void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		     uint64_t block_bytes);
 /* Does the same for blocks whose address must not change, and which therefore cannot get other
  * memory. Blocks that cannot be registered stay pageable, without a region. */
 void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		       uint64_t block_bytes);
-/* Releases the regions that lie entirely in a list of blocks that the caller owns; these blocks
- * then have none. Regions of other blocks, and those that the driver does not release, stay. Enters
- * the context itself. */
+/* Releases the regions all of whose blocks are in `list`, which the caller owns; these blocks then
+ * have no region. Other regions stay, and so do those that the driver does not release. Enters the
+ * context itself. */
 void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list);
 /* Marks the region of a retired block, so that it is never released. */
 void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block);

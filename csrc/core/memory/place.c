@@ -6,8 +6,8 @@
  * them that has room. */
 #include "memory/pool_int.h"
 
-/* Returns whether the block can be taken now or, with `later`, when all owners have returned their
- * blocks except users, who hold leases. */
+/* Returns whether the block can be taken. That is: now or, with `later`, once every block has
+ * returned that is not in a held lease. */
 static bool is_usable(const struct sfr__block *block, bool later)
 {
 	/* A copy into a retired block may run forever. */
@@ -26,27 +26,27 @@ static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool later)
 	return nr;
 }
 
-/* Returns the first block of the window of `nr` usable blocks with the most memory, or nr_blocks if
- * there is none. */
+/* Finds the window with the most memory: a row of `nr` adjacent usable blocks. Returns the index of
+ * its first block, or nr_blocks if there is no window. */
 static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool later)
 {
 	uint64_t committed = 0, best_committed = 0;
-	uint32_t best = pool->nr_blocks, run = 0;
+	uint32_t best = pool->nr_blocks, len = 0;
 
 	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
 		const struct sfr__block *block = &pool->blocks[i];
 
 		if (!is_usable(block, later)) {
-			run = 0;
+			len = 0;
 			committed = 0;
 			continue;
 		}
 		committed += block->committed;
-		if (++run > nr) {
+		if (++len > nr) { /* the first block drops out of the window */
 			committed -= pool->blocks[i - nr].committed;
-			run--;
+			len--;
 		}
-		if (run == nr && (best == pool->nr_blocks || committed > best_committed)) {
+		if (len == nr && (best == pool->nr_blocks || committed > best_committed)) {
 			best = i + 1 - (uint32_t)nr;
 			best_committed = committed;
 		}
@@ -54,7 +54,7 @@ static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bo
 	return best;
 }
 
-/* Finds the gaps: rows of adjacent usable blocks. */
+/* Finds the gaps, which are rows of adjacent usable blocks. */
 static void find_gaps_locked(const struct sfr__pool *pool, bool later,
 			     struct sfr__placement *placement)
 {
@@ -72,7 +72,7 @@ static void find_gaps_locked(const struct sfr__pool *pool, bool later,
 	}
 }
 
-/* Puts each item into the first gap with room for it. Returns false if one does not fit. */
+/* Puts each item into the first gap with room for it. Returns false if an item does not fit. */
 static bool fill_gaps(const struct sfr__pool *pool, struct sfr__placement *placement)
 {
 	for (uint32_t i = 0; i < placement->nr; i++) {

@@ -21,12 +21,13 @@
  *
  *     from       to         by
  *     RESERVED   GROWING    take_block_locked (get), warm_up, supply
- *     FREE       GROWING    the same, when the block has less memory than asked for
+ *     FREE       GROWING    take_block_locked, warm_up, when the block has too little memory
  *     FREE       LEASED     take_block_locked, when it has enough
  *     GROWING    LEASED     get, when the memory is there
  *     GROWING    FREE       warm_up, supply, when the memory is there; get, when the system has no
  *                           more memory and the block keeps what it had
- *     GROWING    RESERVED   all three, when the system has no memory and the block had none
+ *     GROWING    RESERVED   get, warm_up, supply, when the system has no memory and the block had
+ *                           none
  *     LEASED     FREE       put
  *     FREE       SHRINKING  trim
  *     SHRINKING  RESERVED   trim
@@ -40,14 +41,15 @@
  *
  * pool->mu guards the lists, states and counters. No system call is made under it. A block that is
  * to gain or lose memory first leaves the lists (GROWING, SHRINKING) and belongs to one thread
- * alone. Owned blocks (GROWING, LEASED, SHRINKING) are counted, because a thread for which the
- * system had no memory may wait until one of them is returned.
+ * alone. Owned blocks (GROWING, LEASED, SHRINKING) are counted: when the system has no memory, a
+ * thread may wait for one of them to return.
  *
  * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. So a small
- * pool serves the oldest save until it has all it needs, instead of being divided until no save can
- * go on.
+ * pool serves the oldest save until that save has all it needs. Otherwise the blocks could be
+ * divided among saves of which none can go on.
  *
- * The table of blocks is outside the pool's memory, which a forked child does not have. */
+ * The table of blocks is not in the pool's memory, because a forked child does not have that
+ * memory. */
 #include <errno.h>
 
 #include "memory/range.h"
@@ -78,11 +80,11 @@ static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
 	return block != NULL ? block : sfr__pool_fresh_locked(pool);
 }
 
-/* Takes a block for `need` bytes. The order of preference makes the pool's memory match what its
- * saves need: a block with memory for part of it, if that is enough; a block with all its memory,
- * unless whole blocks are lacking and `need` is small; a block without memory; and last one that
- * has some memory, but too little. The block becomes LEASED, or GROWING if it needs more memory.
- * Returns NULL if no block is left. */
+/* Takes a block for `need` bytes, in this order of preference: a partial block with enough memory;
+ * a whole block; a block without memory; a partial block with too little memory. If the pool lacks
+ * whole blocks and `need` is less than a block, a block without memory is taken before a whole one.
+ * So the pool's memory comes to match what its saves need. The block becomes LEASED, or GROWING if
+ * it needs more memory. Returns NULL if no block is left. */
 static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 {
 	struct sfr__block *block = pop_fitting(&pool->partial, need);
@@ -126,11 +128,11 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 		(void)pthread_cond_broadcast(&pool->cv); /* the new head checks again */
 }
 
-/* Waits to be first in the queue and takes a block. `starved` is NULL, or the system had no memory
- * for the last attempt, when nr_returned was *starved. A new attempt is only worth while if a block
- * has returned since, or if no block can return. Returns 0; SFR_EAGAIN at the deadline;
- * SFR_EEXHAUSTED when snapshots hold every block, which only their users can end; -ENOMEM when
- * every block is retired. */
+/* Waits to be first in the queue and takes a block. `starved` is NULL at the first attempt. After
+ * an attempt for which the system had no memory, it points to the value that nr_returned had then.
+ * The next attempt is made only when a block has returned since, or when only users could still
+ * return one. Returns 0; SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when every block is in a held
+ * lease or retired; -ENOMEM when every block is retired. */
 static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t need,
 				 uint64_t deadline_ns, const uint64_t *starved,
 				 struct sfr__block **out)
@@ -194,7 +196,8 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		sfr__pool_move_locked(pool, block,
 				      block->committed != 0 ? SFR__BLOCK_FREE :
 							      SFR__BLOCK_RESERVED);
-		/* Give up, unless a block may still return or has returned with enough memory. */
+		/* Give up if only users could still return a block and none has returned
+		 * meanwhile. */
 		if (pool->nr_owned == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
@@ -270,8 +273,8 @@ void sfr__pool_free(struct sfr__pool *pool)
 	if (pool == NULL)
 		return;
 	/* A copy that may still be running must not write into memory that is reused. So a range
-	 * with a retired block, or one that the driver still knows, stays until the process
-	 * ends. */
+	 * with a retired block, or a range that the driver still knows, stays mapped until the
+	 * process ends. */
 	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
 		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);

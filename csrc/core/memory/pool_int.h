@@ -30,10 +30,10 @@ struct sfr__pool {
 	struct sfr__mutex mu;
 	pthread_cond_t cv; /* signals that a block came back or the queue has a new head */
 	struct sfr__block *blocks;
-	uint32_t nr_known;           /* later blocks were never used and are in no list */
-	struct sfr__list reserved;   /* without memory */
-	struct sfr__list whole;      /* free, memory for the whole block */
-	struct sfr__list partial;    /* free, memory for part of the block */
+	uint32_t nr_known;         /* blocks that were ever used; those after them are in no list */
+	struct sfr__list reserved; /* without memory */
+	struct sfr__list whole;    /* free, memory for the whole block */
+	struct sfr__list partial;  /* free, memory for part of the block */
 	struct sfr__waiter *waiters; /* lowest seq first */
 	uint32_t nr_owned; /* blocks that a thread or a lease owns: GROWING, LEASED, SHRINKING */
 	uint32_t nr_retired;
@@ -41,29 +41,31 @@ struct sfr__pool {
 	uint32_t nr_expected; /* whole blocks that these saves could use together */
 	uint32_t nr_wanted, nr_full, nr_filling; /* supply.c explains these */
 	uint32_t nr_held;     /* owned blocks that only a user can return: see lease.c */
-	uint64_t nr_returned; /* how often a block with memory became free */
+	uint64_t nr_returned; /* how often a block came back; see wait_for_block_locked */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
 	struct sfr__pin pin; /* the regions registered with the CUDA driver */
-	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
+	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES]; /* [from][to]; for tests */
 };
 
 /* ---- place.c ---- */
-/* A gap between used blocks, while items are placed: bytes [at, end) of the pool are still free. */
+/* A row of adjacent usable blocks, into which items are put. begin, at and end are offsets in the
+ * pool: [begin, at) has items, and [at, end) is still free. */
 struct sfr__gap {
 	uint64_t begin, at, end;
 };
 
+/* The items of a lease, and where they go. */
 struct sfr__placement {
-	const uint64_t *lens;
-	uint32_t nr;
-	uint64_t total; /* bytes of all items, each rounded up to SFR_ALIGN */
-	char **addrs;
-	struct sfr__gap *gaps; /* room for as many as there can be */
+	const uint64_t *lens;  /* bytes of each item */
+	uint32_t nr;           /* items */
+	uint64_t total;        /* bytes of all items, each rounded up to SFR_ALIGN */
+	char **addrs;          /* of the items; NULL for an empty one */
+	struct sfr__gap *gaps; /* with room for the largest possible number of gaps */
 	uint32_t nr_gaps;
 };
-/* Sets the address of each item: in free blocks or, with `later`, in blocks that will be free when
- * all owners have returned theirs except users, who hold leases. With `spare`, leaves one block for
- * saves. Returns false if the items do not fit. */
+/* Sets the address of each item. The items go into free blocks or, with `later`, into any blocks
+ * outside held leases: those become free without a user's help. With `spare`, one usable block is
+ * left for saves. Returns false if the items do not fit; the addresses are then undefined. */
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
 			    bool later, bool spare);
 
@@ -73,9 +75,9 @@ static inline char *sfr__pool_home(const struct sfr__pool *pool, const struct sf
 {
 	return pool->range.base + block->index * pool->block_bytes;
 }
-/* Give memory to bytes [from, to) of a block that the caller owns, or take it. Called without the
- * lock; the caller counts the memory afterwards (sfr__pool_recount_locked). Return 0, or -errno if
- * nothing changed. */
+/* Give memory to bytes [from, to) of a block that the caller owns, or return that memory to the
+ * system. Called without the lock; after a success the caller records the new number of bytes with
+ * sfr__pool_recount_locked. Return 0 or -errno. */
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		     size_t to);
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
@@ -86,7 +88,8 @@ size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
 /* Returns whether a block in this state belongs to a thread or a lease, and so is in no list of the
  * pool. */
 bool sfr__block_is_owned(enum sfr__block_state state);
-/* Changes a block's state, with the lists and counters that depend on it. */
+/* Changes a block's state and the counters that depend on it, and adds the block to the list of its
+ * new state. The caller has removed it from its old list, or does so with sfr__pool_filter. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to);
 /* Records that the block has `now` bytes of memory. The caller owns the block, but other threads
@@ -96,7 +99,7 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, 
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
 struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when the list is empty */
-/* Removes the blocks from a list that have become owned. */
+/* Removes from a list the blocks that have become owned. */
 void sfr__pool_filter(struct sfr__list *list);
 /* Returns whether the block counts in nr_full (supply.c). Code that may change this calls
  * sfr__pool_uncount_locked before and sfr__pool_count_locked after the change. */
@@ -119,17 +122,20 @@ static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct s
 /* Returns whether saves could use more whole blocks than the pool has, and the pool can make
  * one. */
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
-/* Raises the number of blocks that should have memory, because a save has found none that has. */
+/* Raises the number of blocks that should have memory, because a save found no block with
+ * memory. */
 void sfr__pool_want_more_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
 /* Gives each block of a list, which the caller owns, memory for block->want bytes, on several
- * threads. Then calls grown_locked with the block and 0, or with the first error of all blocks.
- * Called without the lock. Returns 0 or the first error. */
+ * threads. Then calls grown_locked for the block, under pool->mu, with 0 or the first error of all
+ * blocks. Called without the lock. Returns 0 or the first error. */
 int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
 					    int rc));
 
-/* ---- the queue, in pool.c: only its head may take blocks ---- */
+/* ---- the queue, in pool.c ---- */
+/* Add a thread to the queue and remove it. The queue is sorted by seq, and only the thread at its
+ * head may take blocks. */
 void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 

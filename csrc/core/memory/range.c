@@ -5,8 +5,8 @@
  * never reused for something else.
  *
  * Memory is populated before use, because the first touch of a page costs more than the copy into
- * it. This code has no state and no lock; callers ensure that no thread takes memory of pages to
- * which another thread gives memory.
+ * it. This code has no state and no lock. Callers ensure that no thread takes the memory of a page
+ * while another thread gives memory to it.
  *
  * Shared memory consists of the pages of an unnamed file (memfd_create), which is mapped over the
  * range. Any process with the descriptor can map any part of the file. Differences from private
@@ -15,12 +15,12 @@
  *   - memory is freed by punching a hole, because unmapping a page would leave it in the file;
  *   - touching a page for which the system has no memory raises a signal, so only pages that
  *     exist are touched;
- *   - RLIMIT_FSIZE bounds its length, and exceeding it raises a signal too;
+ *   - RLIMIT_FSIZE bounds the file's length, and a longer file raises a signal, too;
  *   - the file exists while any process has it open, and a forked child inherits the descriptor.
  *     So releasing the range first frees all memory of the file.
  *
- * Its memory counts as the process's in its cgroup (as shmem). It is not in a mounted file system,
- * so the size of /dev/shm, which containers keep small, does not bound it. */
+ * The kernel charges the file's memory to the process's cgroup (as shmem). The file is not in a
+ * mounted file system, so the size of /dev/shm, which containers keep small, does not bound it. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -45,10 +45,11 @@ static int make_file(uint64_t len)
 	if (sfr_sys.ftruncate(fd, (off_t)len) == 0)
 		return fd;
 	rc = -errno;
-	(void)sfr_sys.close(fd); /* nothing to lose: an empty file */
+	(void)sfr_sys.close(fd); /* the file is empty */
 	return rc;
 }
 
+/* Maps a new file over the range. Returns 0 or -errno; in both cases the range owns the file. */
 static int map_file(struct sfr__range *range)
 {
 	int fd = make_file(range->len);
@@ -63,7 +64,7 @@ static int map_file(struct sfr__range *range)
 }
 
 /* Returns -errno of a failed madvise. The kernel also returns EAGAIN when it has no memory for
- * another mapping; that becomes -ENOMEM, because elsewhere -EAGAIN means that a thread could not be
+ * another mapping; this becomes -ENOMEM, because elsewhere -EAGAIN means that a thread could not be
  * started (csrc/python/errors.c). */
 static int madvise_error(void)
 {
@@ -125,7 +126,7 @@ void sfr__memory_release(struct sfr__range *range)
 	*range = (struct sfr__range){ 0 };
 }
 
-/* Allocates pages of the file that are about to be touched. 0 or -errno. */
+/* Allocates pages of the file, so that touching them raises no signal. Returns 0 or -errno. */
 static int allocate_pages(const struct sfr__range *range, const char *mem, size_t len)
 {
 	int rc;
@@ -153,7 +154,8 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 		return 0;
 	if (shared && errno == EFAULT) /* there is no memory, and a touch would raise a signal */
 		return -ENOMEM;
-	/* An older kernel or a sandbox does not know the advice; a signal ends it early. */
+	/* EINVAL, ENOSYS, EPERM: an older kernel or a sandbox does not know the advice. EINTR: a
+	 * signal has interrupted it. In these cases the pages are touched one by one. */
 	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
 		return madvise_error();
 	rc = shared ? allocate_pages(range, mem, len) : 0;

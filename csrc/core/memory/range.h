@@ -8,15 +8,15 @@
 
 struct sfr__range {
 	char *base; /* a multiple of 2 MiB; NULL: the range is empty */
-	char *map;  /* the mapping that contains the range */
+	char *map;  /* the mapping that contains the range; longer, so that base can be aligned */
 	size_t map_len;
 	uint64_t len;
 	int file; /* shared memory: descriptor of the file, whose start is at base; private: -1 */
 };
 
-/* Reserves address space for `len` bytes without memory; with `shared`, it is that of a file which
- * other processes can map. On failure the range is empty. Returns 0; -ENOMEM; with `shared` also
- * -errno of memfd_create, or -EFBIG if the process may not have a file of that length. */
+/* Reserves address space for `len` bytes without memory. With `shared`, the range maps a file that
+ * other processes can map, too. On failure the range is empty. Returns 0; -ENOMEM; with `shared`
+ * also -errno of memfd_create, or -EFBIG if the process may not have a file of that length. */
 int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared);
 /* Releases the range and all its memory, even if other processes have the file open. Accepts an
  * empty range. */
@@ -25,11 +25,12 @@ void sfr__memory_release(struct sfr__range *range);
 int sfr__memory_inherit(char *mem, size_t len, bool yes);
 /* Give memory to whole pages in two steps: sfr__memory_open makes them accessible, and
  * sfr__memory_populate makes them present. Neither changes existing bytes, so two threads may do
- * this to the same pages at once. Return 0, or -errno; then some pages may have memory. */
+ * this to the same pages at once. Return 0 or -errno. After an error some of the pages may have
+ * memory. */
 int sfr__memory_open(char *mem, size_t len);
 int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len);
-/* Takes the memory of whole pages and makes them inaccessible; no other thread may be using or
- * populating them. Returns 0, or -errno; then they keep their memory. */
+/* Returns the memory of whole pages to the system and makes the pages inaccessible. No other thread
+ * may be using or populating them. Returns 0, or -errno if they keep their memory. */
 int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len);
 
 #endif

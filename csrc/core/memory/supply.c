@@ -6,21 +6,21 @@
  * block, it makes a whole block if more are lacking than the save has blocks left to write. So
  * writes come first. When the last block is written, the pool has all the memory that the save
  * could have used, and later saves do not wait for new memory. Saves that overlap may need more
- * than each alone, so a save that finds no block with memory raises the target to what all saves in
- * flight could use. In the first save, copiers with nothing to copy make memory, too.
+ * blocks than each save alone. So a save that finds no block with memory raises nr_wanted to what
+ * all saves in flight could use together. Copiers that have nothing to copy make memory, too.
  *
  *     nr_wanted   whole blocks that saves could use; a trim sets it to zero until the next save
  *     nr_full     blocks that have all their memory, are not held by snapshots and not retired
  *     nr_filling  blocks that threads are giving the rest of their memory
  *
- * The writer owns the block while it makes its memory. A block for device copies is pinned later,
- * by its first user; that is faster when the memory exists.
+ * The thread that makes a block's memory owns the block meanwhile. If device copies use the block,
+ * its first user pins it, which is faster when the memory exists.
  *
- * Measured with 800 MB that are copied in the call, six engines with this and six without it in
- * turns, on a busy machine: the calls of the second and third save took 41 and 39 ms (medians) with
- * it, and 55 and 51 ms without it, because the pool was still growing. The first save took equally
- * long. `benchmarks/vs_peers.py --only unowned --state 800MB --peers stillframe` shows these
- * calls. */
+ * Measured with 800 MB that are copied in the call, on a busy machine, alternately with six engines
+ * that make memory ahead and six that do not. The calls of the second and third save took 41 and 39
+ * ms (medians) with memory made ahead. They took 55 and 51 ms without it, because the pool was
+ * still growing. The first save took equally long. `benchmarks/vs_peers.py --only unowned --state
+ * 800MB --peers stillframe` shows these calls. */
 #include "memory/pool_int.h"
 
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
@@ -29,7 +29,7 @@ bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
 	       (pool->reserved.head != NULL || pool->nr_known < pool->nr_blocks);
 }
 
-/* Raises the number of blocks that should have memory to `nr`, or to all blocks. */
+/* Raises nr_wanted to `nr`, but at most to the number of blocks. */
 static void raise_wanted_locked(struct sfr__pool *pool, uint32_t nr)
 {
 	if (nr > pool->nr_blocks)
@@ -40,7 +40,7 @@ static void raise_wanted_locked(struct sfr__pool *pool, uint32_t nr)
 
 void sfr__pool_want_more_locked(struct sfr__pool *pool)
 {
-	if (pool->nr_wanted != 0) /* 0: trimmed while saves are in flight */
+	if (pool->nr_wanted != 0) /* 0: since a trim or a lack of memory */
 		raise_wanted_locked(pool, pool->nr_expected);
 }
 
@@ -59,12 +59,12 @@ void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole)
 	pool->nr_saves--;
 	pool->nr_expected -= nr_whole;
 	if (pool->waiters != NULL)
-		(void)pthread_cond_broadcast(&pool->cv); /* a run may now take the last block */
+		(void)pthread_cond_broadcast(&pool->cv); /* a lease may now take the last block */
 	sfr__unlock(&pool->mu);
 }
 
 /* Takes a block that needs memory. Returns NULL if a thread waits for a block, or if the pool lacks
- * no more blocks than `nr_left`, the calls that follow. */
+ * at most `nr_left` blocks, because the calls that follow can make these. */
 static struct sfr__block *take_lacking_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	struct sfr__block *block;
@@ -80,8 +80,8 @@ static struct sfr__block *take_lacking_locked(struct sfr__pool *pool, uint32_t n
 	return block;
 }
 
-/* Makes the memory of one block, if take_lacking_locked returns one. Releases the mutex meanwhile.
- * Returns whether there was such a block. */
+/* Makes memory for the block that take_lacking_locked returns. Releases the mutex meanwhile.
+ * Returns false if there was no such block; true does not mean that the system had memory. */
 static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	const size_t len = (size_t)pool->block_bytes;
@@ -98,7 +98,7 @@ static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 		sfr__pool_recount_locked(pool, block, len);
 		pool->nr_returned++;
 	} else {
-		pool->nr_wanted = 0; /* the next save may succeed */
+		pool->nr_wanted = 0; /* give up until the next save, which may succeed */
 	}
 	sfr__pool_move_locked(pool, block, rc == 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
 	return true;
