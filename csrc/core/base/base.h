@@ -35,12 +35,12 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 		sfr__low;                                                                          \
 	})
 
-/* The struct that contains *ptr as this member. */
+/* Returns the struct of which *ptr is the member `member`. */
 #define sfr__container(ptr, type, member) ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
 
 /* ---- copy.c ---- */
 
-/* memcpy with stores that bypass the caches, for bytes that only a disk will read. */
+/* Copies like memcpy, with stores that bypass the caches, for bytes that only a disk will read. */
 void sfr__copy(void *dst, const void *src, size_t len);
 /* Orders the stores of sfr__copy before all later stores of the thread. A thread calls it after its
  * copies, before another thread may read them. */
@@ -81,19 +81,19 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 
 /* ---- cpus.c ---- */
 
-/* Moves the calling thread to the CPUs that sfr_cpus_set gave. */
+/* Moves the calling thread to the CPUs that were given to sfr_cpus_set, if any. */
 void sfr__cpus_take(void);
 
 /* ---- err.c ---- */
 
-/* Sets *err unless it already has an error (the first error wins). `note` may be NULL. */
+/* Sets *err unless it already has an error: the first error wins. `note` may be NULL. */
 void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note);
 
 /* ---- fork.c ---- */
 
-/* open() with O_CLOEXEC that also registers the descriptor, so that a forked child closes it. The
- * child never unlocks the file, because the lock of flock belongs to the open file, which the
- * parent keeps. Returns the descriptor or -errno. */
+/* Opens a file like open(2), with O_CLOEXEC, and registers the descriptor, so that a forked child
+ * closes it. Closing it there does not release a lock of flock(2), because the parent still has the
+ * file open. Returns the descriptor or -errno. */
 int sfr__fd_open(const char *path, int flags, mode_t mode);
 /* Does the same for a name in an open directory. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
@@ -119,8 +119,8 @@ void sfr__fork_watch(struct sfr__fork_hook *hook);
 
 /* ---- notice.c ---- */
 
-/* A ticket embeds the two notices that it ever posts and a snapshot its only one, so posting cannot
- * fail. Each posted notice holds a reference on its ticket or snapshot. */
+/* A ticket embeds the only two notices that it posts, and a snapshot its only one, so posting
+ * cannot fail. Each posted notice holds a reference on its ticket or snapshot. */
 struct sfr__notice {
 	struct sfr__notice *next;
 	uint64_t number; /* of the ticket or snapshot */
@@ -129,6 +129,7 @@ struct sfr__notice {
 	unsigned what;                 /* SFR_NOTICE_* */
 	char *text; /* for SFR_NOTICE_TEXT; sfr_notice_wait copies and frees it */
 };
+/* Adds the notice to the queue that sfr_notice_wait empties. Callable from any thread. */
 void sfr__notice_post(struct sfr__notice *notice);
 /* Formats and posts a TEXT notice; drops it silently when memory is short. */
 void sfr__notice_text(const char *format, ...) __attribute__((format(printf, 1, 2)));

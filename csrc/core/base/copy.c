@@ -1,9 +1,9 @@
 /* Copies of captured bytes, with stores that bypass the caches.
  *
- * An ordinary copy reads every destination line into the cache before the line is overwritten. The
- * copy, which only the disk will read, thus evicts the training's data from the caches. The C
- * library bypasses the caches only for copies about as large as the last-level cache, which tensors
- * rarely are. Measured on an AMD EPYC with 1 MB copies: memcpy 10.5 GB/s, sfr__copy 19 GB/s. */
+ * An ordinary copy reads every destination line into the cache before the line is overwritten. So
+ * bytes that only the disk will read evict the training's data from the caches. The C library
+ * bypasses the caches only for copies about as large as the last-level cache, which tensors rarely
+ * are. Measured on an AMD EPYC with 1 MB copies: memcpy 10.5 GB/s, sfr__copy 19 GB/s. */
 #include <string.h>
 
 #include "base/base.h"
@@ -12,7 +12,7 @@
 #include <immintrin.h>
 
 enum {
-	STREAM_FROM = 512, /* bytes; below, the unaligned ends are most of the copy */
+	STREAM_FROM = 512, /* bytes; in shorter copies the unaligned ends take most of the time */
 	LINE = 64,         /* bytes of a cache line */
 };
 

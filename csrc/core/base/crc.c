@@ -5,38 +5,38 @@
  *     P = x^32 + x^26 + x^23 + x^22 + x^16 + x^12 + x^11 + x^10 + x^8 + x^7 + x^5 + x^4 + x^2 +
  *         x + 1.
  *
- * zlib's CRC is "reflected": the lowest bit of the first byte is the highest power of x. So P is
- * written 0xedb88320, and the 32-bit value v is the polynomial whose x^31 is bit 0. The register
- * starts as ones and the result is inverted. In this file, `state` is that register without either
- * inversion: a CRC before or after `~`.
+ * zlib's CRC is "reflected": the lowest bit of the first byte is the highest power of x. So bit 0
+ * of a 32-bit value is the coefficient of x^31, and P is written 0xedb88320. The register starts
+ * with all bits set, and the result is inverted. In this file, `state` is the register without
+ * these inversions: the state after a message is ~crc, where crc is the message's CRC.
  *
- * There are three ways to advance a state, with the same signature:
+ * Three functions with the same signature advance a state over bytes:
  *
  *   state_portable  slicing by 8: eight table look-ups for eight bytes. Runs everywhere (aarch64
- *                   uses it) and finishes what the folding ways leave over.
- *   state_pclmul    PCLMULQDQ. A 128-bit word of the message that is n bits before its end may
- *                   be replaced by anything congruent to it mod P: each 64-bit half is
- *                   multiplied by the 32-bit remainder of the right power of x, and the 96-bit
- *                   products are added (xor) to the word `distance` bits further on. Four words
- *                   are in flight, because a multiplication takes longer than starting the
- *                   next. The last 128 bits go through the table: no Barrett step.
- *   state_vpclmul   the same with 512-bit registers, sixteen words in flight.
+ *                   uses it) and finishes what the other two leave over.
+ *   state_pclmul    folding with PCLMULQDQ, which multiplies polynomials of 64 bits. A word of
+ *                   128 bits is removed from the message. So that the remainder mod P stays the
+ *                   same, each half of the word is multiplied by a power of x mod P, and both
+ *                   products (96 bits) are added (xor) to the word that is `distance` bits
+ *                   further on. Four words are folded side by side, because a multiplication
+ *                   takes longer than starting the next. The tables reduce the last 128 bits.
+ *   state_vpclmul   the same with 512-bit registers: sixteen words side by side.
  *
- * Each way also exists as a copy that computes the CRC of what it copies. The CRC is that of the
- * bytes that were stored, even if another thread writes to the source meanwhile: the source is read
- * only once. With 512-bit registers the stores bypass the caches, because the next reader of a
- * staged byte is the disk. Measured over 160 MB (AMD EPYC, one core): memcpy alone 10.5 GB/s;
+ * Each of them also exists in a form that copies the bytes as it computes their CRC. The source is
+ * read only once. So the CRC is that of the stored bytes, even if another thread writes to the
+ * source meanwhile. With 512-bit registers the stores bypass the caches, because the next reader of
+ * a staged byte is the disk. Measured over 160 MB (AMD EPYC, one core): memcpy alone 10.5 GB/s;
  * memcpy and then the CRC 7.4 GB/s; the CRC of each chunk right after its memcpy 12.7 GB/s; one
  * pass with streaming stores 15 GB/s.
  *
- * Why the powers are distance + 32 and distance - 32: bit i of a 64-bit operand is x^(63-i), so a
- * 32-bit remainder r, shifted left by one, is r * x^31; and the product of two operands comes out
- * one bit low in its 128 bits, which is another factor x. Hence a half is multiplied by r * x^32,
- * which has to be x^(distance + 64) for the half that comes first in the message and x^distance for
- * the other.
+ * Why the powers are distance + 32 and distance - 32: bit i of a 64-bit operand is x^(63-i). So a
+ * 32-bit remainder r, shifted left by one, is r * x^31. The product of two operands comes out one
+ * bit too low in its 128 bits, which is another factor x. Hence a half is multiplied by r * x^32.
+ * This product has to be x^(distance + 64) for the half that comes first in the message, and
+ * x^distance for the other half.
  *
- * The way is chosen once, when the library is loaded. Tables and choice never change afterwards, so
- * there is no lock. */
+ * One of the three is chosen when the library is loaded. The tables and the choice never change
+ * afterwards, so there is no lock. */
 #include <string.h>
 
 #include "sfr/crc.h"
@@ -50,7 +50,8 @@
 #define X0 0x80000000u /* the polynomial 1 */
 #define X1 0x40000000u /* the polynomial x */
 
-enum { STREAM_FROM = 2048 }; /* bytes; below, starting and fencing cost more than they save */
+/* bytes; in shorter copies, start and fence cost more than streaming saves */
+enum { STREAM_FROM = 2048 };
 
 /* slices[k][b]: the state after byte b and then k zero bytes. */
 static uint32_t slices[8][256];
@@ -71,6 +72,8 @@ static uint64_t load_le64(const unsigned char *p)
 	return v;
 }
 
+/* Returns the state after the `len` bytes at `p`, if it was `state` before them. So do the other
+ * two. */
 static uint32_t state_portable(uint32_t state, const unsigned char *p, size_t len)
 {
 	for (; len >= 8; p += 8, len -= 8) {
@@ -89,7 +92,8 @@ static uint32_t state_portable(uint32_t state, const unsigned char *p, size_t le
 
 #if defined(__x86_64__)
 
-/* x^(distance + 32) and x^(distance - 32) mod P, reflected, shifted left by one. */
+/* For each distance in bits: x^(distance + 32) and x^(distance - 32) mod P, reflected and shifted
+ * left by one. */
 #define FOLD_128 0x1751997d0, 0x0ccaa009e
 #define FOLD_256 0x0f1da05aa, 0x15a546366
 #define FOLD_384 0x03db1ecdc, 0x174359406
@@ -98,6 +102,8 @@ static uint32_t state_portable(uint32_t state, const unsigned char *p, size_t le
 
 #define PCLMUL __attribute__((target("pclmul")))
 
+/* Returns the two factors for fold: for the half of a word that is earlier in the message, and for
+ * the later half. */
 PCLMUL static inline __m128i constant(long long early, long long late)
 {
 	return _mm_set_epi64x(late, early);
@@ -108,7 +114,8 @@ PCLMUL static inline __m128i load(const unsigned char *p)
 	return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-/* Returns `part` moved towards the end by the distance for which `k` was made, plus `later`. */
+/* Folds the word `part` into the word `later`. `k` has the factors for the distance between the
+ * two. */
 PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i later)
 {
 	__m128i early = _mm_clmulepi64_si128(part, k, 0x00);
@@ -117,8 +124,8 @@ PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i later)
 	return _mm_xor_si128(_mm_xor_si128(early, late), later);
 }
 
-/* Returns the state, starting from 0, after the 128 bits of `part` and the `len` bytes at `p`,
- * fewer than 64. */
+/* Returns the state after the 128 bits of `part` and the `len` bytes at `p`, fewer than 64, if the
+ * state before them was 0. */
 PCLMUL static uint32_t finish(__m128i part, const unsigned char *p, size_t len)
 {
 	__m128i k = constant(FOLD_128);
@@ -167,6 +174,7 @@ VPCLMUL static inline __m512i constant_wide(long long early, long long late)
 	return _mm512_broadcast_i64x2(_mm_set_epi64x(late, early));
 }
 
+/* Does the same as fold for four words at once. */
 VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i later)
 {
 	__m512i early = _mm512_clmulepi64_epi128(parts, k, 0x00);
@@ -175,8 +183,8 @@ VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i later)
 	return _mm512_ternarylogic_epi64(early, late, later, 0x96); /* xor of all three */
 }
 
-/* Returns the 64 bytes at `p`, and stores them at `to` unless that is NULL. It is always inlined,
- * so that a caller which passes NULL has no test and no store. */
+/* Returns the 64 bytes at `p`, and stores them at `to` unless that is NULL. Inlining removes test
+ * and store from a caller that passes NULL. */
 VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const unsigned char *p,
 								       unsigned char *to)
 {
@@ -217,10 +225,11 @@ VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32
 #undef TO
 	if (to != NULL) {
 		memcpy(to, p, len);
-		p = to;
+		p = to; /* the rest of the CRC is that of the copy: the source is read once */
 		/* streaming stores are not ordered with the store that publishes them */
 		_mm_sfence();
 	}
+	/* fold the first three 128-bit words of `a` into the last one */
 	last = fold(_mm512_castsi512_si128(a), constant(FOLD_384), _mm512_extracti64x2_epi64(a, 3));
 	last = fold(_mm512_extracti64x2_epi64(a, 1), constant(FOLD_256), last);
 	last = fold(_mm512_extracti64x2_epi64(a, 2), constant(FOLD_128), last);
@@ -232,6 +241,7 @@ VPCLMUL static uint32_t state_vpclmul(uint32_t state, const unsigned char *p, si
 	return len < 512 ? state_pclmul(state, p, len) : run_vpclmul(state, p, len, NULL);
 }
 
+/* Also copies the bytes to `to`, which is aligned to 64; `len` is at least 512. */
 VPCLMUL static uint32_t state_vpclmul_copy(uint32_t state, unsigned char *to,
 					   const unsigned char *p, size_t len)
 {
@@ -290,6 +300,7 @@ static uint32_t copy_pclmul(uint32_t crc, void *dst, const void *src, size_t len
 	return copy_by_chunks(crc, dst, src, len, crc32_pclmul);
 }
 
+/* Copies in one pass if the copy is long, and aligned for streaming stores. */
 static uint32_t copy_vpclmul(uint32_t crc, void *dst, const void *src, size_t len)
 {
 	if (len < STREAM_FROM || (uintptr_t)dst % 64 != 0)

@@ -1,8 +1,8 @@
 /* Names and messages of error codes, phases and states.
  *
- * Each list is an X-macro in sfr/err.h or sfr/state.h. The enum there and the tables here are made
- * from it, so that name, number and message always agree. For -errno the C library supplies name
- * and message. */
+ * Each list is an X-macro in sfr/err.h or sfr/state.h. The enums there and the tables here are made
+ * from these lists, so that name, number and message always agree. For a code -errno, the C library
+ * supplies name and message. */
 #include <stdio.h>
 #include <string.h>
 
@@ -38,7 +38,8 @@ static const char *const states[] = {
 #undef X
 };
 
-/* Returns the entry of a code that the core defines itself, or NULL, as for -errno. */
+/* Returns the entry of a code that the core defines itself, or NULL for other codes, such as
+ * -errno. */
 static const struct code_text *find_own_code(int code)
 {
 	for (size_t i = 0; i < sizeof(codes) / sizeof(codes[0]); i++)

@@ -3,7 +3,7 @@
  * A child has the parent's memory and descriptors, but only the thread that forked. The core's
  * other threads do not exist there, and any of its locks may have been held. So the child starts
  * again. It increments the generation counter; objects that were made under an older generation
- * refuse to work (SFR_EFORK). And it calls the fork hooks (base.h), which reset the core's static
+ * refuse to work (SFR_EFORK). It also calls the fork hooks (base.h), which reset the core's static
  * variables.
  *
  * Descriptors cannot just be forgotten. A temporary is locked by flock for as long as any
@@ -41,9 +41,9 @@
  * would make every fork of the program hang. The child may then have one descriptor outside any
  * table; exec closes it.
  *
- * The child handler calls nothing that allocates or that takes a lock of another thread. A child
- * made by a bare clone(2) runs no handlers: it keeps the descriptors until it calls exec or
- * ends. */
+ * The child handler calls nothing that allocates memory, or that takes a lock which another thread
+ * may have held. A child made by a bare clone(2) runs no handlers: it keeps the descriptors until
+ * it calls exec or ends. */
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -58,13 +58,13 @@
 #define NR_FDS 4096
 #define OPEN_WAIT_S 1       /* how long a fork waits for an open */
 #define OPENING INT_MIN     /* the descriptor's number is not known yet */
-#define CLOSING_MARK SIGURG /* any signal would do: none is sent unless a program asks for it */
+#define CLOSING_MARK SIGURG /* any signal would do: nobody asks for signals of these files */
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
 static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* signals that a count became 0 */
 static unsigned nr_opening, nr_forking;                   /* under fork_mu */
 static struct {
-	/* descriptor + 1: OPEN; -(descriptor + 1): CLOSING or OVER; 0: FREE; or OPENING */
+	/* descriptor + 1 if OPEN; -(descriptor + 1) if CLOSING or OVER; 0 if FREE; or OPENING */
 	atomic_int fd;
 	atomic_bool over; /* its close has returned */
 } fds[NR_FDS];
@@ -80,9 +80,9 @@ void sfr__fork_watch(struct sfr__fork_hook *hook)
 	hooks = hook;
 }
 
-/* Waits while *nr is not 0, until the time `until` of CLOCK_REALTIME (the clock of a static
- * condition). The timeline opens its file under its own lock, so that lock may be held here; the
- * wait is short enough for that, a second at most. */
+/* Waits until *nr is 0, but not beyond the time `until`. It is a time of CLOCK_REALTIME, because a
+ * statically initialised condition uses that clock. The timeline opens its file under its own lock,
+ * so a thread may hold that lock here; it waits for a second at most. */
 static void wait_for_zero_locked(const unsigned *nr, const struct timespec *until)
 {
 	while (*nr != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
@@ -119,13 +119,15 @@ static void after_in_parent(void)
 	sfr__unlock(&fork_mu);
 }
 
+/* Runs in the child after a fork: closes inherited descriptors and starts the core's state
+ * afresh. */
 static void after_in_child(void)
 {
 	for (int i = 0; i < NR_FDS; i++) {
 		int entry = atomic_load(&fds[i].fd);
 
 		if (entry == OPENING)
-			entry = 0; /* its number is not known yet: see the head of this file */
+			entry = 0; /* the child cannot close it, because its number is not known */
 		/* This is not sfr_sys.close, because a test's wrapper may wait and a fork handler
 		 * must not. The result does not matter: the parent writes these files. */
 		if (entry > 0 || (entry < 0 && fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK))
@@ -135,7 +137,7 @@ static void after_in_child(void)
 	atomic_fetch_add(&generation, 1);
 	for (struct sfr__fork_hook *hook = hooks; hook; hook = hook->next)
 		hook->forget();
-	sfr__lock_given(fork_mu.rank);
+	sfr__lock_given(fork_mu.rank); /* for the check of lock order: taken in before_fork */
 	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK);
 	(void)pthread_cond_init(&fork_cv,
 				NULL); /* cannot fail on Linux; the waiters were the parent's */
@@ -162,7 +164,7 @@ uint64_t sfr_fork_generation(void)
 	return atomic_load(&generation);
 }
 
-/* Returns the entry of an OPEN descriptor, or -1. */
+/* Returns the index of an OPEN descriptor's entry, or -1. */
 static int find_open_slot(int fd)
 {
 	for (int i = 0; i < NR_FDS; i++)
@@ -171,7 +173,7 @@ static int find_open_slot(int fd)
 	return -1;
 }
 
-/* Returns an entry that is FREE or OVER, or -1. */
+/* Returns the index of an entry that is FREE or OVER, or -1. */
 static int free_slot_locked(void)
 {
 	for (int i = 0; i < NR_FDS; i++) {
@@ -183,8 +185,8 @@ static int free_slot_locked(void)
 	return -1;
 }
 
-/* Makes a free entry of the table OPENING and returns its index, or returns -EMFILE. It first lets
- * forks that wait for opens go ahead. */
+/* Makes a free entry of the table OPENING and returns its index, or -EMFILE. First waits, for a
+ * second at most, until no fork waits for opens. */
 static int begin_open(void)
 {
 	struct timespec until = wait_end();
@@ -247,7 +249,7 @@ int sfr__fd_memory(const char *name)
 }
 
 /* On Linux the descriptor is closed even if close returns an error, so no caller closes it again.
- * No lock is held, so forks need not wait; see the head of this file. */
+ * No lock is held during the close, so a fork need not wait for it; see the head of this file. */
 int sfr__fd_close(int fd)
 {
 	int slot = find_open_slot(fd), rc;

@@ -8,8 +8,8 @@
  * exist:
  *   - a failed close has closed the descriptor; every other failed call has
  *     done nothing;
- *   - a short pwrite has written what it says and no more, in whole blocks
- *     where O_DIRECT accepts nothing smaller;
+ *   - a short pwrite has written as many bytes as it returns; with O_DIRECT, which
+ *     accepts only whole blocks, the last partial block is counted but not written;
  *   - calls that cannot fail (free, closedir, joining one's own thread, reading
  *     the clock) are counted and can be slow, but never fail.
  *
@@ -25,14 +25,14 @@
 #include "base/base.h"
 
 #define NR_SLOTS 16
-#define HOLD_STEP_NS 1000000u /* how late a held call notices that it may continue */
+#define HOLD_STEP_NS 1000000u /* how often a held call checks whether it may continue */
 #define DIRECT_BLOCK 4096u    /* bytes; O_DIRECT accepts multiples of it */
 
 /* clang-format would mangle the lists' entries. */
 /* clang-format off */
 
-/* Entries whose wrapper only fails or forwards: type, name, result of a failure, parameters,
- * arguments. */
+/* Entries whose wrapper either fails or calls the real function: type, name, result of a failure,
+ * parameters, arguments. */
 #define FAILING_LIST(X)                                                                            \
 	X(int, open, -1, (int dir, const char *name, int flags, mode_t mode),                          \
 	  (dir, name, flags, mode))                                                                \
@@ -145,7 +145,7 @@ static void sleep_ns(uint64_t delay_ns)
 		;
 }
 
-/* Sleeps until fault `number`, for call `which`, is no longer in the list. */
+/* Sleeps until fault number `number`, for the call `which`, is no longer in slot `s`. */
 static void hold_call(const struct slot *s, unsigned which, uint64_t number)
 {
 	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
@@ -271,8 +271,9 @@ static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 	if (take == 0 && len)
 		return 0;
 	put = real.pwrite(fd, buf, take, off);
-	/* An O_DIRECT descriptor refuses odd lengths. Then only whole blocks reach the file, as if
-	 * a device had given up in the middle of a block. */
+	/* An O_DIRECT descriptor refuses a length that is not whole blocks. Then only whole blocks
+	 * reach the file and `take` is returned, as if a device had given up in the middle of a
+	 * block. */
 	if (put < 0 && errno == EINVAL && take < len) {
 		put = whole ? real.pwrite(fd, buf, whole, off) : 0;
 		if (put == (ssize_t)whole)
@@ -291,7 +292,7 @@ static int inject_thread_create(pthread_t *thread, const pthread_attr_t *attr,
 
 static void inject_free(void *mem)
 {
-	(void)fate_of(CALL_free); /* can only be slow, like the copies */
+	(void)fate_of(CALL_free); /* can only be slow, like the two copies below */
 	real.free(mem);
 }
 
@@ -309,6 +310,7 @@ static uint32_t inject_lane_copy(uint32_t crc, void *dst, const void *src, size_
 
 /* ---- control ---- */
 
+/* Returns CALL_NONE, whose counter is always 0, for an unknown name. */
 static enum call find_call(const char *name)
 {
 	for (int i = CALL_ANY; i < NR_CALLS; i++)
@@ -397,7 +399,7 @@ void sfr_inject_clear(void)
 	atomic_store(&hits, 0);
 }
 
-/* Returns 0 for an unknown name. */
+/* Returns 0 for an unknown name, see find_call. */
 uint64_t sfr_inject_calls(const char *name)
 {
 	return atomic_load(&counts[find_call(name)]);

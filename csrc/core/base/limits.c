@@ -4,12 +4,13 @@
 #include "base/base.h"
 #include "sfr/limits.h"
 
-/* The largest values of a zip file's short fields. They mean that the number is in another
- * field. */
+/* The largest values of a zip file's 16-bit and 32-bit fields. Such a value means that the number
+ * is in a zip64 field. */
 #define ZIP_MAX16 0xffffu
 #define ZIP_MAX32 UINT32_C(0xffffffff)
 #define MIB (UINT64_C(1) << 20)
 
+/* The values that the product uses. */
 #define PRODUCT                                                                                    \
 	{                                                                                          \
 		.zip64_bytes = ZIP_MAX32,                                                          \
@@ -21,6 +22,7 @@
 
 struct sfr_limits sfr_limits = PRODUCT;
 
+/* Returns whether the value is in [least, most] and a multiple of `unit`. */
 static bool is_in_range(uint64_t value, uint64_t least, uint64_t most, uint64_t unit)
 {
 	return value >= least && value <= most && value % unit == 0;

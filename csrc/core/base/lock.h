@@ -5,9 +5,9 @@
  * and aborts the test when it breaks the order, even if no other thread held the lock this time.
  *
  * Under a lock, a thread waits only for a condition of that lock and makes no system call on a
- * file. Two exceptions return as soon as the kernel answers: threads are started under SESSION,
- * ENGINE, LANE and LOG, so that no thread is started twice; and the timeline's file is opened under
- * SESSION, which may wait a second for a fork. */
+ * file. There are two exceptions. Threads are started under SESSION, ENGINE, LANE and LOG, so that
+ * no thread is started twice. The timeline's file is opened under SESSION, and this open may wait a
+ * second for a fork. */
 #ifndef SFR_LOCK_H
 #define SFR_LOCK_H
 
@@ -17,13 +17,13 @@ enum sfr__lock_rank {
 	SFR__LOCK_SESSION, /* trace/session.c: the timeline that is being written */
 	SFR__LOCK_ENGINE,  /* an engine's queues and slots, its tickets, its snapshots */
 	SFR__LOCK_LANES,   /* device/lanes.c: the lanes of an engine */
-	/* copies in flight on a device's stream; never held over a call that queues */
+	/* device/lane.c: portions in flight; never held during a call that queues copies */
 	SFR__LOCK_LANE,
 	SFR__LOCK_PROBERS,  /* device/probe.c: the devices that can be probed */
 	SFR__LOCK_LOG,      /* commit/log.c: the process's ordered log */
 	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, statistics */
 	SFR__LOCK_PIN,      /* the regions of a pool that the driver knows */
-	SFR__LOCK_READER,   /* reader/reader.c: records between its threads and the waiting one */
+	SFR__LOCK_READER,   /* reader/reader.c: how far a reader's threads have come */
 	SFR__LOCK_ARRIVALS, /* reader/arriving.c: files whose bytes are on their way */
 	SFR__LOCK_DRIVER,   /* cuda/driver.c: whether it is loaded and initialised */
 	SFR__LOCK_TMP,      /* file/tmp.c: this process's live temporaries */
@@ -87,7 +87,7 @@ static inline void sfr__unlock(struct sfr__mutex *mutex)
 	(void)pthread_mutex_unlock(&mutex->mu);
 }
 
-/* Evaluates an expression while the mutex is held. */
+/* Evaluates an expression while the mutex is held, and returns its value. */
 #define sfr__under(mutex, expression)                                                              \
 	__extension__({                                                                            \
 		sfr__lock(mutex);                                                                  \

@@ -13,12 +13,13 @@
 #include "base/queue.h"
 
 static struct {
-	struct sfr__mutex mu; /* guards all of this; no other lock is taken under it */
+	struct sfr__mutex mu; /* guards the whole struct; no other lock is taken under it */
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
-	struct sfr_notice again; /* given back (sfr_notice_again), returned first; .what 0: none */
-	unsigned stops;          /* calls of sfr_notice_stop that no waiter has seen */
+	/* put back by sfr_notice_again and returned first; none if .what is 0 */
+	struct sfr_notice again;
+	unsigned stops; /* calls of sfr_notice_stop that no waiter has seen */
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
 void sfr__notice_post(struct sfr__notice *notice)
@@ -48,8 +49,8 @@ void sfr__notice_text(const char *format, ...)
 	sfr__notice_post(notice);
 }
 
-/* Fills *out, and with it hands the notice's reference to the caller. Frees a notice of text; other
- * notices are embedded in their owners. */
+/* Fills *out. The notice's reference on its ticket or snapshot passes to the caller. Frees a notice
+ * of text; other notices are embedded in their owners. */
 static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 {
 	out->what = notice->what;
@@ -73,7 +74,7 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 	*out = notices.again;
 	notices.again.what = 0;
 	/* A static initializer cannot choose CLOCK_MONOTONIC, so the first wait initialises the
-	 * condition. No thread waits before that, so a post then need not wake any. */
+	 * condition. Before that no thread waits, so a post need not wake one. */
 	if (!notices.cv_ready)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
 	while (!out->what && !notices.queue.head && !notices.stops && rc == 0)
@@ -107,8 +108,8 @@ void sfr_notice_stop(void)
 
 static void forget(void)
 {
-	/* The parent's waiter and lock holder do not exist here, so the memory is overwritten
-	 * without looking at it. Queued notices belong to the parent. */
+	/* The parent's threads, which may wait here or hold the lock, do not exist in the child. So
+	 * the memory is overwritten, whatever its state. Queued notices belong to the parent. */
 	memset(&notices, 0, sizeof(notices));
 	sfr__mutex_init(&notices.mu, SFR__LOCK_NOTICES);
 }

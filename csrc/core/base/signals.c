@@ -6,13 +6,13 @@
  * distinguishes the two cases by the sender:
  *
  *     the parent sent it         the action that was in place before
- *     the parent is dead         the same
+ *     the parent is dead         the action that was in place before
  *     another process sent it    ignored, and from now on the worker is killed when its parent dies
  *
- * The last is done by the kernel (PR_SET_PDEATHSIG): the signal that would have ended the worker
- * was ignored and will not come again. By "parent" the kernel means the thread that forked. With
- * `at_once` the worker is bound to that thread from the beginning, so that it does not outlive a
- * parent that is killed before any signal came.
+ * In the last case the kernel kills the worker (PR_SET_PDEATHSIG), because the signal that would
+ * have ended it was ignored and will not come again. By "parent" the kernel means the thread that
+ * forked. With `at_once` the worker is bound to that thread from the beginning, so that it does not
+ * outlive a parent that is killed before any signal came.
  */
 #include <errno.h>
 #include <signal.h>
@@ -29,8 +29,8 @@
 static struct sigaction before[NR_SIGNALS]; /* the actions that were in place before */
 static _Atomic pid_t parent;
 
-/* Decides whether to leave a signal to the parent. Returns true if it is to be ignored; then the
- * kernel kills this process when its parent dies. */
+/* Returns whether a signal is left to the parent and so ignored. From then on the kernel kills this
+ * process when its parent dies. */
 static bool leave_to_parent(const siginfo_t *info)
 {
 	pid_t mine = atomic_load(&parent);
@@ -41,6 +41,7 @@ static bool leave_to_parent(const siginfo_t *info)
 	return getppid() == mine;               /* false if the parent died before the call above */
 }
 
+/* Ignores the signal, or does what the action that was in place before would have done. */
 static void handle_signal(int signum, siginfo_t *info, void *context)
 {
 	const struct sigaction *old = &before[signum];
@@ -72,7 +73,7 @@ int sfr_signals_leave(int signum, bool at_once)
 	if (at_once)
 		(void)prctl(PR_SET_PDEATHSIG, SIGKILL);
 	if (old.sa_flags & SA_SIGINFO && old.sa_sigaction == handle_signal)
-		return 0;
+		return 0; /* called again: before[] has the action already */
 	before[signum] = old;
 	action.sa_sigaction = handle_signal;
 	action.sa_flags = SA_SIGINFO | SA_RESTART;

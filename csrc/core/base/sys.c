@@ -1,9 +1,9 @@
 /* The plain system-call table, and helpers directly above it.
  *
- * Most entries are the C library's functions. There are four reasons for a wrapper: the library's
- * function is variadic (open, fcntl); the bare call means something else (setpriority names a
- * process, but with a Linux thread id acts on one thread); a copy needs the table's signature; an
- * old library lacks the function (renameat2).
+ * Most entries are the C library's functions. The others are wrappers: the library's function is
+ * variadic (open, fcntl), needs certain arguments, has other types (getrlimit), or is missing in
+ * old libraries (renameat2). For example, setpriority acts on a single thread if it is given the
+ * thread's id.
  *
  * The table is a plain variable, not atomic: it is written before threads exist, or by a test while
  * nobody is inside the core (see sys.h). */
@@ -26,8 +26,8 @@
 #ifndef RENAME_EXCHANGE
 #define RENAME_EXCHANGE (1 << 1)
 #endif
-/* The longest wait on a condition before the caller checks again; see sfr__cond_wait. Tests that
- * look for missing wake-ups set it to an hour. */
+/* How long sfr__cond_wait waits before its caller checks again, if nobody wakes it. Tests that look
+ * for missing wake-ups set it to an hour. */
 #ifndef SFR_WAKE_UP_NS
 #define SFR_WAKE_UP_NS NS_PER_S
 #endif
@@ -142,7 +142,7 @@ uint64_t sfr__deadline(uint64_t slice_ns)
 	if (slice_ns == SFR_FOREVER)
 		return SFR_FOREVER;
 	now = sfr__now_ns();
-	/* if the sum would overflow, there is no bound */
+	/* a sum that would overflow means no bound */
 	return slice_ns >= SFR_FOREVER - now ? SFR_FOREVER : now + slice_ns;
 }
 
@@ -162,7 +162,8 @@ int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *
 
 	for (*done = 0; *done < len;) {
 		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
-		/* If pwrite writes nothing and gives no error, retrying would not help: -EIO. */
+		/* If pwrite writes nothing and reports no error, retrying would not help, so the
+		 * result is -EIO. */
 		int code = put < 0 ? -errno : -EIO;
 
 		if (put == 0 || (put < 0 && code != -EINTR))

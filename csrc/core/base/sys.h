@@ -57,11 +57,11 @@ struct sfr_sys {
 			     void *arg);
 	int (*thread_join)(pthread_t thread, void **value);
 	int (*set_nice)(int nice);          /* of the calling thread, like the next two */
-	int (*set_slack)(unsigned long ns); /* how late the kernel may wake it */
+	int (*set_slack)(unsigned long ns); /* how late the kernel may wake the thread */
 	int (*set_affinity)(const cpu_set_t *cpus);
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
-	/* copies of tensor bytes: captured ones, by the caller; deferred ones, by a lane. lane_copy
-	 * returns `crc` extended by the copied bytes. */
+	/* copies of tensor bytes: capture_copy those that are captured, lane_copy those that a lane
+	 * copies. lane_copy returns `crc` extended by the copied bytes. */
 	void (*capture_copy)(void *dst, const void *src, size_t len);
 	uint32_t (*lane_copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
@@ -75,24 +75,25 @@ struct sfr_fault {
 	uint64_t nth;     /* acts on the nth call from now on, counted from 1 */
 	int sticky;       /* acts on every later call too */
 	int err;          /* errno to give; 0: do not fail */
-	/* pread, pwrite: transfer at most that many bytes; -1: all, -2: half, -3: all but one */
+	/* pread, pwrite: the most bytes to transfer; -1: all, -2: half, -3: all but one */
 	int64_t limit;
-	uint64_t delay_ns; /* sleep that long first; SFR_FOREVER: until the fault is removed */
+	uint64_t delay_ns; /* the call sleeps so long first; SFR_FOREVER: until the fault is gone */
 };
 /* Puts counting wrappers into sfr_sys; a second call does nothing. Returns 0. Neither this nor
  * sfr_inject_remove may be called while other threads are inside the core; the functions below
  * may. */
 int sfr_inject_install(void);
-/* Adds a fault. Up to 16 exist at a time, and the first that is due wins. -EINVAL: an unknown call,
- * nth 0, or an error for a call that cannot fail (free, readdir, closedir, thread_join,
- * clock_gettime and the copies can only be slow). -ENOSPC: too many. */
+/* Adds a fault. Up to 16 exist at a time, and the first that is due wins. Returns 0. -EINVAL: an
+ * unknown call, nth 0, or an error for a call that cannot fail (free, readdir, closedir,
+ * thread_join, clock_gettime and the copies can only be slow). -ENOSPC: too many. */
 int sfr_inject_set(const struct sfr_fault *fault);
-/* Removes one fault that equals *fault; the counters stay. -ENOENT: there is none. */
+/* Removes one fault that equals *fault; the counters stay. Returns 0, or -ENOENT if there is
+ * none. */
 int sfr_inject_drop(const struct sfr_fault *fault);
 /* Removes all faults and resets the counters. */
 void sfr_inject_clear(void);
-/* Returns the number of calls since the last clear; "*": of all that can fail; an unknown name:
- * 0. */
+/* Returns how often a member was called since the last clear. "*" stands for all that can fail; an
+ * unknown name gives 0. */
 uint64_t sfr_inject_calls(const char *call);
 /* Returns how often a fault acted on a call since the last clear. */
 uint64_t sfr_inject_hits(void);

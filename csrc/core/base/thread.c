@@ -9,7 +9,7 @@
 #define PROMPT_SLACK_NS 1000 /* the kernel's default, 50 us, is as long as the sleeps themselves */
 #define WORKER_NICE 10       /* below the training thread, above idle work */
 
-/* The arguments of a new thread, which frees them. */
+/* Arguments for thread_main, which frees them. */
 struct thread_start {
 	void *(*main)(void *);
 	void *arg;
@@ -36,9 +36,9 @@ static void *thread_main(void *arg)
 }
 
 /* Signals are blocked around the creation so that the thread inherits the mask: no handler of the
- * program (Python's, SLURM's) ever runs on it. Signals that a thread raises itself stay open. If
- * they were blocked, the kernel would end the process without a handler, and faulthandler or a core
- * dumper could not say where it crashed. */
+ * program (Python's, SLURM's) ever runs on it. Signals that a thread raises itself, by a fault, are
+ * not blocked. If they were, the kernel would end the process without a handler, and faulthandler
+ * could not report where it crashed. */
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg)
 {
