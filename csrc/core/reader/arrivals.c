@@ -1,32 +1,34 @@
 /* Keeps files whose bytes are still on their way, such as objects of a store.
  *
- * All code that reads checkpoints reads open files. So a remote object is made one: a file in
- * memory, as long as the object and empty at first. A reader waits until the bytes that it needs
- * are there. Other threads fetch what is waited for, and what will be read next.
+ * All code that reads checkpoints reads open files. So a remote object is turned into an open file
+ * in memory, as long as the object and empty at first. A reader waits until the bytes that it needs
+ * are there. Other threads fetch the bytes that readers wait for and those that will be read next.
+ * In the diagrams, pin, ahead and done are sfr__arriving_*; next and put are sfr_arrivals_*.
  *
  *     readers --pin, ahead--> wanted --next--> threads that fetch (Python's, with a store's client)
  *        ^                                        |
  *        +------------- file in memory <---put----+
  *
- * A chunk of the file:
+ * States of a chunk of the file (arrivals_int.h explains them):
  *
  *     ABSENT --pin, ahead--> WANTED --next--> ASKED --put--> HERE --done--> LEAVING --> ABSENT
  *
- * A reader that goes through the file once says what it has read (sfr__arriving_done). Chunks that
- * it has read completely are given back to the system once more than a window of chunks is here. So
- * a load needs memory for its tensors and a window, not for the file. Giving back is safe at any
- * time: a chunk that is read again is fetched again. A pinned chunk stays.
+ * A reader that goes through the file once reports what it has read (done). When more than
+ * SFR_ARRIVALS_WINDOW chunks are here, the memory of chunks that it has read completely is given
+ * back to the system. So a load needs memory for its tensors and for that many chunks, not for the
+ * file. A chunk that is read again is fetched again. A pinned chunk stays.
  *
- * A check or a restore knows only the descriptor, by which a source finds the file here. One lock
- * guards all files of the process: there are few, and it is taken once or twice a chunk. Bytes are
- * copied and given back without it. arriving.c has the functions for readers, this file those for
- * the threads that fetch. */
+ * A check or a restore knows only the descriptor, by which a source (source.c) finds the file here.
+ * One lock guards all files of the process, because there are few and each chunk takes the lock
+ * only once or twice. The lock is not held while bytes are copied or memory is given back.
+ * arriving.c has the functions for readers, and this file those for the threads that fetch. */
 #include <errno.h>
 #include <sys/resource.h>
 
 #include "reader/arrivals_int.h"
 
-/* Returns an open file of the group, with a reference for sfr__arriving_drop, or NULL. */
+/* Returns the group's open file with this number, or NULL. The caller gets a reference, for
+ * sfr__arriving_drop. */
 static struct sfr__arriving *get_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
@@ -56,7 +58,8 @@ int sfr_arrivals_new(struct sfr_arrivals **out)
 	return 0;
 }
 
-/* Makes the file in memory, f->len bytes long and empty. Returns its descriptor or -errno. */
+/* Makes the file in memory, f->len bytes long and empty. Returns its descriptor, which is also in
+ * f->fd, or -errno. After an error the caller closes f->fd unless it is negative. */
 static int open_file(struct sfr__arriving *f)
 {
 	struct rlimit limit;
@@ -111,7 +114,8 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	return rc;
 }
 
-/* Takes the group's chunk that was wanted first. */
+/* Takes the chunk that was wanted first in the oldest of the group's files with wanted chunks.
+ * Returns false if there is none. */
 static bool take_wanted_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
@@ -136,7 +140,8 @@ int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_
 	if (sfr__arrivals_are_foreign(group->fork_generation))
 		return SFR_EFORK;
 	sfr__lock(&sfr__arrivals.mu);
-	/* When the slice has passed, rc is SFR_EAGAIN, and the list is looked at once more. */
+	/* When the slice has passed, rc becomes SFR_EAGAIN, and the loop checks once more before it
+	 * ends. */
 	for (;;) {
 		if (group->ended)
 			rc = SFR_ECLOSED;
@@ -152,7 +157,7 @@ int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_
 	return rc;
 }
 
-/* Ends every wait for bytes of the file, now or later. */
+/* Makes every wait for bytes of the file fail, now and later. */
 static void fail_locked(struct sfr__arriving *f)
 {
 	f->failed = true;
@@ -160,7 +165,7 @@ static void fail_locked(struct sfr__arriving *f)
 	(void)pthread_cond_broadcast(&sfr__arrivals.news);
 }
 
-/* Whether this range is a chunk that a fetching thread was given. */
+/* Returns whether this range is exactly a chunk that sfr_arrivals_next has given to a thread. */
 static bool was_asked_locked(const struct sfr__arriving *f, uint64_t off, size_t len)
 {
 	const uint64_t index = off / f->chunk;
@@ -219,13 +224,13 @@ void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number)
 	f = get_locked(group, number);
 	if (f != NULL) {
 		fail_locked(f);
-		f->refs--; /* get_locked's; the group still has one */
+		f->refs--; /* the reference from get_locked; the group still has one */
 	}
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-/* Takes a file of the group out of the list; number 0: any. NULL: there is none. The group's
- * reference passes to the caller. */
+/* Removes the group's file with this number from the list, or any of its files if the number is 0.
+ * Returns the file, whose reference passes from the group to the caller, or NULL. */
 static struct sfr__arriving *take_out_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving **link = &sfr__arrivals.files, *f;

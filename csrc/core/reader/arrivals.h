@@ -6,25 +6,27 @@
 
 struct sfr__arriving;
 
-/* Returns the arriving file with this descriptor, or NULL if it is another file's. The file stays
- * open until the put. */
+/* Returns the arriving file with this descriptor, or NULL if the descriptor is of another kind of
+ * file. The file stays open until sfr__arriving_put. */
 struct sfr__arriving *sfr__arriving_get(int fd);
-void sfr__arriving_put(struct sfr__arriving *f); /* NULL is allowed */
+void sfr__arriving_put(struct sfr__arriving *f); /* accepts NULL */
 /* Allocates a reader's counts: for each chunk, how many bytes of it the reader has read. The caller
  * frees them. NULL: no memory. */
 uint32_t *sfr__arriving_counts(const struct sfr__arriving *f);
-/* Waits until the bytes are there, and keeps them until the unpin. `counts` are the reader's, or
- * NULL. Bytes after the end of the file count as there. 0, SFR_EAGAIN, SFR_EFORK; -EIO: they cannot
- * be fetched; -EBADF: the file was closed. */
+/* Waits until the bytes are there, and keeps them until sfr__arriving_unpin of the same range.
+ * `counts` are the reader's, or NULL. Bytes after the end of the file count as there. Returns 0;
+ * SFR_EAGAIN when the slice has passed; SFR_EFORK; -EIO if they cannot be fetched; -EBADF if the
+ * file was closed. */
 int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t off, uint64_t len,
 		      uint64_t slice_ns);
 void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len);
-/* Announces that bytes from `off` on, and before `end`, will be read soon. */
+/* Announces that the bytes [off, end) will be read soon, so that the first chunks of them are
+ * fetched. */
 void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64_t off,
 			 uint64_t end);
-/* Records that the reader with these counts has read bytes, and will not read them again. Chunks
- * that it has read completely may be given back to the system. If they are read again, they are
- * fetched again. */
+/* Records that the reader with these counts has read bytes, and will not read them again. The
+ * memory of chunks that it has read completely may be given back to the system. If such a chunk is
+ * read again, it is fetched again. */
 void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len);
 
 #endif

@@ -1,5 +1,5 @@
-/* The files whose bytes are on their way, shared by arriving.c, where they are read, and by
- * arrivals.c, where they are fetched. */
+/* Files whose bytes are on their way: the structures that arriving.c (reading) and arrivals.c
+ * (fetching) share. */
 #ifndef SFR_ARRIVALS_INT_H
 #define SFR_ARRIVALS_INT_H
 
@@ -10,17 +10,23 @@
 
 #define SFR__NO_CHUNK UINT32_MAX
 
-enum sfr__chunk_state { SFR__ABSENT, SFR__WANTED, SFR__ASKED, SFR__HERE, SFR__LEAVING };
+enum sfr__chunk_state {
+	SFR__ABSENT,  /* not in memory */
+	SFR__WANTED,  /* in the list of chunks to fetch */
+	SFR__ASKED,   /* a thread fetches it */
+	SFR__HERE,    /* in memory */
+	SFR__LEAVING, /* its memory is being given back to the system */
+};
 
 struct sfr__chunk {
-	uint32_t next; /* the index of the next WANTED chunk */
-	uint16_t pins;
+	uint32_t next; /* if WANTED: the index of the next in the list */
+	uint16_t pins; /* reads in progress, which keep it HERE */
 	uint8_t state;
-	bool done; /* HERE, and read completely by all who have begun to */
+	bool done; /* HERE, and read completely by the reader that used it last */
 };
 
 struct sfr__arriving {
-	/* constant */
+	/* constant; chunk: bytes of a chunk; nr: number of chunks */
 	uint64_t number, len, chunk, nr;
 	int fd;
 	uint64_t fork_generation;
@@ -29,9 +35,9 @@ struct sfr__arriving {
 	struct sfr_arrivals *group;   /* NULL: it is closed */
 	unsigned refs;                /* of the group, of sources, and of calls in progress */
 	uint64_t nr_here, first_here; /* HERE chunks; the first of them is at or after first_here */
-	uint32_t first, last;         /* WANTED chunks, the oldest first */
+	uint32_t first, last;         /* ends of the list of WANTED chunks; NO_CHUNK: empty */
 	bool failed;                  /* its bytes cannot be fetched */
-	bool keep;                    /* its chunks are not given back */
+	bool keep;                    /* the memory of its chunks is not given back */
 	struct sfr__chunk chunks[];
 };
 
@@ -47,16 +53,18 @@ struct sfr__arrivals_table {
 	struct sfr__arriving *files; /* of all groups, the oldest first */
 	uint64_t last_number;
 	bool has_conds;
-	pthread_cond_t wanted, news; /* for the threads that fetch; for those that read */
+	pthread_cond_t wanted, news; /* wake threads that fetch; threads that read */
 };
 extern struct sfr__arrivals_table sfr__arrivals;
 
-/* Whether a group or a file was made before a fork that created this process. */
+/* Returns whether a group or file belongs to a parent, which made it before it forked this
+ * process. */
 static inline bool sfr__arrivals_are_foreign(uint64_t fork_generation)
 {
 	return fork_generation != sfr_fork_generation();
 }
 
+/* Returns the bytes of a chunk; the last chunk of a file may be shorter than the others. */
 static inline uint64_t sfr__chunk_len(const struct sfr__arriving *f, uint64_t chunk)
 {
 	const uint64_t off = chunk * f->chunk;

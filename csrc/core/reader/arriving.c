@@ -1,7 +1,7 @@
-/* Lets sources read files whose bytes are still on their way. arrivals.c says what they are.
+/* Lets sources read files whose bytes are still on their way. arrivals.c explains such files.
  *
- * A chunk is pinned while it is read. Chunks that a reader has read completely (it says so with
- * sfr__arriving_done) are given back to the system once more than a window of chunks is here. */
+ * A chunk is pinned while it is read. When more than SFR_ARRIVALS_WINDOW chunks are here, those
+ * that a reader has read completely (sfr__arriving_done) are given back to the system. */
 #include <errno.h>
 #include <fcntl.h>
 
@@ -11,8 +11,8 @@ struct sfr__arrivals_table sfr__arrivals = { .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS
 
 static void forget(void)
 {
-	/* The files are the parent's. They are not freed, because a source may refer to one and
-	 * reads its fork generation. */
+	/* The files are the parent's. They are not freed: a source may still refer to a file and
+	 * read its fork generation. */
 	sfr__arrivals = (struct sfr__arrivals_table){ .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
 }
 SFR__AT_FORK(forget)
@@ -63,8 +63,8 @@ static void want_locked(struct sfr__arriving *f, uint64_t index)
 	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
 }
 
-/* Finds the chunks of a range: sets *first to the index of its first, and returns the index after
- * its last. These are equal if the range is after the end of the file. */
+/* Finds the chunks of a range: sets *first to the index of its first chunk, and returns the index
+ * after its last chunk. The two are equal if the range is empty or after the end of the file. */
 static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_t len,
 			    uint64_t *first)
 {
@@ -74,8 +74,8 @@ static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_
 	return off >= f->len || len == 0 ? *first : (end - 1) / f->chunk + 1;
 }
 
-/* Pins chunks. One that this reader has not read completely must not be given back after the unpin,
- * as another reader may have declared it done. */
+/* Pins chunks [first, end). A chunk that this reader has not read completely loses its `done`,
+ * which another reader may have set: otherwise it would be given back after the unpin. */
 static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t first,
 		       uint64_t end)
 {
@@ -86,7 +86,7 @@ static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t
 	}
 }
 
-/* Whether all chunks of a range are here. Marks the others as wanted. */
+/* Returns whether the chunks [first, end) are all here. Marks absent ones as wanted. */
 static bool are_here_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
 {
 	bool here = true;
@@ -109,6 +109,8 @@ int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t 
 		return SFR_EFORK;
 	end = find_chunks(f, off, len, &first);
 	sfr__lock(&sfr__arrivals.mu);
+	/* When the slice has passed, rc becomes SFR_EAGAIN, and the loop checks once more before it
+	 * ends. */
 	for (;;) {
 		if (f->group == NULL) {
 			rc = -EBADF;
@@ -149,7 +151,7 @@ void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64
 		last = i + SFR_ARRIVALS_WINDOW;
 	sfr__lock(&sfr__arrivals.mu);
 	for (; f->group != NULL && i < last; i++)
-		/* not if the reader's threads together have read all of it already */
+		/* a chunk that the reader has read completely is not needed again */
 		if (counts == NULL || counts[i] != sfr__chunk_len(f, i))
 			want_locked(f, i);
 	sfr__unlock(&sfr__arrivals.mu);
@@ -160,7 +162,8 @@ uint32_t *sfr__arriving_counts(const struct sfr__arriving *f)
 	return sfr_sys.calloc(f->nr, sizeof(uint32_t));
 }
 
-/* Adds the bytes of a range to the counts of its chunks. */
+/* Adds the bytes of a range to the counts of its chunks, and marks chunks as done that are now read
+ * completely. */
 static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len)
 {
 	uint64_t first, end = find_chunks(f, off, len, &first);
@@ -175,7 +178,8 @@ static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off
 	}
 }
 
-/* Takes a chunk whose memory may be given back, if there is one. */
+/* Finds a chunk whose memory may be given back, makes it LEAVING and sets *index. Returns false if
+ * there is none, or if few chunks are here. */
 static bool take_done_locked(struct sfr__arriving *f, uint64_t *index)
 {
 	if (f->nr_here <= SFR_ARRIVALS_WINDOW || f->keep)
@@ -206,13 +210,14 @@ void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off,
 	count_locked(f, counts, off, len);
 	while (take_done_locked(f, &index)) {
 		sfr__unlock(&sfr__arrivals.mu);
-		/* Whole pages, also at the end of the file. If the system refuses, the bytes stay
-		 * until they are fetched again. */
+		/* Whole pages, also at the end of the file. If the system refuses, the memory stays
+		 * until the chunk is fetched again. */
 		(void)sfr_sys.fallocate(f->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
 					(off_t)(index * f->chunk), (off_t)f->chunk);
 		sfr__lock(&sfr__arrivals.mu);
 		f->chunks[index].state = SFR__ABSENT;
-		(void)pthread_cond_broadcast(&sfr__arrivals.news); /* somebody may want it again */
+		/* a reader may be waiting to have it fetched again */
+		(void)pthread_cond_broadcast(&sfr__arrivals.news);
 	}
 	sfr__unlock(&sfr__arrivals.mu);
 }
@@ -225,7 +230,9 @@ int sfr_arrivals_fill(int fd, uint64_t slice_ns)
 
 	if (f == NULL)
 		return 0;
-	(void)sfr__under(&sfr__arrivals.mu, f->keep = true);
+	sfr__lock(&sfr__arrivals.mu);
+	f->keep = true;
+	sfr__unlock(&sfr__arrivals.mu);
 	for (uint64_t off = 0; off < f->len && rc == 0; off += f->chunk) {
 		sfr__arriving_ahead(f, NULL, off, f->len);
 		rc = sfr__arriving_pin(f, NULL, off, 1, sfr__time_left(deadline));

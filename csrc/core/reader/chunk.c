@@ -6,13 +6,13 @@
  *   client      record 3's                        record 4's                             record 5's
  *
  * A record may begin and end in chunks that different threads handle, in any order. CRCs allow
- * that: the CRC of a whole is the XOR of the CRCs of its stretches, each shifted by the length
- * after it (sfr_crc32_combine with a second CRC of 0). A header or descriptor that crosses the end
- * of the chunk is read once more from its beginning, which is rare and costs few bytes.
+ * that: the CRC of a record is the XOR of the CRCs of its stretches, each shifted by the number of
+ * bytes after it (sfr_crc32_combine with a second CRC of 0). A header or descriptor that crosses
+ * the end of the chunk is read again as a whole, which is rare and costs few bytes.
  *
  * The offsets of data and descriptors are computed (plan.c), and valid only if the record's header
  * confirms them. So a descriptor is called wrong only after its header was checked. Otherwise the
- * verdict on a file packed by another program would depend on the order of the threads. */
+ * result for a file packed by another program would depend on the order of the threads. */
 #include <errno.h>
 #include <string.h>
 
@@ -23,20 +23,20 @@ struct chunk {
 	struct sfr_reader *r;
 	struct sfr__buffer *buffer; /* contains the bytes [off, end) of the file */
 	uint64_t off, end;
-	char *scratch; /* the thread's, for bytes that are not in the chunk */
+	char *scratch; /* the thread's memory for headers and descriptors that cross the end */
 };
 
 /* ---- headers and descriptors ---------------------------------------------------- */
 
-/* Whether the chunk contains this byte of the file. */
+/* Returns whether the chunk contains this byte of the file. */
 static bool covers(const struct chunk *p, uint64_t off)
 {
 	return off >= p->off && off < p->end;
 }
 
 /* Returns the bytes [off, off + len) of the file, len at most SFR__READER_HEADER_MAX, for record
- * `index`: in the chunk if it has all of them, else read to the scratch memory. NULL if they cannot
- * be read; the failure was recorded, or the reading has ended. */
+ * `index`: in the chunk if it has all of them, else read to the scratch memory. Returns NULL if
+ * they cannot be read, and then has recorded the failure, or if the reading has ended. */
 static const unsigned char *bytes_at(const struct chunk *p, uint64_t off, size_t len,
 				     uint64_t index)
 {
@@ -71,8 +71,9 @@ static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 	};
 }
 
-/* Compares the local header with the directory, and with the computed offset of the data. 0: it is
- * right; 1: it is damaged, and the reading goes on (SFR__READER_LIST); -1: the reading ends. */
+/* Compares the local header with the directory, and with the computed offset of the data. Returns 0
+ * if the header is right, 1 if it is damaged and the reading goes on (SFR__READER_LIST), and -1 if
+ * the reading ends. */
 static int check_header(const struct chunk *p, uint64_t i)
 {
 	const struct sfr__listed *listed = &p->r->listed[i];
@@ -98,7 +99,7 @@ static int check_header(const struct chunk *p, uint64_t i)
 	return sfr__reader_damaged(p->r, i, listed->hdr_off, wrong) ? 1 : -1;
 }
 
-/* Checks the descriptor. False: the reading ends. */
+/* Checks the record's descriptor. Returns false if the reading ends. */
 static bool check_descriptor(const struct chunk *p, uint64_t i)
 {
 	const struct sfr__unzip_record rec = as_unzipped(&p->r->listed[i]);
@@ -117,18 +118,21 @@ static bool check_descriptor(const struct chunk *p, uint64_t i)
 	/* Only the header tells whether a descriptor is there at all, and another thread may not
 	 * have checked it yet. */
 	header = check_header(p, i);
-	return header == 0 ? sfr__reader_damaged(p->r, i, off, wrong) : header > 0;
+	if (header != 0)
+		return header > 0; /* the damage is the header's */
+	return sfr__reader_damaged(p->r, i, off, wrong);
 }
 
 /* ---- the bytes ------------------------------------------------------------------ */
 
-/* Hands the record's bytes in the chunk to the client; adds their number and CRC to `units`.
- * Returns 0, SFR__READER_LATER or -1, as the client's put. */
+/* Hands the bytes of record units->index in the chunk to the client, and adds their number and CRC
+ * to `units`. Returns 0, SFR__READER_LATER or -1, as the client's `put` does. */
 static int hand_out(const struct chunk *p, struct sfr__record_units *units)
 {
 	const struct sfr_reader *r = p->r;
 	const uint64_t data_off = r->records[units->index].data_off;
 	const uint64_t to = sfr__reader_data_end(r, units->index);
+	/* the record's bytes in the chunk are [a, b) of the file */
 	const uint64_t a = data_off > p->off ? data_off : p->off;
 	const uint64_t b = to < p->end ? to : p->end;
 	const bool sums = (r->flags & SFR__READER_SUMS) != 0;
@@ -143,12 +147,13 @@ static int hand_out(const struct chunk *p, struct sfr__record_units *units)
 	else if (sums)
 		units->crc = sfr_crc32(0, bytes, (size_t)(b - a));
 	units->nr += b - a;
-	units->crc = sfr_crc32_combine(units->crc, 0, to - b);
+	units->crc = sfr_crc32_combine(units->crc, 0, to - b); /* shifted by what follows */
 	return rc;
 }
 
 /* Checks the header and the descriptor of a record, if they begin in the chunk, and hands out its
- * bytes there. Counts all of that, now or when the client has finished. False: the reading ends. */
+ * bytes there. Counts these units now, or when the client has finished with the buffer. Returns
+ * false if the reading ends. */
 static bool check_and_hand_out(const struct chunk *p, uint64_t i)
 {
 	const bool described = (p->r->listed[i].flags & SFR__UNZIP_DESCRIBED) != 0;
@@ -179,6 +184,7 @@ static bool check_and_hand_out(const struct chunk *p, uint64_t i)
 	return rc >= 0;
 }
 
+/* Stops at the first record after which the reading ends. */
 void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
 			    uint64_t off, size_t len, uint64_t first, uint64_t last)
 {

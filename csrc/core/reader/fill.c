@@ -1,15 +1,16 @@
-/* Reads a part of a file into memory that was just allocated.
+/* Reads a range of a file into memory that was just allocated.
  *
- * A gigabyte of new memory is a quarter of a million page faults. Taken one by one inside the copy
- * out of the page cache, they cost as much as the copy itself. So one call populates the pages of
- * each chunk before it is read, which costs less. A chunk is short enough that its new pages,
+ * A gigabyte of new memory is a quarter of a million page faults. Taken one by one while bytes are
+ * copied from the page cache, they cost as much as the copy itself. So one call populates the pages
+ * of each chunk before it is read, which costs less. A chunk is short enough that its new pages,
  * zeroed by the kernel, are still in a core's own cache when they are written.
  *
- * Huge pages are not used. Page faults of the heap do not get any, because the allocator's headers
- * have touched each 2 MiB before. MADV_COLLAPSE takes a sixth of the time if the kernel has huge
- * pages ready (0.03 s of CPU time for half a gigabyte instead of 0.19). But whether it has them, or
- * compacts memory first, cannot be known. The host of a virtual machine also takes free huge pages
- * back, and then each costs the guest several times as much as 512 small pages (0.93 s).
+ * Huge pages are not used. Page faults in the heap do not get huge pages, because the allocator's
+ * headers have touched each 2 MiB before. MADV_COLLAPSE takes a sixth of the time if the kernel has
+ * huge pages ready (0.03 s of CPU time for half a gigabyte instead of 0.19). But a program cannot
+ * know whether the kernel has them or has to compact memory first. The host of a virtual machine
+ * also takes free huge pages back, and then each costs the guest several times as much as 512 small
+ * pages (0.93 s).
  *
  * If the kernel does not know MADV_POPULATE_WRITE, the read takes the faults as usual. */
 #include <errno.h>
@@ -19,26 +20,28 @@
 #include "base/base.h"
 
 #ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
 #define CHUNK_BYTES (1u << 20)
 #define WORTH_ADVICE (256u << 10) /* bytes; smaller memory is mostly not new, and has pages */
 
-/* Skips a first page that is only partly in the range: it was written to with the chunk before. */
+/* Leaves out pages that are only partly in the range. The first page has mostly been written to
+ * with the chunk before. */
 void sfr__populate(char *buf, size_t len)
 {
 	char *from = buf + (SFR_PAGE - (uintptr_t)buf % SFR_PAGE) % SFR_PAGE;
 	char *to = buf + len - (uintptr_t)(buf + len) % SFR_PAGE;
 
 	if (from < to)
-		/* failure: see the head */
+		/* if this fails, the read takes the page faults */
 		(void)sfr_sys.madvise(from, (size_t)(to - from), MADV_POPULATE_WRITE);
 }
 
 int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
 {
-	size_t done = 0, prepared = len < WORTH_ADVICE ? len : 0;
+	size_t done = 0;
+	size_t prepared = len < WORTH_ADVICE ? len : 0; /* bytes that need no more advice */
 
 	while (done < len) {
 		size_t want = len - done < CHUNK_BYTES ? len - done : CHUNK_BYTES;

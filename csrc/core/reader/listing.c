@@ -1,9 +1,9 @@
 /* Keeps the records of an archive, as its directory lists them.
  *
  * A check forgets each record after checking it. A caller that reads the records afterwards makes
- * the check keep them: 48 bytes and the name of each, in the order of the file. The list grows as
- * records are read, up to a limit that every real checkpoint stays below. Beyond it the list is
- * marked incomplete, and the caller has to work without it. */
+ * the check keep a list of them, in the order of the file: 40 bytes and the name of each record.
+ * The list grows as records are read, up to a limit that every real checkpoint stays below. Beyond
+ * it the list is marked incomplete, and the caller has to work without it. */
 #include <errno.h>
 #include <string.h>
 
@@ -13,8 +13,8 @@
 #define MOST (1u << 20)        /* records that are kept */
 #define MOST_NAMES (64u << 20) /* bytes of names that are kept */
 
-/* Makes an array of `unit` bytes an item longer, so that it has room for at least `need` items. 0
- * or -ENOMEM. */
+/* Makes room in the array *v for at least `need` items of `unit` bytes; *cap is the room in items.
+ * Returns 0, or -ENOMEM with the array unchanged. */
 static int grow_array(void **v, size_t unit, uint64_t *cap, uint64_t need)
 {
 	uint64_t more = *cap == 0 ? 256 : *cap;

@@ -1,24 +1,24 @@
 /* Computes the offset of each record's data before the record is read.
  *
- * The directory gives the offset of a record's local header. The data follow that header, but only
- * the header itself tells its length. To read each header would cost a disk access for each record
+ * The directory gives the offset of a record's local header. The data follow that header, whose
+ * length only the header itself tells. To read each header would cost a disk access for each record
  * of a file that is not cached. But both torch and stillframe fill the header so that the data
  * begin at the next multiple of the archive's alignment:
  *
  *     header   30 bytes, name, a zip64 field if there must be one, at least 4 bytes of padding
  *
  * and the archive states that alignment in a record (older versions of torch do not, and use 64).
- * So the offset is computed, and compared with the header when that is read with the rest
- * (chunk.c). An archive that another program has packed again fails there at its first record. It
- * is then read by torch.load, and checked front to back.
+ * So the offset is computed. It is compared with the header when the chunk with the header is read
+ * (chunk.c). An archive that another program has packed again fails there, at its first record.
+ * Then torch.load reads the archive, and a check walks it from front to back.
  *
  * The last record of stillframe's files, their identification, is not aligned. Its header is next
  * to the directory, which was just read, so reading it costs nothing. Headers may be hostile: their
  * lengths are compared with the directory's before they are used in sums.
  *
- * The two writers differ in the zip64 field. Past 4 GiB stillframe writes both sizes in it
- * (archive/write.h), torch the sizes of a long record and the offset of a far one. The first header
- * in which they differ tells which writer it was. */
+ * The two writers differ in the zip64 field. stillframe writes both sizes into this field if one of
+ * them or the offset needs more than 32 bits; torch writes only the numbers that do. The first
+ * header in which the two differ tells which of them wrote the archive. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,13 +27,15 @@
 #include "reader/reader_int.h"
 #include "base/base.h"
 
-#define TORCH_LONG UINT32_C(0xffffffff) /* from this size on torch does not use 32 bits */
+/* from this size or offset on, torch uses the zip64 field */
+#define TORCH_LONG UINT32_C(0xffffffff)
 #define TORCH_PADDING 4u
 #define MOST_ALIGN 32768u
 
 enum writer { STILLFRAME, TORCH };
 
-/* Length of a local header as torch writes it, without the bytes that align its data. */
+/* Returns the length of a local header as torch writes it, without the bytes that align the
+ * data. */
 static uint64_t torch_local_len(const struct sfr__listed *p)
 {
 	const bool is_long = p->len >= TORCH_LONG, is_far = p->hdr_off >= TORCH_LONG;
@@ -43,7 +45,7 @@ static uint64_t torch_local_len(const struct sfr__listed *p)
 	return SFR__UNZIP_LOCAL + p->name_len + zip64_len + TORCH_PADDING;
 }
 
-/* Returns where a writer of this kind puts a record's data. */
+/* Returns the offset at which this writer puts a record's data. */
 static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum writer writer)
 {
 	const uint64_t len = writer == TORCH ? torch_local_len(p) :
@@ -52,7 +54,8 @@ static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum wr
 	return sfr__round_up(p->hdr_off + len, align);
 }
 
-/* Reads a record's header, and returns the offset of its data, or -errno, -EOPNOTSUPP. */
+/* Reads a record's header and returns the offset of its data. Returns -errno or SFR_EAGAIN if the
+ * file cannot be read (yet), and -EOPNOTSUPP if the header does not fit the listing. */
 static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__listed *p)
 {
 	unsigned char header[SFR__UNZIP_LOCAL];
@@ -60,13 +63,15 @@ static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__liste
 
 	if (got < 0)
 		return got;
+	/* at 26: the length of the name; at 28: the length of the extra fields */
 	if (got != sizeof(header) || (header[26] | header[27] << 8) != p->name_len)
 		return -EOPNOTSUPP; /* a check of the headers reports the damage */
 	return (int64_t)(p->hdr_off + SFR__UNZIP_LOCAL + p->name_len +
 			 (uint64_t)(header[28] | header[29] << 8));
 }
 
-/* Returns the record of this name, without the archive's directory; r->nr if there is none. */
+/* Returns the index of the record with this name, or r->nr if there is none. `bare` is the name
+ * without the archive's prefix. */
 static uint64_t find_record(const struct sfr_reader *r, const char *bare)
 {
 	const size_t len = strlen(bare), prefix_len = r->listing->prefix_len;
@@ -78,7 +83,8 @@ static uint64_t find_record(const struct sfr_reader *r, const char *bare)
 	return r->nr;
 }
 
-/* Returns the alignment of the archive's data, which it may state in a record, or -errno. */
+/* Returns the alignment of the archive's data, which the archive may state in a record. Errors are
+ * those of read_data_off; -EOPNOTSUPP also means that the record has no valid number. */
 static int64_t find_align(const struct sfr_reader *r)
 {
 	const uint64_t index = find_record(r, ".storage_alignment");
@@ -100,8 +106,9 @@ static int64_t find_align(const struct sfr_reader *r)
 	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
 }
 
-/* Finds out which of two writers made the archive: looks at the first record that they would put at
- * different offsets. 0 or -errno. */
+/* Finds out which of the two writers made the archive, by the first record whose data they would
+ * put at different offsets. Without such a record either answer is right. Returns 0 or an error of
+ * read_data_off. */
 static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *writer)
 {
 	*writer = TORCH;
@@ -121,8 +128,8 @@ static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *
 	return 0;
 }
 
-/* Bare records have no headers: their data are where the listing says. Empty ones are complete at
- * once. */
+/* Bare records have no headers: hdr_off in the listing is the offset of the data. Empty records are
+ * complete at once. Returns 0, or -EINVAL if records overlap. */
 static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {
@@ -142,8 +149,9 @@ static int plan_bare(struct sfr_reader *r)
 	return 0;
 }
 
-/* Computes the offsets of an archive's data, and how many units each record has: its bytes, and one
- * each for header and descriptor. 0, -EOPNOTSUPP or -errno. */
+/* Computes the offsets of the records' data, and how many units each record has: one for each byte,
+ * one for the header, and one for the descriptor if it has one. Returns 0, -EOPNOTSUPP if the
+ * records are not where the two writers put them, or another error of read_data_off. */
 static int plan_archive(struct sfr_reader *r)
 {
 	const int64_t align = find_align(r), last = read_data_off(r, &r->listed[r->nr - 1]);

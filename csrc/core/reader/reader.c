@@ -11,9 +11,9 @@
  *
  * There are two clients. A check keeps nothing: the reader only computes CRCs. A restore copies the
  * bytes to tensors, or has a device copy them. The chunks are not read directly into a tensor's
- * memory. This memory comes from torch, so that the tensor can be resized and freed like any other,
- * and is not aligned to the file's sectors. The copy costs a twentieth of the disk's time, and is
- * made while other threads wait for the disk.
+ * memory. This memory comes from torch, so that the tensor can be resized and freed like any other.
+ * So it is not aligned to the file's sectors. The copy takes a twentieth of the time that the disk
+ * takes, and is made while other threads wait for the disk.
  *
  * A thread:
  *
@@ -27,18 +27,18 @@
  *
  * A record. Its header, data and descriptor may come in any order and from several threads:
  *
- *     TO COME --its last unit counts, CRC right--> GOOD
+ *     TO COME --its last unit is counted, CRC right--> GOOD
  *        |
  *        +--header, descriptor, CRC wrong; reading failed--> the reader has failed, for good
  *
- * With SFR__READER_LIST damage to one record is kept with it, the record is GOOD, and the reading
+ * With SFR__READER_LIST, damage is noted in its record, the record becomes GOOD, and the reading
  * goes on.
  *
- * The caller says up to which record the client is ready (`upto`); threads stop at the first chunk
- * that has bytes of a later record. A chunk belongs to all records in it, so the client must be
- * ready for more than the record that is wanted (sfr_reader_reach). A wait that only the caller
- * could end is refused. The caller waits for single records and uses none before it is GOOD, so no
- * code ever sees unchecked bytes. */
+ * The caller says for how many records the client is ready (`upto`). Threads stop at the first
+ * chunk that has bytes of a later record. A chunk may have bytes of several records, so the client
+ * must be ready for more than the wanted record (sfr_reader_reach). A wait that only the caller
+ * itself could end is refused. The caller waits for single records and uses none before it is GOOD,
+ * so no code ever sees unchecked bytes. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
@@ -50,10 +50,11 @@ struct chunk {
 	uint64_t off;
 	size_t len;
 	uint64_t first, last; /* the records with bytes in it: [first, last) */
-	uint64_t ready;       /* the bytes before this offset may be read soon */
+	uint64_t ready;       /* bytes before this offset may be read soon: see sfr__source_ahead */
 };
 
-/* Finds the next chunk with records in it. False at the end. */
+/* Fills *chunk with the next chunk that has bytes of records, without taking it. Returns false at
+ * the end. */
 static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 {
 	for (;;) {
@@ -66,8 +67,9 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 		to = r->next_off + r->chunk_bytes;
 		if (to > r->end)
 			to = r->end;
-		/* The record has ended, and this chunk has nothing but the gap after it. A hostile
-		 * file may have a very long gap, so all chunks of a gap are skipped. */
+		/* The record has ended, and this chunk has nothing but the gap after that record.
+		 * All chunks of a gap are skipped, because a hostile file may have a very long
+		 * gap. */
 		if (sfr__reader_data_end(r, r->next_rec) + SFR__UNZIP_DESC <= r->next_off &&
 		    sfr__reader_limit(r, r->next_rec) >= to) {
 			r->next_off =
@@ -85,44 +87,46 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 	}
 }
 
-/* Waits until the client has finished with a buffer, and counts the records' bytes that were in it.
- * Does nothing for a buffer of the reader's own, which no client keeps. */
+/* Waits until the client has finished with a buffer, and counts the units that were kept with it.
+ * Does nothing if the buffer is the reader's own: no client needs it after a put. */
 static void finish_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	if (r->nr_buffers == 1)
 		return;
 	if (r->client->finish(r->self, buffer) < 0)
-		buffer->nr_kept = 0;
+		buffer->nr_kept = 0; /* the reader has failed, so its records never become good */
 	sfr__reader_count_buffer(r, buffer);
 }
 
 static void finish_buffers(struct sfr__reader_thread *thread)
 {
-	/* The buffer that is to be used next was sent before the others. */
+	/* In the order in which they were sent: the buffer to be used next was sent first. */
 	for (unsigned i = 0; i < thread->r->nr_buffers; i++)
 		finish_buffer(thread->r,
-			      &thread->buffers[(thread->turn + i) % thread->r->nr_buffers]);
+			      &thread->buffers[(thread->next_buffer + i) % thread->r->nr_buffers]);
 }
 
-/* Waits until the next chunk may be read, and takes it. False if there is none. Before a wait that
- * may be long, counts what the client has finished with: the caller may be waiting for those
- * records. */
+/* Waits until the next chunk may be read, and takes it. Returns false if there is none. Before it
+ * waits, it finishes the thread's buffers and counts their units, because the caller may be waiting
+ * for those records. */
 static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
 	bool found, counted = false;
 
 	sfr__lock(&r->mu);
-	while ((found = !r->stop && find_chunk_locked(r, chunk)) &&
-	       (chunk->last > r->upto || chunk->off >= r->until)) {
+	found = !r->stop && find_chunk_locked(r, chunk);
+	while (found && (chunk->last > r->upto || chunk->off >= r->until)) {
 		if (counted) {
-			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* always 0 */
-			continue;
+			/* without a deadline it always returns 0 */
+			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER);
+		} else {
+			sfr__unlock(&r->mu);
+			finish_buffers(thread);
+			counted = true;
+			sfr__lock(&r->mu);
 		}
-		sfr__unlock(&r->mu);
-		finish_buffers(thread);
-		counted = true;
-		sfr__lock(&r->mu);
+		found = !r->stop && find_chunk_locked(r, chunk);
 	}
 	if (found) {
 		r->next_off = chunk->off + chunk->len;
@@ -134,7 +138,7 @@ static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 	return found;
 }
 
-/* Returns the record whose bytes are at the beginning of the chunk. */
+/* Returns the index of the record whose bytes are at the beginning of the chunk. */
 static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *chunk)
 {
 	uint64_t i = chunk->first;
@@ -144,16 +148,16 @@ static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *
 	return i;
 }
 
-/* Reads a chunk into the thread's next buffer, checks it and hands it out. False: the reading
- * ends. */
+/* Reads a chunk into the thread's next buffer, checks it and hands it out. Returns false if the
+ * reading ends. */
 static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
-	struct sfr__buffer *buffer = &thread->buffers[thread->turn];
+	struct sfr__buffer *buffer = &thread->buffers[thread->next_buffer];
 	int rc;
 
 	finish_buffer(r, buffer);
-	thread->turn = (thread->turn + 1) % r->nr_buffers;
+	thread->next_buffer = (thread->next_buffer + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
 		return false; /* the client has failed, and kept the memory */
 	sfr__source_ahead(&r->source, chunk->off, chunk->ready);
@@ -188,12 +192,14 @@ static void *reader_main(void *arg)
 	return NULL;
 }
 
+/* Frees a thread's buffers and memory, after its end or if it was never started. */
 static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 {
 	const struct sfr_reader *r = thread->r;
 
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
-		/* In a forked child the thread is gone, and may have been using its buffers. */
+		/* In a forked child they are left as they are: the parent's thread may have been
+		 * changing them. */
 		if (is_child)
 			continue;
 		if (r->nr_buffers > 1)
@@ -203,8 +209,8 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 	sfr_sys.free(thread->mem);
 }
 
-/* Gets a thread its scratch memory and buffers, which are the client's if it lends some. On -ENOMEM
- * the caller calls free_thread, which frees what there is. */
+/* Allocates a thread's scratch memory and its buffer, or borrows buffers if the client lends them.
+ * Returns 0 or -ENOMEM. After an error the caller calls free_thread. */
 static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
@@ -225,7 +231,7 @@ static int give_memory(struct sfr__reader_thread *thread)
 	return 0;
 }
 
-/* Starts one more thread. 0, -ENOMEM or -errno. */
+/* Starts one more thread. Returns 0, -ENOMEM or another -errno. */
 static int start_thread(struct sfr_reader *r)
 {
 	struct sfr__reader_thread *thread = &r->threads[r->nr_threads];
@@ -324,7 +330,7 @@ int sfr_reader_allow(struct sfr_reader *r, uint64_t upto)
 		r->nr_buffers = SFR__READER_BUFFERS;
 	while (r->nr_threads < SFR__READER_THREADS && r->nr_threads < nr_chunks && rc == 0)
 		rc = start_thread(r);
-	return r->nr_threads == 0 ? rc : 0; /* fewer threads are only slower */
+	return r->nr_threads == 0 ? rc : 0; /* with fewer threads the reading is only slower */
 }
 
 bool sfr__reader_runs(const struct sfr_reader *r)
@@ -332,8 +338,9 @@ bool sfr__reader_runs(const struct sfr_reader *r)
 	return r->nr_threads != 0;
 }
 
-/* Whether the threads may read the record completely. Only the caller extends `upto` and `until`,
- * so a wait for any other record would never end. */
+/* Returns whether the threads may read the record, or all records if `index` is their number,
+ * completely. If not, a wait would never end, because only the waiting caller extends `upto` and
+ * `until`. */
 static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index == r->nr)
@@ -352,7 +359,8 @@ int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 		return SFR_EFORK;
 	sfr__lock(&r->mu);
 	r->awaited = index;
-	/* When the slice has passed, rc is SFR_EAGAIN, and the record is looked at once more. */
+	/* When the slice has passed, rc becomes SFR_EAGAIN, and the loop checks once more before it
+	 * ends. */
 	for (;;) {
 		if (index < r->nr ? atomic_load(&r->records[index].good) : r->nr_good == r->nr)
 			rc = 0;
@@ -393,6 +401,7 @@ uint64_t sfr_reader_done(struct sfr_reader *r)
 	return sfr__under(&r->mu, r->done);
 }
 
+/* Stops the threads and waits for their end. Not in a forked child, where they do not exist. */
 static void end_threads(struct sfr_reader *r)
 {
 	sfr__lock(&r->mu);

@@ -14,46 +14,50 @@
 
 struct sfr__reader_record {
 	uint64_t data_off; /* constant */
-	/* units to come: bytes, and one each for header and descriptor; guarded by mu */
+	/* units that are not read yet (struct sfr__record_units); guarded by mu */
 	uint64_t left;
-	/* of the bytes so far, each stretch shifted by the length after it; guarded by mu */
+	/* XOR of the CRCs of the stretches read so far, each shifted by the length after it;
+	 * guarded by mu */
 	uint32_t crc;
-	atomic_bool good;  /* complete, and correct without SFR__READER_LIST */
+	atomic_bool good;  /* complete; also correct, unless SFR__READER_LIST is set */
 	const char *wrong; /* the first damage, with SFR__READER_LIST; guarded by mu */
 };
 
 struct sfr__reader_thread {
 	struct sfr_reader *r;
 	pthread_t id;
-	char *mem; /* the only buffer, unless the client lends them, and the scratch memory */
+	/* the scratch memory and, unless the client lends memory, the only buffer */
+	char *mem;
 	/* SFR__READER_HEADER_MAX bytes, for headers that cross the end of a chunk */
 	char *scratch;
 	struct sfr__buffer buffers[SFR__READER_BUFFERS];
-	unsigned turn; /* index of the next buffer */
+	unsigned next_buffer; /* index of the buffer that is used next */
 };
 
 struct sfr_reader {
 	/* constant */
 	const struct sfr__listed *listed; /* the records of the listing */
 	const struct sfr__listing *listing;
-	uint64_t nr, end;           /* number of records; end of their bytes */
-	unsigned flags, nr_buffers; /* buffers of a thread */
-	size_t chunk_bytes;         /* bytes read at a time */
+	uint64_t nr, end;    /* number of records; end of their bytes */
+	unsigned flags;      /* SFR__READER_* */
+	unsigned nr_buffers; /* of each thread */
+	size_t chunk_bytes;  /* bytes read at a time */
 	const struct sfr__reader_client *client;
 	void *self;
 	struct sfr__source source;
 	uint64_t fork_generation;
 
 	struct sfr__reader_record *records;
-	struct sfr__mutex mu; /* a leaf: no other lock is taken under it */
-	pthread_cond_t work, news;
+	struct sfr__mutex mu;      /* a leaf: no other lock is taken under it */
+	pthread_cond_t work, news; /* wake the threads; wake the caller in sfr_reader_wait */
 	/* guarded by mu */
 	uint64_t next_off; /* of the next chunk */
-	uint64_t next_rec; /* a record at or before the chunk's first */
+	uint64_t next_rec; /* index of a record at or before the first in that chunk */
 	uint64_t upto;     /* records before it may be read */
-	uint64_t until;    /* and no chunk from this offset on */
-	uint64_t nr_good, awaited;
-	uint64_t done; /* bytes read */
+	uint64_t until;    /* no chunk from this offset on may be read */
+	uint64_t nr_good;  /* records */
+	uint64_t awaited;  /* index of the record for which the caller waits */
+	uint64_t done;     /* bytes read */
 	bool stop;
 	struct sfr_reader_failure failure; /* constant once its code is not 0 */
 
@@ -61,14 +65,15 @@ struct sfr_reader {
 	unsigned nr_threads;
 };
 
-/* Whether a read that returned rc is to be repeated: the bytes are still on their way, and the
- * reading has not ended. */
+/* Returns whether a read that returned `rc` is to be repeated, because the bytes are still on their
+ * way and the reading has not ended. */
 static inline bool sfr__reader_again(struct sfr_reader *r, int64_t rc)
 {
 	return rc == SFR_EAGAIN && !sfr__under(&r->mu, r->stop);
 }
 
-/* Returns the offset where record `i` must have ended: at the next one, or at the directory. */
+/* Returns the offset at which record `i` must have ended: where the next record begins, or the
+ * directory. */
 static inline uint64_t sfr__reader_limit(const struct sfr_reader *r, uint64_t i)
 {
 	return i + 1 < r->nr ? r->listed[i + 1].hdr_off : r->end;
@@ -79,22 +84,23 @@ static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t
 	return r->records[i].data_off + r->listed[i].len;
 }
 
-/* plan.c: sets data_off and left of all records. 0, -EOPNOTSUPP, -EINVAL for bare records that
- * overlap, or -errno. */
+/* plan.c: sets data_off and left of all records. Returns 0, -EOPNOTSUPP, -EINVAL for bare records
+ * that overlap, -errno of reading, or SFR_EAGAIN. */
 int sfr__reader_plan(struct sfr_reader *r);
 
-/* chunk.c: checks [off, off + len) of the file, which is in the buffer, and hands out records
- * [first, last). */
+/* chunk.c: checks the bytes [off, off + len) of the file, which are in the buffer, and hands out
+ * those of records [first, last) to the client. */
 void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
 			    uint64_t off, size_t len, uint64_t first, uint64_t last);
 /* ---- verdict.c, with sfr__reader_fail ---- */
 
-/* Records damage to a record. True: the reading goes on (SFR__READER_LIST); false: it has
- * failed. */
+/* Records damage to record `i`, found at offset `off`. Returns true if the reading goes on
+ * (SFR__READER_LIST), false if it has failed. */
 bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong);
-/* Counts more units of a record. */
+/* Subtracts units that were read from those of their record. The last ones make it good, or fail
+ * the reader if the CRC is wrong. */
 void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_units *units);
-/* Keeps units of a record with the buffer, to count when the client has finished with it.
+/* Keeps units with the buffer, to be counted when the client has finished with it. Returns 0 or
  * -ENOMEM. */
 int sfr__reader_keep_units(struct sfr__buffer *buffer, const struct sfr__record_units *units);
 /* Counts the units that were kept with a buffer, and forgets them. */

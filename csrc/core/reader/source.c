@@ -1,25 +1,26 @@
-/* Reads a file from the page cache, past it from the disk, or from wherever the bytes are.
+/* Reads a file through the page cache, directly from the disk, or from memory in which its bytes
+ * arrive.
  *
  * A load reads from the page cache what is cached, and the rest from the disk. A checkpoint that
  * was just written, or that another rank reads too, is in the page cache; reading it from the disk
  * again would take several times as long. A checkpoint that is not cached is large and read once:
  * going through the page cache would cost a copy and evict what others read again. verify reads
- * from the disk alone, to report what that holds.
+ * only from the disk, to report what the disk holds.
  *
  * For reads past the page cache the file is opened once more, with O_DIRECT. If the system refuses
- * that, or part of it, the page cache is used, which only costs time.
+ * the open or one of the reads, the page cache is used, which only costs time.
  *
  * mincore tells what is cached without reading anything. It tells the truth to users who own the
  * file or may write to it. To all others it reports everything as cached, and they read through the
- * page cache. (preadv2 with RWF_NOWAIT tells it too, but a refused read starts the kernel's
- * readahead. On Linux 6.18, asking so about a gigabyte that was not cached read all of it into the
+ * page cache. (preadv2 with RWF_NOWAIT could tell it, too, but a refused read starts the kernel's
+ * readahead. On Linux 6.18, asking about an uncached gigabyte in this way read all of it into the
  * page cache.)
  *
  * A file whose bytes are still on their way (arrivals.c) is in memory. A read waits for its bytes,
  * but only for a while, so that its caller can answer signals.
  *
- * Processes that read the file at about the same time share the page cache: the first to need a
- * page reads it from the disk, and the others wait for that. */
+ * Processes that read the file at about the same time share the page cache: the first process that
+ * needs a page reads it from the disk, and the others wait for this read. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h> /* snprintf */
@@ -32,9 +33,11 @@
 #include "base/base.h"
 
 #define NR_PAGES (SFR__READER_CHUNK_MAX / SFR_PAGE)
-#define SLICE_NS UINT64_C(50000000) /* of a wait for bytes */
-#define WORTH_CACHE 16u /* pages; fewer cached pages in a row are not worth a call of their own */
+#define SLICE_NS UINT64_C(50000000) /* the longest wait for bytes before SFR_EAGAIN */
+/* pages; fewer cached pages in a row are read from the disk with their neighbours */
+#define WORTH_CACHE 16u
 
+/* Opens the file again, with O_DIRECT. Returns the descriptor or -errno. */
 static int open_direct(int fd)
 {
 	char path[32];
@@ -43,9 +46,9 @@ static int open_direct(int fd)
 	return sfr__fd_open(path, O_RDONLY | O_NONBLOCK | O_DIRECT, 0);
 }
 
-/* Maps the whole file, for mincore; nothing is read through the mapping. Mapping one part after
- * another would lock the process's address space (mmap_lock) each time, and wait there for every
- * reader whose page faults hold that lock. */
+/* Maps the whole file, for mincore; nothing is read through the mapping. s->map stays NULL if that
+ * fails. Mapping each chunk by itself would take the lock of the address space (mmap_lock) each
+ * time, and wait for all threads whose page faults hold it. */
 static void map_file(struct sfr__source *s)
 {
 	struct stat st;
@@ -54,7 +57,7 @@ static void map_file(struct sfr__source *s)
 	if (s->direct_fd < 0 || sfr_sys.fstat(s->fd, &st) < 0)
 		return;
 	if (st.st_uid != geteuid() && geteuid() != 0)
-		return;
+		return; /* mincore might report everything as cached */
 	s->map_len = (size_t)st.st_size;
 	mem = sfr_sys.mmap(NULL, s->map_len, PROT_READ, MAP_SHARED, s->fd, 0);
 	s->map = mem == MAP_FAILED ? NULL : mem;
@@ -97,8 +100,8 @@ void sfr__source_close(struct sfr__source *s)
 	s->counts = NULL;
 }
 
-/* Reads through direct_fd unless that is negative; what it refuses is read through the page
- * cache. */
+/* Reads `len` bytes through direct_fd, or through the page cache if direct_fd is negative or
+ * refuses. Returns 0, -errno, or SFR_ECORRUPT if the file ends before. */
 static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_t len, uint64_t off)
 {
 	bool direct = direct_fd >= 0;
@@ -108,7 +111,7 @@ static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_
 		size_t want = len - done;
 		ssize_t n;
 
-		direct = direct && done % SFR_PAGE == 0; /* a short read may end anywhere */
+		direct = direct && done % SFR_PAGE == 0; /* a short read may end within a page */
 		if (direct) /* whole pages; the last page of the file returns what it has */
 			want = (size_t)sfr__round_up(want, SFR_PAGE);
 		n = sfr_sys.pread(direct ? direct_fd : s->fd, buf + done, want,
@@ -128,7 +131,8 @@ static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_
 	return 0;
 }
 
-/* Sets there[i] to 1 for each cached page of a range (see mincore). False if that is not known. */
+/* Sets bit 0 of there[i] if page i of a range is cached, as mincore does. Returns false if that is
+ * not known. */
 static bool find_cached(const struct sfr__source *s, uint64_t off, size_t len, unsigned char *there)
 {
 	return s->map != NULL && off + len <= s->map_len &&
@@ -145,8 +149,9 @@ static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
 	return to - at;
 }
 
-/* Returns how many pages from `at` on are read in the same way, and sets *cached to which: a long
- * run of cached pages from the page cache, all pages up to the next such run from the disk. */
+/* Returns how many pages from `at` on are read in the same way, and sets *cached to the way. A long
+ * run of cached pages is read from the page cache, and all pages up to the next such run from the
+ * disk. */
 static size_t count_alike(const unsigned char *there, size_t at, size_t nr, bool *cached)
 {
 	size_t run = cached_run(there, at, nr), to = at;
@@ -161,7 +166,8 @@ static size_t count_alike(const unsigned char *there, size_t at, size_t nr, bool
 	return (to < nr ? to : nr) - at;
 }
 
-/* Waits a while until bytes that are on their way are there, and keeps them there. */
+/* If the file's bytes are on their way, waits until this range is there, SLICE_NS at most, and
+ * keeps it until unpin. Returns 0 or an error of sfr__arriving_pin. */
 static int pin(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	return s->arriving == NULL ?
@@ -175,6 +181,7 @@ static void unpin(const struct sfr__source *s, size_t len, uint64_t off)
 		sfr__arriving_unpin(s->arriving, s->base + off, len);
 }
 
+/* Reads through the page cache, after waiting for bytes that are on their way. */
 static int read_cached(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
 	int rc = pin(s, len, off);
@@ -198,6 +205,7 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 		return read_cached(s, buf, len, off);
 	if (nr > NR_PAGES || !find_cached(s, s->base + off, len, there))
 		return read_all(s, direct_fd, buf, len, off);
+	/* One read for each stretch of cached pages, and for each stretch of others. */
 	for (size_t at = 0; at < nr && rc == 0;) {
 		bool cached;
 		size_t pages = count_alike(there, at, nr, &cached), from = at * SFR_PAGE;

@@ -1,5 +1,5 @@
-/* The bytes of a file, or of a part of one: from the page cache, or past it from the disk, or from
- * memory where they are still arriving. See source.c. */
+/* Reads a file, or a range of it, through the page cache, directly from the disk, or from memory in
+ * which its bytes arrive. See source.c. */
 #ifndef SFR_SOURCE_H
 #define SFR_SOURCE_H
 
@@ -17,34 +17,36 @@ struct sfr__arriving;
 
 struct sfr__source {
 	struct sfr__arriving *arriving; /* NULL unless its bytes are on their way (arrivals.c) */
-	uint32_t *counts;               /* then: how many bytes of each chunk were read */
-	int fd, direct_fd;              /* direct_fd is negative if there is none */
-	uint64_t base;                  /* offset in the file of the source's first byte */
-	void *map; /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
+	uint32_t *counts;  /* then: how many bytes of each chunk were read; may be NULL */
+	int fd, direct_fd; /* the caller's; opened with O_DIRECT, negative if there is none */
+	uint64_t base;     /* offset in the file of the source's first byte */
+	void *map;         /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
 	size_t map_len;
 	uint64_t fork_generation; /* a child has no direct_fd: the fork handler has closed it */
 };
 
-/* `fd` stays the caller's and must stay open. Offsets count from `base`; direct reads need one on a
- * page. */
+/* Begins to read a file. `fd` stays the caller's and must stay open. Offsets count from `base`. If
+ * `base` is not a multiple of a page, everything is read through the page cache. Cannot fail. */
 void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__way way);
 void sfr__source_close(struct sfr__source *s); /* a zeroed one is allowed */
 /* Reads `len` bytes at `off`. Without SFR__WAY_CACHE, `off` and the address `buf` are multiples of
- * a page, and the rest of the last page may be written to. -errno, or SFR_ECORRUPT if the file ends
- * before. SFR_EAGAIN, after a while: the bytes are still on their way, so call again. */
+ * a page, and the rest of the last page may be written to. Returns 0; -errno; SFR_ECORRUPT if the
+ * file ends before; SFR_EAGAIN if the bytes are still on their way after a short wait, so call
+ * again. */
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off);
 /* Reads up to `len` bytes at any offset, through the page cache. Returns their number, -errno, or
  * SFR_EAGAIN as above. */
 int64_t sfr__source_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
-/* ahead says that the bytes [off, end) will be read soon; done says that bytes were read and will
- * not be again. They matter only where bytes are on their way. */
+/* sfr__source_ahead announces that the bytes [off, end) will be read soon. sfr__source_done reports
+ * that `len` bytes were read and will not be read again. Both do nothing unless the file's bytes
+ * are on their way. */
 void sfr__source_ahead(const struct sfr__source *s, uint64_t off, uint64_t end);
 void sfr__source_done(const struct sfr__source *s, uint64_t off, uint64_t len);
 
-/* Reads [off, off + len) of a file into memory that is new, and so has mostly no pages yet
- * (fill.c). Returns the bytes read, fewer than `len` only at the end of the file, or -errno. */
+/* Reads [off, off + len) of a file into new memory, which mostly has no pages yet (fill.c). Returns
+ * the bytes read, fewer than `len` only at the end of the file, or -errno. */
 int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off);
-/* Has the kernel provide the whole pages of new memory in [buf, buf + len) with one call, so that
+/* Has the kernel provide the pages that are entirely in [buf, buf + len) with one call, so that
  * writing to them takes no page faults. */
 void sfr__populate(char *buf, size_t len);
 

@@ -1,4 +1,5 @@
-/* Records the findings of a reader's threads: more bytes of a record, damage, the first failure. */
+/* Records what a reader's threads find: units of a record that were read, damage, and the first
+ * failure. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
@@ -15,7 +16,8 @@ void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t o
 	sfr__unlock(&r->mu);
 }
 
-/* Keeps the first damage to a record. False: damage ends the reading. */
+/* Keeps the first damage to a record, with SFR__READER_LIST. Returns false without this flag: then
+ * damage ends the reading. */
 static bool keep_damage_locked(const struct sfr_reader *r, struct sfr__reader_record *record,
 			       const char *wrong)
 {
@@ -34,7 +36,7 @@ bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const c
 
 void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_units *units)
 {
-	static const char other_bytes[] = "its bytes do not match their CRC";
+	static const char wrong_bytes[] = "its bytes do not match their CRC";
 	struct sfr__reader_record *record = &r->records[units->index];
 	const uint32_t crc = r->listed[units->index].crc;
 	bool wrong;
@@ -45,9 +47,9 @@ void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_unit
 	/* With torch's compute_crc32=False all CRCs are zero, and the bytes cannot be checked. */
 	wrong = record->left == 0 && (r->flags & SFR__READER_SUMS) != 0 && record->crc != crc &&
 		crc != 0;
-	if (wrong && !keep_damage_locked(r, record, other_bytes)) {
+	if (wrong && !keep_damage_locked(r, record, wrong_bytes)) {
 		sfr__unlock(&r->mu);
-		sfr__reader_fail(r, SFR_ECORRUPT, units->index, record->data_off, other_bytes);
+		sfr__reader_fail(r, SFR_ECORRUPT, units->index, record->data_off, wrong_bytes);
 		return;
 	}
 	if (record->left == 0) {

@@ -1,4 +1,4 @@
-/* Keeps a part of a file in memory.
+/* Keeps one range of a file in memory, the window.
  *
  * A reader that goes through a file front to back asks for a few bytes here and a megabyte there.
  * The window answers from memory, or reads one chunk that begins on a page. So the file is read
@@ -7,8 +7,8 @@
  *     file     |-------|-------|-------|-------|-------|    pages
  *     window           [buf         ^off ..... len   ]      off may be anywhere in it
  *
- * Asking backwards works and costs another read. The memory is fixed at the start, so a file cannot
- * make it grow. */
+ * Asking for earlier bytes works, but costs another read. The memory is allocated at the start, so
+ * a file cannot make it grow. */
 #include <errno.h>
 
 #include "reader/window.h"
@@ -44,12 +44,13 @@ int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t li
 		int rc;
 
 		if (off > limit || len > limit - off)
-			return SFR_ECORRUPT; /* impossible: callers compare first */
+			return SFR_ECORRUPT; /* impossible: callers compare with `limit` first */
 		w->off = off - lead;
 		if (want > limit - w->off)
 			want = (size_t)(limit - w->off);
 		if (want > w->cap)
-			/* impossible too; a wrong verdict is better than a wild write */
+			/* impossible too; a wrong result is better than a write beyond the
+			 * memory */
 			return SFR_ECORRUPT;
 		w->len = 0;
 		rc = sfr__source_read(&w->source, w->buf, want, w->off);

@@ -1,4 +1,4 @@
-/* A part of a file in memory, read forward in large aligned chunks. See window.c. */
+/* A range of a file in memory, read forward in large aligned chunks. See window.c. */
 #ifndef SFR_WINDOW_H
 #define SFR_WINDOW_H
 
@@ -8,20 +8,21 @@ struct sfr__window {
 	struct sfr__source source;
 	char *mem;               /* as allocated */
 	char *buf;               /* page-aligned address inside mem */
-	size_t cap, chunk_bytes; /* the most bytes in buf; the bytes to read if fewer are wanted */
+	size_t cap, chunk_bytes; /* the room in buf; how much to read if less is wanted */
 	uint64_t off;            /* offset of buf in the file, a multiple of SFR_PAGE */
 	size_t len;              /* bytes in buf */
 };
 
-/* `fd`, `base` and `way` as for sfr__source_open. `cap` is the most that can be asked for plus a
- * page, or the file's length if that is less; it also bounds `chunk_bytes`.
- * -ENOMEM. */
+/* `fd`, `base` and `way` are those of sfr__source_open. `cap` is the largest `len` that
+ * sfr__window_get will be asked for, plus a page, or the file's length if that is less.
+ * `chunk_bytes` is at most `cap`, unless `cap` is the file's length. Returns 0 or -ENOMEM. */
 int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
 		     size_t chunk_bytes);
 void sfr__window_fini(struct sfr__window *w); /* a zeroed one is allowed */
-/* Makes [off, off + len) of the file available, and points *out at it until the next call. *got, if
- * wanted, receives how much is available from off on, at least len. Nothing at or after `limit` is
- * used, and the range must be below it. -errno of pread; SFR_ECORRUPT if the file ends before. */
+/* Makes the bytes [off, off + len) of the file available, and sets *out to their address, which is
+ * valid until the next call. *got, unless `got` is NULL, receives how many bytes from `off` on are
+ * available, at least `len`. No byte at or after `limit` is read, and the range must be below it.
+ * Returns 0, or an error of sfr__source_read. */
 int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
 		    const unsigned char **out, size_t *got);
 
