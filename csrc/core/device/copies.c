@@ -1,16 +1,17 @@
 /* Queues copies from or to a device in few calls.
  *
- * One call costs about 2 us, for a single copy and hardly more for a batch, so copies are queued in
+ * A call costs about 2 us for a single copy, and hardly more for a batch, so copies are queued in
  * batches. Small and large copies are in separate batches, because some drivers treat a whole batch
- * like its largest copy. Rows at equal distances (samples) are one copy, and such copies have
- * batches of their own. Copies with unpinned memory are queued one by one: each of those calls
- * returns only when its copy has run.
+ * like its largest copy. The samples of a source are rows at equal distances, which one copy takes
+ * together; such copies have batches of their own. Copies to or from unpinned memory are queued one
+ * by one: each of those calls returns only when its copy has run.
  *
- * If a driver has no batches, it is not asked again. It may also refuse a single batch, for example
- * when memory consists of several segments. Then those copies are queued one by one, and the next
- * batch is tried as usual. Both cases are mentioned in reports.
+ * If a driver does not support batches, no further batch is tried. It may also refuse a single
+ * batch, for example when memory consists of several segments. Then the copies of that batch are
+ * queued one by one, and the next batch is tried as usual. Reports mention both cases.
  *
- * Batches request copy engines (PREFER_OVERLAP_WITH_COMPUTE). */
+ * Batches ask for the device's copy engines (PREFER_OVERLAP_WITH_COMPUTE), so that kernels can run
+ * meanwhile. */
 #include <errno.h>
 #include <stdio.h>
 
@@ -19,8 +20,9 @@
 
 enum { ROWS_AT_A_TIME = 128 };
 
-/* Returns whether a batch failed with an error that single copies may not give. Sets *unsupported
- * (lane->no_batches or no_row_batches) if the driver has no such batches at all. */
+/* Returns whether a batch failed with an error that its copies, queued one by one, may not meet.
+ * Sets *unsupported (lane->no_batches or no_row_batches) if the driver has no such batches at all.
+ * The first refusal on a lane is logged. */
 static bool was_batch_refused(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
 {
 	bool first;
@@ -57,7 +59,8 @@ void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
 	sfr__unlock(&lane->mu);
 }
 
-/* Returns whether the driver may have this kind of batch. `unsupported` as above. */
+/* Returns whether this kind of batch is worth trying. `unsupported` is lane->no_batches or
+ * no_row_batches. */
 static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 {
 	return sfr__under(&lane->mu, !*unsupported);
@@ -92,7 +95,8 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 	return true;
 }
 
-/* Queues `nr` copies that are all small or all large. */
+/* Queues `nr` copies that are all small or all large: as one batch if `batched` is set, else one by
+ * one. */
 static void copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, bool batched, struct sfr_err *err)
 {
@@ -139,6 +143,7 @@ static size_t sort_by_size(struct sfr__cuda_batch *batch)
 
 int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len)
 {
+	/* `room` changes only when all three arrays have grown. */
 	if (batch->nr == batch->room) {
 		size_t room = batch->room ? batch->room * 2 : 64;
 		CUdeviceptr *to = sfr_sys.realloc(batch->dst, room * sizeof(*to));
@@ -188,11 +193,13 @@ void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *b
 
 /* ---- rows ----------------------------------------------------------------------- */
 
+/* Returns whether `nr` copies of rows can be queued in one call. */
 static bool can_batch_rows(const struct sfr__cuda *cu, size_t nr)
 {
 	return cu->batch_3d && nr > 1;
 }
 
+/* Queues copies of rows, up to ROWS_AT_A_TIME in one call. After an error some may be queued. */
 static CUresult copy_rows_batch(const struct sfr__cuda *cu, CUstream stream,
 				const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch)
 {

@@ -7,22 +7,22 @@
  * The thread never waits for the device inside the driver: it queries the oldest portion's event
  * every POLL_NS and sleeps in between. The driver's own waits spin or hold locks that training
  * needs, and host functions on the stream can serialise other streams. The thread's tasks queue
- * more only while few portions are in flight. The reason is that one copy engine serves all streams
- * in order, so when training copies a loss to the host, that copy waits for the portions before it.
- * Once the gate waits for a save, the rest of its copies is queued at once. A step may wait for
- * this thread, so it has its maker's priority and a small timer slack: at nice 10 with two busy
- * cores, one sleep of 50 us in ten took 2.8 ms.
+ * more copies only while few portions are in flight. The reason is that one copy engine serves all
+ * streams in order: when training copies a loss to the host, that copy waits for the portions
+ * before it. Once the gate waits for a save, the rest of the save's copies is queued at once. A
+ * step may wait for this thread, so its priority is not lowered and its timer slack is small. At
+ * nice 10 with two busy cores, one sleep of 50 us in ten took 2.8 ms.
  *
  *     alive ──an error after which nothing of the context works──▶ dead
  *
- * On a dead device it cannot be known whether a copy still runs. Its transfers fail, later copies
- * fail with the reason, and the engine goes on serving the host and other devices.
+ * On a dead device it cannot be known whether a copy still runs. The device's transfers fail, and
+ * so do later copies, with the same reason. The engine goes on serving the host and other devices.
  *
  * Order. A thread that queues copies has the turn, and before it ends the turn it appends a portion
  * to the list. So the list has the stream's order, and every copy is followed by an event that the
  * lane's thread queries. The turn is not a lock: only threads that want to queue copies wait for
- * its end, while the gate and the lane's polling go on. A turn may last: a stream holds about a
- * thousand operations, and a call beyond that blocks until earlier ones have run. */
+ * its end, while the gate and the lane's polling go on. A turn may take long, because a stream
+ * holds about a thousand operations, and the next call blocks until earlier operations have run. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -79,7 +79,8 @@ void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portio
 }
 
 /* Returns whether the oldest portion is to be removed: its copies have completed, or never will,
- * because the device is dead. Only the lane's thread removes portions, so no lock is needed. */
+ * because the device is dead. Only the lane's thread, which calls this, removes portions, so no
+ * lock is needed. */
 static bool is_portion_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
 	const struct sfr__cuda *cu = lane->cu;
@@ -93,8 +94,8 @@ static bool is_portion_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion
 				 &portion->failed);
 }
 
-/* Removes and returns the oldest portion in flight if its copies have completed (*copied becomes
- * true) or the device is dead (false). Returns NULL otherwise. */
+/* Removes and returns the oldest portion in flight if its copies have completed or the device is
+ * dead. Sets *copied to false if the device is dead. Returns NULL otherwise. */
 static struct sfr__cuda_portion *take_due_portion(struct sfr__cuda_lane *lane, bool *copied)
 {
 	struct sfr__cuda_portion *portion;
@@ -105,7 +106,7 @@ static struct sfr__cuda_portion *take_due_portion(struct sfr__cuda_lane *lane, b
 	if (!portion || !is_portion_due(lane, portion))
 		return NULL;
 	sfr__lock(&lane->mu);
-	(void)sfr__queue_pop(&lane->in_flight); /* portion */
+	(void)sfr__queue_pop(&lane->in_flight); /* its head is still this portion */
 	lane->nr_in_flight--;
 	*copied = !lane->dead;
 	sfr__cuda_event_put_locked(lane, portion->event);
@@ -168,7 +169,8 @@ void *sfr__cuda_lane_main(void *arg)
 	struct sfr__cuda_scope scope;
 	struct sfr__task *task;
 
-	/* If this fails, so does the first call that needs the context, which reports the error. */
+	/* If this fails, the first call that needs the context fails, too, and its error is
+	 * reported. */
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 	sfr__lock(&lane->mu);
 	for (;;) {

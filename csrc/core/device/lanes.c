@@ -15,7 +15,7 @@ static void fini_device(struct sfr__cuda_lane *lane)
 	if (!lane->context)
 		return;
 	if (sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS) {
-		/* Each call may fail on a dead device, which has nothing left to free. */
+		/* On a dead device each call may fail, but then nothing is left to free. */
 		while (lane->nr_events > 0)
 			(void)lane->cu->event_free(lane->events[--lane->nr_events]);
 		if (lane->stream)
@@ -29,6 +29,8 @@ static void fini_device(struct sfr__cuda_lane *lane)
 	lane->context = NULL;
 }
 
+/* Frees the lane's memory. Its thread has ended and its device resources are freed, or neither was
+ * ever there. */
 static void free_lane(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_portion *portion;
@@ -43,7 +45,8 @@ static void free_lane(struct sfr__cuda_lane *lane)
 	sfr_sys.free(lane);
 }
 
-/* Makes the stream and starts the thread. Returns 0, or -errno with the reason in `why`. */
+/* Retains the device's context, makes the lane's stream and starts its thread. Returns 0, or -errno
+ * with the reason in `why`. */
 static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 {
 	char name[16];
@@ -94,6 +97,8 @@ static int make_lane(uint32_t device, enum sfr__cuda_way way, struct sfr__cuda_l
 	return 0;
 }
 
+/* Ends the lane's thread, after its tasks and its portions in flight, and frees its device
+ * resources. */
 static void stop_lane(struct sfr__cuda_lane *lane)
 {
 	sfr__lock(&lane->mu);
@@ -105,7 +110,7 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 }
 
 /* Sets *out to the lane, or to NULL if there is none yet. Returns 0, or SFR_ECLOSED after
- * lanes_stop. */
+ * sfr__cuda_lanes_stop. */
 static int find_lane_locked(const struct sfr__cuda_lanes *lanes, uint32_t device,
 			    enum sfr__cuda_way way, struct sfr__cuda_lane **out)
 {

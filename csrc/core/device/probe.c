@@ -2,20 +2,21 @@
  *
  * The observer of an optimizer (csrc/python/observer) has to compare a storage's bytes after a step
  * with those before the next step, and the host cannot read device memory. So three cache lines of
- * each storage are copied to the host at both times, and compared when both copies have completed:
+ * each storage are copied to the host at both times. The two copies are compared when both have
+ * completed:
  *
  *     caller's stream   step | waits  forward, backward  | waits  step ...
  *     prober's stream          \ lines /                   \ lines /   done?  same?
  *
- * The caller's stream waits for each copy; the host waits for none. It asks later whether the
- * copies have completed, so it gets the verdict as much later as the device runs behind the host.
+ * The caller's stream waits for the copies, but the host does not. The host asks later whether they
+ * have completed, because the device runs some time after the host.
  *
  * Each device of the process has one prober: the stream on which its lines are copied. A prober
- * lives as long as the process. One thread at a time uses it. A second thread gets SFR_EBUSY and
- * probes after its next step, because the first one may wait for room on the stream. The lock is
- * not held during calls of the driver.
+ * lives as long as the process. One thread at a time uses a prober. A second thread does not wait,
+ * because the first thread may be waiting for room on the stream: it gets SFR_EBUSY and probes
+ * after its next step. The lock is not held during calls of the driver.
  *
- * A storage without a verdict is captured instead of deferred, which is only slower. So after an
+ * A storage without a result is captured instead of deferred, which is only slower. So after an
  * error a prober is closed for good, and the error is logged. */
 #include <errno.h>
 #include <stdio.h>
@@ -25,7 +26,7 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-enum { LINES = 3, LINE = 64, EVENTS = 2 };
+enum { LINES = 3, LINE = 64 }; /* cache lines of a storage; bytes of a line */
 
 /* The stream of a device's probes. */
 struct prober {
@@ -37,25 +38,26 @@ struct prober {
 	CUstream stream;
 	/* guarded by probers.mu */
 	bool busy, closed;
-	/* probes that their users have freed and that a running copy may still write to */
+	/* probes that their users have freed, and that a running copy may still write to */
 	struct sfr_probe *tombstones;
 };
 
 struct sfr_probe {
 	struct sfr_probe *next; /* in the list of tombstones */
 	struct prober *prober;
-	/* recorded on the caller's stream before the copies, and on the prober's after them */
+	/* `ready` is recorded on the caller's stream before the copies, and `done` on the prober's
+	 * after them */
 	CUevent ready, done;
-	/* LINES lines of each storage as of the first time, then those as of the second time */
+	/* LINES lines of each storage from the first round of copies, then those from the second */
 	struct sfr__cuda_store store;
 	struct sfr__cuda_rows *rows; /* the copies to queue */
-	uint32_t room, nr;           /* storages that fit, and those of the current probe */
-	bool in_flight;              /* copies may not have completed */
+	uint32_t room, nr;           /* how many storages fit, and how many the current round has */
+	bool in_flight;              /* copies were queued and may not have completed */
 };
 
 static struct {
 	struct sfr__mutex mu;
-	struct prober *head; /* only grows */
+	struct prober *head; /* new probers are added, and none is removed */
 } probers = { .mu = SFR__MUTEX(SFR__LOCK_PROBERS) };
 
 /* ---- probers ------------------------------------------------------------------------ */
@@ -65,7 +67,8 @@ static bool is_closed(struct prober *prober)
 	return sfr__under(&probers.mu, prober->closed);
 }
 
-/* Closes the prober for good after an error, which the first call logs. */
+/* Closes the prober for good after `call` has failed with `rc`. Only the first call logs the
+ * error. */
 static void close_prober(struct prober *prober, const char *call, CUresult rc)
 {
 	char text[160];
@@ -102,6 +105,7 @@ static struct prober *find_prober_locked(uint32_t device)
 	return NULL;
 }
 
+/* Sets *out to the device's prober, which is made at its first use. Returns 0 or -errno. */
 static int get_prober(uint32_t device, struct prober **out)
 {
 	struct prober *made;
@@ -130,7 +134,7 @@ static int get_prober(uint32_t device, struct prober **out)
 		made = NULL;
 	}
 	sfr__unlock(&probers.mu);
-	if (made) { /* another thread has made one meanwhile; this one's stream has no work */
+	if (made) { /* another thread was first; the stream of `made` has no work */
 		(void)made->cu->stream_free(made->stream);
 		sfr__cuda_release(made->cu, device);
 		sfr_sys.free(made);
@@ -188,7 +192,8 @@ static bool is_probe_done(struct sfr_probe *probe)
 	return rc == CUDA_SUCCESS;
 }
 
-/* Adds a probe that its user has freed to the list from which free_tombstones frees it. */
+/* Adds a probe that its user has freed to the tombstones, from which free_tombstones frees it
+ * later. */
 static void add_tombstone(struct prober *prober, struct sfr_probe *probe)
 {
 	sfr__lock(&probers.mu);
@@ -252,8 +257,9 @@ void sfr_probe_free(struct sfr_probe *probe)
 	give_prober(prober);
 }
 
-/* Makes memory and events for `nr` storages. The context must be current, and no copy of the probe
- * may be in flight. */
+/* Makes memory and events for `nr` storages, unless the probe has them. The context must be
+ * current, and no copy of the probe may be in flight. Returns the driver's error;
+ * CUDA_ERROR_OUT_OF_MEMORY also if the memory cannot be pinned. */
 static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
@@ -272,18 +278,21 @@ static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 	if (!probe->rows ||
 	    sfr__cuda_store_new(cu, (size_t)nr * 2 * LINES * LINE, &probe->store) < 0)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	/* A copy to pageable memory returns only when it has run, which would wait for the
-	 * device. */
+	/* Queueing a copy to pageable memory returns only when the copy has run, so the host would
+	 * wait for the device. */
 	if (!probe->store.pinned)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	probe->room = nr;
 	return CUDA_SUCCESS;
 }
 
-/* Returns where the lines of storage `i` are copied the first time or, with `again`, the second. */
+/* Returns the host address of the lines of storage `i`: those of the first round of copies or, with
+ * `again`, of the second. */
 static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 {
-	return (char *)probe->store.mem + ((size_t)again * probe->room + i) * LINES * LINE;
+	const size_t first = again ? probe->room : 0;
+
+	return (char *)probe->store.mem + (first + i) * LINES * LINE;
 }
 
 /* Sets up the copies of the first, middle and last line of each storage that is long enough.
@@ -307,7 +316,7 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 	return nr_rows;
 }
 
-/* Queues the copies in one call, or one by one if the driver has no such call. */
+/* Queues the copies in one call, or one by one if the driver has no such call or refuses it. */
 static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *rows, uint32_t nr)
 {
 	CUresult rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE, true);
@@ -337,6 +346,8 @@ static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t 
 	return rc;
 }
 
+/* Queues one round of copies. The thread has taken the prober, and its context is current. Returns
+ * as sfr_probe_copy does; after an error of the driver the prober is closed. */
 static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr_probe_range *at,
 		      uint32_t nr, bool again)
 {

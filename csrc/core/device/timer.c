@@ -1,4 +1,4 @@
-/* Measures the device time between two points of one stream, by events with timing.
+/* Measures the time between two points of one stream, with events that have timing.
  *
  * The events that order streams have no timing, because waiting for a timed event is slower. If
  * timing fails (no event, a failed device), the time is 0 and no error is reported, because only a
