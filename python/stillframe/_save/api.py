@@ -36,7 +36,7 @@ class _Default:
     Attributes:
         engine: The engine, made by the first `get`.
         options: The arguments for a new engine, set by `configure`.
-        given: `default_engine()` has returned it, so the caller may have used it in any way.
+        given: `default_engine()` has returned the engine, so it may be in use without our notice.
     """
 
     def __init__(self) -> None:
@@ -46,6 +46,7 @@ class _Default:
         self.given = False
 
     def get(self) -> Engine:
+        """Return the engine; make one if there is none or the last one was closed."""
         with self.lock:
             if self.engine is None or is_closed(self.engine):
                 self.engine = Engine(**self.options)
@@ -53,6 +54,7 @@ class _Default:
             return self.engine
 
     def configure(self, options: EngineOptions) -> None:
+        """Set the arguments for the engine; see the function `configure`."""
         with self.lock:
             engine = self.engine
             if engine is not None and not is_closed(engine) and (self.given or is_used(engine)):
@@ -86,7 +88,7 @@ def engine_or_default(engine: Engine | None) -> Engine:
     """Return the engine that an argument `engine=` means.
 
     Raises:
-        TypeError: It is no engine.
+        TypeError: The argument is neither an engine nor None.
     """
     if engine is None:
         return _default.get()
@@ -117,7 +119,7 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
 
 
 def close_default() -> None:
-    """Close the default engine. Called at the end of the process."""
+    """Close the default engine, if there is one. Called at the end of the process."""
     _default.close()
 
 
@@ -245,14 +247,14 @@ def remove(
 
     In a process that saves with a mirror, a file that still has to be uploaded is removed only
     after its upload. Until then it counts as removed for `exists`. It is not removed if a later
-    save replaces it, or if the process ends before the upload, which then prints a line.
+    save replaces it. If the process ends before the upload, the file stays and a line is printed.
 
     Args:
         path: A local path, or the URL of an object or of all objects below it. A missing path is
             not an error. For a symbolic link, the link is removed and not its target. A directory
             is removed with everything in it; if it is a checkpoint of torch.distributed.checkpoint,
             its `.metadata` is removed first.
-        wait_for_mirror: False does not wait for the upload, which then does not take place.
+        wait_for_mirror: False removes the file without waiting; it is then not uploaded.
         storage_options: See `async_save`.
 
     Raises:
@@ -265,17 +267,18 @@ def remove(
         return
     urls.refuse_options(path, storage_options)
     key = paths.key(path, follow_link=False)
-    _tell_of_home(path, _core.log_exists(key))
+    _warn_of_tilde(path, _core.log_exists(key))
     completion.completion.start()
     if uploads.hold(key, lambda: _remove_held(key), wait=wait_for_mirror):
         return
     _core.log_remove(key)
     if completion.completion.over and not ordered.is_inside():
-        _core.log_drain(None)
+        _core.log_drain(None)  # at exit nobody else waits for the remove
 
 
 def _remove_held(key: bytes) -> None:
-    """Submit a remove that has waited for an upload."""
+    """Submit a remove that has waited for an upload. This may happen during the exit, which waits
+    for such removes."""
     completion.completion.start(under_way=True)
     _core.log_remove(key)
 
@@ -301,9 +304,9 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     if uploads.is_held(key):
         return False
     known = _core.log_exists(key)
-    if known < 0 and os.path.islink(path):
+    if known < 0 and os.path.islink(path):  # no entry of the log concerns the link itself
         known = _core.log_exists(paths.key(path, follow_link=True))
-    _tell_of_home(path, known)
+    _warn_of_tilde(path, known)
     if known == 2:  # the path is below a checkpoint of several files that is under way
         return directory.will_hold(key)
     if known < 0 and not os.path.lexists(path):
@@ -311,9 +314,14 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     return file_kinds.exists(path) if known < 0 else bool(known)
 
 
-def _tell_of_home(path: Path, known: int) -> None:
-    """Log that "~" is not expanded, if `path` begins with it and nothing is there. For calls to
-    which a missing path is no error; `known` is what `log_exists` returned for it."""
+def _warn_of_tilde(path: Path, known: int) -> None:
+    """Log that "~" is not expanded, if `path` begins with it and nothing is there.
+
+    `remove` and `exists` call this, because they raise no error for a missing path.
+
+    Args:
+        known: What `log_exists` returned for the path; negative if no entry of the log concerns it.
+    """
     text = paths.as_text(path)
     if known < 0 and paths.hint(text) and not os.path.lexists(text):
         _logger.warning("stillframe: nothing is at %s%s", text, paths.hint(text))
@@ -323,8 +331,8 @@ def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
     """Wait until every save and remove of the process has ended. Raise the first error of a save
     that no handle has raised yet.
 
-    Call it at the end of a training. Without it, saves still finish and errors are printed, but the
-    process's exit status does not show them.
+    Call it at the end of a training. Without this call, saves still finish and errors are printed,
+    but the process's exit status does not show them.
 
     Args:
         timeout: Seconds; None waits forever.
@@ -349,6 +357,7 @@ def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
 
 
 def _wait_for_log(deadline: Deadline) -> None:
+    """Wait until the log is empty, and settle the handles; TimeoutError after the deadline."""
     if not _core.log_drain(deadline.left()):
         raise TimeoutError(f"after {deadline.timeout:g} s: {under_way()}")
     settle_all()
@@ -370,7 +379,7 @@ def under_way() -> str:
 def settle_all() -> None:
     """Have the handle of every save that has ended take its result."""
     for handle in list(completion.in_flight.values()):
-        handle.done()
+        handle.done()  # settles the handle, if the save has ended
 
 
 def _forked() -> None:

@@ -1,12 +1,12 @@
 """`checkpoint`: several files that become visible as one directory.
 
     with checkpoint(path) as files:     takes a slot, makes a temporary directory next to `path`
-        files.save(obj, name)           submits a save of its own, which shares the slot
-        files.save_safetensors(...)     the same for safetensors; `shards.py` splits large ones
-        write(files.path)               anyone may write other files there
-    files.handle                        the handle of the whole, which is one save in the log
+        files.save(obj, name)           submits a save for this file, which shares the slot
+        files.save_safetensors(...)     the same for safetensors; `shards.py` splits large dicts
+        write(files.path)               anyone may write other files into the directory
+    files.handle                        the handle of the directory, which is one save in the log
 
-`directory.py` has the save of the whole. This module has the block and the names of the files.
+`directory.py` has the save of the directory. This module has the `with` block and the file names.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def checkpoint(
 
     At a URL the files become objects below it. They are sent while the block goes on; what others
     write into `files.path`, a local directory, is sent when the block has ended. A small object,
-    `.stillframe.json`, is written last and marks them as one complete checkpoint: without this
-    marker `exists` and `latest` do not count them as one. To replace a checkpoint, its marker is
-    removed first, once all bytes of the new one are in the store.
+    `.stillframe.json`, is written last and marks the objects as one complete checkpoint: `exists`
+    and `latest` ignore objects without it. To replace a checkpoint, its marker is removed first,
+    once all bytes of the new checkpoint are in the store.
 
     If the block raises, or any file fails, nothing of the checkpoint is left, and the old directory
     stays. A `load`, `exists` or `remove` of a file below `path` takes its place in the order of
@@ -112,8 +112,8 @@ def checkpoint(
 class Checkpoint:
     """The files of one checkpoint, while its block runs. Made by `checkpoint`; used once."""
 
-    _save: DirectorySave | None = None  # since the block has begun
-    _skipped: SkippedSave | None = None  # the handle to return if the engine was busy
+    _save: DirectorySave | None = None  # None before the block has begun
+    _skipped: SkippedSave | None = None  # the user's handle, if the engine was busy and may skip
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Checkpoint:
         Raises:
             TypeError, ValueError: `name` is no such path, or was saved already.
             StillframeError: The block has ended.
-            Exception: As `async_save`. The block may go on without this file.
+            Exception: As `async_save`. The block may catch it and go on without this file.
         """
         relative = _relative(name)
         self._submit(obj, relative, format_of(relative), None)
@@ -177,7 +177,7 @@ class Checkpoint:
                 "model-00001-of-00003.safetensors", which "model.safetensors.index.json" names.
 
         Raises:
-            TypeError, ValueError, StillframeError: As `save`, and for arguments of these.
+            TypeError, ValueError, StillframeError: As `save`; or another argument is unusable.
             OSError: The index could not be written.
             Exception: As `safetensors.torch.save_file`, for tensors that it refuses.
         """
@@ -243,7 +243,7 @@ class Checkpoint:
             if limits_of(self._engine).when_busy != "skip":
                 raise
             self._skipped = SkippedSave(self._text)
-        save.open()
+        save.open()  # a skipped save too, because the block runs and writes into the directory
         note_use(self._engine)
 
     def _directory_save(self, entered: float) -> DirectorySave:
@@ -261,7 +261,7 @@ class Checkpoint:
         )
 
     def _leave(self, why: str) -> None:
-        """Give the save up if it is still open, which it is not in a forked child."""
+        """Give the save up if its block has not ended. Do nothing in a forked child."""
         save = self._save
         if save is not None and save.is_open():
             save.give_up(why)
@@ -285,11 +285,12 @@ class Checkpoint:
     def _submit(
         self, obj: object, name: str, format: Format, metadata: Mapping[str, str] | None
     ) -> None:
+        """Start the save of a file; if the call raises, the name is free again."""
         save = self._begun()
         self._add_name(name)
         if self._skipped is not None:
             return
-        made: list[CoreSave] = []
+        made: list[CoreSave] = []  # gets the file's save, once it exists
         try:
             options = SaveOptions(
                 overlap=self._options.overlap,
@@ -313,7 +314,7 @@ def _relative(name: object) -> str:
     """Return the name of a file in the checkpoint, without empty components and ".".
 
     Raises:
-        TypeError, ValueError: It is no relative path to a file below the checkpoint.
+        TypeError, ValueError: `name` is no relative path to a file below the checkpoint.
     """
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"a file's name has to be a str, not {type(name).__name__}")

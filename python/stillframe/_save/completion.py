@@ -12,16 +12,16 @@ that saves. They end with the interpreter:
     running ──exit begins──▶ draining ──the threads have ended──▶ over
 
 During the drain, only the callback thread and the thread that runs the exit handlers may save.
-After it, exit handlers still may. No thread of ours is left to settle such a save, so the call
-waits for its end and runs its callbacks itself. Under Python 3.12 and later no thread can start
-once exit handlers run. If one of them makes the first save of a process, the state is "over" from
-the start.
+After the drain, exit handlers may still save. No thread of ours is left to settle such a save, so
+the call waits for its end and runs its callbacks itself. Under Python 3.12 and later no thread can
+start once exit handlers run. If an exit handler makes the first save of a process, the state is
+"over" from the start.
 
 In a child of multiprocessing, other threads of the program still run during the drain: Python joins
 them later. Their saves wait until the drain is over, and then run as those of exit handlers do.
 
-A save without deferred bytes needs no verdict from Python: it is staged when its call returns, and
-this thread is not woken for it.
+A save without deferred bytes needs no verdict from Python. It is staged when its call returns, and
+the completion thread is not woken at that moment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DRAIN_POLL_S = 0.01
 
 
 class InFlight(Protocol):
-    """The interface of a handle for code that goes through all saves that have not ended."""
+    """The interface of the handles in `in_flight`."""
 
     @property
     def path(self) -> str: ...
@@ -72,23 +72,23 @@ class Noticed(Protocol):
 
 
 class Copying(Protocol):
-    """A snapshot whose lane is still copying."""
+    """A snapshot whose deferred bytes are still being copied."""
 
     def after_copy(self) -> None: ...
 
 
-# Numbers for saves without a ticket. They are negative, and those of tickets are not.
+# Numbers for saves without a ticket. They are negative, and a ticket's number never is.
 numbers = itertools.count(-1, -1)
 
-# Snapshots that are still being copied, by their core snapshot's number.
+# Snapshots that are still being copied, by the number that the core gave them.
 copying: dict[int, Copying] = {}
 
 
 class _Callbacks:
     """The thread on which callbacks run one after the other.
 
-    `put` takes no lock. A signal handler might interrupt it and wait for another thread that is in
-    `put` too.
+    `put` takes no lock. A signal handler might interrupt the holder of a lock, and then wait for
+    another thread that is in `put` too.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class _Callbacks:
         self._queue.put(function)
         if not self._finished:
             try:
-                self._thread.start()  # if it is too late, finish() runs the queue
+                self._thread.start()  # at exit no thread starts, and `finish` calls the function
             except OSError as error:
                 log.warning("stillframe: callbacks wait for a thread: %s", error)
         if self._finished:
@@ -110,7 +110,7 @@ class _Callbacks:
     def _run(self) -> None:
         while (function := self._queue.get()) is not None:
             self._call(function, BaseException)
-            del function  # it would keep its save, and what that refers to, until the next one
+            del function  # it would keep its save alive until the next function comes
 
     def _run_rest(self) -> None:
         """Run, on this thread, functions that were put after the thread had ended."""
@@ -135,10 +135,10 @@ class _Callbacks:
         return self._thread.is_current()
 
     def finish(self) -> None:
-        """Wait until all queued functions have run, and end the thread. If it never started, run
-        them here.
+        """Wait until all queued functions have run, and end the thread. If the thread never
+        started, run the functions here.
 
-        Later functions run in `put`. May be called again after an interrupt.
+        `put` runs later functions itself. May be called again after an interrupt.
         """
         if not self._thread.prevent():
             self._queue.put(None)
@@ -151,7 +151,7 @@ class _Completion:
     """The completion thread: it takes notices of the core and settles saves.
 
     Attributes:
-        over: The thread has ended, or could not start: calls wait for their saves themselves.
+        over: The thread has ended, or could not start. So each call waits for its own save.
     """
 
     def __init__(self) -> None:
@@ -164,8 +164,8 @@ class _Completion:
         """Start the thread unless it runs. Every save and remove calls this first.
 
         Args:
-            under_way: The caller is part of a save that had begun before the exit, which waits for
-                it.
+            under_way: The caller is part of a save that had begun before the exit. The exit waits
+                for that save.
 
         Raises:
             StillframeError: The interpreter is exiting, and this thread may not save any more.
@@ -175,7 +175,7 @@ class _Completion:
         if self._exiting is not None and not (mine or under_way):
             if not self._threads_go_on:
                 raise StillframeError("the interpreter is exiting: no more saves and removes")
-            while not self.over:
+            while not self.over:  # wait for the end of the drain
                 time.sleep(_DRAIN_POLL_S)
         if self.over:
             return
@@ -184,6 +184,7 @@ class _Completion:
 
     @property
     def exiting(self) -> bool:
+        """Return whether the exit has begun."""
         return self._exiting is not None or self.over
 
     @property
@@ -205,12 +206,13 @@ class _Completion:
         self.over = True
         _core.notice_stop()
         if self._thread.prevent():
-            _take_notices()
+            _take_notices()  # the thread never ran
         else:
             self._thread.join()
 
 
 def _take_notices() -> None:
+    """Act on notices until the core sends no more."""
     while True:
         try:
             try:
@@ -232,7 +234,7 @@ def _next_notice() -> tuple[int, int, str]:
 
 
 def _take_notice() -> bool:
-    """Handle one notice; return False when there will be no more."""
+    """Wait for a notice and act on it; return False when there will be no more."""
     what, number, sentence = _next_notice()
     if what == _core.NOTICE_STOP:
         return False
@@ -245,11 +247,11 @@ def _take_notice() -> bool:
     else:  # the other kinds come from tickets
         handle = cast(Noticed | None, in_flight.get(number))
         if handle is None:
-            pass  # the call raised before the launch, and took the handle out
+            pass  # the call raised before the launch, and removed the handle
         elif what == _core.NOTICE_COPIED:
             handle.after_copy()
         else:
-            handle.settle()  # it also leaves in_flight, but last: wait_all looks for saves there
+            handle.settle()  # this removes the save from in_flight at its end, for `wait_all`
     return True
 
 

@@ -4,9 +4,9 @@ The ticket holds all changing state. This module adds the verdict on tensor vers
 and the sentences of a report or an error.
 
 If Ctrl-C interrupts the call after the launch, the save goes on, and its handle still settles it.
-If it comes before the launch, the save is abandoned at once. It must not wait for the traceback,
-which refers to it, to be freed: the code that handles the interrupt may save, and its save would
-come after this one in the log.
+If Ctrl-C comes before the launch, the core abandons the save at once, and not only when the
+traceback that refers to it is freed. Until then the save would hold its slot and blocks, and a save
+made by the code that handles the interrupt could wait for these forever.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CoreSave(SaveHandle):
 
     Args:
         ticket: The save's ticket, laid out and not yet submitted.
-        skeleton: The saved object. The handle drops its storages once they are copied, and all of
-            it at the end.
+        skeleton: The saved object. The handle drops its storages once they are copied, and the
+            rest of it at the end.
         deferral: Which of its storages are copied after the call.
         path: The path for messages and the report.
         given: The path for `on_durable`.
@@ -48,7 +48,7 @@ class CoreSave(SaveHandle):
         ordered: The save has an entry in the log.
 
     Attributes:
-        entered: As given.
+        entered: See the argument.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CoreSave(SaveHandle):
         self._num_tensors = skeleton.num_tensors
         self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
         self._confirmed = False  # the core has the verdict
-        # The core's times count from the making of the ticket, and those of a report from the call.
+        # The core's times count from the making of the ticket, those of a report from the call.
         self._entered_to_ticket_s = time.perf_counter() - entered
         self._call = Interval(entered)
         self._gates: list[Interval] = []
@@ -109,7 +109,7 @@ class CoreSave(SaveHandle):
         self._ticket.abandon()
 
     def _go_on(self) -> None:
-        """End the call: make steps wait for deferred sources, or drop the sources if all are
+        """End the call: make steps wait for deferred sources. Drop the sources if all of them are
         captured."""
         self._verdict.launched(self)
         if not self._verdict.is_needed and not self._devices:  # copies from devices may still run
@@ -119,7 +119,7 @@ class CoreSave(SaveHandle):
     # ---- what the completion thread and the gate call ----
 
     def after_copy(self) -> None:
-        """Give the verdict and drop the sources: the last byte is copied."""
+        """Give the verdict and drop the sources, because the last byte is copied."""
         self._confirm()
         self._release_sources()
         if self._is_staged():
@@ -153,7 +153,7 @@ class CoreSave(SaveHandle):
         return copied
 
     def _confirm(self, copied: bool = True) -> None:
-        """Give the core the verdict, unless it has it.
+        """Give the core the verdict, unless the core has it already.
 
         Args:
             copied: All bytes are copied, so no step needs to wait for this save any more.
@@ -167,7 +167,7 @@ class CoreSave(SaveHandle):
     def _release_sources(self) -> None:
         skeleton = self._skeleton
         if skeleton is not None:
-            skeleton.storages = []  # `data` stays: names for an error are read from it
+            skeleton.storages = []  # `data` stays: an error reads the tensors' names from it
         self._verdict.release()
 
     # ---- what users call ----
@@ -213,6 +213,7 @@ class CoreSave(SaveHandle):
         self._settle()
 
     def _wait(self, what: int, deadline: Deadline, wanted: str) -> None:
+        """Wait for a `_core.WAIT_*`. After the deadline raise TimeoutError: not `wanted` yet."""
         if not self._ticket.wait(what, deadline.left()):
             raise self._timeout_error(deadline, wanted)
 
@@ -234,6 +235,7 @@ class CoreSave(SaveHandle):
         self._outcome.notify()
 
     def _report_of(self, facts: dict[str, Any]) -> SaveReport:
+        """Return the report of a durable save; `facts` is the core's report."""
         offset = self._entered_to_ticket_s
         fallbacks = [*self._fallbacks, *facts["fallbacks"]]
         if facts["over_slots"]:
@@ -258,6 +260,7 @@ class CoreSave(SaveHandle):
         )
 
     def _error_of(self, facts: dict[str, Any]) -> BaseException:
+        """Return the error of a save that failed or was cancelled; `facts` is the core's report."""
         code = facts["code"]
         if code == _core.ECANCELLED:
             return CancelledError(f"the save of {self._path} was cancelled")
@@ -270,6 +273,7 @@ class CoreSave(SaveHandle):
         return error_of_step(self._path, code, facts["phase"], facts["note"])
 
     def _torn_error(self, index: int) -> TornSnapshotError:
+        """Return the error about a torn storage. Have later saves capture what its owner has."""
         skeleton = self._skeleton  # another thread may settle the save and drop it
         names = skeleton.names(index) if skeleton is not None else []
         what = self._verdict.blame(index, names)

@@ -1,11 +1,11 @@
 """Implements `DirectorySave`: the save of several files that become visible as one directory.
 
-Each file is a save without an entry in the log (`SaveOptions.ordered`), renamed within the
+Each file is a save without an entry in the log (`SaveOptions.ordered`). It gets its name within the
 temporary directory as soon as it is synced. The directory has one entry, as external work. When the
 entry is at the head of the log, the work waits for the files and syncs what others wrote. Then it
 puts the directory in place and removes the old one (csrc/core/file/folder.c).
 
-    open ──the block ends──▶ in the log ──its head──▶ committing ──▶ durable, failed
+    open ──the block ends──▶ in the log ──at its head──▶ committing ──▶ durable, failed
       │                          ╲─ cancel ─▶ cancelled
       ╰── the block raises ──▶ cancelled
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class DirectorySave(ExternalSave):
-    """The handle of the save of a directory; for the arguments not listed see `ExternalSave`.
+    """The handle of the save of a directory; `ExternalSave` explains the other arguments.
 
     Args:
         folder: The temporary directory, not yet made; None if a subclass makes its own.
@@ -50,7 +50,7 @@ class DirectorySave(ExternalSave):
 
     Attributes:
         directory: The path of the temporary directory; "" before `open`.
-        names: The files that the user has saved, relative to it.
+        names: The files that the user has saved, relative to the directory.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class DirectorySave(ExternalSave):
         self._folder = folder
         self._key = key
         self._files: list[CoreSave] = []
-        self._copies: list[Future[None]] = []  # the staging future of each file
+        self._copies: list[Future[None]] = []  # the staging future of each file, from the launch
         self._opened_by: int | None = threading.get_ident()  # the block's thread, until its end
         self._closed = Event()  # the block has ended
         self._closed_s = 0.0  # seconds from the block's entry to its end
-        self._leaving: Interval | None = None  # the time that the block's end takes
+        self._leaving: Interval | None = None  # the time that `launch` takes
 
     # ---- for users ----
 
@@ -112,6 +112,12 @@ class DirectorySave(ExternalSave):
         super()._wait_until_ended(deadline)
 
     def _wait_until_closed(self, deadline: Deadline, wanted: str) -> None:
+        """Wait until the block has ended; `wanted` is the awaited state, for messages.
+
+        Raises:
+            StillframeError: The block's own thread would wait for itself.
+            TimeoutError: The deadline passed.
+        """
         self._birth.refuse_child()
         if self._closed.is_set():
             return
@@ -139,7 +145,7 @@ class DirectorySave(ExternalSave):
         assert self._folder is not None
         self.directory = self._do(self._folder.open())
         note_open(self)
-        self._call.end()
+        self._call.end()  # what follows is the block, which is the user's time
 
     def is_open(self) -> bool:
         """Return whether the block has not ended. A forked child gets False: the block is its
@@ -168,8 +174,8 @@ class DirectorySave(ExternalSave):
         """Start the save of a file of the checkpoint.
 
         Args:
-            name: Its path relative to the directory.
-            made: Called with the save before it is launched.
+            name: The file's path relative to the directory.
+            made: Called with the file's save before it is launched.
         """
 
         def before_launch(file: CoreSave) -> None:
@@ -180,11 +186,11 @@ class DirectorySave(ExternalSave):
         submit(engine, obj, path, replace(options, before_launch=before_launch))
 
     def add(self, file: CoreSave) -> None:
-        """Add the save of a file, before it is launched."""
+        """Add the save of a file to those that the commit waits for; call it before its launch."""
         self._files.append(file)
 
     def launch(self) -> None:
-        """Put the save into the log, because the block has ended.
+        """Put the save into the log, because the block ends.
 
         Raises:
             ForkError: The save belongs to the parent process.
@@ -199,8 +205,8 @@ class DirectorySave(ExternalSave):
         self.submit(self._key, _core.WORK_DIRECTORY, self._work)
         self.close()
         for copy in self._copies:
-            # torch's and Python's futures call this on the thread that resolves them. A handle's
-            # add_done_callback would use the callback thread, which users' callbacks may delay.
+            # Future's own method runs `_tell_copied` on the thread that resolves the future. The
+            # override in `CallingLater` would use the callback thread, which callbacks may delay.
             Future.add_done_callback(copy, self._tell_copied)
         self._tell_copied()
         self._leaving.end()
@@ -215,9 +221,11 @@ class DirectorySave(ExternalSave):
         self._give_up("the end of its block was interrupted")
 
     def _give_up(self, why: str) -> None:
+        """End the save as cancelled, and remove its files."""
         try:
             self._cancel_files()
             for file in list(self._files):
+                # The error of a file is not to be reported: the whole save is cancelled.
                 file.add_done_callback(take_unseen_error)
             self._clear()
         finally:
@@ -227,12 +235,14 @@ class DirectorySave(ExternalSave):
     def drop(self, file: CoreSave) -> None:
         """Forget the save of a file whose call raised, unless it was launched before that."""
         if not file.done() and file not in completion.in_flight.values():
-            with contextlib.suppress(ValueError):  # it is not there if Ctrl-C came before `add`
+            with contextlib.suppress(ValueError):  # Ctrl-C came before `add`
                 self._files.remove(file)
 
     def close(self) -> None:
-        """Record that the block is over, so that its thread may wait for the save's end. Before, it
-        may not: a signal handler that interrupts the block would wait forever."""
+        """Record that the block is over, so that its thread may wait for the save's end.
+
+        During the block this is refused: a signal handler on that thread would wait forever.
+        """
         _open_ones.discard(self)
         self._closed.set()
         self._opened_by = None
@@ -246,6 +256,7 @@ class DirectorySave(ExternalSave):
         copies = self._copies
         if self._outcome.settled or not all(copy.done() for copy in copies):
             return
+        # Future's own method, because `copy.exception()` would count the error as collected.
         failures = [
             CancelledError() if copy.cancelled() else Future.exception(copy) for copy in copies
         ]
@@ -254,7 +265,7 @@ class DirectorySave(ExternalSave):
     # ---- at the head of the log ----
 
     def _work(self) -> bool:
-        """Do the save's external work; return whether it succeeded."""
+        """Commit the directory and end the save; return whether the save succeeded."""
         report: SaveReport | None = None
         failure: BaseException | None = None
         try:
@@ -268,13 +279,13 @@ class DirectorySave(ExternalSave):
         return failure is None
 
     def _commit(self) -> int:
-        """Put the directory in place; return the bytes of its files.
+        """Wait for the files and put the directory in place; return the bytes of its files.
 
         Raises:
             SaveError, StillframeError: A file failed, or a step of the commit did.
             CancelledError: The save was cancelled.
         """
-        failure: BaseException | None = None
+        failure: BaseException | None = None  # of the first file that failed
         for file in self._files:
             error = _error_of(file)
             if error is not None and failure is None:
@@ -291,6 +302,7 @@ class DirectorySave(ExternalSave):
 
     def _report(self, nbytes: int) -> SaveReport:
         reports = [file.result() for file in self._files]
+        # A file's times count from its own call, and those of the directory from the block's entry.
         staged_s = [
             file.entered - self._entered + report.staged_after_s
             for file, report in zip(self._files, reports, strict=True)
@@ -315,8 +327,8 @@ class DirectorySave(ExternalSave):
         )
 
     def _will_hold(self, name: str) -> bool:
-        """Return whether the directory will have this file. The temporary directory has its files
-        until the commit."""
+        """Return whether the directory will have this file. Other code's files are found in the
+        temporary directory before the commit, and then in the directory itself."""
         above = os.fsdecode(self._key) if self._is_committing() else self.directory
         return name in self.names or os.path.lexists(os.path.join(above, name))
 
@@ -324,8 +336,11 @@ class DirectorySave(ExternalSave):
         self._files, self._copies = [], []
 
     def _do(self, answer: tuple[T, int, str, str]) -> T:
-        """Return the result of a step of the folder. `answer` is what a method of `_core.Folder`
-        returns: the result, a code (0 or negative), the phase and a note.
+        """Return the result of a step of the folder.
+
+        Args:
+            answer: What a method of `_core.Folder` returns: the result, a code (0 or negative), the
+                phase and a note.
 
         Raises:
             SaveError, StillframeError: The step failed.
@@ -336,7 +351,8 @@ class DirectorySave(ExternalSave):
         return result
 
     def _clear(self) -> None:
-        """Remove the temporary directory, or after the commit the old one, which has its name."""
+        """Remove the directory with the temporary name: the new one, or after the commit the old
+        one. A failure is logged."""
         assert self._folder is not None
         _, code, _, _ = self._folder.clear()
         if code:
@@ -349,13 +365,13 @@ class DirectorySave(ExternalSave):
 
 
 def _error_of(file: CoreSave) -> BaseException | None:
-    """Wait for the end of a file's save. Return its error, which then counts as seen."""
+    """Wait for the end of a file's save. Return its error, which then counts as collected."""
     try:
         error = file.exception()
     except CancelledError as cancelled:
         return cancelled
     if isinstance(error, SaveError) and error.phase == "sync directory":
-        # In an error of the whole checkpoint, that phase means that the new directory is in place.
+        # For the whole checkpoint, "sync directory" would mean that the new directory is in place.
         return SaveError(error.errno or 0, error.strerror or "", error.filename, "sync")
     return error
 
@@ -376,11 +392,11 @@ def give_up_open_directories() -> None:
 
 
 def will_hold(key: bytes) -> bool:
-    """Return whether a name inside a directory that is being saved will exist when that save has
+    """Return whether a path inside a directory that is being saved will exist when that save has
     ended.
 
     Args:
-        key: The name in the log.
+        key: The path's name in the log.
     """
     for save in reversed(list(completion.in_flight.values())):
         if isinstance(save, DirectorySave) and key.startswith(save._key + b"/"):

@@ -2,8 +2,8 @@
 
 `submit(engine, obj, path, options)` calls, in this order:
 
-    paths.target     resolves the path, and refuses one that cannot be saved to
-    skeleton.build   makes the pickle and finds its storages; flat.build does it for safetensors
+    paths.target     resolves the path, and refuses a path that cannot be saved to
+    skeleton.build   makes the pickle and finds its storages; for safetensors flat.build does
     gate.defer       decides which storages are copied after the call
     lay_out          makes the header of safetensors, which depends on that decision
     _core.Ticket     takes a slot, captures, and launches the save
@@ -44,7 +44,7 @@ log = logging.getLogger("stillframe")
 
 Path = str | os.PathLike[str]
 
-_WARM_UP_STEP = 1 << 30  # bytes; between two steps signals are handled
+_WARM_UP_STEP = 1 << 30  # bytes that one call into the core takes; signals wait for its end
 
 
 class Engine:
@@ -59,15 +59,15 @@ class Engine:
         block_bytes: Size of the pool's blocks, a multiple of 4096.
         writer_threads: Threads that compute checksums and write; 2 by default.
         max_in_flight: Most saves that may be unfinished (not yet durable) at one time.
-        when_busy: What `async_save` does when that many are: "wait", "skip" (the handle's state is
-            "skipped"), or "raise" `BusyError`. `save` always waits.
+        when_busy: What `async_save` does when so many saves are unfinished: "wait", "skip" (the
+            handle's state is "skipped"), or "raise" `BusyError`. `save` always waits.
         shared_memory: Make the pool of memory that other processes can map, even spawned ones, for
             `snapshot(tree, shared="spawn")`. Most systems give such memory small pages only.
 
     Raises:
-        TypeError, ValueError: An option that makes no sense, `pool_bytes < block_bytes` among them.
-        OSError: With `shared_memory`: the system has no such memory (`memfd_create`), or allows
-            the process no file of that size or no further descriptor.
+        TypeError, ValueError: An option makes no sense, for example `pool_bytes < block_bytes`.
+        OSError: With `shared_memory`: the system has no such memory (`memfd_create`), or refuses
+            the process a file of that size or another descriptor.
 
     Use it as a context manager, or call `close()`. It belongs to the process that made it.
     """
@@ -90,7 +90,8 @@ class Engine:
         self._closed = False
         self._used = False
         cpus.spread()
-        shares = budget.measure(_core.pools_hold()) if limits.pool_bytes == 0 else (0, 0)
+        # Without pool_bytes, the core derives the pool's cap from these two numbers of bytes.
+        caps = budget.measure(_core.pools_hold()) if limits.pool_bytes == 0 else (0, 0)
         try:
             self._core = _core.Engine(
                 limits.pool_bytes,
@@ -99,7 +100,7 @@ class Engine:
                 limits.max_in_flight,
                 limits.shared_memory,
                 copiers(),
-                *shares,
+                *caps,
             )
         except MemoryError:
             raise MemoryError(
@@ -155,11 +156,10 @@ class Engine:
         for number in device.in_use():
             if why := core.use_device(number):
                 log.warning("stillframe: %s", why)
-        # A step that the pool has already reached costs nothing.
         start, held = time.monotonic(), core.stats()["committed_bytes"]
         for upto in (*range(_WARM_UP_STEP, wanted, _WARM_UP_STEP), wanted):
             if upto < wanted and core.stats()["pool_bytes"] < upto:
-                continue
+                continue  # beyond the cap only the last call, with `wanted`, is needed
             core.warm_up(upto)
             _log_warm_up(core.stats()["committed_bytes"], held, wanted, time.monotonic() - start)
 
@@ -177,7 +177,8 @@ class Engine:
         It raises none of the saves' errors (their handles and `wait_all` do). May be called again.
 
         Raises:
-            StillframeError: A CheckpointIO that stillframe wraps calls it while it saves or loads.
+            StillframeError: The caller is a CheckpointIO that stillframe wraps, inside a save or
+                load.
         """
         self._birth.refuse_child()
         ordered.refuse_inside()
@@ -202,11 +203,11 @@ class Engine:
 
 
 def core_of(engine: Engine) -> _core.Engine:
-    """Return the core's engine; raise if it is closed.
+    """Return the core's engine, which can be used.
 
     Raises:
-        ForkError: In a child of the process that made it.
-        StillframeError: It was closed.
+        ForkError: This process is a forked child of the one that made the engine.
+        StillframeError: The engine was closed.
     """
     engine._birth.refuse_child()
     if engine._closed:
@@ -234,6 +235,7 @@ def is_used(engine: Engine) -> bool:
 
 
 def note_use(engine: Engine) -> None:
+    """Record a use, for `is_used`."""
     engine._used = True
 
 
@@ -256,9 +258,10 @@ def refuse_no_engine(engine: object) -> None:
 
 
 def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot:
-    """Take a slot of the engine for a save that Python writes, until the slot is given back.
+    """Return a slot of the engine for a save that the core does not write as one file. The caller
+    gives the slot back.
 
-    It waits while `max_in_flight` saves are under way, unless the engine's `when_busy` says
+    While `max_in_flight` saves are under way the call waits, unless the engine's `when_busy` says
     otherwise.
 
     Args:
@@ -266,8 +269,8 @@ def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot
         wait: Wait, whatever the engine's `when_busy` says.
 
     Raises:
-        BusyError: None is free, and the engine is not to wait.
-        ForkError, StillframeError: See `Engine`.
+        BusyError: No slot is free, and `when_busy` is not "wait".
+        ForkError, StillframeError: See `core_of`.
     """
     core = core_of(engine)
     options = SaveOptions(wait_for_slot=wait)
@@ -295,6 +298,7 @@ def usage(engine: Engine) -> str:
 
 
 def _no_shared_memory(error: OSError) -> str:
+    """Return the words for an error of an engine with `shared_memory=True`."""
     if error.errno == errno.EFBIG:
         return (
             "shared_memory=True: the pool would be a file longer than the process may have"
@@ -311,10 +315,14 @@ def _no_shared_memory(error: OSError) -> str:
 
 
 def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> SaveHandle:
-    """Start a save: see `stillframe.async_save`."""
+    """Start a save, and return its handle: a `SkippedSave` if the engine is busy and may skip.
+
+    Raises:
+        Exception: See `stillframe.async_save`.
+    """
     entered = time.perf_counter()
     began = _core.trace_begin()
-    ordered.refuse_inside()  # the call may wait for a slot
+    ordered.refuse_inside()  # because the call may wait for a slot
     _refuse_swapped(obj, path)
     with inside() as nested:
         core = core_of(engine)
@@ -333,7 +341,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             else:
                 tree = skeleton.build(obj)
             deferral = gate.defer(tree, overlap=options.overlap)
-            members = tree.lay_out(by_lane=options.stream)
+            members = tree.lay_out(by_lane=options.stream)  # None for torch's format
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
         shown = options.shown or target.shown
@@ -374,6 +382,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             ) from None
         engine._used = True
         _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
+        # At exit nobody settles the save after this call.
         if completion.completion.over:
             wait_for_end(save)
         for sentence in tree.fallbacks:
@@ -391,6 +400,7 @@ def _refuse_swapped(obj: object, path: object) -> None:
 
 
 def _busy(engine: Engine) -> BusyError:
+    """Return the error for a save that finds no free slot."""
     most = engine._limits.max_in_flight
     names = ", ".join(save.path for save in list(completion.in_flight.values()))
     return BusyError(
@@ -400,6 +410,7 @@ def _busy(engine: Engine) -> BusyError:
 
 
 def _log_warm_up(now: int, before: int, wanted: int, seconds: float) -> None:
+    """Log how many bytes the pool holds `now`, and had `before` the warm-up `seconds` ago."""
     speed = f" ({(now - before) / 1e9 / seconds:.1f} GB/s)" if now > before and seconds else ""
     log.info(
         "stillframe: warm-up: the pool holds %s, %s were asked for%s",

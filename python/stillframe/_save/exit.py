@@ -4,9 +4,9 @@ The process's exit status is not changed, because Python lets no exit handler ch
 that ends with `stillframe.wait_all()` fails if a save failed.
 
 Children of multiprocessing (started by fork or forkserver) end by `os._exit` and run no exit
-handlers. But multiprocessing runs its own finalizers in every child, so the drain is registered as
-one of these too. A spawned child drains twice, and the second time finds nothing to do. The main
-process has only the exit handler.
+handlers. But multiprocessing runs its own finalizers in every child, so the drain is also
+registered as a finalizer. A spawned child drains twice, and the second drain finds nothing to do.
+The main process has only the exit handler.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from stillframe._save.outcome import take_failures
 
 log = logging.getLogger("stillframe")
 
-# The drain comes before the finalizers of multiprocessing's queues (10) and pools (15), because
-# callbacks of the last saves may still use these.
+# The priority of the finalizer; higher ones run first. The drain runs before the finalizers of
+# multiprocessing's queues (10) and pools (15), which callbacks of the last saves may still use.
 _PRIORITY = 100
 _QUIET_S = 1.0  # a shorter wait is not announced
-_GIVEN_UP_S = 5.0  # enough for cancelled saves to end, if the file system answers
+_GIVEN_UP_S = 5.0  # the wait for cancelled saves: enough, if the file system answers
 
 
 def _announce_wait() -> None:
-    """Wait a second for the log; if that is not enough, print what is waited for."""
+    """Wait a second until the log is empty; if it is not, print what is waited for."""
     if _core.log_drain(_QUIET_S):
         return
     handles = [handle for handle in list(completion.in_flight.values()) if not handle.done()]
@@ -47,7 +47,7 @@ def _announce_wait() -> None:
 
 
 def _wait_for_log() -> None:
-    """Wait until every entry of the log has ended; print a line if a file system hangs."""
+    """Wait until the log is empty; print a line if a file system does not answer."""
     announced = False
     while not _core.log_drain(_QUIET_S):
         if not announced and (sentence := _core.log_unanswered()):
@@ -56,7 +56,7 @@ def _wait_for_log() -> None:
 
 
 def _warn_once() -> None:
-    """Print, after the first Ctrl-C, what a second one would do."""
+    """Print what a second Ctrl-C would do, after the first one."""
     if _core.log_pending() or uploads.left() is None:
         _print_line("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
     else:
@@ -64,7 +64,7 @@ def _warn_once() -> None:
 
 
 def _give_up() -> bool:
-    """Cancel all saves and uploads. Return False if a save does not end even so."""
+    """Cancel all saves and uploads. Return False if a save does not end nevertheless."""
     for handle in list(completion.in_flight.values()):
         handle.cancel()
     uploads.give_up()
@@ -78,14 +78,14 @@ def _give_up() -> bool:
 def _drain(*, threads_go_on: bool = False) -> None:
     """Wait until saves in flight have finished, and print what is waited for.
 
-    A second Ctrl-C gives up the rest. Each later one skips the step that it interrupts. The error
-    of a step is logged, and the next step runs.
+    The first Ctrl-C prints a line, and the second gives up the rest. Each later one skips the step
+    that it interrupts. The error of a step is logged, and the next step runs.
 
     Args:
         threads_go_on: The program's threads run on after the drain, and may save.
     """
-    interrupts = 1 if _interrupted() else 0
-    # The trace ends first, so that it shows the saves.
+    interrupts = 1 if _interrupted() else 0  # the Ctrl-C that ended the program counts
+    # These run even if the rest is given up. The trace ends after the saves, so that it shows them.
     last: list[Callable[[], object]] = [end_at_exit, settle_all, _say_what_failed]
     steps: list[Callable[[], object]] = [
         lambda: completion.completion.begin_exit(threads_go_on=threads_go_on),
@@ -96,20 +96,22 @@ def _drain(*, threads_go_on: bool = False) -> None:
         _wait_for_log,  # for saves made by callbacks
         lambda: uploads.finish(_QUIET_S, _print_line),
         _wait_for_log,  # for removes that waited for uploads
+        # Threads that go on may still need their directories and the engine.
         *([] if threads_go_on else [give_up_open_directories, close_default]),
         _core.log_stop,
         completion.completion.stop,
-        # For saves that a thread submitted just before that. Later ones wait in their own call.
+        # For saves that a thread submitted just before the stop. Later saves wait in their call.
         _wait_for_log,
         *last,
     ]
 
     def give_up() -> None:
         if not _give_up():
-            # Skip the other steps: closing the engine or stopping a thread would wait for the save.
+            # Skip the steps after this one: to close the engine would wait for the save, and to
+            # stop a thread too.
             steps[1:] = last
 
-    while steps:
+    while steps:  # a step is removed when it is done, so an interrupted one runs again
         try:
             steps[0]()
             del steps[0]
@@ -141,13 +143,14 @@ def _finish_child(_: object = None) -> None:
 
 
 def _finish_inner_child() -> None:
-    """Have this process drain if it is a child of multiprocessing, or was forked with os.fork by
-    one: such a process may end by `os._exit` too."""
+    """Have this process drain if it is a child of multiprocessing, or such a child forked it with
+    os.fork: both may end by `os._exit`."""
     if process.parent_process() is not None:
         _finish_child()
 
 
 def _say_what_failed() -> None:
+    """Print the errors of saves that nobody collected and no log message has."""
     for failure in take_failures(first_only=False):
         if not failure.logged:
             _print_line(f"stillframe: a save failed: {failure.error}")
@@ -162,5 +165,5 @@ def install() -> None:
     """Register the drain; called once, when the package is imported."""
     atexit.register(_drain)
     util.register_after_fork(_drain_child, _finish_child)  # runs in each child of multiprocessing
-    _finish_inner_child()  # for a package that is first imported in such a child
+    _finish_inner_child()  # if such a child is the first process to import the package
     os.register_at_fork(after_in_child=_finish_inner_child)

@@ -1,8 +1,9 @@
 """Implements `ExternalSave`: a save that the core does not write as one file.
 
 It ends as external work in the order of the log (`ordered.py`). Its subclasses know how the bytes
-are written. Another CheckpointIO, or all ranks together, write a snapshot (`_snapshot/save.py`);
-the files of a directory are written by saves of their own (`directory.py`).
+are written. Another CheckpointIO, or all ranks together, write a snapshot (`_snapshot/save.py`). A
+thread sends the bytes to a store (`remote.py`). Each file of a directory is written by a save of
+its own (`directory.py`).
 
     made ──begin──▶ under way ──end──▶ durable, failed or cancelled
 """
@@ -32,12 +33,12 @@ class ExternalSave(SaveHandle):
         path: The path to show.
         given: The path as given, for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
-        slot: The save's slot in the engine, which is given back at the end; None if it takes none.
+        slot: The save's slot, which is given back at the end; None if the save takes no slot.
         known_as: The name for the save in the log message about an error that nobody collected.
 
     Attributes:
-        error_is_known: Set if the caller learns of the error in another way, so that it is not
-            reported as uncollected.
+        error_is_known: The caller learns of the error in another way, so the error is not reported
+            as uncollected.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ExternalSave(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def _has_ended(self) -> bool:
-        # A save has ended only when it has given its slot back, or the engine has been closed.
+        # The slot is over when it is given back or its engine is closed.
         return self._outcome.settled and (self._slot is None or self._slot.is_over())
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
@@ -91,19 +92,19 @@ class ExternalSave(SaveHandle):
         return "writing"
 
     def _release(self) -> None:
-        """Drop what only a save under way needs."""
+        """Drop the objects that only a save under way needs."""
 
     # ---- for the code that makes the save ----
 
     def waited(self) -> None:
-        """Record that the call has waited for other saves until now."""
+        """Record that the call has waited for a slot until now."""
         self._waited_s = time.perf_counter() - self._entered
 
     def submit(self, key: bytes, kind: int, work: Callable[[], bool]) -> None:
         """Put the save into the log, with its external work.
 
-        If this raises, the save was not made and nobody calls `work`. The exception is Ctrl-C just
-        after the launch: then the save goes on.
+        If this raises, the save was not made and nobody calls `work`. Only after Ctrl-C just after
+        the launch does the save go on.
 
         Args:
             key: The name in the log, see `paths.key`.
@@ -121,7 +122,7 @@ class ExternalSave(SaveHandle):
             raise
 
     def may_start(self) -> bool:
-        """Return True to the first caller only. That caller then has to end the save: it is either
+        """Return True to the first caller only, who then has to end the save. The caller is either
         the thread that does the external work, or code that gives the save up before."""
         try:
             return self._not_started.pop()
@@ -129,7 +130,7 @@ class ExternalSave(SaveHandle):
             return False
 
     def begin(self) -> None:
-        """Keep the save alive from now until its end, and tell its mirror."""
+        """Keep the save alive from now until its end, and begin its mirror's upload."""
         if self._mirror is not None:
             self._mirror.begin()
         completion.in_flight[self._number] = self
@@ -146,7 +147,7 @@ class ExternalSave(SaveHandle):
         completion.in_flight.pop(self._number, None)
 
     def _decide_to_cancel(self) -> bool:
-        """Decide that the save is cancelled; return False if it was decided to commit it."""
+        """Decide that the save is cancelled; return False if it is being committed already."""
         self._decisions.append(_CANCELLED)
         return self._is_cancelled()
 
@@ -154,7 +155,7 @@ class ExternalSave(SaveHandle):
         """Decide that the save can no longer be cancelled.
 
         Raises:
-            CancelledError: It was cancelled before.
+            CancelledError: The save was cancelled before.
         """
         self._decisions.append(_COMMITTED)
         self._refuse_cancelled()
@@ -170,7 +171,7 @@ class ExternalSave(SaveHandle):
             raise CancelledError(f"the save of {self._path} was cancelled")
 
     def call_is_over(self) -> None:
-        """Record that the call of the user that asked for the save returns now."""
+        """Record that the user's call, which asked for the save, returns now."""
         self._call.end()
 
     def end(
@@ -186,7 +187,7 @@ class ExternalSave(SaveHandle):
         Args:
             report, error: The outcome; one of them is None.
             value: The result of `upload_completion`, if that is not the report.
-            entry: The save's entry in the log, to be ended too. It ends after the outcome is
+            entry: The save's entry in the log, to be ended too. The entry ends after the outcome is
                 recorded, so that later entries can read the error, and before waiting users wake.
         """
         self._end_mirror(error is None)

@@ -2,8 +2,8 @@
 
 Two subclasses know what a save is doing. `CoreSave` (`core_save.py`) asks its ticket in the core.
 `ExternalSave` (`external.py`) is for bytes that other code writes: another CheckpointIO, the ranks
-of a distributed checkpoint, or the saves of a directory's files. Every handle has an `Outcome`,
-which records how the save ended and whether somebody has seen its error.
+of a distributed checkpoint, a store's client, or the saves of a directory's files. Every handle has
+an `Outcome`, which records how the save ended and whether somebody has seen its error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SaveHandle:
         *,
         known_as: str = "a save",
     ) -> None:
-        uploads.drop_held(path)
+        uploads.drop_held(path)  # a remove that still waits there would delete the new file
         self._path = path
         self._mirror: MirrorUpload | None = None
         self._birth = Birth(f"the save of {path}")
@@ -72,7 +72,7 @@ class SaveHandle:
 
     @property
     def state(self) -> State:
-        """ "staging", "staged", "writing", "durable", "failed", "cancelled" or "skipped"."""
+        """One of "staging", "staged", "writing", "durable", "failed", "cancelled", "skipped"."""
         raise NotImplementedError
 
     def done(self) -> bool:
@@ -131,14 +131,14 @@ class SaveHandle:
     def cancel(self) -> bool:
         """Cancel the save, so that the old file stays.
 
-        Return False if it is too late for that, or the save has already ended.
+        Return False if the save is already being committed, or has ended.
         """
         return False
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
         """Call `function(handle)` on the callback thread when the save has ended.
 
-        If it has ended already, the function is called here and now.
+        If the save has ended already, the function is called here and now.
 
         Raises:
             TypeError: `function` is not callable.
@@ -192,6 +192,7 @@ class SaveHandle:
         return self._outcome.error is None
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
+        """Wait for the save's end and settle it; raise no error of the save."""
         self._birth.refuse_child()
 
     # ---- inside ----
@@ -202,6 +203,7 @@ class SaveHandle:
             self._mirror.end(good)
 
     def _raise(self) -> None:
+        """Raise the error of a save that has ended, if there is one."""
         self._outcome.collect()
         if self._outcome.error is not None:
             raise self._outcome.error
@@ -212,6 +214,7 @@ class SaveHandle:
         )
 
     async def _awaited(self) -> SaveReport | MaybeNone:
+        """Return what `result` returns, without blocking the event loop during the wait."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -223,8 +226,7 @@ class SaveHandle:
             ended = asyncio.Event()
 
             def wake() -> None:
-                # It raises if the loop was closed, and then nobody awaits any more.
-                with contextlib.suppress(RuntimeError):
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody awaits
                     loop.call_soon_threadsafe(ended.set)
 
             if self._outcome.wake_at_end(wake):
@@ -236,7 +238,7 @@ class SaveHandle:
 
 
 class Deadline:
-    """A timeout that runs from now on.
+    """A timeout that runs from the making of this object.
 
     Attributes:
         timeout: Seconds, as given; None waits forever.
@@ -267,7 +269,7 @@ class SkippedSave(SaveHandle):
 
 
 def follow_with(handle: SaveHandle, mirror: MirrorUpload | None) -> None:
-    """Have an upload to a mirror follow a save that has not begun; None for none."""
+    """Have an upload to a mirror follow a save that has not begun. None means no upload."""
     handle._mirror = mirror
 
 

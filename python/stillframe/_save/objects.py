@@ -1,7 +1,7 @@
 """Implements `ObjectsSave`: the save of several objects that are one checkpoint in a store.
 
-A store cannot rename a directory, so a marker object tells whether a checkpoint is whole. It is
-written when all objects are in the store, and removed before any of them changes:
+A store cannot rename a directory, so a marker object tells that a checkpoint is complete. The
+marker is written when all objects are in the store, and removed before any object changes:
 
     in the block         objects are sent as they are saved
     at the log's head    the marker of an older checkpoint is removed; the objects become visible;
@@ -39,7 +39,10 @@ from stillframe.errors import SaveError
 
 
 class _Sending:
-    """An object, and the thread that sends it by `upload.run(...)`, which calls `before_end`.
+    """The sending of one object: its upload, and the thread that runs `upload.run`.
+
+    Args:
+        before_end: Waits until the object may become visible; raises if it must not.
 
     Attributes:
         ready: Set when all bytes are sent and the save of the bytes is good, or after a failure.
@@ -68,11 +71,10 @@ class _Sending:
 
 
 class ObjectsSave(DirectorySave):
-    """The handle of the save of a checkpoint at a URL; for the arguments not listed see
-    `ExternalSave`.
+    """The handle of the save of a checkpoint at a URL; `ExternalSave` explains the other arguments.
 
     Args:
-        prefix: What the names of the objects in the store begin with, up to a slash.
+        prefix: The beginning of the names of the objects in the store, up to a slash.
         key: The checkpoint's name in the log.
     """
 
@@ -91,14 +93,15 @@ class ObjectsSave(DirectorySave):
         self._store = store
         self._prefix = prefix.rstrip("/")
         self._sending: list[_Sending] = []
-        self._sizes: dict[str, int] = {}  # of objects in the store, by key
-        self._replaces = False  # a complete checkpoint is there already
+        self._sizes: dict[str, int] = {}  # the bytes of each object in the store, by its key
+        self._replaces = False  # the store has a complete checkpoint of this name already
         self._may_appear = Event()  # the objects may become visible
-        self._is_whole = False  # the marker is written
+        self._is_complete = False  # the marker is written
 
     # ---- for the block ----
 
     def open(self) -> None:
+        """Make the local directory for the files that others write."""
         self._replaces = self._store.exists(self._key_of(MARKER))
         self.directory = tempfile.mkdtemp(prefix="stillframe-")
         note_open(self)
@@ -119,7 +122,8 @@ class ObjectsSave(DirectorySave):
             made(file)
             self.add(file)
             upload.file = file
-            # The call may wait for memory that comes back only when bytes are sent.
+            # The thread starts before the launch, which may wait for memory that is released only
+            # when bytes are sent.
             self._sending.append(_Sending(upload, self._before_end))
 
         try:
@@ -144,13 +148,14 @@ class ObjectsSave(DirectorySave):
     # ---- at the head of the log ----
 
     def _commit(self) -> int:
+        """Make the objects visible in the order of the module's head; return their bytes."""
         for each in self._sending:
             each.ready.wait()
         try:
             self._raise_failure()
             with self._explained():
-                if not self._replaces:  # while the save can be cancelled
-                    self._send_files()
+                if not self._replaces:
+                    self._send_files()  # before the decision, so that the save can be cancelled
                 self._decide_to_commit()
                 if self._replaces:
                     self._store.delete([self._key_of(MARKER)])
@@ -172,7 +177,7 @@ class ObjectsSave(DirectorySave):
             start = len(self._key_of(""))
             files = {key[start:]: nbytes for key, nbytes in sorted(self._sizes.items())}
             put_marker(self._store, self._key_of(MARKER), files)
-        self._is_whole = True
+        self._is_complete = True
         return sum(self._sizes.values())
 
     def _raise_failure(self) -> None:
@@ -186,15 +191,14 @@ class ObjectsSave(DirectorySave):
         """Send what others have written into the directory."""
         for directory, _, names in os.walk(self.directory):
             for name in names:
-                # A symbolic link is sent as the file that it names.
                 path = os.path.join(directory, name)
                 key = self._key_of(os.path.relpath(path, self.directory))
-                check = self._refuse_cancelled
-                self._sizes[key] = send_file(self._store, key, os.path.realpath(path), check)
+                target = os.path.realpath(path)  # a symbolic link is sent as the file that it names
+                self._sizes[key] = send_file(self._store, key, target, self._refuse_cancelled)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn an OSError of the store into a SaveError of phase "upload"."""
+        """Turn an error of the store, or of a local file, into a SaveError of phase "upload"."""
         try:
             yield
         except SaveError:
@@ -211,15 +215,16 @@ class ObjectsSave(DirectorySave):
         """Remove the local directory. After a failure remove the objects in the store too, unless
         they may have replaced those of an older checkpoint."""
         shutil.rmtree(self.directory, ignore_errors=True)
-        if self._is_whole or self._replaces:
+        if self._is_complete or self._replaces:
             return
         for each in self._sending:
             if each.over.is_set() and each.error is None:
                 self._sizes[each.upload.key] = each.upload.nbytes
-        with contextlib.suppress(OSError):  # without a marker nobody takes them for a checkpoint
+        with contextlib.suppress(OSError):  # objects without a marker count as no checkpoint
             self._store.delete(self._sizes)
 
     def _key_of(self, name: str) -> str:
+        """Return the key in the store of a file with this name in the checkpoint."""
         return f"{self._prefix}/{name}" if self._prefix else name
 
 

@@ -24,7 +24,7 @@ _DEFAULT_WRITERS = 2
 _POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
 _PAGE = 4096
 
-# The largest values of options. A larger one is a typing error, and would overflow in the core.
+# The largest values of options. A larger value is a mistake, and would overflow in the core.
 _MOST_BLOCKS = 1 << 28
 _MOST_WRITERS = 256
 _MOST_IN_FLIGHT = 1 << 16
@@ -47,8 +47,8 @@ class EngineOptions(TypedDict, total=False):
 class EngineStats(TypedDict):
     """The figures that `Engine.stats` returns. All but the last three are bytes.
 
-    `pool_bytes` is the cap, `committed_bytes` the memory that the pool holds, `leased_bytes` how
-    much of that is in use, `retired_bytes` how much is never used again. `driver` is a sentence.
+    `pool_bytes` is the cap, `committed_bytes` the memory that the pool holds. Of that memory,
+    `leased_bytes` are in use, and `retired_bytes` are never used again. `driver` is a sentence.
     """
 
     pool_bytes: int
@@ -63,10 +63,10 @@ class EngineStats(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """An engine's options, checked.
+    """An engine's options after the checks; `Engine` explains them.
 
     Attributes:
-        pool_bytes: The cap; 0 means that `_base/budget.py` finds one.
+        pool_bytes: The cap; 0 means that `_base/budget.py` finds a cap.
     """
 
     pool_bytes: int
@@ -134,6 +134,7 @@ def copiers() -> int:
 
 
 def _count(value: object, name: str, most: int) -> int:
+    """Return a whole number from 1 to `most`, or raise TypeError or ValueError."""
     return sizes.bounded(sizes.whole_number(value, name), name, 1, most)
 
 
@@ -147,7 +148,7 @@ def _pool_bytes(given: Size | None) -> tuple[int, str]:
 
 
 def format_of(path: object) -> Format:
-    """Return the format that the ending of a file's name asks for."""
+    """Return "safetensors" if a file's name ends in ".safetensors", else "torch"."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     is_flat = isinstance(text, str) and text.endswith(safetensors.SUFFIX)
     return "safetensors" if is_flat else "torch"
@@ -161,15 +162,15 @@ class SaveOptions:
         overlap, durable, check_mutation, on_durable: See `async_save`.
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
-        ordered: The save has an entry in the log and takes a slot. Without, it takes no slot, and
-            its file is renamed as soon as it is synced.
-        format: The format of the file; `format_of` finds the one that its name asks for.
+        ordered: The save has an entry in the log and takes a slot. If False, the save has neither,
+            and its file is renamed as soon as it is synced.
+        format: The format of the file; `format_of` derives it from the file's name.
         metadata: For safetensors, the strings that the header holds besides the tensors.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
         stream: The bytes are sent to a store (`remote.py`); there is no file.
         shown: The path in messages and the report; None for the given one.
         before_launch: Called with the handle before the save is launched.
-        mirror: The upload that follows the save.
+        mirror: The upload to a mirror that follows the save; None if there is none.
     """
 
     overlap: bool = True
@@ -214,11 +215,11 @@ class SaveOptions:
                 raise TypeError(f"metadata has to hold strings only, not {type(text).__name__}")
 
     def for_stream(self, shown: str, before_launch: Callable[[Any], object]) -> SaveOptions:
-        """Return the options of the save of an object's bytes, which has no entry in the log."""
+        """Return these options for the inner save, which stages the bytes of an object."""
         return replace(
             self,
-            # In a stream the deferred tensors have to be adjacent. For safetensors the alignment of
-            # tensors may forbid that, so all of them are captured.
+            # In a stream the deferred tensors have to be adjacent. The alignment of tensors in
+            # safetensors may forbid that, so all of them are captured.
             overlap=self.overlap and self.format == "torch",
             on_durable=None,
             wait_for_slot=True,
@@ -229,7 +230,12 @@ class SaveOptions:
         )
 
     def flags(self, *, nested: bool, when_busy: WhenBusy) -> int:
-        """Return the core's flags for these options."""
+        """Return the core's flags for these options.
+
+        Args:
+            nested: The thread is inside another of our calls; see `calls.py`.
+            when_busy: The engine's.
+        """
         return (
             (_core.SAVE_DURABLE if self.durable else 0)
             | (_core.SAVE_CHECK_BYTES if self.check_mutation else 0)

@@ -1,13 +1,12 @@
 """External work: Python code that runs in the order of the log.
 
-It is used for links, wrapped CheckpointIOs, and saves of many ranks (`LogEntry`). Each has an
-entry among the saves and removes (csrc/core/commit/work.c). When that entry is at the head of the
-log, everything submitted before it has ended. Nothing submitted after it takes effect until the
-work has ended.
+It is used for links, wrapped CheckpointIOs, and saves of many ranks (`LogEntry`). Each piece of
+work has an entry among the saves and removes (csrc/core/commit/work.c). When that entry is at the
+head of the log, everything submitted before it has ended. Nothing submitted after it takes effect
+until the work has ended.
 
-One thread does all external work of the process; it starts when the first is submitted. The core
-decides which entry is next, so a signal handler may submit work in the middle of another
-submission.
+One thread does all external work of the process; the first submission starts it. The core decides
+which entry is next, so a signal handler may submit work in the middle of another submission.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ class _Worker:
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
 
     def submit(self, key: bytes, kind: int, function: Work) -> _core.LogWork:
+        """Append external work: see the function `submit`."""
         completion.completion.start()
         entry = _core.LogWork(key, kind)
         try:
@@ -52,22 +52,24 @@ class _Worker:
             self._waiting[entry.number] = entry, function
             entry.append()
             if completion.completion.over or not self._start():
-                while entry.number in self._waiting:  # no thread is left to do it
+                while entry.number in self._waiting:  # no thread is left to do the work
                     self._do_next()
         except BaseException:
-            # Ctrl-C may come at any line, even when the entry is in the log or its work is running.
+            # Ctrl-C may come at any line. If the thread has not taken the work yet, end its entry;
+            # otherwise the thread does so.
             if self._waiting.pop(entry.number, None) is not None:
                 entry.end(False)
             raise
         return entry
 
     def end(self, entry: _core.LogWork, good: bool) -> None:
+        """End an entry: see the function `end`."""
         self._waiting.pop(entry.number, None)
         entry.end(good)
 
     def is_current(self) -> bool:
-        """Return whether this thread is doing external work: the thread of this object, or at exit
-        one that submitted work."""
+        """Return whether the calling thread is doing external work. At exit, that may be a thread
+        that submitted work."""
         return threading.get_ident() == self._doing
 
     def _start(self) -> bool:
@@ -78,6 +80,7 @@ class _Worker:
             return self._thread.start()
 
     def _run(self) -> None:
+        """Do external work until the log is being stopped."""
         while self._do_next():
             pass
         # The log is being stopped. Work that was submitted meanwhile needs another thread.
@@ -96,7 +99,7 @@ class _Worker:
         number, after_good = found
         waiting = self._waiting.pop(number, None)
         if waiting is None:
-            return True  # the submission of this work was interrupted
+            return True  # `submit` was interrupted or `end` was called, and ends the entry
         entry, function = waiting
         good = False
         self._doing = threading.get_ident()
@@ -121,7 +124,7 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
         key: The name in the log, see `paths.key`.
         kind: What the work does to the name: `_core.WORK_SAVE`, `WORK_DIRECTORY` (a save that makes
             the name and everything below it), `WORK_REMOVE` or `WORK_LINK`.
-        function: The work. If it raises, this is logged and counts as a failure. If a signal
+        function: The work. If it raises, the error is logged and counts as a failure. If a signal
             handler raises in this call, the function may run nevertheless.
 
     Returns:
@@ -131,17 +134,21 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
 
 
 def end(entry: _core.LogWork, good: bool) -> None:
-    """End an entry before it is at the head of the log, or before its function has returned."""
+    """End an entry before its function has returned. A function that has not begun never runs.
+
+    Args:
+        good: The work succeeded.
+    """
     _worker.end(entry, good)
 
 
 class LogEntry:
     """The log entry of a save that other code writes before the entry is at the head of the log.
 
-    `wait_to_write` waits for earlier removes and saves of the same name, because such a remove
+    `wait_to_write` waits for earlier removes and saves of the same name, because an earlier remove
     would delete the new files. `wait_to_commit` waits for everything submitted before, so that
-    saves appear in order. Later entries wait for `end`, which must be called after `submit` even if
-    Ctrl-C interrupted that.
+    saves appear in order. Later entries wait for `end`. It must be called once `submit` was called,
+    even if Ctrl-C interrupted `submit`.
 
     Args:
         key: The name in the log, see `paths.key`.
@@ -195,13 +202,13 @@ def submit_remove(
     remove: Callable[[str], object],
     needed: Callable[[], bool] | None = None,
 ) -> None:
-    """Append a remove to the log. At its head, `remove(path)` is called if the last save before it
-    succeeded and `needed()` is false. An exception of `remove` is logged.
+    """Append a remove to the log. When the entry is at the head, `remove(path)` is called if the
+    last save before it succeeded and `needed()` is false. An exception of `remove` is logged.
 
     Args:
-        path: For `remove` and messages.
-        key: Its name in the log, see `paths.key`.
-        needed: Returns whether a link still points to the path. None for never.
+        path: The path, for `remove` and messages.
+        key: The path's name in the log, see `paths.key`.
+        needed: Returns whether a link still points to the path; None if there can be no link.
     """
 
     def work(after_good: bool) -> bool:
@@ -230,7 +237,7 @@ def refuse_inside() -> None:
     """Refuse calls that wait for the log: external work would wait for itself.
 
     Raises:
-        StillframeError: This thread is running such work.
+        StillframeError: This thread is doing external work.
     """
     if is_inside():
         raise StillframeError(
@@ -244,7 +251,7 @@ def wait_for_key(key: bytes) -> None:
     that ends in a slash stands for everything below it."""
     refuse_inside()
     with contextlib.suppress(OSError):  # the name need not exist, nor be local
-        _core.LogLoad(key).open()
+        _core.LogLoad(key).open()  # waits, and would then open a local file
 
 
 Path = str | os.PathLike[str]
@@ -264,38 +271,40 @@ def wait_for_directory(path: Path) -> None:
     """
     refuse_inside()
     with inside():
+        # The key ends in a slash, so it stands for everything in the directory too.
         _open(os.fsencode(os.path.join(os.path.realpath(path), "")), path).close()
 
 
 def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
     """Wait as `wait_for_path` does, and open the path before any later save or remove of it begins.
 
-    The returned object owns the descriptor and closes it, so Ctrl-C at any moment leaks none.
+    The returned object owns the descriptor and closes it, so no Ctrl-C can leak the descriptor.
 
     Raises:
         OSError: As `os.open`.
     """
     refuse_inside()
-    # After a Ctrl-C at the end of inside(), the traceback keeps this frame and its locals alive, so
-    # none of them is the open file.
+    # If Ctrl-C comes at the end of inside(), the traceback keeps this frame's variables alive. So
+    # no variable holds the open file.
     with inside():
         return _opened(path, follow_link)
 
 
 def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
     if follow_link and os.path.islink(path):
-        # An earlier entry may replace the link.
+        # An entry of the log may replace the link itself, so wait for its name first.
         with contextlib.suppress(OSError):
             _core.LogLoad(paths.key(path, follow_link=False)).open()
     return _open(paths.key(path, follow_link=follow_link), path)
 
 
 def _open(key: bytes, path: Path) -> _core.LogLoad:
+    """Wait for the entries of `key`, and open it. An error names `path`, as the user gave it."""
     load = _core.LogLoad(key)
     try:
         try:
             load.open()
-        except FileNotFoundError:
+        except FileNotFoundError:  # a writer that died may have moved the path aside
             if not paths.put_back(os.fspath(path)):
                 raise
             load = _core.LogLoad(key)

@@ -1,10 +1,10 @@
 """How a save ended: its report or error, and the futures and callbacks to call then.
 
-Each handle has an `Outcome`. The first thread that sees the save's end settles the outcome, which
-means that it records report or error, and then notifies everyone who waits. If Ctrl-C interrupts
-the notification, the next caller continues it.
+Each handle has an `Outcome`. The first thread that sees the save's end *settles* the outcome: it
+records the report or the error. Then it notifies everyone who waits. If Ctrl-C interrupts the
+notification, the next caller continues it.
 
-An error is collected when somebody got it from the handle, from a future's result, or from
+An error is *collected* when somebody got it from the handle, from a future's result, or from
 `wait_all`. An error that nobody collected is logged when its handle dies, or printed when the
 process ends.
 """
@@ -33,8 +33,8 @@ class Failure:
     """The error of a save, and whether somebody has seen it.
 
     Attributes:
-        collected: Somebody has seen it.
-        logged: It was logged, because nobody had asked for it when its handle died.
+        collected: Somebody has seen the error.
+        logged: The error was logged, because nobody had collected it when its handle died.
     """
 
     __slots__ = ("collected", "error", "logged")
@@ -52,8 +52,8 @@ class Failure:
         self.collected = True
 
     def dropped(self, what: str) -> None:
-        """Log the error, because nobody can ask for it any more, unless the exit will print it.
-        `what` names the save."""
+        """Log the error, because nobody can ask for it any more, unless it was collected or the
+        exit will print it. `what` names the save."""
         if not (self.collected or self.logged or completion.completion.draining):
             self.logged = True
             log.error("stillframe: %s failed and nobody asked: %s", what, self.error)
@@ -87,10 +87,12 @@ class CallingLater(Future[Any]):
 
 
 class SaveFuture(CallingLater):
-    """A future of a handle. Asking for its result collects the save's error.
+    """A future of a handle. A call for its result collects the save's error.
 
-    It keeps its handle alive. The handle has only a weak reference to it. With `upload` it is done
-    when the save is durable, otherwise when it is staged.
+    The future keeps its handle alive; the handle has only a weak reference to the future.
+
+    Args:
+        upload: The future is done when the save is durable, otherwise when the save is staged.
     """
 
     def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
@@ -121,7 +123,8 @@ class SaveFuture(CallingLater):
 
 
 class _Futures:
-    """A handle's future of one kind, as weak references: it lives as long as somebody holds it."""
+    """Weak references to a handle's futures for one event: its staging, or its upload. A future
+    lives as long as somebody holds it."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[SaveFuture]] = []
@@ -143,7 +146,7 @@ class _Futures:
 
 
 class _End(NamedTuple):
-    """The end of a save. `value` is the result of the upload's future."""
+    """The end of a save. `value` is the result of the upload's future, usually the report."""
 
     report: SaveReport | None
     error: BaseException | None
@@ -156,13 +159,13 @@ _NOT_ENDED = _End(None, None, None)
 class Outcome:
     """How one save ended, with the futures and callbacks to call then.
 
-    It has no lock. A signal handler may use a handle in the middle of another use of it, and wait
-    for a thread that needs the same outcome: with a lock this would never end. Instead, values that
+    It has no lock. A signal handler may interrupt a thread that uses the outcome, and wait for
+    another thread that uses it too. With a lock, that wait would never end. Instead, values that
     are set once are lists whose first element counts, because `append` and `pop` are atomic.
 
     Args:
         given: The path as it was given, for `on_durable`.
-        known_as: The save's name in the log, if it failed and no caller asked.
+        known_as: The name for the save in the log message about an error that nobody collected.
 
     Attributes:
         cancellable: Users can cancel the futures, which does not cancel the save.
@@ -175,7 +178,8 @@ class Outcome:
         self._given = given
         self._ends: list[_End] = []
         self._failures: list[Failure] = []
-        self._copies: list[BaseException | None] = []  # the error of the copy, once it has ended
+        # The error of the copy, or None if it succeeded; empty before the copy has ended.
+        self._copy_errors: list[BaseException | None] = []
         self._notified = False
         self._on_durable = [] if on_durable is None else [on_durable]
         self._wakers: list[Callable[[], object]] = []  # see `wake_at_end`
@@ -183,13 +187,14 @@ class Outcome:
         self._staging, self._upload = _Futures(), _Futures()
 
     def __del__(self) -> None:
+        # With a default, because an exception may have come in the middle of `__init__`.
         failure = getattr(self, "_failure", None)
         if failure is not None:
             failure.dropped(self._known_as)
 
     @property
     def settled(self) -> bool:
-        """Whether the save has ended; the next three say how."""
+        """Whether the save has ended; `report` and `error` say how."""
         return bool(self._ends)
 
     @property
@@ -232,9 +237,9 @@ class Outcome:
         is_known = is_known or isinstance(error, CancelledError)
         if error is not None and not is_known and not self._failures:
             self._failures.append(Failure(error))
-            for other in self._failures[1:]:  # another thread has settled it before
+            for other in self._failures[1:]:  # two threads settled at once: only the first counts
                 other.collect()
-            if completion.completion.over:  # the exit has already printed failures
+            if completion.completion.over:  # the exit has printed failures and prints no more
                 self._failures[0].dropped("a save")
         end = _End(report, error, report if value is None else value)
         self._ends.append(end)
@@ -260,11 +265,11 @@ class Outcome:
         self._notified = True
 
     def notify_staged(self, error: BaseException | None = None) -> None:
-        """Resolve the staging future: every byte is copied, or the copy has failed."""
-        if not self._copies:
-            self._copies.append(error)
+        """Resolve the staging future, because every byte is copied or the copy has failed."""
+        if not self._copy_errors:
+            self._copy_errors.append(error)
         for future in self._staging.alive():
-            _resolve(future, self._copies[0], None)
+            _resolve(future, self._copy_errors[0], None)
 
     def call_at_end(self, function: Callable[[], object]) -> bool:
         """Have `function()` called on the callback thread; return False if the end has come
@@ -282,19 +287,19 @@ class Outcome:
     def _add(self, functions: list[Callable[[], object]], function: Callable[[], object]) -> bool:
         """Add a function to be called at the end; return False if the end has come already."""
         functions.append(function)
-        # Only after the append: a thread that settles meanwhile either finds the function or has
-        # set `settled`.
+        # The check comes after the append. If a thread settles before the append, the check sees
+        # that; otherwise `notify` finds the function.
         if not self.settled:
             return True
         try:
             functions.remove(function)
-        except ValueError:  # `notify` has taken it
+        except ValueError:  # `notify` has taken the function and calls it
             return True
         return False
 
     def stop_waking(self, function: Callable[[], object]) -> None:
         """Withdraw a function that was given to `wake_at_end`."""
-        with contextlib.suppress(ValueError):  # the callback was called already
+        with contextlib.suppress(ValueError):  # the function was called already
             self._wakers.remove(function)
 
     def staging(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:
@@ -302,8 +307,8 @@ class Outcome:
         for future in self._staging.alive():
             return future
         future = self._staging.add(self._future(handle, upload=False))
-        if self._copies:
-            _resolve(future, self._copies[0], None)
+        if self._copy_errors:
+            _resolve(future, self._copy_errors[0], None)
         elif self.settled or is_staged():
             _resolve(future, self.error, None)
         return future
@@ -320,7 +325,7 @@ class Outcome:
     def _future(self, handle: object, *, upload: bool) -> SaveFuture:
         future = SaveFuture(handle, self, upload)
         if not self.cancellable:
-            future.set_running_or_notify_cancel()
+            future.set_running_or_notify_cancel()  # a running future refuses `cancel`
         return future
 
     def take_unseen(self) -> BaseException | None:
@@ -345,8 +350,8 @@ def _call_later(function: Callable[[Future[Any]], object], future: Future[Any]) 
 
 
 def _pop(functions: list[T]) -> T | None:
-    """Remove and return the first function, or return None. This is one atomic operation, because
-    two threads may notify at the same time."""
+    """Remove and return the first function; None if there is none. Two threads may notify at the
+    same time, so the function is removed in one atomic operation."""
     try:
         return functions.pop(0)
     except IndexError:

@@ -4,7 +4,7 @@
     offsets = parts.append([row_of(tensor), b"bytes", ...])    adds torch.save archives, or bytes
     handle = submit_parts(engine, parts, path, owners=[...])   starts a save outside the log
 
-The call copies nothing. Long parts are written from the memory where they are, and short ones go
+The call copies nothing. Long parts are written from the memory where they are, and short parts go
 through a few buffers of the writers. So the sources, which `owners` keep alive, must not change
 before the handle is done. Callers therefore pass tensors of snapshots, which do not change.
 """
@@ -30,17 +30,17 @@ from stillframe._tree.skeleton import Skeleton
 from stillframe._watch import gate
 
 Parts = _core.Parts
-# A storage class of torch, the number of elements, shape, strides, address and bytes of a tensor.
+# A tensor: torch's storage class, the number of elements, shape, strides, address and bytes.
 Row = tuple[str, int, tuple[int, ...], tuple[int, ...], int, int]
 
-# The name of torch's storage class for each dtype that torch.save pickles in the plain way.
+# The name of torch's storage class for each dtype, except the quantized ones (Q...).
 _STORAGES: dict[torch.dtype, str] = {
     dtype: name
     for dtype, name in torch.storage._dtype_to_storage_type_map().items()
     if not name.startswith("Q")
 }
 
-# Returns what torch.save records of a tensor besides its bytes: its conjugate and negative bits.
+# Returns a tensor's conjugate and negative bits, which torch.save records; {} if neither is set.
 _metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
@@ -48,9 +48,8 @@ def row_of(tensor: Tensor) -> Row | None:
     """Return what `Parts.append` needs to write a file of torch.save with this tensor alone.
 
     Returns:
-        None if torch.save itself has to write the file, because the tensor's bytes are not adjacent
-        in host memory, or it is more than bytes (quantized, sparse, conjugated, float8, a
-        subclass).
+        None if torch.save itself has to write the file: the tensor's bytes are not adjacent in host
+        memory, or it is more than bytes (quantized, sparse, conjugated, float8, a subclass).
     """
     name = _STORAGES.get(tensor.dtype)
     if (
@@ -82,7 +81,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class PartsSave(CoreSave):
-    """A save whose sources are read until it has ended, so only `_settle` drops them."""
+    """A save that reads its sources until it has ended. So the sources are dropped in `_settle`,
+    and not after the copies as those of a `CoreSave` are."""
 
     def _go_on(self) -> None:
         self._verdict.launched(self)
@@ -103,16 +103,16 @@ def submit_parts(
     """Start the save of a file whose name nobody else writes, removes or reads.
 
     The save takes no slot and has no entry in the log, so it does not wait for other saves, nor
-    they for it. It waits only while 64 such saves are under way. It is part of a larger save, and
-    may begin while the process ends if that one had begun before.
+    they for it. It waits only while 64 such saves are under way. It is part of a larger save. If
+    the larger save had begun before the process's exit, this one may begin during the exit.
 
     Args:
         parts: The contents of the file; empty afterwards.
         path: The file, as for `async_save`; a link there is replaced.
         owners: Objects that keep the sources' memory alive; dropped when the save has ended.
         durable: As for `async_save`.
-        upload: The upload that sends the file to a store; the caller then calls its `run`. `path`
-            is only used in messages.
+        upload: The upload that sends the file to a store; the caller then calls `upload.run`, and
+            `path` is only used in messages.
 
     Raises:
         Exception: As `async_save`, but wrong parts raise OSError or MemoryError.
@@ -137,6 +137,7 @@ def submit_parts(
         ticket = _core.Ticket.of_parts(
             core, target.directory, target.name, parts, flags, target.file_system
         )
+        # This skeleton has no pickle: it only keeps the owners alive, in place of storages.
         sources = Skeleton(b"", list(owners), _core.Numbers([]), bytearray(), len(owners), [])
         save = PartsSave(
             ticket,

@@ -1,10 +1,10 @@
 """Implements `RemoteSave`: a save whose file is an object in a store.
 
-The bytes come from a save of the core that has no entry in the log and no file: it hands out its
-blocks in the order of the file (csrc/core/save/stream.c). A thread passes them to the store's
-client, which sends several parts at a time and releases each block when the store has acknowledged
-it. The object becomes visible when the thread tells the client that it is complete. This is the
-commit:
+A save of the core stages the bytes. It has no entry in the log and no file; instead it hands out
+its blocks in the order of the file (csrc/core/save/stream.c). A thread passes the blocks to the
+store's client. The client sends them as the parts of a multipart upload, several parts at a time.
+It releases a block when the store has acknowledged the part. The object becomes visible when the
+thread tells the client that the upload is complete. This is the commit:
 
     the thread sends ──▶ all bytes sent ──staged, not torn──▶ waits for its entry to be at the head
     of the log ──▶ completes the upload ──acknowledged──▶ durable
@@ -42,19 +42,19 @@ from stillframe.errors import BusyError, SaveError, StillframeError
 StorageOptions = Mapping[str, Any] | None
 
 _PAUSE_S = 0.02  # the longest wait for a block while earlier blocks of its part are kept
-_SLICE_S = 1.0  # the longest wait for a block otherwise, before `give_up` is noticed
-_POLL_S = 0.005
+_SLICE_S = 1.0  # the longest wait for a block otherwise; then the thread looks for a `give_up`
+_POLL_S = 0.005  # between two checks of how much the store has acknowledged
 
 
 class Upload:
-    """One object of a save: the bytes of a `CoreSave` on their way to a store.
+    """One object of a save, which sends the bytes of a `CoreSave` to a store.
 
     Args:
         key: The object's name in the store.
         shown: The object's URL, for messages.
 
     Attributes:
-        file: The save that the bytes come from; None before it is made.
+        file: The save that stages the bytes. The user of this object sets it before `run`.
     """
 
     def __init__(self, store: Store, key: str, shown: str) -> None:
@@ -77,25 +77,27 @@ class Upload:
             self.file.cancel()
 
     def abandon(self) -> None:
-        """Give up, because the call raises that makes the save of the bytes."""
+        """Give up, because the call that makes `file` raises before its launch."""
         self.give_up()
         if self.file is not None:
             self.file.abandon()
 
     def run(self, before_end: Callable[[], object]) -> None:
-        """Send the object.
+        """Send the object, and return when it is visible in the store.
 
         Args:
-            before_end: Called when all bytes are sent; the object becomes visible when it returns.
+            before_end: Called when all bytes are sent. It returns when the object may become
+                visible, and raises if it must not.
 
         Raises:
-            BaseException: As `before_end` or the client. The old object is untouched.
+            BaseException: What `before_end` or the client raises. The old object is untouched.
         """
         nbytes = self.nbytes
         self._store.put(self.key, self._pieces(part_bytes(nbytes), before_end), nbytes)
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return the error of the object: that of the save of its bytes, or that of the store.
+        """Give up, and return the error to report: that of `file` if it failed, or else the
+        store's as a SaveError.
 
         Args:
             error: What `run` has raised.
@@ -103,7 +105,7 @@ class Upload:
         self.give_up()
         own: BaseException | None = None
         if self.file is not None:
-            with contextlib.suppress(CancelledError):  # by `give_up`
+            with contextlib.suppress(CancelledError):  # it had not failed: `give_up` cancelled it
                 own = self.file.exception()
         if own is not None:
             return own
@@ -113,51 +115,57 @@ class Upload:
         return error
 
     def _pieces(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
-        """Yield the bytes of the file. The last part begins only when the parts before it are full.
+        """Yield the bytes of the file.
 
-        A client keeps the bytes that it gets until their part is full, and so the blocks that they
-        are in. Therefore the blocks of a part are kept here until it is full. If the next block is
-        late, the save may be waiting for memory, so the kept blocks are copied and released. `part`
-        is the length of a part.
+        A client holds bytes, and so their blocks, until it has a whole part. So blocks are
+        collected here until they fill a part. If the next block is late, the save may be waiting
+        for memory. Then the collected bytes are copied, which releases their blocks.
+
+        Args:
+            part: The length of a part in bytes.
+            before_end: See `run`; called before the generator ends.
         """
         kept: list[_Bytes] = []
-        nbytes = 0
+        nbytes = 0  # in `kept`
         try:
-            while (piece := self._next(_PAUSE_S if kept else _SLICE_S)) is None or len(piece):
+            while True:
+                piece = self._next(_PAUSE_S if kept else _SLICE_S)
                 if piece is None:
                     kept = [each.copied() for each in kept]
                     continue
+                if not len(piece):
+                    break
                 kept.append(_Bytes(piece, 0, len(piece)))
                 nbytes += len(piece)
                 del piece
                 while nbytes >= part:
                     yield from _take(kept, part)
                     nbytes -= part
-            # The client sends the last part only when this generator ends. Before that,
-            # `before_end` may wait for other saves, which may need the memory of these blocks. So
-            # they are copied.
+            # The client sends the last part only when this generator ends. Until then `before_end`
+            # may wait for other saves, which may need these blocks. So the last bytes are copied.
             kept = [each.copied() for each in kept]
             yield from _take(kept, nbytes)
             self._wait_until_good()
             before_end()
         finally:
-            # The save ends only when all blocks are released. After an exception the traceback
-            # would keep them alive with this frame.
+            # The save ends only when all blocks are released. After an exception, the traceback
+            # keeps this frame and its variables alive.
             kept.clear()
             piece = None
 
     def _wait_until_good(self) -> None:
-        """Wait until the store has acknowledged all parts but the last one, and the save is staged.
-        Until then the save can be cancelled or prove torn.
+        """Wait until every block is released and the save is staged. Until then the save can be
+        cancelled or prove torn.
 
-        The client releases the blocks of a part even if the part fails, so this wait ends.
+        A block is released when its part is acknowledged or has failed, so this wait ends.
 
         Raises:
             StillframeError: The save of the bytes failed.
+            CancelledError: See `_next`.
         """
         assert self.file is not None
         while True:
-            self._next(0.0)
+            self._next(0.0)  # only for its exceptions: all blocks have been handed out
             sent, nbytes = self.file.progress()
             if sent >= nbytes and self.file._is_staged():
                 return
@@ -165,7 +173,12 @@ class Upload:
 
     def _next(self, timeout: float) -> _core.Piece | None:
         """Return the next block of the save, an empty one after the last, or None after `timeout`
-        seconds. Raise CancelledError if `give_up` was called."""
+        seconds.
+
+        Raises:
+            StillframeError: The save of the bytes failed.
+            CancelledError: `give_up` was called.
+        """
         assert self.file is not None
         if self._given_up:
             raise CancelledError
@@ -173,22 +186,24 @@ class Upload:
 
 
 class _Bytes(NamedTuple):
-    """Some bytes of a block of the save, or a copy of them: those from `start` to `end`."""
+    """The bytes from `start` to `end` of a block (a `Piece`) or of a copy of one (`bytes`)."""
 
     owner: _core.Piece | bytes
     start: int
     end: int
 
     def copied(self) -> _Bytes:
-        """Return a copy of the bytes, which does not keep the block; self if it is one."""
+        """Return the bytes as a copy, which keeps no block; self if they are a copy already."""
         if isinstance(self.owner, bytes):
             return self
         return _Bytes(self.owner.copy(self.start, self.end), 0, self.end - self.start)
 
 
 def _take(kept: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
-    """Yield the first `nbytes` bytes of `kept`, and remove them from it. No local variable keeps a
-    block while the caller has its bytes."""
+    """Yield the first `nbytes` bytes of `kept`, and remove them from `kept`.
+
+    The local variables are deleted, so that a block is released as soon as the client drops it.
+    """
     while nbytes:
         owner, start, end = kept.pop(0)
         until = min(end, start + nbytes)
@@ -202,7 +217,7 @@ def _take(kept: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
 
 
 class RemoteSave(ExternalSave):
-    """The handle of a save to a store; for the arguments not listed see `ExternalSave`.
+    """The handle of a save to a store; `ExternalSave` explains the other arguments.
 
     Args:
         object_key: The object's name in the store.
@@ -265,8 +280,15 @@ class RemoteSave(ExternalSave):
     # ---- for `save_to_store` ----
 
     def start(self, file: CoreSave) -> None:
-        """Start the thread that sends, before the save of the bytes is launched: its capture may
-        wait for memory that is released only when bytes are sent."""
+        """Start the thread that sends.
+
+        Call it before the save of the bytes, `file`, is launched: the capture may wait for memory
+        that is released only when bytes are sent.
+
+        Raises:
+            StillframeError: The interpreter is exiting.
+            OSError: The system refused to start another thread.
+        """
         self._upload.file = file
         thread = threading.Thread(target=self._run, name="sf-upload", daemon=True)
         self.begin()
@@ -287,8 +309,8 @@ class RemoteSave(ExternalSave):
         self._launched.set()
         file = self._upload.file
         assert file is not None
-        # Future's own method calls this on the thread that resolves the future, and not on the
-        # callback thread, which users' callbacks may delay.
+        # Future's own method runs `_tell_copied` on the thread that resolves the future. The
+        # override in `CallingLater` would use the callback thread, which callbacks may delay.
         Future.add_done_callback(file.staging_completion, self._tell_copied)
 
     def give_up(self) -> None:
@@ -296,11 +318,13 @@ class RemoteSave(ExternalSave):
         self._decide_to_cancel()
         self._upload.abandon()
         self._launched.set()
-        if self._thread is None or self._thread.ident is None:  # it was not started
+        if self._thread is None or self._thread.ident is None:  # no thread will end the save
             self.was_not_launched()
 
     def _tell_copied(self, copy: Future[None]) -> None:
+        """Resolve this handle's staging future as that of the save of the bytes."""
         if not self._outcome.settled:
+            # Future's own method, because `copy.exception()` would count the error as collected.
             error = CancelledError() if copy.cancelled() else Future.exception(copy)
             self._outcome.notify_staged(error)
 
@@ -315,7 +339,7 @@ class RemoteSave(ExternalSave):
         except BaseException as error:  # whatever it is, the save must end
             failure = self._failure(error.with_traceback(None))
         self._launched.wait()
-        self.error_is_known = self._entry is None  # without an entry, the call itself has raised
+        self.error_is_known = self._entry is None  # no entry: the call itself raised the error
         self.end(report, failure, entry=self._entry)
 
     def _wait_to_become_visible(self) -> None:
@@ -339,6 +363,7 @@ class RemoteSave(ExternalSave):
             path=self._path,
             blocked_s=self._call.seconds,
             backpressure_s=self._waited_s + report.backpressure_s,
+            # The times of `report` count from the entry of the inner call.
             staged_after_s=file.entered - self._entered + report.staged_after_s,
             durable_after_s=time.perf_counter() - self._entered,
             io_mode=self._store.client,
@@ -361,10 +386,10 @@ def save_to_store(
     options: SaveOptions,
     storage_options: StorageOptions = None,
 ) -> SaveHandle:
-    """Start a save to `url`: see `stillframe.async_save`.
+    """Start a save to `url`, and return its handle: see `stillframe.async_save`.
 
     Raises:
-        ValueError: See `open_store`.
+        ValueError: The URL names no object; or see `open_store`.
         Exception: See `engine.submit`.
     """
     entered = time.perf_counter()
@@ -401,7 +426,7 @@ def save_to_store(
             save.give_up()
             raise
         save.call_is_over()
-        if completion.completion.over:
+        if completion.completion.over:  # at exit nobody settles the save after this call
             wait_for_end(save)
         return save
 
@@ -431,7 +456,7 @@ MARKERS = (file_kinds.MARKER, ".metadata")
 
 
 def remove_object(url: Any, storage_options: StorageOptions) -> None:
-    """Remove an object, or all objects below it, in the order of submission: see `remove`."""
+    """Submit the remove of an object, or of all objects below it: see `stillframe.remove`."""
     store, object_key = open_store(url, storage_options)
 
     def delete(_: str) -> None:
@@ -445,14 +470,16 @@ def remove_object(url: Any, storage_options: StorageOptions) -> None:
 
 
 def will_be_there(url: Any, storage_options: StorageOptions) -> bool:
-    """Return whether an object, or a checkpoint of several objects, will exist: see `exists`."""
+    """Return whether an object, or a checkpoint of several objects, will exist when all saves and
+    removes submitted so far have ended: see `stillframe.exists`."""
     store, object_key = open_store(url, storage_options)
     key = urls.key(url)
     known = _core.log_exists(key)
-    if known == 2:
+    if known == 2:  # the object is below a checkpoint of several objects that is under way
         return will_hold(key)
     if known >= 0:
         return bool(known)
+    # No entry of the log concerns the name, so the store decides.
     names = [each.key.removeprefix(object_key.rstrip("/") + "/") for each in store.list(object_key)]
     if any(marker in names for marker in MARKERS):
         return True

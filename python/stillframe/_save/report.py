@@ -17,8 +17,8 @@ measured: deque[tuple[int, float]] = deque(maxlen=8)
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The figures of one save. Times are seconds from the call's entry, sizes are bytes. `print`
-    shows it in sentences.
+    """The figures of one save. Times are seconds from the call's entry, sizes are bytes. `str` and
+    `print` show the report in sentences.
 
     Attributes:
         path: The path as it was given.
@@ -27,14 +27,14 @@ class SaveReport:
         captured_nbytes: Bytes copied during the call, the pickled structure included.
         deferred_nbytes: Bytes copied after the call, under forward and backward.
         blocked_s: How long the call took.
-        gate_wait_s: How long `optimizer.step()` waited for the copies (the staging wait).
+        gate_wait_s: How long `optimizer.step()` waited for the copies.
         backpressure_s: How much of `blocked_s` was spent waiting for a slot (`max_in_flight`) or
             for blocks of the pool.
         staged_after_s: When every byte was copied, and the copy found to be consistent.
         durable_after_s: When the file was durable (with `durable=False`: in place).
         peak_pool_bytes: Most pool memory the save held at one time.
-        io_mode: "direct" (O_DIRECT), "buffered", "obstore" or "fsspec" (the client that sent it to
-            a store), or "wrapped" (another CheckpointIO wrote it).
+        io_mode: "direct" (O_DIRECT), "buffered", "obstore" or "fsspec" (the client that sent the
+            file to a store), or "wrapped" (another CheckpointIO wrote the file).
         fallbacks: One sentence for each thing that was slower than it could be.
     """
 
@@ -69,11 +69,11 @@ class SaveReport:
 class Interval:
     """A time during which a caller or an optimizer step waited for a save.
 
-    It may not have ended when the save has, because waiters return a little later. Its length is
-    then the time until now.
+    A waiter returns a little after the save's end, so the report may need the length before `end`
+    is called. It is then the time until now.
 
     Args:
-        begun: `time.perf_counter()` at its beginning.
+        begun: `time.perf_counter()` at the beginning of the interval.
     """
 
     def __init__(self, begun: float) -> None:

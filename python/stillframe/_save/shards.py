@@ -1,4 +1,4 @@
-"""The split of a dict of tensors into several safetensors files, and the index that names them.
+"""Splits a dict of tensors into several safetensors files, and makes their index.
 
 The split is that of `huggingface_hub.split_torch_state_dict_into_shards`. Tensors in the dict's
 order fill a file up to the limit. A tensor larger than the limit has a file of its own. Tensors
@@ -25,7 +25,7 @@ class Shards:
 
     Attributes:
         files: The tensors of each file, by its name.
-        index_name: The name of the index; "" if one file has everything, which needs none.
+        index_name: The name of the index; "" if there is only one file, which needs no index.
         index: The contents of the index.
     """
 
@@ -41,11 +41,11 @@ def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shard
         tensors: A dict that one safetensors file could hold.
         name: The name of the file, such as "model.safetensors". If there are several files, they
             are called "model-00001-of-00003.safetensors" and so on.
-        max_shard_size: Bytes, or a string such as "5GB" (of 1000); None makes one file.
+        max_shard_size: Bytes, or a string such as "5GB" (1 GB is 1000³ bytes); None makes one file.
 
     Raises:
         ValueError, TypeError: The name does not end in ".safetensors", or the size makes no sense.
-        Exception: As `stillframe.save` for a safetensors file, if it could not hold the dict.
+        Exception: As `stillframe.save`, if a safetensors file cannot hold the dict.
     """
     if not name.endswith(SUFFIX):
         raise ValueError(f"the name of a safetensors file has to end in {SUFFIX}, not {name!r}")
@@ -65,9 +65,10 @@ def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shard
 
 
 def _pack(tensors: dict[str, Tensor], most: int) -> tuple[list[dict[str, Tensor]], int]:
-    """Return the tensors of each file, and the bytes of all storages."""
+    """Return the tensors of each file, and the bytes of all storages. `most` is the limit of a
+    file in bytes."""
     shards: list[dict[str, Tensor]] = []
-    open_shard: dict[str, Tensor] = {}
+    open_shard: dict[str, Tensor] = {}  # the file that is being filled, which has `filled` bytes
     filled = total = 0
     shard_of: dict[tuple[torch.device, int, int], dict[str, Tensor]] = {}  # by storage
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Uploads to a mirror (`_remote/mirror.py`), as saves, removes, waits and the exit see them.
+"""Uploads to a mirror (`_remote/mirror.py`): what saves, removes, waits and the exit need of them.
 
 This module also holds the removes that wait for an upload. They are not in the log yet, because
 later saves would have to wait for them there.
@@ -21,7 +21,7 @@ log = logging.getLogger("stillframe")
 
 _URL = "'s3://bucket/run/'"
 
-# The removes that wait for an upload: by the name in the log, a function that submits the remove.
+# The removes that wait for an upload: for each name in the log, a function that submits the remove.
 _held: dict[bytes, Callable[[], object]] = {}
 
 
@@ -38,7 +38,7 @@ def upload_of(
 
     Args:
         durable, create_parents: See `MirrorUpload`.
-        follow_link: The save goes to the file that a link at the path names.
+        follow_link: The save replaces the file that a link at the path names, not the link.
 
     Raises:
         TypeError, ValueError: An argument makes no sense.
@@ -79,7 +79,10 @@ def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: ob
 def hold(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool:
     """Have `submit()` called when nothing of this name is left to be uploaded.
 
-    Return False, and do nothing, if nothing is left now or `wait` is False.
+    Return False if the caller should submit now: nothing is left, or `wait` is False.
+
+    Args:
+        key: The path's name in the log.
     """
     _held.pop(key, None)
     if not wait or not mirrors.uploader.is_used() or not mirrors.uploader.has(os.fsdecode(key)):
@@ -91,6 +94,7 @@ def hold(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool
 
 
 def _release(key: bytes) -> None:
+    """Submit the held remove of a name, unless a save has dropped it."""
     submit = _held.pop(key, None)
     if submit is not None:
         try:
@@ -110,6 +114,7 @@ def drop_held(path: str) -> None:
     if not _held:
         return
     parent, name = os.path.split(path)
+    # A link at the path has two names: its target's and its own.
     for text in (os.path.realpath(path), os.path.join(os.path.realpath(parent or "."), name)):
         while len(text) > 1:
             _held.pop(os.fsencode(text), None)
@@ -130,7 +135,12 @@ def left() -> Backlog | None:
 
 
 def finish(quiet_s: float, say: Callable[[str], object]) -> None:
-    """Upload what is due, as long as the stores answer; see `finish` of the mirror's thread."""
+    """Upload what is due, as long as the stores answer, and report the held removes.
+
+    Args:
+        quiet_s: A shorter wait is not announced.
+        say: Called with each line to print.
+    """
     mirrors.uploader.finish(quiet_s, say)
     for key in list(_held):
         _held.pop(key, None)
@@ -138,7 +148,7 @@ def finish(quiet_s: float, say: Callable[[str], object]) -> None:
 
 
 def finish_by(until: float) -> None:
-    """Have the exit wait for uploads no longer than until `until`, a time.monotonic()."""
+    """Have the exit wait for uploads at most until `until`, a value of time.monotonic()."""
     mirrors.uploader.until = until
 
 

@@ -3,9 +3,10 @@
     made ──launched──▶ steps wait for the copy ──over──▶ no step waits ──▶ ended
                           │ judge: compares versions, once
 
-The core compares samples of the copied bytes; this module compares torch's version counters, once,
-when the first caller needs the verdict: an optimizer's step, a waiting caller, the completion
-thread, or a fork. Every later question gets the same answer, because a step may have written since.
+The core compares samples of the copied bytes; this module compares torch's version counters. It
+does so once, when the first caller needs the verdict: an optimizer's step, a waiting caller, the
+completion thread, or a fork. Later callers get the same answer, because a step may have written to
+the tensors since.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Sequence
 
 from stillframe._watch import gate
 
-_NOTHING = gate.Deferral()
+_NOTHING = gate.Deferral()  # takes the place of the deferral when a save has ended
 
 
 class Verdict:
     """The comparison of version counters for one save or snapshot.
 
-    Any thread may use it, even a signal handler in the middle of another use. It does not keep the
-    save or snapshot alive.
+    Any thread may use a verdict, even a signal handler that interrupts another use. A verdict does
+    not keep the save or snapshot alive.
 
     Args:
         deferral: The storages that are copied after the call.
@@ -29,7 +30,7 @@ class Verdict:
 
     def __init__(self, deferral: gate.Deferral) -> None:
         self._deferral = deferral
-        self._answers: list[int] = []  # the first one counts
+        self._answers: list[int] = []  # the results of `judge`; the first one counts
         self._over = False  # `over` was called
 
     @property
@@ -47,13 +48,13 @@ class Verdict:
             gate.untrack(pending)
 
     def judge(self) -> int:
-        """Return the number of a storage that was written to since the call, or -1."""
+        """Return the number of a storage that was written to since the call; -1 if none was."""
         if not self._answers:
             self._answers.append(self._deferral.torn())  # two threads may judge; the first counts
         return self._answers[0]
 
     def over(self, pending: gate.Pending) -> None:
-        """Stop making steps wait. May be called again."""
+        """Let steps go on without a wait. May be called again."""
         self._over = True
         gate.untrack(pending)
 
@@ -64,11 +65,15 @@ class Verdict:
         self._deferral = _NOTHING
 
     def release(self) -> None:
-        """Drop the tensors. `blame` still works."""
+        """Drop the tensors. `blame` may still be called."""
         self._deferral.release()
 
     def blame(self, index: int, names: Sequence[str]) -> str:
-        """Have later saves capture everything that belongs to the storage's owner.
+        """Have later saves capture everything that belongs to the storage's owner (an optimizer).
+
+        Args:
+            index: The number of a torn storage.
+            names: The key paths of its tensors; may be empty.
 
         Returns:
             The words for the storage in an error: the names of its tensors, or else its number.
