@@ -1,4 +1,4 @@
-"""`Backlog`: how much still has to be uploaded to mirrors, since when, and where to."""
+"""`Backlog`: how much still has to be uploaded to mirrors, to which mirrors, and since when."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class Backlog(NamedTuple):
     """Uploads that are due.
 
     Attributes:
+        uploads: How many there are.
+        nbytes: The bytes of their files.
         oldest_s: The time of the oldest save, in seconds since 1970.
         prefixes: The URLs of the mirrors.
     """
@@ -31,7 +33,7 @@ class Backlog(NamedTuple):
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Backlog | None:
-        """Return the backlog that these entries are; None if none is due."""
+        """Return the backlog of the due entries among these; None if none is due."""
         left = [each for each in entries if each.is_due()]
         if not left:
             return None
@@ -41,7 +43,7 @@ class Backlog(NamedTuple):
 
 
 def backlog(directory: str) -> Backlog | None:
-    """Return what is to be uploaded from a directory, without saves under way.
+    """Return what is to be uploaded from a directory, not counting saves under way.
 
     Raises:
         OSError: Its journal cannot be listed.
@@ -50,6 +52,7 @@ def backlog(directory: str) -> Backlog | None:
 
 
 def _nbytes(path: str) -> int:
+    """Return the bytes of a file, or of a directory's files; 0 if they cannot be read."""
     try:
         info = os.lstat(path)
         inside = sending.files_of(path).values() if stat.S_ISDIR(info.st_mode) else [info]

@@ -1,6 +1,6 @@
-"""A store that is read as if it were a disk, with directories; and the choice between the two.
+"""A store that is read as if it were a disk, with directories; `of_path` chooses between the two.
 
-The first question about a directory lists everything below it.
+The first question about a directory lists all objects below it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _Directory: TypeAlias = "dict[str, Found | _Directory]"
 
 
 def of_path(path: object, storage_options: Mapping[str, Any] | None = None) -> tuple[Disk, str]:
-    """Return the disk of a path or URL, and how to name it there and in messages.
+    """Return the disk of a path or URL, and the path to give to the disk and to show in messages.
 
     The disk is a context manager; its end closes what was opened.
 
     Raises:
-        TypeError, ValueError: It is no path, or the options are wrong: a local path has none.
+        TypeError, ValueError: `path` is no path, or the options are wrong: a local path takes none.
         StillframeError: No client for such a URL is installed.
     """
     if urls.is_remote(path):
@@ -39,7 +39,7 @@ class RemoteDisk(Disk):
     """The store of a URL. Paths are URLs without credentials, as `urls.shown` returns them.
 
     Raises:
-        As `open_store`.
+        Exception: See `open_store`.
     """
 
     is_remote = True
@@ -76,6 +76,7 @@ class RemoteDisk(Disk):
         return self._find(self._key(path)).nbytes
 
     def _find(self, key: str) -> Found:
+        """Return what the store knows of an object; it is asked once, until `forget`."""
         if key not in self._found:
             self._found[key] = self._store.find(key)
         return self._found[key]
@@ -130,7 +131,8 @@ class RemoteDisk(Disk):
         return path.removeprefix(self._root).strip("/")
 
     def _known(self, key: str) -> _Directory | None:
-        """Return a directory that was listed already, by itself or with one above it."""
+        """Return a directory that was listed already, itself or with a directory above it; None if
+        it was not. A directory without objects is empty."""
         if key in self._listed:
             return self._listed[key]
         if not key:
@@ -140,18 +142,20 @@ class RemoteDisk(Disk):
         return inside if isinstance(inside, dict) else None
 
     def _directory(self, key: str) -> _Directory:
-        """Return a directory; list it if that was not done yet."""
+        """Return a directory; list it if it is not known yet."""
         directory = self._known(key)
         if directory is None:
             directory = self._listed[key] = {}
             for found in self._store.list(key):
                 _add(directory, found.key[len(key) :].strip("/").split("/"), found)
-                if found.version:  # without one, `find` may return something else
+                if found.version:  # without versions, the values of `find` are compared later
                     self._found[found.key] = found
         return directory
 
 
 def _add(directory: _Directory, path: list[str], found: Found) -> None:
+    """Add an object to a directory, with the directories in between. `path` has the components of
+    the object's path in the directory."""
     *above, name = path
     for each in above:
         inside = directory.setdefault(each, {})
@@ -163,6 +167,7 @@ def _add(directory: _Directory, path: list[str], found: Found) -> None:
 
 
 def _times(node: Found | _Directory) -> Iterator[float]:
+    """Yield the times of the last change of an object, or of all objects below a directory."""
     if isinstance(node, Found):
         yield node.modified_s
     else:

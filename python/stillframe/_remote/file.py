@@ -1,13 +1,13 @@
 """A remote object, or a range of one, as an open file for the code that reads checkpoints.
 
-The core makes a file in memory, of the right length and without its bytes (`_core.Arrivals`). A
-reader waits for the bytes that it needs. Threads of this module ask which bytes a reader waits for
-or will need soon, and fetch them.
+The core makes a file in memory, of the right length and still without its bytes (`_core.Arrivals`).
+A reader waits for the bytes that it needs. Threads of this module ask the core which bytes a reader
+waits for or will need soon, and fetch them.
 
     the core's readers --> Arrivals.next --> Store.get, on a few threads --> Arrivals.put
 
 If an object is replaced meanwhile, the load raises an error and never mixes two versions: each
-request names the version that was found first. For a client that knows no versions, the object is
+request names the version that was found first. If the client knows no versions, the object is
 looked up once more at the end.
 """
 
@@ -25,18 +25,18 @@ from stillframe._remote.store import Buffer, Found, Store
 
 log = logging.getLogger("stillframe")
 
-CHUNK_BYTES = 8 << 20
-PEEK_BYTES = 1 << 20  # fetched at a time where little is read
-THREADS = 8
+CHUNK_BYTES = 8 << 20  # of a request
+PEEK_BYTES = 1 << 20  # of a request while little of the file is read
+THREADS = 8  # the most threads of a `Fetcher`
 SLOW_S = 10.0  # longer requests are logged
-PATIENCE_S = 1.0  # for requests that nobody needs any more
+PATIENCE_S = 1.0  # how long `Fetcher.end` waits for requests under way
 
 
 class Object:
     """An object that is read.
 
     Attributes:
-        failure: Why bytes of it could not be fetched.
+        failure: The error of the first request that failed; None if none has.
     """
 
     def __init__(self, store: Store, found: Found) -> None:
@@ -45,7 +45,7 @@ class Object:
         self._store = store
 
     def get(self, start: int, end: int) -> Buffer:
-        """Return bytes of it.
+        """Return the bytes from `start` to `end`.
 
         Raises:
             OSError: The store refused, or the object was replaced.
@@ -60,15 +60,15 @@ class Object:
         return data
 
     def refuse_changed(self) -> None:
-        """Raise OSError if it was replaced since it was found, for clients whose requests do not
-        notice that."""
+        """Raise OSError if the client knows no versions and the object was replaced since it was
+        found. With versions, the requests themselves notice that."""
         if not self.found.version and self._store.find(self.found.key) != self.found:
             words = "the object was replaced while it was read: read it again"
             raise OSError(errno.ESTALE, words, self._store.shown(self.found.key))
 
 
 class Range(NamedTuple):
-    """The bytes of an object that a file in memory is to hold.
+    """The bytes of an object, from `start` to `end`, that a file in memory is to hold.
 
     Attributes:
         chunk_bytes: The bytes of a request, a multiple of a page.
@@ -81,7 +81,7 @@ class Range(NamedTuple):
 
     @property
     def nr_requests(self) -> int:
-        return -(-(self.end - self.start) // self.chunk_bytes)
+        return -(-(self.end - self.start) // self.chunk_bytes)  # rounded up
 
 
 class Fetcher:
@@ -89,7 +89,7 @@ class Fetcher:
 
     def __init__(self) -> None:
         self._arrivals = _core.Arrivals()
-        self._ranges: dict[int, Range] = {}
+        self._ranges: dict[int, Range] = {}  # of the open files, by the file's number
         self._threads: list[threading.Thread] = []
 
     def __del__(self) -> None:
@@ -98,8 +98,8 @@ class Fetcher:
     def open(self, wanted: Range) -> tuple[int, int]:
         """Open a file of some bytes; return its number, for `close`, and the descriptor.
 
-        Bytes are fetched when the core wants them. To read the descriptor in another way, call
-        `_core.arrive` before.
+        Bytes are fetched when the core wants them. Before other code reads the descriptor, call
+        `_core.arrive`, which waits for all bytes.
 
         Raises:
             OSError: The system refuses a file in memory, or a thread.
@@ -125,8 +125,9 @@ class Fetcher:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self, number: int) -> None:
+        """Start threads until there are `number` of them."""
         while len(self._threads) < number:
-            # The thread must not keep this object alive, because the object's end is its own end.
+            # The thread must not keep this object alive, because `__del__` is what ends the thread.
             arguments = self._arrivals, self._ranges
             thread = threading.Thread(target=_fetch, args=arguments, name="sf-fetch", daemon=True)
             try:
@@ -139,11 +140,11 @@ class Fetcher:
 
 
 def _fetch(arrivals: _core.Arrivals, ranges: dict[int, Range]) -> None:
-    """Fetch what is waited for, until the files are closed."""
+    """Fetch the bytes that readers wait for, until `Arrivals.end` is called."""
     while (wanted := arrivals.next()) is not None:
         number, start, end = wanted
         found = ranges.get(number)
-        if found is None:
+        if found is None:  # the file was closed meanwhile
             continue
         try:
             arrivals.put(number, start, found.item.get(found.start + start, found.start + end))
@@ -156,10 +157,11 @@ def _fetch(arrivals: _core.Arrivals, ranges: dict[int, Range]) -> None:
 class RemoteFile:
     """A remote object that is open to read; a context manager.
 
-    Its end raises the error of a failed request instead of the errors that follow from it.
+    If a request failed, the end of the block raises the error of that request, in place of the
+    errors that follow from it.
 
     Args:
-        peek: Little is read for now, until `rest`.
+        peek: Little is read until `rest` is called, so requests are short.
     """
 
     def __init__(self, fetcher: Fetcher, item: Object, *, peek: bool = False) -> None:
@@ -177,7 +179,7 @@ class RemoteFile:
         return self._opened[1]
 
     def rest(self) -> None:
-        """Give back the memory; what is read from now on is fetched again."""
+        """Give back the memory; bytes that are read later are fetched again."""
         opened, self._opened = self._opened, None
         if opened is not None:
             self._fetcher.close(opened[0])

@@ -1,4 +1,4 @@
-"""Stores of every other scheme, through fsspec."""
+"""Stores of all schemes that obstore does not serve, through fsspec."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ _TEMPORARY = ".stillframe-tmp"
 class FsspecStore(Store):
     """A store behind fsspec.
 
-    An object is written under a temporary name next to its own and then moved, by a rename or a
-    copy in the store.
+    An object is written under a temporary name next to its final name, and then moved by a rename
+    or a copy in the store.
+
+    Args:
+        given: The URL as the user gave it.
     """
 
     client = "fsspec"
@@ -33,7 +36,7 @@ class FsspecStore(Store):
     def __init__(self, url: Url, options: Mapping[str, Any], given: str) -> None:
         super().__init__(url, options)
         host = f"{url.user}@{url.bucket}" if url.user else url.bucket
-        if url.account:
+        if url.account:  # az://container@account.dfs.core.windows.net/...
             host = f"{url.bucket}@{given.partition('@')[2].partition('/')[0]}"
         self._base = f"{given.partition('://')[0]}://{host}"
         self._query = f"?{url.query}" if url.query else ""
@@ -42,8 +45,11 @@ class FsspecStore(Store):
         self._one_call = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
 
     def _open(self, options: Mapping[str, Any]) -> Any:
+        """Return fsspec's file system for the URL."""
         import fsspec
 
+        # Errors are raised outside the handlers, so that they do not refer to fsspec's error, whose
+        # text may hold credentials.
         kind: type[Exception] = StillframeError
         try:
             url = f"{self._base}/{self._query}"
@@ -60,10 +66,12 @@ class FsspecStore(Store):
         raise kind(f"{self._root}: {cause}")
 
     def _call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call fsspec, alone if the file system takes one call at a time."""
         with self._one_call:
             return function(*args, **options)
 
     def _path(self, key: str) -> str:
+        """Return fsspec's path of an object."""
         return str(self._fs._strip_protocol(f"{self._base}/{key}{self._query}"))
 
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
@@ -86,9 +94,10 @@ class FsspecStore(Store):
             raise
 
     def _move(self, source: str, target: str) -> None:
+        """Move an object in the store, by a rename if the file system can, else by a copy."""
         from fsspec import AbstractFileSystem
 
-        if type(self._fs).mv is not AbstractFileSystem.mv:  # it can rename
+        if type(self._fs).mv is not AbstractFileSystem.mv:  # the file system can rename
             self._call(self._fs.mv, source, target)
             return
         # The default `mv` would take brackets in a name for a pattern.
@@ -125,6 +134,8 @@ class FsspecStore(Store):
 
 
 def _of_info(info: Mapping[str, Any], key: str) -> Found:
+    """Return the `Found` for fsspec's description of an object. Each file system names the time in
+    its own way."""
     names = ("mtime", "LastModified", "last_modified", "modified", "created")
     modified = next((info[name] for name in names if info.get(name)), 0.0)
     if isinstance(modified, datetime):

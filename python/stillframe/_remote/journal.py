@@ -1,21 +1,23 @@
 """The journal of a mirror: which files of one directory still have to be uploaded.
 
-It is a hidden directory beside the checkpoints with a small file for each upload, its *entry*. The
-ending tells its state:
+The journal is a hidden directory next to the checkpoints. It has a small file for each upload, the
+*entry*. The ending of the entry's name tells the state of the upload:
 
     a save begins ──▶ NAME.save ──durable──▶ NAME.due ──uploaded──▶ removed
                           ╰───── failed or cancelled ─────────────────╯
 
 NAME begins with the time, so names sort in the order of the saves. An entry is written under a
-third ending (.new) and renamed, and does not change afterwards. So a process may be killed at any
-moment; a power failure may leave an entry without content, which is removed.
+third ending (.new) and renamed, and its content does not change afterwards. So a process may be
+killed at any moment. A power failure may leave an entry without content, which is removed.
 
 Locks are flocks and end with the process; csrc/core/file/tmp.c has the rules. A save holds the lock
-of its entry. A .save that nobody holds was left by a process that was killed, maybe after the
-rename, and counts as due. A process that uploads holds the file `lock`, so a directory has one
-upload at a time. On a file system without locks, another process may take a .save for one that was
-left, and remove it when it has uploaded the old file. So a save writes its entry again if that is
-missing at its end: something may go up twice there, but nothing is lost.
+of its entry. If nobody holds the lock of a .save, the save's process was killed, maybe after the
+save's rename, so the entry counts as due. A process that uploads holds the file `lock`, so a
+directory has one upload at a time.
+
+On a file system without locks, a .save may look like that of a killed process. Another process may
+then upload the old file and remove the entry. So a save whose entry is missing at its end writes
+the entry again: a file may be uploaded twice there, but none is lost.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ NAME = ".stillframe-mirror"
 _ENTRY = re.compile(r"\d{20}-\d+\.(new|save|due)")
 _LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-_TRIES = 100  # another process may remove the empty journal, or have the same name
-_LARGEST = 1 << 16
+_TRIES = 100  # each may fail because another process removes the journal or takes the same name
+_LARGEST = 1 << 16  # bytes that are read of an entry
 
 # The paths of the files that this process has locked, by descriptor. A forked child closes them.
 _locked: dict[int, str] = {}
-_last_ns = 0
-# The entries of each directory by name, as they were read last: they do not change.
+_last_ns = 0  # the last result of `_now_ns`
+# The entries of each directory by file name, as they were read last: their content does not change.
 _known: dict[str, dict[str, Entry]] = {}
 
 
 class Lock:
-    """A file that this process has locked."""
+    """A file that this process has locked, or is about to lock, through its descriptor."""
 
     def __init__(self, path: str, fd: int) -> None:
-        self._fds = [fd]
+        self._fds = [fd]  # `_take` takes the element
         _locked[fd] = path
 
     def release(self) -> None:
@@ -60,7 +62,7 @@ class Lock:
             _unlock(fd)
 
     def _take(self) -> int | None:
-        """Take the descriptor in one step, so that one of several threads gets it."""
+        """Return the descriptor to the first caller, and None to others, in an atomic operation."""
         try:
             return self._fds.pop()
         except IndexError:
@@ -74,25 +76,27 @@ def _lock(path: str, flags: int = 0) -> Lock | None:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
     except OSError:
-        return None  # it is gone, or another user's
+        return None  # the file is gone, or belongs to another user
     lock = Lock(path, fd)
     try:
         if _flock(fd) and os.path.samestat(os.fstat(fd), os.lstat(path)):
             return lock
     except OSError:
-        pass  # it was removed or renamed before it was locked
+        pass  # the file was removed or renamed before it was locked
     lock.release()
     return None
 
 
 def _unlock(fd: int) -> None:
-    if _locked.pop(fd, None) is not None:  # otherwise it is the parent's
+    """Unlock and close a descriptor, unless it is that of the parent of this forked child."""
+    if _locked.pop(fd, None) is not None:
         with contextlib.suppress(OSError):  # a child may share the lock: end it for both
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
 def _flock(fd: int) -> bool:
+    """Lock a file without a wait; False if it is locked. Return True if there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -108,10 +112,10 @@ class Entry(NamedTuple):
 
     Attributes:
         directory: The directory of the local file.
-        path: The name of the file or directory there.
+        path: The name of the local file, or directory, in `directory`.
         prefix: The URL of the mirror, with a slash at its end and without credentials.
         name: The object's name below the prefix.
-        file: The name of the entry in the journal.
+        file: The name of the entry in the journal; "" before it has one.
     """
 
     directory: str
@@ -134,83 +138,90 @@ class Entry(NamedTuple):
         return int(self.file[:20]) / 1e9
 
     @property
-    def there(self) -> str:
+    def own_path(self) -> str:
+        """The path of the entry itself."""
         return os.path.join(self.directory, NAME, self.file)
 
     def is_due(self) -> bool:
         """Return whether the save is durable, or its process was killed."""
         if self.file.endswith(".due"):
             return True
-        lock = _lock(self.there)
+        lock = _lock(self.own_path)
         if lock is not None:
             lock.release()
         return lock is not None
 
     def is_of_killed_save(self) -> bool:
-        """Return whether a due entry is due because its process was killed. Then the local file may
-        not exist."""
+        """Return whether a due entry is due because the save's process was killed. Then the local
+        file may not exist."""
         return self.file.endswith(".save")
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.there)
+            os.unlink(self.own_path)
 
 
 class Pending(Lock):
     """The entry of a save under way."""
 
     def __init__(self, entry: Entry, fd: int) -> None:
-        super().__init__(entry.there, fd)
+        super().__init__(entry.own_path, fd)
         self.entry = entry
 
     def make_due(self, *, durable: bool) -> None:
-        """Record that the local file is there. Any thread may call this, and call it again.
+        """Record that the local file is there, so that it is uploaded. Any thread may call this,
+        and call it again.
 
         Args:
-            durable: The entry is on the disk when this returns.
+            durable: Sync the entry before the return.
 
         Raises:
-            OSError: It is not known to be there.
+            OSError: The entry could not be synced or renamed.
         """
         if durable:
             with contextlib.suppress(FileNotFoundError):
                 self.sync()
         fd = self._take()
         if fd is None:
-            return  # another thread has it, or had it
+            return  # another thread does this, or has done so
+        path = self.entry.own_path
         try:
-            os.rename(self.entry.there, self.entry.there.removesuffix(".save") + ".due")
-        except FileNotFoundError:
+            os.rename(path, path.removesuffix(".save") + ".due")
+        except FileNotFoundError:  # a process on a file system without locks has removed the entry
             _unlock(fd)
             add_due(self.entry, durable=durable)
         except BaseException:
-            self._fds.append(fd)
+            self._fds.append(fd)  # a later call tries again
             raise
         else:
             _unlock(fd)
 
     def remove(self) -> None:
+        """Remove the entry and give its lock back."""
         self.entry.remove()
         self.release()
 
     def sync(self) -> None:
-        paths.sync_file(self.entry.there)
-        paths.sync_directory(os.path.dirname(self.entry.there))
+        """Sync the entry and the journal."""
+        paths.sync_file(self.entry.own_path)
+        paths.sync_directory(os.path.dirname(self.entry.own_path))
 
 
 def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
     """Write an entry, and return it locked. Nothing is synced.
 
     Args:
-        made: Gets the entry before it is in the journal: Ctrl-C may come before this returns.
+        entry: The upload; its `file` is not used.
+        made: Gets the entry before it is in the journal, so that the caller has it even if Ctrl-C
+            comes before the return.
 
     Raises:
-        OSError: It could not be written.
+        OSError: The entry could not be written.
     """
     content = json.dumps({"path": entry.path, "prefix": entry.prefix, "name": entry.name}).encode()
     for _ in range(_TRIES):
         stem = f"{_now_ns():020d}-{os.getpid()}"
-        new = entry._replace(file=f"{stem}.new").there
+        new = entry._replace(file=f"{stem}.new").own_path
         try:
             fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
@@ -225,10 +236,10 @@ def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
                 made.append(pending)
             if _flock(fd):
                 os.write(fd, content)
-                os.rename(new, pending.entry.there)
+                os.rename(new, pending.entry.own_path)
                 return pending
         except FileNotFoundError:
-            pass  # `tidy` was faster
+            pass  # `unlock` of another process has removed the .new before it was locked
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(new)
@@ -239,10 +250,10 @@ def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
 
 
 def add_due(entry: Entry, *, durable: bool) -> None:
-    """Write the entry of a file that is there.
+    """Write the entry of a local file that is already there, and make it due.
 
     Raises:
-        OSError: It could not be written.
+        OSError: The entry could not be written.
     """
     pending = add(entry)
     if durable:
@@ -253,8 +264,9 @@ def add_due(entry: Entry, *, durable: bool) -> None:
 def entries(directory: str) -> list[Entry]:
     """Return the entries of a directory's journal, the oldest first.
 
-    Each is read once: a call of `remove` may ask while hundreds wait. A list that is made during a
-    rename may have neither of the two names, so it counts only if the next one is the same.
+    Each entry is read only once, because a call of `remove` asks for all of them, and hundreds may
+    wait. A list of names that is made during a rename may have neither the old nor the new name. So
+    a list counts only if the next list is the same.
 
     Raises:
         OSError: The journal cannot be listed.
@@ -264,7 +276,7 @@ def entries(directory: str) -> list[Entry]:
     for _ in range(_TRIES):
         found = {file: known[file] for file in names if file in known}
         for file in [each for each in names if each not in known]:
-            with contextlib.suppress(OSError):  # it is gone, or another user's
+            with contextlib.suppress(OSError):  # the entry is gone, or belongs to another user
                 entry = _read(directory, file)
                 if entry is not None:
                     found[file] = entry
@@ -279,6 +291,7 @@ def entries(directory: str) -> list[Entry]:
 
 
 def _names(directory: str) -> list[str]:
+    """Return the names of the entries in a directory's journal, sorted; [] without a journal."""
     known = _known.get(directory, {})
     try:
         names = os.listdir(os.path.join(directory, NAME))
@@ -288,10 +301,10 @@ def _names(directory: str) -> list[str]:
 
 
 def _read(directory: str, file: str) -> Entry | None:
-    """Return an entry; None if it is not whole.
+    """Return an entry; None if its content is incomplete or invalid, or it is a .new.
 
     Raises:
-        OSError: It is not there, or not readable.
+        OSError: The entry is not there, or not readable.
     """
     with open(os.path.join(directory, NAME, file), "rb") as stream:
         text = stream.read(_LARGEST)
@@ -300,9 +313,11 @@ def _read(directory: str, file: str) -> Entry | None:
         entry = Entry(directory, content["path"], content["prefix"], content["name"], file)
     except (ValueError, KeyError, TypeError):
         return None
-    is_text = all(isinstance(each, str) for each in entry)
-    is_inside = is_text and entry.path == os.path.basename(entry.path) not in ("", ".", "..")
-    return entry if is_inside and not file.endswith(".new") else None
+    if file.endswith(".new") or not all(isinstance(each, str) for each in entry):
+        return None
+    # A path with a slash, or "..", would lead out of the directory.
+    is_name = os.path.basename(entry.path) == entry.path and entry.path not in ("", ".", "..")
+    return entry if is_name else None
 
 
 def lock(directory: str) -> Lock | None:
@@ -311,15 +326,18 @@ def lock(directory: str) -> Lock | None:
 
 
 def unlock(directory: str, right: Lock) -> None:
-    """Give the right back; before, remove entries that are not whole, and the journal if it is
-    empty. A process that has opened the lock meanwhile finds that its name is gone."""
+    """Give the right back. Before that, remove entries that `_read` refuses, and an empty journal.
+
+    Another process may have opened the removed file `lock` meanwhile. `_lock` notices that its name
+    is gone.
+    """
     known = _known.get(directory, {})
     for file in [each for each in _names(directory) if each not in known]:
         entry = Entry(directory, "", "", "", file)
         with contextlib.suppress(OSError):
             if _read(directory, file) is None and entry.is_due():
                 entry.remove()
-    with contextlib.suppress(OSError):  # there is a file of somebody else, or a new entry
+    with contextlib.suppress(OSError):  # the journal has another file, or a new entry
         if not _names(directory):
             os.unlink(os.path.join(directory, NAME, _LOCK))
             os.rmdir(os.path.join(directory, NAME))
@@ -327,7 +345,7 @@ def unlock(directory: str, right: Lock) -> None:
 
 
 def _now_ns() -> int:
-    """Return the time, later than any before in this process."""
+    """Return the time since 1970, later than any time returned before in this process."""
     global _last_ns
     _last_ns = max(_last_ns + 1, time.time_ns())
     return _last_ns

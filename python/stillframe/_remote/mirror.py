@@ -4,16 +4,17 @@
     the save's end   syncs the entry and makes it due
     sf-mirror        uploads what is due (sending.py), one entry at a time
 
-The oldest entry goes first. If an upload fails, the later ones of its prefix wait, and other
-prefixes go on. The upload is tried again after a pause, as long as the process lives. While another
-process uploads from a directory, all entries there wait. Entries that other processes have left are
-uploaded as well, from the first save on, or from `MirrorUpload.resume`.
+The oldest entry goes first. An entry's *prefix* is the URL of its mirror. If an upload fails, later
+entries of its prefix wait, and those of other prefixes go on. The upload is tried again after a
+pause, as long as the process lives. While another process uploads from a directory, all entries
+there wait. Entries that other processes have left in a directory are uploaded too, once this
+process has saved there with a mirror or has called `MirrorUpload.resume`.
 
-An entry is dropped when a later one of the same file is due. An upload reads an open descriptor, so
-a save that replaces the file meanwhile does not disturb it, and has an entry of its own.
+An entry is dropped when a later entry of the same file is due. An upload reads an open descriptor,
+so a save that replaces the file meanwhile does not disturb the upload, and has an entry of its own.
 
 The journal holds no credentials. The thread uses the URL and the options that this process has
-given for the prefix, or else for its bucket, or else the credentials of the environment.
+given for the prefix, or else those for its bucket, or else the credentials of the environment.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from stillframe._remote.stores import check_store, open_store
 log = logging.getLogger("stillframe")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_POLL_S = 1.0  # for what other processes do
-_GIVEN_UP_S = 5.0
+_POLL_S = 1.0  # between two looks at what other processes do
+_GIVEN_UP_S = 5.0  # the longest wait for the thread after `give_up`
 
 Options = Mapping[str, Any]
 
@@ -51,7 +52,7 @@ class MirrorUpload:
         local: The path of the file or directory. Its parent is a real path.
         mirror: The URL of a directory in a store.
         storage_options: See `open_store`.
-        durable: The entry is on the disk when `end` returns.
+        durable: `end` syncs the entry, so that it survives a power failure.
         create_parents: The save makes missing directories, so `begin` makes them for the journal.
 
     Raises:
@@ -72,15 +73,15 @@ class MirrorUpload:
         url = f"{path if path.endswith('/') else f'{path}/'}{mark}{query}"
         check_store(url, storage_options)
         directory, name = os.path.split(local)
-        name.encode()
+        name.encode()  # raises UnicodeEncodeError, a ValueError
         self.entry = Entry(directory, name, urls.shown(url), name)
         self._durable = durable
         self._create_parents = create_parents
-        self._pending: list[journal.Pending] = []
+        self._pending: list[journal.Pending] = []  # the entry in the journal, once it is written
         uploader.learn(url, dict(storage_options or {}))
 
     def begin(self) -> None:
-        """Write the entry, without a sync. The save begins after this call."""
+        """Write the entry, without a sync. The save begins after this call. An error is logged."""
         try:
             if self._create_parents:
                 paths.make_directories(self.entry.directory, self._durable)
@@ -95,7 +96,8 @@ class MirrorUpload:
             uploader.look_at(self.entry.directory)
 
     def end(self, good: bool) -> None:
-        """Make the entry due; remove it if the save is not `good`. May be called again."""
+        """Make the entry due if the save succeeded (`good`), else remove it. May be called again.
+        An error is logged."""
         for pending in self._pending:
             try:
                 if good:
@@ -114,7 +116,7 @@ class MirrorUpload:
 
 
 class _GivenUpError(Exception):
-    """The exit does not wait for the upload any longer."""
+    """Breaks off an upload for which the exit does not wait any longer."""
 
 
 class _Uploader:
@@ -123,20 +125,23 @@ class _Uploader:
     It has no lock: a signal handler may save in the middle of any call.
 
     Attributes:
-        until: When the exit gives up, by time.monotonic(); None waits as long as it takes.
+        until: When the exit stops waiting, by time.monotonic(); None waits as long as it takes.
     """
 
     until: float | None = None
 
     def __init__(self) -> None:
-        self._directories: dict[str, None] = {}  # those whose journals are looked at
+        self._directories: dict[str, None] = {}  # whose journals are read; a set with an order
+        # The URL and the options of each mirror, as this process gave them, by `urls.key`.
         self._targets: dict[bytes, tuple[str, Options]] = {}
-        # By prefix: how often its oldest upload has failed, and when it is tried again.
+        # By prefix: how often its oldest upload has failed, and the monotonic time of the next try.
         self._failures: dict[str, tuple[int, float]] = {}
-        self._unreadable: set[Entry] = set()
+        self._unreadable: set[Entry] = set()  # entries whose local files cannot be read
+        # Functions to call when nothing at or below a path is to be uploaded.
         self._followers: list[tuple[str, Callable[[], object]]] = []
-        self._ending = self._given_up = self._told = False
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ending = self._given_up = False  # `finish`, `give_up` was called
+        self._told = False  # `finish` has said what is left
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an element wakes the thread
         self._thread = threads.SingleThread(self._run, "sf-mirror")
 
     def is_used(self) -> bool:
@@ -144,13 +149,13 @@ class _Uploader:
         return bool(self._targets)
 
     def learn(self, prefix: str, options: Options) -> None:
-        """Keep the URL and the options of a mirror."""
+        """Record the URL and the options of a mirror."""
         name = urls.key(prefix.partition("?")[0])
         self._targets.pop(name, None)
         self._targets[name] = prefix, options  # the latest is the last
 
     def look_at(self, directory: str) -> None:
-        """Look at the journal of a directory, which has changed."""
+        """Have the thread look at the journal of a directory, which has changed."""
         self._directories[directory] = None
         self._tell()
 
@@ -173,18 +178,19 @@ class _Uploader:
         )
 
     def follow(self, path: str, function: Callable[[], object]) -> None:
-        """Call `function` on the thread when nothing of `path` is to be uploaded any more."""
+        """Have the thread call `function` when nothing at or below `path` is to be uploaded."""
         self._followers.append((path, function))
         for directory in (os.path.dirname(path), path):
             self.look_at(directory)
 
     def wait(self, timeout: float | None) -> Backlog | None:
-        """Wait until nothing is to be uploaded. Return what is left after the timeout, or if no
-        thread uploads it: the interpreter is exiting, or the system starts none."""
+        """Wait until nothing is to be uploaded, and return None. Return what is left after
+        `timeout` seconds, or if there is no thread: the interpreter is exiting, or the system
+        refused to start one."""
         if not self._directories:
             return None
         over = Event()
-        self._followers.append(("", over.set))
+        self._followers.append(("", over.set))  # every path is below ""
         self._tell()
         end_s = float("inf") if timeout is None else time.monotonic() + timeout
         while not over.wait(min(_POLL_S, end_s - time.monotonic())):
@@ -193,16 +199,16 @@ class _Uploader:
         return None
 
     def left(self) -> Backlog | None:
-        """Return what is to be uploaded."""
+        """Return what is to be uploaded; None for nothing."""
         return Backlog.of(_entries_of(list(self._directories)))
 
     def finish(self, quiet_s: float, say: Callable[[str], object]) -> None:
-        """Upload what is due, end the thread, and say what is left. May be called again.
-
-        A prefix whose upload fails is not waited for.
+        """Wait until the thread has uploaded what is due and has ended; say what is left. May be
+        called again. A prefix whose upload fails is not waited for.
 
         Args:
             quiet_s: A shorter wait is not announced.
+            say: Called with each line to print.
         """
         if not self._thread.is_started:
             return
@@ -222,6 +228,7 @@ class _Uploader:
         return self.until is not None and time.monotonic() >= self.until
 
     def _join(self, most_s: float | None) -> None:
+        """Wait until the thread has ended, at most `most_s` seconds and at most until `until`."""
         left_s = None if self.until is None else max(0.0, self.until - time.monotonic())
         self._thread.join(
             min([each for each in (most_s, left_s) if each is not None], default=None)
@@ -237,6 +244,7 @@ class _Uploader:
     # ---- on the thread ----
 
     def _run(self) -> None:
+        """Upload what is due, when there are news or a pause is over, until the exit ends this."""
         pause: float | None = 0.0
         while not self._given_up:
             with contextlib.suppress(queue.Empty):
@@ -252,11 +260,12 @@ class _Uploader:
                 return
 
     def _next(self) -> float | None:
-        """Upload one entry. Return the seconds to wait before the next one: None if there is no
-        more, so that only news matters."""
+        """Upload one entry. Return the seconds to wait before the next call; None if nothing is
+        left to upload, so that the thread waits for news only."""
         entries = _entries_of(list(self._directories))
         now_s = time.monotonic()
         again_s = {prefix: at_s for prefix, (_, at_s) in self._failures.items()}
+        # At exit an upload that has failed is not tried again.
         paused = {prefix for prefix, at_s in again_s.items() if self._ending or now_s < at_s}
         for directory in dict.fromkeys(each.directory for each in entries):
             if self._upload_from(directory, entries, paused):
@@ -269,27 +278,27 @@ class _Uploader:
             if not any(_is_at(each, path) for each in left):
                 self._followers.remove(follower)
                 function()
-        # Other processes have the rest, or saves of this one that have not ended.
+        # The rest is paused, or belongs to another process or to a save that has not ended.
         pauses = [
             again_s[each.prefix] - now_s if each.prefix in paused else _POLL_S for each in left
         ]
         return min(pauses, default=None)
 
     def _forget(self, directory: str) -> None:
-        """Forget a journal without entries, and remove what is left of it."""
+        """Stop reading a journal without entries, and remove the empty journal."""
         right = journal.lock(directory)
         if right is not None:
-            journal.unlock(directory, right)
+            journal.unlock(directory, right)  # removes the journal if it is empty
         del self._directories[directory]
         if os.path.exists(os.path.join(directory, journal.NAME)):  # there may be a new entry
             self._directories[directory] = None
 
     def _upload_from(self, directory: str, entries: list[Entry], paused: set[str]) -> bool:
-        """Upload the oldest entry of a directory. Return False if there is none, or another process
-        uploads from there.
+        """Upload the oldest due entry of a directory. Return False if no entry is due, or another
+        process uploads from there.
 
         Args:
-            entries: What was in the journal, to avoid needless locks.
+            entries: The entries found before the lock was taken, to avoid needless locks.
             paused: Prefixes to leave out.
         """
 
@@ -308,12 +317,13 @@ class _Uploader:
                 if latest[entry.local, entry.url] == entry:
                     self._upload(entry)
                     return True
-                entry.remove()
+                entry.remove()  # a later entry uploads the same file
             return False
         finally:
             journal.unlock(directory, right)
 
     def _upload(self, entry: Entry) -> None:
+        """Upload the file of an entry and remove the entry; after an error arrange the next try."""
         began_s = time.monotonic()
         try:
             store, base = open_store(*self._target(entry.prefix))
@@ -333,11 +343,12 @@ class _Uploader:
             log.info("stillframe: %s was uploaded to %s: %s", entry.local, entry.url, took)
 
     def _check(self) -> None:
+        """Break off the upload under way if the exit has given up."""
         if self._given_up:
             raise _GivenUpError
 
     def _target(self, prefix: str) -> tuple[str, Options]:
-        """Return the URL and the options for a prefix of a journal."""
+        """Return the URL and the options to open the store of a prefix with."""
         known = self._targets.get(urls.key(prefix))
         if known is not None:
             return known
@@ -348,6 +359,7 @@ class _Uploader:
         return prefix, same[-1] if same else {}
 
     def _could_not_read(self, entry: Entry, cause: BaseException | None) -> None:
+        """Decide about an entry whose local file could not be read, because of `cause`."""
         if not isinstance(cause, FileNotFoundError):
             self._unreadable.add(entry)
             log.error("stillframe: %s cannot be read to upload it: %s", entry.local, cause)
@@ -360,9 +372,11 @@ class _Uploader:
             for each in _entries_of([entry.directory])
         ):
             self._failed(entry, cause)
-        # Otherwise a save has replaced the directory meanwhile, and that one is uploaded.
+        # Otherwise a later save has replaced the directory meanwhile, and its entry is uploaded.
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
+        """Log the failure of an upload, and pause the entry's prefix. The pauses double, and are
+        random so that many ranks do not try again at the same moment."""
         before = self._failures.get(entry.prefix, (0, 0.0))[0]
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(before, 16))
         pause_s *= random.uniform(0.5, 1.0)
@@ -386,13 +400,13 @@ def _entries_of(directories: Iterable[str]) -> list[Entry]:
     """Return the entries of these directories' journals, the oldest first."""
     found: list[Entry] = []
     for directory in {*directories}:
-        with contextlib.suppress(OSError):  # it is looked at again
+        with contextlib.suppress(OSError):  # the next call reads the journal again
             found += journal.entries(directory)
     return sorted(found, key=lambda each: each.file)
 
 
 def _is_at(entry: Entry, path: str) -> bool:
-    """Return whether an entry's file is this path, or below it."""
+    """Return whether an entry's file is `path`, or below it."""
     return entry.local == path or entry.local.startswith(f"{path}/")
 
 

@@ -1,8 +1,8 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
 obstore retries a failed request with growing pauses, `RETRIES` times within `RETRY_S`. Its last
-error says how often it tried, but it has no log or hook for single retries. So `Feed` logs long
-waits instead.
+error says how often it tried, but obstore has no log or hook for single retries. So `Feed` logs
+long waits instead.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ RETRIES = 10
 RETRY_S = 180.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
-REQUEST_S = 120.0  # the limit for a request of PART_BYTES; longer ones get more
+REQUEST_S = 120.0  # the limit for a request of PART_BYTES; larger requests get more
 
-_MARK = "stillframeupload"  # metadata of an object; other characters do not pass every proxy
-_used_in: int | None = None  # the generation of the process that has obstore's threads
+# The name of an object's metadata that tells which upload made it. Not every proxy passes names
+# with other characters than letters.
+_MARK = "stillframeupload"
+_used_in: int | None = None  # the fork generation of the process that has obstore's threads
 
 
 def _obstore() -> Any:
@@ -51,6 +53,8 @@ def _obstore() -> Any:
 
 
 class ObstoreStore(Store):
+    """A store behind obstore."""
+
     client = "obstore"
 
     def __init__(self, url: Url, options: Mapping[str, Any]) -> None:
@@ -63,18 +67,19 @@ class ObstoreStore(Store):
         if url.account:
             self._config.values.setdefault("account_name", url.account)
         self._secrets |= secrets_of(self._config.values, "")
-        self._clients: dict[int, Any] = {}
-        self._client(PART_BYTES)
+        self._clients: dict[int, Any] = {}  # by their timeouts in seconds
+        self._client(PART_BYTES)  # raises for wrong options
         _used_in = self._generation
 
     def _client(self, part: int = 0) -> Any:
         """Return the client whose timeout suits requests of up to `part` bytes."""
         seconds = round(REQUEST_S * max(1.0, part / PART_BYTES))
-        if seconds not in self._clients:  # two threads may make it twice
+        if seconds not in self._clients:  # two threads may both make it, which does no harm
             self._clients[seconds] = self._open(seconds)
         return self._clients[seconds]
 
     def _open(self, seconds: int) -> Any:
+        """Return a new client whose requests time out after `seconds`."""
         pauses = {
             "init_backoff": timedelta(seconds=FIRST_PAUSE_S),
             "max_backoff": timedelta(seconds=LONGEST_PAUSE_S),
@@ -92,6 +97,7 @@ class ObstoreStore(Store):
             )
         except Exception as error:
             cause = redact(str(error), self._secrets)
+        # Raised outside the handler, so that it does not refer to an error with credentials.
         raise ValueError(f"storage_options of {self._root}: {cause}")
 
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
@@ -118,6 +124,7 @@ class ObstoreStore(Store):
             log.info("stillframe: %s is there, although the upload failed", self.shown(key))
 
     def _has_mark(self, key: str, mark: str) -> bool:
+        """Return whether the object is known to come from the upload with this mark."""
         with contextlib.suppress(Exception):
             found = _obstore().get(self._client(), key, options={"head": True})
             return bool(found.attributes.get(_MARK) == mark)
@@ -145,7 +152,7 @@ class ObstoreStore(Store):
         try:
             obstore.delete(self._client(), [*keys])
         except FileNotFoundError:
-            for key in keys:  # the others were not tried
+            for key in keys:  # obstore stops at a missing object, so delete each by itself
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._client(), key)
 

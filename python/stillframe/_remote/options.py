@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# fsspec's names, and obstore's.
+# Names of options: fsspec's, and obstore's for the same option.
 _S3 = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -30,7 +30,7 @@ _AZURE_CONNECTION = {
     "sharedaccesssignature": "sas_key",
     "blobendpoint": "endpoint",
 }
-# These variables take precedence over AWS's files.
+# Variables that take precedence over AWS's files.
 _OTHER_CREDENTIALS = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
@@ -60,8 +60,8 @@ class Config:
 def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
     """Return the configuration for a scheme of `Url`: "s3", "gs" or "az".
 
-    Names that are not fsspec's go to obstore as they are. It takes everything that is missing from
-    the environment, and refuses unknown names.
+    Names that are not fsspec's go to obstore as they are, and it refuses unknown names. It takes
+    missing options from the environment.
 
     Raises:
         ValueError: obstore has nothing that corresponds to an option.
@@ -81,16 +81,21 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
 
 
 def _move(source: dict[str, Any], names: Mapping[str, str], target: dict[str, Any]) -> None:
-    """Move options to their other names."""
+    """Move the options in `names` from `source` to `target`, and rename them as `names` says."""
     for name in names.keys() & source.keys():
         target[names[name]] = source.pop(name)
 
 
 def _mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
+    """Remove an option that is a dict, and return it; {} if it is not given."""
     value = rest.pop(name, {})
     if not isinstance(value, Mapping):
         raise ValueError(f"storage_options: {name} has to be a dict, not {type(value).__name__}")
     return dict(value)
+
+
+# Each of the next functions serves one kind of store. It moves the options that have fsspec's names
+# from `rest` into `config`; the options that stay in `rest` have obstore's names.
 
 
 def _s3(rest: dict[str, Any], config: Config) -> None:
@@ -107,9 +112,9 @@ def _s3(rest: dict[str, Any], config: Config) -> None:
 
 
 def _read_files(profile: str | None, values: dict[str, Any]) -> None:
-    """Take the keys of a profile from AWS's files, which obstore does not read.
+    """Add the keys of a profile in AWS's files, which obstore does not read, to `values`.
 
-    Without `profile` the environment's keys come first, and the files need not have any.
+    If `profile` is None, keys of the environment come first, and the files need not have any keys.
     """
     if profile is None and any(map(os.environ.get, _OTHER_CREDENTIALS)):
         return
@@ -131,19 +136,25 @@ def _read_files(profile: str | None, values: dict[str, Any]) -> None:
 
 
 def _section(variable: str, default: str, *names: str) -> dict[str, str]:
+    """Return the first of these sections that one of AWS's files has; {} if it has none.
+
+    Args:
+        variable: The environment variable that may name the file.
+        default: The file's usual path.
+    """
     parser = configparser.RawConfigParser()
     file = os.path.expanduser(os.environ.get(variable, default))
     try:
         parser.read(file)
     except configparser.Error:
-        pass  # the error quotes the line, which may be a secret
+        pass  # it quotes a line, which may be a secret, so the error below does not refer to it
     else:
         return next((dict(parser[each]) for each in names if parser.has_section(each)), {})
     raise ValueError(f"storage_options: {file} is not a file of AWS's settings")
 
 
 def _gs(rest: dict[str, Any], config: Config) -> None:
-    rest.pop("project", None)  # objects need none
+    rest.pop("project", None)  # no request for objects needs a project
     _move(rest, {"endpoint_url": "base_url"}, config.values)
     token = rest.pop("token", "google_default")
     if token == "anon":

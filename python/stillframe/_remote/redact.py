@@ -12,10 +12,11 @@ from urllib.parse import quote, quote_plus, urlsplit
 from stillframe.errors import StillframeError
 
 HIDDEN = "***"
-_LONGEST = 400
-_SHORTEST = 4  # a shorter text is no secret, and would be hidden everywhere
+_LONGEST = 400  # letters of an error's text
+_SHORTEST = 4  # letters; a shorter text is no secret, and its hiding would garble messages
 
-# Names of options and variables whose values are credentials.
+# Names of options and variables whose values are credentials. Variables that name a file or a URL
+# are not among them.
 _SECRET = re.compile(r"key|secret|token|sas|sig$|passw|credential|connection_string", re.IGNORECASE)
 _VARIABLES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|HF)_.*(?<!_FILE)(?<!_CREDENTIALS)(?<!_UR[IL])$")
 _WORDS = ("anon", "cloud", "google_default")  # tokens of gcsfs that are no secrets
@@ -32,6 +33,7 @@ _REQUEST = re.compile(
     r"(?:, after (?P<retries>\d+) retries\b.*?)?\s+- (?P<cause>.*)",
     re.DOTALL,
 )
+# Parts of an error: the HTTP status, the store's answer in XML, and the number of an upload's part.
 _STATUS = re.compile(r"status code: (\d+)")
 _ANSWER = re.compile(r"<(Code|Message)>(.*?)</\1>", re.DOTALL)
 _PART = re.compile(r"[?&]partNumber=(\d+)")
@@ -46,6 +48,8 @@ def secrets_of(options: Mapping[str, Any], user: str) -> frozenset[str]:
 
 
 def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
+    """Yield the credentials in a value, or below it if it is a mapping. `secret`: the name of the
+    value, or a name above it, is that of a credential."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, secret or _SECRET.search(str(name)) is not None)
@@ -79,8 +83,8 @@ def redact(text: str, secrets: Iterable[str]) -> str:
 
 
 def _without_quotes(text: str) -> str:
-    """Return the code and the sentence of a store's answer in XML. Its other parts may quote the
-    request with its signature."""
+    """Return the code and the message of a store's answer in XML. The other parts of the answer may
+    quote the request with its signature."""
     found = dict(_ANSWER.findall(text))
     if not found:
         return text.partition("<?xml")[0].partition("<Error>")[0].rstrip(" :")
@@ -88,10 +92,11 @@ def _without_quotes(text: str) -> str:
 
 
 def failure(doing: str, shown: str, error: BaseException, secrets: Iterable[str]) -> Exception:
-    """Return the error to raise in place of a client's own.
+    """Return the error to raise in place of a client's error: a FileNotFoundError, a
+    PermissionError or another OSError. A StillframeError stays as it is.
 
     Args:
-        doing: What failed, for instance "reading bytes 0 to 100".
+        doing: The operation that failed, for instance "reading bytes 0 to 100".
         shown: The object's URL, without credentials.
     """
     if isinstance(error, StillframeError):

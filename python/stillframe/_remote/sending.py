@@ -1,8 +1,9 @@
 """Uploads one local file, or the files of a directory and a marker after them.
 
-The marker is an object in the directory: JSON with the names of its files and their sizes. It is
-written last and deleted first, so where it is, all files are there and belong together. Before it
-is written, objects that the directory does not have are deleted: an older one of its name had them.
+The marker is one more object below the directory's key: JSON with the names of the files and their
+sizes. It is written last and deleted first. So if it exists, all files are there and belong
+together. Before it is written, objects that the local directory does not have are deleted: they are
+left from an older directory of the same name.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from io import FileIO
 from stillframe._base.file_kinds import MARKER
 from stillframe._remote.store import Store
 
-_OURS = ".stillframe"  # temporaries, journals and markers are no part of a directory
-_LAST = ".metadata"  # torch.distributed.checkpoint takes a directory with it for complete
-_PIECE = 4 << 20
+_OURS = ".stillframe"  # temporaries, journals and markers begin so, and are not uploaded
+_LAST = ".metadata"  # torch.distributed.checkpoint takes a directory with this file for complete
+_PIECE = 4 << 20  # bytes that are read at a time
 
 
 class LocalError(Exception):
-    """The local file cannot be read; the cause is the error."""
+    """The local file cannot be read; `__cause__` is the error."""
 
 
 def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
-    """Upload a file to the key, or a directory to keys below it; return the bytes.
+    """Upload a file to the key, or a directory to keys below it; return the bytes sent.
 
     Args:
-        check: Called again and again; what it raises breaks the upload off.
+        check: Called again and again; an exception that it raises breaks the upload off.
 
     Raises:
         LocalError: The file or directory cannot be read.
@@ -38,7 +39,9 @@ def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
     """
     with _reading():
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
-    return (_send_directory if is_directory else send_file)(store, key, path, check)
+    if is_directory:
+        return _send_directory(store, key, path, check)
+    return send_file(store, key, path, check)
 
 
 def send_file(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
@@ -52,6 +55,7 @@ def send_file(store: Store, key: str, path: str, check: Callable[[], object]) ->
 
 
 def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[memoryview]:
+    """Yield the first `nbytes` bytes of a file; LocalError if it has fewer."""
     left = nbytes
     while left:
         check()
@@ -65,9 +69,11 @@ def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[
 
 
 def _send_directory(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
+    """Upload a directory; for the rest see `send`."""
     files = files_of(path)
     marker = f"{key}/{MARKER}"
     last = [f"{key}/{name}" for name in files if os.path.basename(name) == _LAST]
+    # Without these, nobody takes objects of two versions for a checkpoint.
     store.delete([marker])
     store.delete(last)
     for name in files:
@@ -77,8 +83,8 @@ def _send_directory(store: Store, key: str, path: str, check: Callable[[], objec
         send_file(store, where, os.path.join(path, name), check)
     _refuse_changed(path, files)
     sizes = {name: info.st_size for name, info in files.items()}
-    there = [each.key for each in store.list(key)]
-    store.delete(each for each in there if each.removeprefix(f"{key}/") not in sizes)
+    listed = [each.key for each in store.list(key)]
+    store.delete(each for each in listed if each.removeprefix(f"{key}/") not in sizes)
     put_marker(store, marker, sizes)
     return sum(sizes.values())
 
@@ -87,17 +93,18 @@ def put_marker(store: Store, key: str, sizes: dict[str, int]) -> None:
     """Make several objects one checkpoint: write the object with their names and sizes.
 
     Args:
-        key: The marker's own.
-        sizes: By the name below the checkpoint's prefix, in bytes.
+        key: The key of the marker itself.
+        sizes: The bytes of each object, by its name below the checkpoint's prefix.
     """
     content = json.dumps({"files": sizes}).encode()
     store.put(key, [content], len(content))
 
 
 def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:
-    """
+    """Refuse a directory that has changed since `files_of` returned `files`.
+
     Raises:
-        LocalError: Other files are in the directory now.
+        LocalError: A file was added, removed or changed.
     """
     versions = [
         {name: (info.st_ino, info.st_size, info.st_mtime_ns) for name, info in each.items()}
@@ -108,7 +115,7 @@ def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:
 
 
 def files_of(path: str) -> dict[str, os.stat_result]:
-    """Return the files of a directory by their relative names, in the order in which they go up.
+    """Return the files of a directory by their relative names, in the order of their upload.
     Symbolic links are left out.
 
     Raises:
@@ -136,7 +143,7 @@ def files_of(path: str) -> dict[str, os.stat_result]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Tell errors of the local file from those of the store."""
+    """Raise errors of the local file as LocalError, to distinguish them from the store's."""
     try:
         yield
     except (OSError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""`Store`: what every client's store does, with one kind of errors."""
+"""`Store`: one interface and one kind of errors for the stores of all clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
     Attributes:
         modified_s: The time of its last change in seconds since 1970; 0.0 if the store has none.
-        version: What every change of the object changes (its ETag); "" if the client has none.
+        version: The ETag, which every change of the object changes; "" if the client has none.
     """
 
     key: str
@@ -46,12 +46,12 @@ class Found(NamedTuple):
 
 
 def part_bytes(nbytes: int | None) -> int:
-    """Return the size of the parts of an object, in bytes.
+    """Return the size of an object's parts in bytes, a multiple of a MiB.
 
     Args:
         nbytes: The size of the object; None if it is not known.
     """
-    least = -(-(nbytes or 0) // MOST_PARTS)
+    least = -(-(nbytes or 0) // MOST_PARTS)  # -(-a // b) is a / b rounded up
     return max(PART_BYTES, -(-least // MIB) * MIB)
 
 
@@ -60,7 +60,7 @@ class Store(ABC):
 
     An error of the store is a FileNotFoundError, a PermissionError or another OSError. It names the
     URL, the operation and the reason, without credentials. In the main thread Ctrl-C ends the wait
-    for every operation except `put`, which returns to Python only when it takes a piece.
+    for every operation except `put`, in which Python runs only when the client takes a piece.
 
     Attributes:
         client: The library behind it: "obstore" or "fsspec".
@@ -76,15 +76,15 @@ class Store(ABC):
     def put(self, key: str, pieces: Iterable[Buffer], nbytes: int | None = None) -> None:
         """Upload an object: all of `pieces`, or nothing.
 
-        This thread reads the pieces, and `pieces` starts no other upload. With obstore a piece is
-        not copied: it is held until the store has acknowledged it. At most five parts are held.
+        The calling thread iterates over `pieces`, which must not start another upload. obstore does
+        not copy a piece, but holds it until the store has acknowledged it: at most five parts.
 
         Args:
             pieces: Contiguous buffers of bytes.
             nbytes: The size of the object, if it is known: large objects need larger parts.
 
         Raises:
-            Exception: `pieces` raised it, and it is raised unchanged. The object is the old one.
+            Exception: What `pieces` raises, unchanged. The object is the old one.
             OSError: The store refused; see the class. The object is the old one, except if only the
                 answer to the last request was lost and the store cannot be asked again.
         """
@@ -93,7 +93,7 @@ class Store(ABC):
         try:
             self._do("the upload", key, lambda: self._put(key, feed, nbytes))
         except BaseException:
-            if feed.error is None:
+            if feed.error is None:  # otherwise the client reports the error of `pieces`
                 raise
         finally:
             _this_thread.uploads -= 1
@@ -105,7 +105,8 @@ class Store(ABC):
         """Return the bytes from `start` to `end`, exactly `end - start` of them.
 
         Args:
-            version: The version of `find`. Another one is an OSError with the number ESTALE.
+            version: The object's version, from `find`; "" if it is not known. If the object has
+                another version, OSError with the errno ESTALE is raised.
         """
         if end <= start:
             return b""
@@ -117,7 +118,7 @@ class Store(ABC):
         return data
 
     def find(self, key: str) -> Found:
-        """Return what the store knows of an object."""
+        """Return what the store knows of an object; FileNotFoundError if there is none."""
         return self._do("looking it up", key, lambda: apart(partial(self._find, key)))
 
     def exists(self, key: str) -> bool:
@@ -129,7 +130,7 @@ class Store(ABC):
         return True
 
     def list(self, prefix: str) -> Iterator[Found]:
-        """Yield the objects below a prefix, which is a directory: "a" has "a/b", but not "ab"."""
+        """Yield the objects below a prefix, which is a directory: "a/b" is below "a", "ab" not."""
         pages = self._list(prefix.strip("/"))
         while True:
             page = self._do("listing", prefix, lambda: apart(partial(next, pages, None)))
@@ -146,6 +147,8 @@ class Store(ABC):
     def shown(self, key: str) -> str:
         """Return an object's URL for messages, without credentials."""
         return f"{self._root}/{key}"
+
+    # The calls of the client. They may raise the client's own errors; `_list` yields pages.
 
     @abstractmethod
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None: ...
@@ -165,14 +168,17 @@ class Store(ABC):
     def _do(self, doing: str, key: str, call: Callable[[], T]) -> T:
         """Call the client, and translate its error.
 
-        The error that is raised has no reference to the client's, whose text may hold credentials.
+        The raised error has no reference to the client's error, whose text may hold credentials.
+
+        Args:
+            doing: The operation, for the message.
         """
         if self._generation != _core.fork_generation():
             raise fork_error()
         try:
             return call()
         except BaseException as error:
-            # A panic of obstore's is a BaseException.
+            # A panic in obstore's Rust code is a BaseException.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             failed = failure(doing, self.shown(key), error, self._secrets)
@@ -180,17 +186,17 @@ class Store(ABC):
 
 
 class Feed:
-    """The pieces of an object.
+    """The pieces of an object, which a client takes one after the other.
 
     Attributes:
-        error: The exception that they raised.
-        ended: The last one has been taken.
+        error: The exception that the iterator of the pieces raised; None if it raised none.
+        ended: The client has taken the last piece.
     """
 
     def __init__(self, pieces: Iterable[Buffer], shown: str) -> None:
         self._iterator = iter(pieces)
         self._shown = shown
-        self._given_at = math.inf
+        self._given_at = math.inf  # the monotonic time at which the last piece was taken
         self.error: BaseException | None = None
         self.ended = False
 
@@ -200,7 +206,7 @@ class Feed:
     def __next__(self) -> Buffer:
         waited_s = time.monotonic() - self._given_at
         if waited_s > SLOW_S:
-            # No client reports the requests that it retries.
+            # This is logged here because no client reports the requests that it retries.
             log.info(
                 "stillframe: %s: the store acknowledged no part for %.0f s; failed requests are"
                 " tried again",
@@ -219,7 +225,7 @@ class Feed:
             raise
 
     def close(self) -> None:
-        """End a generator, so that it releases what it holds."""
+        """End the iterator, if it is a generator, so that it releases its pieces."""
         close = getattr(self._iterator, "close", None)
         if close is not None:
             close()
@@ -233,10 +239,10 @@ _this_thread = _ThisThread()
 
 
 def apart(call: Callable[[], T]) -> T:
-    """Make a call on another thread where that is needed.
+    """Make a call, on another thread if needed, and return its result.
 
-    In the main thread Ctrl-C then ends the wait at once. A client such as obstore cannot be called
-    on a thread that it has called itself, for a piece of an upload.
+    Another thread is needed in the main thread, so that Ctrl-C ends the wait at once. It is also
+    needed inside an upload: obstore cannot be called on a thread on which it is asking for a piece.
     """
     if threading.current_thread() is not threading.main_thread() and not _this_thread.uploads:
         return call()
@@ -263,7 +269,7 @@ def apart(call: Callable[[], T]) -> T:
 
 
 def fork_error() -> ForkError:
-    """Return the error for a client whose threads are in another process."""
+    """Return the error for a client whose threads are in the parent process."""
     return ForkError(
         "the process that this one was forked from has used object stores, and the threads of their"
         " client do not exist here. Start this process with multiprocessing's 'spawn' or"

@@ -19,9 +19,10 @@ __all__ = ["Found", "Store", "open_store"]
 
 STORES_KEPT = 8
 
-_OBSTORE = ("s3", "gs", "az")
-# The latest ones are kept for their connections and tokens. There is no lock: a signal handler may
-# open one too, and two threads may open the same one.
+_OBSTORE = ("s3", "gs", "az")  # the schemes that obstore serves
+# The stores opened last, each with what it was opened for. They are kept for their connections and
+# tokens. There is no lock, because a signal handler may open a store too. So two threads may open
+# the same store twice.
 _kept: list[tuple[object, Store]] = []
 
 
@@ -54,7 +55,7 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
 
 
 def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raise now what `open_store` would always raise. Make no connection.
+    """Raise the errors of `open_store` that another process would get too. Make no connection.
 
     Raises:
         ValueError, StillframeError: See `open_store`.
@@ -71,7 +72,7 @@ def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> N
 
 
 def _check(url: Url, key: str) -> None:
-    """Refuse URLs that obstore would read in another way, or of which it would ignore a part."""
+    """Refuse URLs that obstore would misread, or of which it would ignore a part."""
     reason = ""
     if url.user:
         reason = "give credentials as storage_options or in the environment, not in the URL"
@@ -86,6 +87,7 @@ def _check(url: Url, key: str) -> None:
 
 
 def _open(url: Url, options: Mapping[str, Any], given: str) -> Store:
+    """Return a new store; `given` is the URL as the user gave it."""
     if url.scheme not in _OBSTORE:
         return FsspecStore(url, options, given)
     if importlib.util.find_spec("obstore") is not None:
@@ -98,6 +100,6 @@ def _open(url: Url, options: Mapping[str, Any], given: str) -> Store:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that clients read."""
+    """Return the environment variables that clients read."""
     names = ("AWS_", "AZURE_", "GOOGLE_", "HTTP_", "HTTPS_", "ALL_PROXY", "NO_PROXY")
     return {name: value for name, value in os.environ.items() if name.upper().startswith(names)}
