@@ -1,8 +1,8 @@
 """The key path of an object that cannot be pickled, for a note on the pickler's error.
 
 The search runs only after an error, so it may cost as much as the pickling. In each container it
-descends into the first part that cannot be pickled on its own. Tensors are skipped, because they
-are saved in another way.
+descends into the first part that cannot be pickled on its own. Tensors always pass, because their
+bytes are saved outside the pickle.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PROTOCOL = 2
 
 
 def note(error: BaseException, root: object) -> None:
-    """Add the key path of the object that cannot be pickled to `error`, unless it is not found or
-    is the whole object."""
+    """Add a note with the key path of the object that cannot be pickled to `error`. Do nothing if
+    that object is not found, or is `root` itself."""
     try:
         path, node = _find(root)
-    except Exception:  # the object fails in another way the second time
+    except Exception:  # the second attempt to pickle the object fails in another way
         return
     if path:
         error.add_note(f"stillframe: that is the {type(node).__name__} at {path!r} of the object")
@@ -32,7 +32,7 @@ def note(error: BaseException, root: object) -> None:
 def _find(root: object) -> tuple[str, object]:
     """Return the key path and the innermost object that cannot be pickled; "" for the root."""
     path, node = "", root
-    above = [root]
+    above = [root]  # the objects from the root down to `node`
     while len(above) < _MOST_DEPTH:
         bad = next(_unpicklable_parts(node, above), None)
         if bad is None:
@@ -44,8 +44,8 @@ def _find(root: object) -> tuple[str, object]:
 
 
 def _unpicklable_parts(node: object, above: list[object]) -> Iterator[tuple[str, object]]:
-    """Yield the parts of `node` that cannot be pickled, except those in `above`: they contain
-    `node`, so the search has been there."""
+    """Yield the parts of `node` that cannot be pickled, except the objects in `above`, through
+    which the search has come."""
     for suffix, part in _parts(node):
         if not (any(part is each for each in above) or _can_be_pickled(part)):
             yield suffix, part
@@ -74,5 +74,7 @@ def _can_be_pickled(node: object) -> bool:
 
 
 class _Pickler(_pickle.Pickler):
+    """A pickler that writes 0 in place of every tensor and storage."""
+
     def persistent_id(self, obj: object) -> int | None:
         return 0 if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else None

@@ -1,12 +1,13 @@
-"""The plan of a safetensors file: a flat dict of tensors.
+"""The contents of a safetensors file: a flat dict of tensors.
 
-A file is a header of JSON, which gives dtype, shape and offsets of each tensor, and after it the
-tensors' bytes without a gap (https://github.com/huggingface/safetensors#format). `build` checks the
-dict as `safetensors.torch.save_file` does, and finds the storages. Later, when it is known which of
-them are captured and which are deferred, `Flat.lay_out` orders the tensors and writes the header.
+A file has a header of JSON, which gives dtype, shape and offsets of each tensor. After the header
+come the tensors' bytes without a gap (https://github.com/huggingface/safetensors#format). `build`
+checks the dict as `safetensors.torch.save_file` does, and finds the storages. Later, when it is
+known which storages are captured and which are deferred, `Flat.lay_out` orders the tensors and
+writes the header.
 
 Tensors with longer elements come first, so that each starts at a multiple of its element size.
-Among those of one element size, tensors that are copied together are adjacent. The order is
+Among the tensors of one element size, those that are copied together are adjacent. The order is
 otherwise that of the safetensors library, by dtype and name. The data begin at a multiple of 4096,
 for readers that map the file or read it with O_DIRECT. The header is filled up with spaces, which
 the format allows.
@@ -37,12 +38,12 @@ _PAIRS = "F4"  # two elements a byte: torch's shapes count bytes, and the format
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
     getattr(torch, word): (name, rank, getattr(torch, word).itemsize)
     for rank, (name, (_, word)) in enumerate(safetensors.DTYPES.items())
-    if hasattr(torch, word or "-")  # torch has no attribute of that name
+    if word and hasattr(torch, word)  # an older torch may lack the newest dtypes
 }
 
 _quoted: Callable[[str], str] = encode_basestring
-# Returns the conjugate and negative bits. Unlike is_conj and is_neg, it does not release the
-# interpreter lock.
+# Returns the conjugate and negative bits; {} if neither is set. Unlike is_conj and is_neg, it does
+# not release the interpreter lock.
 _bits: Callable[[Tensor], dict[str, bool]] = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
@@ -51,8 +52,11 @@ class Member(NamedTuple):
 
     Attributes:
         storage: The storage's number; -1 for a tensor without bytes.
-        offset, nbytes: Its bytes in the storage.
+        dtype: The format's name of the dtype.
         rank: The position of the dtype in the library's order.
+        itemsize: The bytes of an element.
+        shape: The shape for the header.
+        offset, nbytes: The tensor's bytes in the storage.
     """
 
     name: str
@@ -67,7 +71,7 @@ class Member(NamedTuple):
 
 @dataclass(slots=True)
 class Flat(Skeleton):
-    """The plan of a safetensors file; ``data`` is its header, which `lay_out` makes.
+    """The contents of a safetensors file; ``data`` is its header, which `lay_out` makes.
 
     Attributes:
         members: The tensors.
@@ -143,14 +147,15 @@ class Flat(Skeleton):
 
 
 def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
-    """Check that a safetensors file can hold ``obj``, and plan it except for the order.
+    """Check that a safetensors file can hold ``obj``, and find its storages. `Flat.lay_out` does
+    the rest.
 
     torch copies tensors of devices other than CUDA to host memory in the call, and a sentence in
-    ``fallbacks`` says so. It also makes copies of conjugated and negated tensors.
+    ``fallbacks`` says so. torch also makes copies of conjugated and negated tensors.
 
     Raises:
         Exception: As `safetensors.torch.save_file`, with messages that say the same. ValueError if
-            it is no dict of tensors, or a tensor is sparse or not contiguous; RuntimeError if
+            ``obj`` is no dict of tensors, or a tensor is sparse or not contiguous; RuntimeError if
             tensors share memory; KeyError if the format lacks a dtype; TypeError if a name is not a
             string.
     """
@@ -218,7 +223,7 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
     for names in names_of.values():
         if len(names) == 1:
             continue
-        last = -1
+        last = -1  # where the previous tensor ends
         for begin, end, name in sorted((*_area(tensors[name]), name) for name in names):
             if begin < last:
                 groups[-1].append(name)
@@ -229,7 +234,8 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def _area(tensor: Tensor) -> tuple[int, int]:
-    """Return where the bytes of a tensor, which is not empty, begin and end in its storage."""
+    """Return the offsets in its storage at which a tensor's bytes begin and end. The tensor has
+    elements."""
     first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = first + sum((size - 1) * stride for size, stride in steps)
@@ -237,7 +243,8 @@ def _area(tensor: Tensor) -> tuple[int, int]:
 
 
 def _in_elements(name: str, shape: list[int]) -> list[int]:
-    """Return a shape that counts elements, for a tensor whose shape counts bytes of two."""
+    """Return a shape that counts elements, for a tensor whose shape counts bytes of two elements
+    each."""
     if not shape:
         raise ValueError(f"`{name}` has elements of four bits and no dimension to count them in")
     return [*shape[:-1], 2 * shape[-1]]
@@ -250,8 +257,8 @@ class _Builder:
         self.storages: list[torch.UntypedStorage] = []
         self.numbers: dict[int, int] = {}  # by the address of the StorageImpl
         self.rows = bytearray()
-        self.devices: set[int] = set()
-        self.copied: dict[str, int] = {}  # storages that torch copied, by device
+        self.devices: set[int] = set()  # as `_device.number_of`: 0 for host memory
+        self.copied: dict[str, int] = {}  # how many storages torch copied, by device
         self.members: list[Member] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -283,7 +290,8 @@ class _Builder:
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
     def _enter(self, name: str, tensor: Tensor, device: int, needed: int) -> int:
-        """Return the number of the tensor's storage, which has to have `needed` bytes."""
+        """Return the number of the tensor's storage, which is added if it is new. The storage must
+        have at least `needed` bytes."""
         storage = tensor.untyped_storage()
         address, nbytes = _device.address_of(storage), storage.nbytes()
         if address == 0 or nbytes < needed:

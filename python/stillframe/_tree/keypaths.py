@@ -1,8 +1,8 @@
 """Key paths of the tensors in a pickle that use a given storage.
 
-The pickle is read with an unpickler that imports nothing and calls none of the object's code: each
-class or function becomes a stub that keeps the arguments of its call. So this is safe on any data,
-works without the classes, and costs no more than unpickling.
+The pickle is read with an unpickler that imports nothing and calls none of the object's code. Each
+class or function becomes a stub that keeps the arguments of its call. So reading is safe on any
+data, works without the classes, and costs no more than unpickling.
 """
 
 from __future__ import annotations
@@ -63,12 +63,17 @@ def _stub_class(name: str) -> type[Stub]:
 
 
 def _get_attribute(_owner: Any, name: Any) -> type[Stub]:
-    """Return a stub for an attribute. Pickles of protocol 2 name nested classes through getattr."""
+    """Return a stub for an attribute. Pickles of protocol 2 name a nested class by a call of
+    getattr, and the unpickler calls this function instead."""
     return _stub_class(str(name))
 
 
 class Reader(pickle.Unpickler):
-    """The unpickler that makes stubs; `storages` are those that the pickle has named, by key."""
+    """The unpickler that makes stubs.
+
+    Attributes:
+        storages: The storages that the pickle has named so far, by key.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -91,8 +96,8 @@ class Reader(pickle.Unpickler):
 
 
 def children(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a node, each with its path relative to the node: "" if it has none that
-    means something to users."""
+    """Yield the parts of a node, each with its path relative to the node. The path is "" for a part
+    that users know by no name or index of its own."""
     if isinstance(node, dict):
         yield from ((f".{_key(key)}", value) for key, value in node.items())
         yield from (("", key) for key in node)
@@ -109,8 +114,8 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _flat(arg: Any) -> Iterator[Any]:
-    """Yield the argument of a call. For a tuple yield its items instead, at any depth, because
-    their indices would mean nothing to users."""
+    """Yield the argument of a call. If it is a tuple, yield its items instead, at any depth,
+    because their indices would mean nothing to users."""
     stack = [arg]
     while stack:
         part = stack.pop()
@@ -121,6 +126,7 @@ def _flat(arg: Any) -> Iterator[Any]:
 
 
 def _key(key: Any) -> str:
+    """Return a dictionary key as a component of a path."""
     if isinstance(key, tuple):
         return "(" + ", ".join(_key(part) for part in key) + ")"
     if isinstance(key, Stub):
@@ -134,7 +140,7 @@ def of_storage(data: bytes, key: str) -> list[str]:
     """Return the paths of the tensors (or storage objects) in pickle ``data`` over storage ``key``.
 
     A path joins dictionary keys, indices and attribute names with dots; the root is ``""``. Paths
-    are unique and in the order of the tree; a shared object counts where it is first met.
+    are unique and in the order of the tree. A shared object has the first of its paths.
     """
     paths: dict[str, None] = {}
     seen: set[int] = set()

@@ -1,8 +1,8 @@
 """Rebuilds a tree over other storages, after `walk.Tree` has found its storages and tensors.
 
 `Builder.build` walks the tree as `Tree` did and makes each container and each tensor once. C code
-has already made the new plain tensors, which are most tensors of a checkpoint: they are only put
-into the new containers.
+has already made the new plain tensors, which are most tensors of a checkpoint. `build` only puts
+them into the new containers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import decimal
 import enum
 import fractions
 import functools
+import operator
 import pathlib
 import re
 import sys
@@ -31,8 +32,8 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from stillframe import _core
 
-# Types whose objects the walk does not enter: the new tree has the same objects, and no log line
-# says so. Most are immutable.
+# Types whose objects the walk does not enter: the new tree has the very same objects, without a log
+# line about that. Most of these types are immutable.
 ATOMS: frozenset[type[Any]] = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...)),
@@ -42,10 +43,11 @@ ATOMS: frozenset[type[Any]] = frozenset(
         *(decimal.Decimal, fractions.Fraction, re.Pattern),
     }
 )
+# The same holds for subclasses of these.
 ATOM_BASES = (type, enum.Enum, pathlib.PurePath, int, float, str, bytes, complex)
-PLAIN = (Tensor, Parameter)
+PLAIN = (Tensor, Parameter)  # the types of tensors that need no code of a subclass
 
-getstate = object.__getstate__
+getstate = object.__getstate__  # returns a tensor's attributes; None if it has none
 
 
 def is_array(node: object) -> bool:
@@ -54,6 +56,7 @@ def is_array(node: object) -> bool:
 
 
 def is_atom(node: object) -> bool:
+    """Return whether the walk leaves a node whole although its type is not in `ATOMS`."""
     numpy = sys.modules.get("numpy")
     return isinstance(node, ATOM_BASES) or (
         numpy is not None and isinstance(node, (numpy.generic, numpy.dtype))
@@ -65,7 +68,8 @@ def attributes_of(node: object) -> dict[str, Any]:
 
 
 def dict_of(state: Any) -> dict[str, Any]:
-    """Return the attributes that users have set on a plain tensor; `state` is its `getstate`."""
+    """Return the attributes that users have set on a plain tensor. `state` is the result of
+    `getstate` for the tensor."""
     return state if isinstance(state, dict) else {}
 
 
@@ -74,21 +78,23 @@ _WITH_BYTES = (Tensor, UntypedStorage, TypedStorage)
 
 
 def _slots_of(node: object) -> list[Any]:
+    """Return the values in the ``__slots__`` of a node."""
     names = copyreg._slotnames(type(node))  # type: ignore[attr-defined]
     return [getattr(node, name) for name in names if hasattr(node, name)]
 
 
 def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
-    """Return an object with tensors inside that the walk would leave whole, or None.
+    """Return an object that the walk would leave whole although it has tensors inside, or None.
 
     The new tree would have this very object, and so the old tensors' memory. Containers and
     attributes are searched at any depth.
 
     Args:
         parts: The parts of a tensor.
-        holder: Given if the walk enters none of the parts: returned if there is any tensor in them.
+        holder: Given if the walk enters none of the parts. It is returned if any part is a tensor
+            or has one inside.
     """
-    # Nodes to search, each with the outermost object left whole that it is in.
+    # Nodes to search, each with the outermost object around it that the walk leaves whole.
     stack: list[tuple[Any, Any]] = [(part, holder) for part in parts]
     seen: set[int] = set()
     while stack:
@@ -111,7 +117,7 @@ def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
 
 
 def reach(tensor: Tensor) -> int:
-    """Return how many bytes long the storage of a strided tensor must be."""
+    """Return the least length in bytes that the storage of a strided tensor must have."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.size(), tensor.stride(), strict=True)
@@ -132,8 +138,8 @@ class Reduced:
 
 
 class Flattened:
-    """A wrapper subclass of Tensor, taken apart: its inner tensors, and the context from which
-    `__tensor_unflatten__` puts it together."""
+    """A tensor of a wrapper subclass, taken apart: its inner tensors, and the context from which
+    `__tensor_unflatten__` puts it together again."""
 
     __slots__ = ("context", "inner", "size", "stride", "tensor")
 
@@ -148,10 +154,11 @@ class Builder:
     """Rebuilds one tree.
 
     Args:
-        made: New objects that exist already, by the ids of the old ones. `build` adds to it.
-        firsts: By number of a storage, some new tensor over it, or None if none is made yet.
-        others: By id of each old tensor that is not in `made`: the number of its storage if it is a
-            view of one, otherwise a `Flattened`, a `Reduced`, or the tensor itself.
+        made: New objects that exist already, by the ids of the old objects. `build` adds to it.
+        firsts: By number of a storage, some new tensor over it; None if there is none yet.
+        others: By id of each old tensor that is not in `made`: the number of its storage if the
+            tensor is a view of one storage. Otherwise a `Flattened`, a `Reduced`, or the tensor
+            itself, which the new tree then has too.
         numbers: Numbers of the old storages, by the addresses of their StorageImpls.
         memory: An object with the buffer protocol that holds the bytes of the new storages.
         offsets, nbytes: Where each new storage is in `memory`, and its length.
@@ -178,7 +185,7 @@ class Builder:
     # ---- storages ----
 
     def storage(self, number: int) -> UntypedStorage:
-        """Return a new storage by its number, as part of `memory`."""
+        """Return the new storage of a number, whose bytes are a part of `memory`."""
         first = self._firsts[number]
         if first is None:
             count, dtype = self._nbytes[number], torch.uint8
@@ -191,13 +198,14 @@ class Builder:
         return first.untyped_storage()
 
     def _same_storage(self, old: UntypedStorage) -> UntypedStorage:
+        """Return the new storage for an old one; KeyError if the walk did not find it."""
         number = self._numbers.get(old._cdata)
         if number is None:
             raise KeyError(old._cdata)
         return self.storage(number)
 
     def fetch(self, number: int, storage: UntypedStorage) -> None:
-        """Copy the bytes of an old storage of another device into a new one."""
+        """Copy the bytes of an old storage, which is on another device, into the new storage."""
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
         source.set_(storage)
         target = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -227,8 +235,8 @@ class Builder:
         new = torch.empty(0, dtype=tensor.dtype, device="cpu")
         new.set_(self.storage(found), tensor.storage_offset(), tensor.size(), tensor.stride())
         if not nbytes:
-            # The old memory was freed, as FSDP frees that of gathered parameters. set_ has grown
-            # the new storage to the tensor's size.
+            # The old memory was freed, as FSDP frees that of gathered parameters. The new storage
+            # must be empty too, but set_ has grown it to the tensor's size.
             new.untyped_storage().resize_(0)
         if tensor.dtype.is_complex and tensor.is_conj():
             torch._C._set_conj(new, True)
@@ -239,7 +247,7 @@ class Builder:
         elif tensor.requires_grad:
             new.requires_grad_(True)
         self._memo[id(tensor)] = new
-        state = getstate(tensor)  # reading __dict__ would create one
+        state = getstate(tensor)  # to read __dict__ would create a dict for every tensor
         if state is not None:
             attributes = dict_of(state).items()
             new.__dict__.update({name: self.build(value) for name, value in attributes})
@@ -277,8 +285,13 @@ class Builder:
         wrapped: dict[int, tuple[Any, Tensor]],
         with_attributes: list[tuple[Any, dict[str, Any]]],
     ) -> None:
-        """Make DTensors over the new local tensors. They share the specifications of the old ones,
-        because nobody changes a DTensor's specification. The arguments are those that `Tree` found.
+        """Make DTensors over the new local tensors. They share the specifications of the old
+        DTensors, because nobody changes a specification.
+
+        Args:
+            kind: The class DTensor, if there are DTensors.
+            wrapped: By id, the old DTensors with their local tensors.
+            with_attributes: DTensors on which users have set attributes, with these attributes.
         """
         memo = self._memo
         # Skip __init__: it does nothing, but its wrapper costs more than all the rest.
@@ -344,7 +357,7 @@ class Builder:
         """Rebuild a tuple, or a named one."""
         parts = [self.build(value) for value in node]
         attributes = attributes_of(node)
-        if not attributes and all(map(_same, parts, node)):
+        if not attributes and all(map(operator.is_, parts, node)):
             return node
         if kind is tuple:
             return tuple(parts)
@@ -369,13 +382,13 @@ class Builder:
             return new
         else:
             new = copy.copy(node)
-            if type(new) is not kind or new is node:
+            if type(new) is not kind or new is node:  # an unusual subclass is left whole
                 return node
         self._memo[id(node)] = new
         if isinstance(node, dict):
             for name, value in list(node.items()):
-                # Subclasses may override __setitem__, so dict's own is called. Only OrderedDict
-                # needs its own, which records the order.
+                # A subclass may override __setitem__, so dict's method is called. Only for an
+                # OrderedDict its own is called, which records the order.
                 if kind is OrderedDict:
                     new[name] = self.build(value)
                 else:
@@ -394,7 +407,3 @@ class Builder:
         if attributes:
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
         return new
-
-
-def _same(one: object, other: object) -> bool:
-    return one is other

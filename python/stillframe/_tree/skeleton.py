@@ -1,8 +1,8 @@
 """The skeleton of an object: its pickle, and the storages of its tensors.
 
 ``torch.save`` pickles an object with every storage replaced by an id, then writes the storages one
-by one. `build` does the first half and says where the bytes for the second half are. From the
-result ``torch.load`` makes the same objects as from a file of ``torch.save``, because both use
+by one. `build` makes the pickle, and returns the addresses of the storages' bytes, which the core
+writes. ``torch.load`` makes the same objects from both files, because both pickles come from
 Python's C pickler. This module only tells the pickler what to write for storages and plain tensors
 (``csrc/python/skeleton/skeleton.c`` explains how plain tensors get into the pickle).
 """
@@ -31,17 +31,19 @@ from stillframe._tree import keypaths as _keypaths
 
 _PROTOCOL = 2
 _REAL, _COMPLEX = torch.float32, torch.complex64
-_MOST_ITEMSIZE = 16  # of a dtype
+_MOST_ITEMSIZE = 16  # bytes; the largest element of any dtype
 SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
 
 # (class, method, torch's own function). The pickle of a plain tensor is written without a call of
-# its methods, which is correct as long as nobody has replaced these.
+# its methods. That is correct as long as nobody has replaced these methods.
 _REDUCERS = (
     (Tensor, "__reduce_ex__", Tensor.__reduce_ex__),
     (Tensor, "_reduce_ex_internal", Tensor._reduce_ex_internal),
     (Parameter, "__reduce_ex__", Parameter.__reduce_ex__),
 )
 
+# `_TAGGERS` has the functions of torch that return the location tag of a host storage ("cpu") and
+# of a CUDA storage ("cuda:0"), in torch's order.
 _taggers = [tagger for _, tagger, _ in torch.serialization._package_registry]
 _cuda_tagger = [tagger for tagger in _taggers if getattr(tagger, "args", ()) == ("cuda",)]
 _TAGGERS = [torch.serialization._cpu_tag, *_cuda_tagger]
@@ -62,7 +64,8 @@ class Skeleton:
             ``data/i``. Their bytes stay at the addresses in ``rows`` as long as this list lives and
             nobody resizes them.
         numbers: The storages' numbers, by the addresses of the StorageImpls in the caller's tree.
-            These differ from those of ``storages`` if a storage was copied to the host.
+            A storage that was copied to the host is in ``storages`` as the copy, and here as the
+            original.
         rows: One ``struct sfr_source`` (24 bytes) for each storage, every lane 0.
         num_tensors: How many distinct tensor objects there are.
         fallbacks: Sentences for the report, about what made the save slower.
@@ -82,14 +85,13 @@ class Skeleton:
         ``index``.
 
         Slow, and meant for error messages: it parses ``data`` and never touches the live tree. The
-        tree's root is the path ``""``.
+        path of the root is ``""``.
         """
         return _keypaths.of_storage(self.data, str(index))
 
     def lay_out(self, *, by_lane: bool = False) -> bytes | None:
-        """Return the members of a flat file; None for torch's format, which the core lays out.
-
-        Call it once, when the lanes in `rows` are final.
+        """Return the members of a flat file as `flat.Flat.lay_out` does; None for torch's format,
+        which the core lays out. Call it once, when the lanes in `rows` are final.
 
         Args:
             by_lane: Put tensors that are copied together next to each other.
@@ -102,12 +104,13 @@ class _Pickler(_pickle.Pickler):
 
     If persistent_id were a method, the pickler would hold a bound method that refers to the
     pickler. This cycle would keep the whole object alive until the next garbage collection. The
-    attribute is bound to the collector instead, which does not refer to the pickler.
+    attribute is a method of the collector, which does not refer to the pickler.
     """
 
 
 def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str, str, int]:
-    """Return the persistent id of a storage object, as ``torch.save`` makes it."""
+    """Return the persistent id of a storage object, as ``torch.save`` makes it. The collector calls
+    this for each storage object that the pickler meets."""
     if isinstance(obj, TypedStorage):
         storage = obj._untyped_storage
         dtype = obj.dtype
@@ -134,8 +137,9 @@ def _location(storage: UntypedStorage) -> str:
 
 
 def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
-    """Return tensors of several kinds, each with the address of its TensorImpl, its dispatch keys,
-    the address of its StorageImpl, and a handle of torch's C shim."""
+    """Return tensors of several kinds: real, negated, conjugated, meta. Each comes with the address
+    of its TensorImpl, its dispatch keys, the address of its StorageImpl, and a handle of torch's C
+    shim."""
     real, other = (torch.empty(1, device="cpu", dtype=dtype) for dtype in (_REAL, _COMPLEX))
     tensors = [real, torch._neg_view(real), other.conj(), torch.empty(1, device="meta")]
     return [
@@ -152,7 +156,8 @@ def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
 
 def _learn_words() -> bool:
     """Have the C code find the offsets of the words that it reads from every TensorImpl. Return
-    False if this torch keeps them in another way."""
+    False if the TensorImpl of this torch does not have them, so that the fast path is impossible.
+    """
     samples = _samples()
     try:
         return _core.learn_words(samples)
@@ -184,7 +189,7 @@ def _where(tensor: Tensor) -> int:
 
 
 def _make_types(**other: Any) -> _core.TorchTypes:
-    """Collect the classes and functions of torch that the C code needs; `other` replaces some."""
+    """Return the classes and functions of torch that the C code needs; `other` replaces some."""
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
         (dtype, name)
@@ -288,10 +293,13 @@ def tree_collector() -> _core.Collector:
 
 
 def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
-    """Return the pickle of ``obj``, in which a number replaces each plain tensor. The pickler is
-    freed."""
+    """Return the pickle of ``obj``, in which a number replaces each plain tensor.
+
+    The pickler, which keeps the pickled objects alive, is freed on return.
+    """
     buffer = io.BytesIO()
     pickler = _Pickler.__new__(_Pickler)
+    # Set before __init__, which looks for the attribute.
     pickler.persistent_id = collector.persistent_id  # type: ignore[method-assign]
     pickler.__init__(buffer, _PROTOCOL)  # type: ignore[misc]
     pickler.dump(obj)
@@ -299,7 +307,7 @@ def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
 
 
 def build(obj: object) -> Skeleton:
-    """Pickle ``obj`` as ``torch.save`` does, except the bytes of its storages.
+    """Pickle ``obj`` as ``torch.save`` does, and find its storages. Their bytes are not read.
 
     Storages that are neither on the CPU nor on a CUDA device are copied to host memory in the call,
     with a sentence in ``fallbacks``.

@@ -1,4 +1,4 @@
-"""A tree of containers and tensors: how its storages are found, and how it is rebuilt over others.
+"""A tree of containers and tensors: finds its storages, and rebuilds the tree over other storages.
 
 `Tree(root)` walks the tree once and numbers its storages. The caller copies their bytes. Then
 `rebuild` walks the tree again and puts tensors over the new storages into new containers. Sharing
@@ -14,11 +14,12 @@ The new tensors are made in one of four ways:
 - C code finds and makes all plain tensors in one call (skeleton/copies.c). It makes the local
   tensors of DTensors too; DTensors with the old specifications are put around them.
 - Other strided tensors are made from offset, size and stride.
-- Wrapper subclasses that have `__tensor_flatten__` are taken apart with it, and put together.
+- Tensors of wrapper subclasses that have `__tensor_flatten__` are taken apart with it, and put
+  together again.
 - The rest (sparse, quantized, nested, other subclasses) reduce themselves as for `torch.save`, and
-  the storages in the result are replaced. The result may have an object with tensors inside that
-  the walk leaves whole, as for ShardedTensor. Such a tensor is refused, because the new one would
-  have the old memory.
+  the storages in the result are replaced. The result may contain an object that the walk leaves
+  whole although it has tensors inside, as for ShardedTensor. Such a tensor is refused, because the
+  new tensor would have the old memory.
 
 A tree is walked rather than pickled, so it may contain objects that cannot be pickled, such as the
 process groups in what DCP or a callback passes. Garbage collection is paused during both walks:
@@ -63,13 +64,13 @@ def _can_be_flattened(tensor: Tensor) -> bool:
 
 
 class Tree:
-    """The storages under a tree, and a way to rebuild the tree over others.
+    """The storages under a tree, and a way to rebuild the tree over other storages.
 
     Attributes:
         storages: The storages, each once; this object keeps them alive.
         numbers: Their numbers, by the addresses of their StorageImpls.
-        rows: One ``struct sfr_source`` for each, every lane 0. The address is 0 if a storage is
-            neither in host memory nor on a CUDA device.
+        rows: One ``struct sfr_source`` for each storage, every lane 0. The address is 0 if a
+            storage is neither in host memory nor on a CUDA device.
         elsewhere: Numbers of the storages whose address is 0.
         devices: Numbers of the CUDA devices that have storages.
         reads_bytes: Whether rebuilding reads the copied bytes, as tensors that reduce themselves
@@ -98,9 +99,10 @@ class Tree:
         with torch._C.DisableTorchFunction(), no_collection():
             self._find(root, self._collector)
             found = self._collector.finish()
-        self.storages, self.numbers, self.rows, self.elsewhere, exact, self.devices = found
-        others = sum(type(each) not in PLAIN for each in self._held)
-        self._num_tensors = exact + others + len(self._wrapped)
+        self.storages, self.numbers, self.rows, self.elsewhere, num_exact, self.devices = found
+        # The collector has counted the tensors of the types in PLAIN.
+        others = [each for each in self._held if type(each) not in PLAIN]
+        self._num_tensors = num_exact + len(others) + len(self._wrapped)
         if self.devices and not lanes:
             self._forgo_lanes()
 
@@ -120,8 +122,9 @@ class Tree:
     def _rest(
         self, nodes: list[Any] | tuple[Any, ...], seen: set[int], collector: _core.Collector
     ) -> list[Any]:
-        """Return the nodes that the collector does not handle, last one first. Taken from the end,
-        they follow the tree's order, in which the storages were probably allocated."""
+        """Return the nodes that the collector does not handle, last one first. The caller takes
+        them from the end, and so in the tree's order, in which the storages probably are in memory.
+        """
         rest = collector.walk(nodes, seen)
         if self._dtensor is not None and rest:
             rest = self._see_through(rest, collector)
@@ -187,8 +190,8 @@ class Tree:
             if holder is not None:
                 raise TypeError(self._refusal(tensor, holder))
             self._others[key] = flattened
-            # Parts that are no tensors stay the old ones, such as the device mesh of a DTensor
-            # subclass: it describes processes, and nobody changes it.
+            # The new tensor has the same parts that are no tensors, such as the device mesh of a
+            # DTensor subclass, which describes processes and is never changed.
             inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
             return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
@@ -200,6 +203,7 @@ class Tree:
         return [*reduced.args, reduced.state]
 
     def _refusal(self, tensor: Tensor, holder: object) -> str:
+        """Return the message about a tensor whose bytes are in `holder`, which is left whole."""
         path = next((path for path, _ in paths(self._root, lambda node: node is tensor)), "")
         kind = type(tensor).__qualname__
         return (
@@ -218,15 +222,17 @@ class Tree:
         """Add the storages on CUDA devices to `elsewhere`, so that torch copies them."""
         words = memoryview(self.rows).cast("Q")
         for number in range(len(self.storages)):
-            if words[3 * number + 2]:  # the lane is 0, so this is the device
+            if words[3 * number + 2]:  # lane and device in one word; the lane is 0
                 words[3 * number] = words[3 * number + 2] = 0
                 self.elsewhere.append(number)
         self.devices = ()
 
     def own_objects(self) -> dict[int, Any]:
         """Return deep copies of the objects left whole, by the ids of the objects; sharing is kept.
-        An object that cannot be copied is skipped: it cannot be pickled either, and the pickling
-        reports that."""
+
+        An object that cannot be copied is skipped. It cannot be pickled either, so a later pickling
+        raises the error.
+        """
         memo: dict[int, Any] = {}
         copies: dict[int, Any] = {}
         for node in self.left_whole:
@@ -252,7 +258,7 @@ class Tree:
         objects: dict[int, Any] | None = None,
     ) -> tuple[Any, int]:
         """Return the tree over new host storages, and the address of `memory` (0 if there are no
-        bytes). Call it once: it consumes what is known about the old tensors.
+        bytes). Call it once: it uses up what the walk has recorded of the old tensors.
 
         Args:
             memory: An object with the buffer protocol. It holds the bytes of all storages except
@@ -300,8 +306,10 @@ class Tree:
 
 def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
     """Yield the key path (``optimizer_states.0.state``) of each object in a tree for which `wanted`
-    returns True, and the object. An object that occurs twice has the first path. Containers are
-    entered as by `Tree`, but not attributes."""
+    returns True, and the object. An object that occurs twice has the first path.
+
+    The search enters the containers that `Tree` enters, but no attributes and no wanted object.
+    """
     seen: set[int] = set()
     stack: list[tuple[str, Any]] = [("", root)]
     while stack:
