@@ -1,4 +1,4 @@
-"""Checks of arguments that many calls have: switches and timeouts."""
+"""Checks of arguments that many calls have: booleans and timeouts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numbers
 
 
 def refuse_unclear(**switches: object) -> None:
-    """Refuse unclear values of boolean arguments.
+    """Refuse unclear values of boolean arguments, which `switches` gives by their names.
 
     Raises:
         TypeError: An argument is None or a string.
@@ -21,8 +21,8 @@ def seconds(timeout: object) -> float | None:
     """Return a timeout in seconds, checked before the wait begins; None waits forever.
 
     Raises:
-        TypeError: It is neither a number nor None.
-        ValueError: It is NaN.
+        TypeError: `timeout` is neither a number nor None.
+        ValueError: `timeout` is NaN.
     """
     if timeout is None:
         return None

@@ -1,4 +1,4 @@
-"""Text on the terminal: what any terminal can show, folded lines, and a progress bar for slow work.
+"""Text on the terminal: printable text, folded lines, and a progress bar for slow work.
 
 Without a terminal there is no bar.
 """
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 Update = Callable[[int, int], object]  # called with the bytes done and the bytes in all
 
 _QUIET_S = 1.0  # shorter work shows no bar
-_EVERY_S = 0.1
+_EVERY_S = 0.1  # between two updates of the bar
 
 
 def on_terminal() -> bool:
@@ -51,7 +51,12 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
 def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
     """Show a bar of the progress that `done()` returns, once the block has lasted a second.
 
-    Another thread calls `done`. The bar ends with the block, or when `done` raises ValueError.
+    Another thread calls `done`, which returns the bytes so far. The bar ends with the block, or
+    when `done` raises ValueError because its object is closed.
+
+    Args:
+        path: The file that the bar names.
+        nbytes: The bytes in all.
     """
     if not on_terminal():
         yield
@@ -80,11 +85,15 @@ def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
 def folded(text: str, width: int, indent: str = "    ", break_after: str = " /") -> list[str]:
     """Break `text` into lines of at most `width` letters.
 
-    Lines break only after the letters of `break_after`, spaces and slashes, so the parts of a path
-    stay whole. A part that is wider than a line gets its own line.
+    Lines break only after one of the letters in `break_after`, so the components of a path stay
+    whole. A component that is wider than a line gets its own line.
+
+    Args:
+        indent: The beginning of every line but the first.
     """
     lines: list[str] = []
     line = ""
+    # Each part ends with a letter to break after and the spaces that follow, or with the text.
     for part in re.findall(rf"[^{break_after}]*(?:[{break_after}]\s*|$)", text):
         if line.strip() and len(line) + len(part.rstrip()) > width:
             lines.append(line.rstrip())

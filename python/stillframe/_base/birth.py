@@ -1,4 +1,4 @@
-"""The process that an object belongs to: the one that made it, never a forked child of that one."""
+"""The process that an object belongs to: the process that made it, and not its forked children."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from stillframe.errors import ForkError
 
 
 class Birth:
-    """The process that made an object whose threads or memory a forked child does not have.
+    """A mark of the process that made an object. A forked child lacks the object's threads or
+    memory, and so must not use the object.
 
     Args:
         what: The object's name in the error, as in "this Engine".
@@ -27,7 +28,7 @@ class Birth:
         """Raise an error in a forked child.
 
         Raises:
-            ForkError: The process that made the object is a parent of this one.
+            ForkError: This process is a forked child of the one that made the object.
         """
         if self.foreign():
             raise ForkError(

@@ -4,16 +4,16 @@
 
 "What the system leaves" is the least of MemAvailable and, for the process's memory cgroup and each
 of its parents (v1 and v2), limit - usage + inactive file pages. The kernel reclaims those pages
-before memory runs short, and a machine that writes checkpoints has many. The memory that our own
-pools hold is added back, because the system counts it as used. Otherwise the pool of a second
-engine would lose it twice: here, and when the core subtracts what other pools have.
+before memory runs short, and a machine that writes checkpoints has many of them. The memory that
+our own pools hold is added back, because the system counts it as used. Otherwise that memory would
+be subtracted twice for a second engine: here, and when the core subtracts what other pools have.
 
 A limit of address space (`ulimit -v`, which batch systems set) works differently. Reserved
-addresses count against it even if no memory is used, and it applies to this process alone. One pool
-gets at most half of the address space that is left.
+addresses count against the limit even if no memory is used, and the limit applies to this process
+alone. One pool gets at most half of the address space that is left.
 
-The core gives each pool what the others have left of the budget (`csrc/core/memory/budget.c`). A
-missing or unexpected file under /proc or /sys counts as no limit.
+The core gives each pool what the other pools have left of the budget (`csrc/core/memory/budget.c`).
+A missing or unexpected file under /proc or /sys counts as no limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Budget(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The names of three files, in one version of the cgroup interface."""
+    """The names in one version of the cgroup interface: two files, and a key in `memory.stat`."""
 
     limit: str
     usage: str
@@ -69,6 +69,7 @@ def measure(held: int, root: Path = Path("/")) -> Budget:
 
 
 def _available(root: Path) -> int:
+    """Return the bytes of MemAvailable."""
     kib = _number(root / "proc/meminfo", "MemAvailable:")
     return _NO_LIMIT if kib is None else kib * 1024
 
@@ -125,7 +126,7 @@ def _left_by(folder: Path, files: _Files) -> int:
 def _local_ranks() -> int:
     """Return the number of ranks on this machine, which torchrun sets."""
     found = re.match(r"\s*(\d+)", os.environ.get("LOCAL_WORLD_SIZE", ""))
-    return (found and int(found[1])) or 1
+    return max(1, int(found[1])) if found else 1
 
 
 def _address_space(root: Path) -> int:
@@ -137,8 +138,8 @@ def _address_space(root: Path) -> int:
 
 
 def _number(file: Path, key: str = "") -> int | None:
-    """Return the number that follows `key` at the start of a line, or without a key the number with
-    which the file begins; None if there is none."""
+    """Return the number in a file that follows `key` at the start of a line. Without a key, return
+    the number at the start of the file. None: there is no such number or file."""
     start = rf"(?m)^{re.escape(key)}" if key else r"\A"
     found = re.search(rf"{start}[ \t]*(\d+)", _text(file))
     return min(int(found[1]), _NO_LIMIT) if found else None

@@ -1,11 +1,12 @@
-"""State for the duration of a call: the thread is inside one, and garbage collection is off.
+"""State for the duration of a call: whether the thread is inside a call, and garbage collection.
 
-A signal handler may save in the middle of another of our calls on its thread. Such a save must not
-wait for anything that only the interrupted call could release, so it is told that it is nested.
+A signal handler may save in the middle of another of our calls on its thread. Such a save is
+*nested*. It must not wait for anything that only the interrupted call could release.
 
 Ctrl-C may come before any line, even after a context manager has been entered and before its block
-begins, so that `__exit__` never runs. So each entry is the frame that made it, and an entry no
-longer counts when its frame has left the stack. (Until then that frame's variables stay alive.)
+begins, so that `__exit__` never runs. So each call is recorded as the stack frame that entered it.
+A record no longer counts when its frame has left the stack. The next call then drops the record;
+until then the record keeps the frame's variables alive.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import FrameType
 
 
 class _Frames(threading.local):
-    """The entries of one thread: the frames that are inside a call, or have switched off garbage
+    """The records of one thread: the frames that are inside a call, or have switched off garbage
     collection."""
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _drop_ended(frames: list[FrameType]) -> bool:
-    """Remove frames that have left this thread's stack. Return whether there was one."""
+    """Remove the frames that have left this thread's stack. Return whether any had."""
     living = set(stack(sys._getframe(1)))
     ended = [each for each in frames if each not in living]
     for each in ended:
@@ -46,13 +47,13 @@ def _drop_ended(frames: list[FrameType]) -> bool:
 
 
 def _leave(frames: list[FrameType], frame: FrameType) -> None:
-    if frame in frames:  # absent if an interrupt came before it was added
+    if frame in frames:  # not if an interrupt came before the frame was added
         frames.remove(frame)
 
 
 class inside:  # lower case, because it is used like a function: `with inside():`
-    """Mark the thread as inside a call: `with inside() as nested:`, where `nested` is True if it
-    already was."""
+    """Mark the thread as inside a call: `with inside() as nested:`. `nested` is True if the thread
+    was inside a call already."""
 
     __slots__ = ()
 
@@ -71,7 +72,7 @@ class inside:  # lower case, because it is used like a function: `with inside():
 class no_collection:  # lower case for the same reason
     """Turn garbage collection off inside the block.
 
-    Planning a save, loading and rebuilding a tree make many thousand objects that all stay alive.
+    Preparing a save, loading and rebuilding a tree make many thousand objects that all stay alive.
     Collections would find nothing and scan much of the process, which takes longer than the rest.
     """
 
@@ -79,7 +80,7 @@ class no_collection:  # lower case for the same reason
 
     def __enter__(self) -> None:
         frames = _frames.no_collection
-        # An interrupted block has left collection off, and nobody else will turn it on.
+        # An interrupted block has left collection off. Then this block turns it on again.
         interrupted = bool(frames) and _drop_ended(frames)
         self._enabled = gc.isenabled() or interrupted
         if self._enabled:

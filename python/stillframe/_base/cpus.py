@@ -1,13 +1,15 @@
 """The CPUs of the process, which an OpenMP runtime may have taken from its main thread.
 
 With OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY the runtime binds the main thread to one
-*place*, OpenMP's word for a set of CPUs. Often it is a single core. libgomp does so while torch is
-imported, others at the first parallel region. Each thread started later inherits that place, so
-our threads would share one core with the training. They get the CPUs that the process had before:
+*place*. That is OpenMP's word for a set of CPUs, often a single core. libgomp does so while torch
+is imported, other runtimes at the first parallel region. Each thread started later inherits the
+place, so our threads would share one core with the training. They get the CPUs that the process had
+before the binding:
 
-- If the main thread had more CPUs when this module was imported, those are the ones.
-- Otherwise the runtime knows how many CPUs the process had. They are the CPUs of all its places, or
-  all that the system grants, whichever are as many.
+- If the main thread had more CPUs when this module was imported, our threads get those.
+- Otherwise the runtime knows how many CPUs the process had. If all its places together have that
+  number of CPUs, our threads get them; or else all CPUs that the system grants, if their number is
+  right.
 
 If the main thread's CPUs are not a place, the program has set them itself (`os.sched_setaffinity`,
 `taskset -p`). Our threads then inherit them, as they do without a runtime.
@@ -42,11 +44,11 @@ class Runtime(NamedTuple):
 
 
 class Cpus(NamedTuple):
-    """Where threads may run.
+    """Where threads may run: sets of CPU numbers.
 
     Attributes:
-        main: The main thread.
-        ours: Threads of stillframe.
+        main: The CPUs of the main thread.
+        ours: The CPUs for stillframe's threads.
         bound: An OpenMP runtime bound the main thread.
     """
 
@@ -70,15 +72,15 @@ def before_binding(
         granted: Returns the CPUs that the system gives to a thread that asks for all.
 
     Returns:
-        None if no runtime bound it, or if the CPUs cannot be found out.
+        None if no runtime bound the main thread, or if the CPUs cannot be found out.
     """
     binding = [each for each in runtimes if main in each.places]
     if not binding:
         return None
     if main != first:
         return first if main < first else None  # the program set another mask
-    # If an earlier runtime had already bound the main thread, a later one has counted only the CPUs
-    # of that place. So the largest number is right.
+    # If an earlier runtime had already bound the main thread, a later runtime has counted only the
+    # CPUs of that place. So the largest number is right.
     runtime = max(binding, key=lambda each: each.number)
     listed = set().union(*runtime.places)
     if runtime.number <= len(main):
@@ -87,33 +89,34 @@ def before_binding(
         return listed
     if len(found := granted()) == runtime.number:
         return found
+    # A user may list fewer places than the process had CPUs. If there are more, some were not its.
     return listed if len(listed) < runtime.number else None
 
 
 def inspect() -> Cpus:
     """Return where threads may run, judging by the process as it is now."""
     main = _of_main_thread()
-    wide = None
+    before = None
     if len(main) < os.sysconf("SC_NPROCESSORS_ONLN"):
-        wide = before_binding(main, _first, _runtimes(), _granted)
-    return Cpus(main, wide or main, wide is not None)
+        before = before_binding(main, _first, _runtimes(), _granted)
+    return Cpus(main, before or main, before is not None)
 
 
 def spread() -> None:
-    """Have threads that the core starts, or that `spread_thread` moves, run on all CPUs of the
-    process."""
+    """Find the CPUs of the process, for threads that the core starts from now on and for
+    `spread_thread`."""
     global _known
-    with contextlib.suppress(OSError):  # a sandbox: threads inherit
+    with contextlib.suppress(OSError):  # a sandbox forbids it, and threads inherit the CPUs
         if _known is None or _known.main != _of_main_thread():
             _known = inspect()
             _core.set_cpus(tuple(_known.ours if _known.bound else ()))
 
 
 def count() -> int:
-    """Return how many CPUs threads of the core run on, as `spread` found them."""
+    """Return how many CPUs the core's threads may run on, as `spread` found."""
     if _known is not None:
         return len(_known.ours)
-    with contextlib.suppress(OSError):  # a sandbox
+    with contextlib.suppress(OSError):  # a sandbox forbids the question
         return len(_of_main_thread())
     return 1
 
@@ -126,10 +129,11 @@ def spread_thread(thread: threading.Thread) -> None:
 
 
 def _of_main_thread() -> set[int]:
-    return os.sched_getaffinity(os.getpid())
+    return os.sched_getaffinity(os.getpid())  # the process's id is that of its main thread
 
 
 def _runtimes() -> list[Runtime]:
+    """Return all OpenMP runtimes that this process has loaded."""
     paths = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -154,7 +158,7 @@ def _ask(library: ctypes.CDLL) -> Runtime:
 
 def _granted() -> set[int]:
     """Return the CPUs that a thread gets if it asks for all. The system leaves out those that this
-    container may not use."""
+    container may not use. A new thread asks, because the answer becomes its own mask."""
     found: set[int] = set()
 
     def ask() -> None:
@@ -166,7 +170,7 @@ def _granted() -> set[int]:
     try:
         asking.start()
         asking.join()
-    except RuntimeError:  # no thread to be had
+    except RuntimeError:  # the system refused to start the thread
         pass
     return found
 

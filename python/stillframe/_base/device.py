@@ -3,9 +3,8 @@
 No function except `begin` initialises CUDA in a process that has not used it, because the forked
 children of a process that has initialised CUDA cannot use it.
 
-Python passes the current stream to the core, which could not ask for it itself: the function in
-torch's ABI is missing from CPU builds. In Python the handle of `torch.cuda.current_stream` costs
-0.2 us.
+The core cannot ask torch for the current stream, because the function in torch's ABI is missing
+from CPU builds. So Python asks, which takes 0.2 us, and passes the stream's handle to the core.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _is_cuda = torch.version.cuda is not None
 index_of: Callable[[torch.Tensor], int] = (
     torch._C.TensorBase.get_device if _is_cuda else lambda tensor: -1
 )
-"""The number of the device of a tensor outside host memory, -1 if it is not a CUDA device."""
+"""Returns n for a tensor on CUDA device n, -1 for one elsewhere outside host memory."""
 
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -45,12 +44,12 @@ def number_of_tensor(tensor: torch.Tensor) -> int:
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage, as given to the driver."""
+    """Return the address of a storage's bytes, in host or device memory."""
     return storage.data_ptr()
 
 
 def may_be_loaded_to() -> bool:
-    """Return whether there is a device that tensors can be loaded to."""
+    """Return whether there is a CUDA device, to which tensors can be loaded."""
     return _is_cuda and torch.cuda.is_available()
 
 
@@ -87,8 +86,8 @@ def in_use() -> list[int]:
         return []
     has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
     current = torch.cuda.current_device()
-    numbers = sorted(range(torch.cuda.device_count()), key=lambda number: number != current)
-    return [number for number in numbers if has_context(number)]
+    others = [number for number in range(torch.cuda.device_count()) if number != current]
+    return [number for number in (current, *others) if has_context(number)]
 
 
 def begin(number: int) -> None:

@@ -47,7 +47,7 @@ class Disk:
         return os.listdir(path)
 
     def names_without_links(self, path: str) -> Iterator[str]:
-        """Iterate over the names in a directory, except symbolic links to another name in it."""
+        """Iterate over the names in a directory, except links to another name in the directory."""
         with os.scandir(path) as entries:
             for each in entries:
                 if not (each.is_symlink() and os.path.dirname(os.readlink(each.path)) in ("", ".")):
@@ -85,8 +85,8 @@ class Disk:
         return open(path, "rb", buffering=0, opener=_open_at_once)
 
     def forget(self, path: str) -> None:
-        """Forget what is known of a file (a store's size and version of it), so that the next
-        `open` asks again."""
+        """Forget what is known of a file (in a store, its size and version). The next `open` then
+        asks again."""
 
     def rest(self, file: Opened) -> None:
         """Give back the memory of a file that stays open and is not read for a while."""

@@ -1,7 +1,7 @@
-"""Questions to torch.distributed: whether there are other ranks, how to wait for what they write
-to the process group's store, and DTensor's class.
+"""Questions to torch.distributed: whether there are other ranks, and DTensor's class. Also a wait
+for entries that other ranks write to the process group's store.
 
-DTensor's class is found without importing it: code that has a DTensor has imported it.
+DTensor's class is found without importing it: code that has a DTensor has imported the class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed
 
-_SHORTEST_S, _LONGEST_S = 0.0002, 0.01  # between two queries of a store
+_SHORTEST_S, _LONGEST_S = 0.0002, 0.01  # the pauses between two queries of a store
 
 
 def is_initialized() -> bool:
@@ -25,7 +25,7 @@ def is_initialized() -> bool:
 
 
 def may_have_other_ranks() -> bool:
-    """Return whether other ranks may run on this machine. It asks none of them, because a dead or
+    """Return whether other ranks may run on this machine. No rank is asked, because a dead or
     missing rank would never answer."""
     if not is_initialized() or torch.distributed.get_world_size() == 1:
         return False
@@ -33,9 +33,9 @@ def may_have_other_ranks() -> bool:
 
 
 def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
-    """Wait until `is_there()`, and return False if that takes longer than `longest_s`.
+    """Wait until `is_there()` returns True. Return False if that takes longer than `longest_s`.
 
-    It is for queries to a process group's store, whose own waits ignore signals: here Ctrl-C is
+    `is_there` queries a process group's store. The store's own waits ignore signals; here Ctrl-C is
     handled between two queries. The pauses grow to 10 ms.
     """
     end, pause_s = time.monotonic() + longest_s, _SHORTEST_S
@@ -54,5 +54,5 @@ def dtensor() -> type[Any] | None:
 
 
 def memory_of(tensor: Any) -> Any:
-    """Return the tensor that has the memory: for a DTensor, its local tensor."""
+    """Return the tensor that owns the memory: for a DTensor its local tensor, else `tensor`."""
     return tensor._local_tensor if type(tensor) is dtensor() else tensor

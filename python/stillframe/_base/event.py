@@ -1,7 +1,7 @@
 """`Event`: a flag to wait for, which a signal handler may interrupt anywhere.
 
-`threading.Event` holds a lock while it begins and ends a wait. A handler that runs there on the
-same thread, and waits for a thread that calls `set`, would wait forever.
+`threading.Event` holds a lock while it begins and ends a wait. A signal handler may run on the
+same thread at that moment. If the handler waits for a thread that calls `set`, it waits forever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ class Event:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._waiting: list[threading.Lock] = []  # one for each thread that waits; its lock is held
+        # One lock for each thread that waits. The lock is held until `set` releases it.
+        self._waiting: list[threading.Lock] = []
 
     def is_set(self) -> bool:
         return self._is_set
@@ -31,12 +32,13 @@ class Event:
         """Wait until the flag is set, and return whether it is.
 
         Args:
-            timeout: The most seconds to wait.
+            timeout: The most seconds to wait; None waits forever.
         """
         mine = threading.Lock()
         mine.acquire()
         self._waiting.append(mine)
         try:
+            # After the append: `set` either finds the lock, or has set the flag by now.
             if not self._is_set:
                 mine.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:

@@ -1,6 +1,6 @@
 """Guesses at what a file is if it is no checkpoint, as words that complete "it looks like ...".
 
-They use only the file's first bytes, type and name.
+The guesses use only the file's first bytes, type and name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ MARKER = ".stillframe.json"
 # The metadata file of torch.distributed.checkpoint: of all ranks, or of a rank that saved alone.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _HEAD = 4096  # how many bytes of a file are read
-_FIRST_NAME = 512  # the first name is within these bytes: torch names its directory like the file
+# The first name in an archive of torch, "NAME/data.pkl", ends within so many bytes. NAME is usually
+# the file's name.
+_FIRST_NAME = 512
 LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic number, pickled
 
 _TYPES = (
@@ -98,7 +100,7 @@ def guess(fd: int, path: str) -> str | None:
     head = _core.read_at(fd, _HEAD, 0)
     if is_shard(path) and head.startswith(b"PK\3\4"):
         return SHARD
-    # An empty file, or one of zeros, was a checkpoint whose bytes never reached the disk.
+    # An empty file, or a file of zeros, was a checkpoint whose bytes never reached the disk.
     if not head.strip(b"\0") or head.startswith(b"PK") or LEGACY in head[:32]:
         return None
     if safetensors.begins_like_one(head):
@@ -112,16 +114,19 @@ def guess(fd: int, path: str) -> str | None:
 
 
 def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
-    """Return why a file that failed the core's check (`found`) is not a checkpoint at all, or None
-    if it is a damaged one."""
+    """Return why a file is not a checkpoint at all, or None if it is a damaged checkpoint.
+
+    Args:
+        found: The result of the core's check, which the file failed.
+    """
     if (words := guess(fd, path)) is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
-    # Its directory could be read in both cases.
+    # Either a whole zip archive without a pickle, or a damaged one that torch did not write.
     lacks_pickle = found["num_bad"] == 0 and "no record" in found["error"]
     is_another = found["num_bad"] > 0 and is_another_zip(fd)
     if found["format"] == "archive" and (lacks_pickle or is_another):
         return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
-    # Unknown, and neither empty nor zeros: bytes that no checkpoint begins with.
+    # The format is unknown, and the file is neither empty nor all zeros.
     if found["format"] == "foreign" and _core.read_at(fd, _HEAD, 0).strip(b"\0"):
         return "it is not a PyTorch checkpoint"
     return None
@@ -130,7 +135,7 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
 def is_safetensors(fd: int, path: str) -> bool:
     """Return whether an open file is, or was meant to be, in the safetensors format.
 
-    Its first bytes decide. If they fit no format, as in an empty file, its name decides.
+    The first bytes decide. If they fit no format, as in an empty file, the file's name decides.
 
     Raises:
         OSError: It cannot be read.
@@ -147,8 +152,9 @@ def is_safetensors(fd: int, path: str) -> bool:
 def is_another_zip(fd: int) -> bool:
     """Return whether a zip archive was not written by torch.
 
-    The name of its first record then has no directory, as in an .npz and most zips. A file of torch
-    whose first name was damaged still contains ``data.pkl`` near its beginning.
+    In a zip archive of other code, as in an .npz, the name of the first record usually has no
+    directory. An archive of torch whose first name is damaged still has ``data.pkl`` near its
+    beginning.
     """
     head = _core.read_at(fd, _HEAD, 0)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
@@ -156,10 +162,11 @@ def is_another_zip(fd: int) -> bool:
 
 
 def _is_text(head: bytes) -> bool:
+    """Return whether the first bytes of a file are UTF-8 of printable letters."""
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 3:  # more than one truncated letter
+        if error.start < len(head) - 3:  # not only a last letter that `head` truncates
             return False
         text = head[: error.start].decode()
     return all(letter.isprintable() or letter in "\t\r\n\f" for letter in text)

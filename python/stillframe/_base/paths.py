@@ -34,8 +34,8 @@ class Target:
 class CheckpointPath:
     """The path of a checkpoint that other code writes or names as well, for instance Lightning.
 
-    A public call makes one with `CheckpointPath.of` and passes it on, so that only one call checks
-    whether the path is remote. Two of these paths are equal if their names are.
+    A public call makes it with `CheckpointPath.of` and passes it on, so that the path is checked
+    only once for being remote. Two such paths are equal if their names are.
 
     Attributes:
         given: The path as it was given.
@@ -52,8 +52,8 @@ class CheckpointPath:
         """Return the `CheckpointPath` for a path that a user gave.
 
         Raises:
-            TypeError: It is not a path.
-            ValueError: It is a `file://` URL of another host.
+            TypeError: `path` is not a path.
+            ValueError: `path` is a `file://` URL of another host.
         """
         if not isinstance(path, (str, bytes, os.PathLike)):
             raise no_path(path)
@@ -76,7 +76,8 @@ class CheckpointPath:
         return urls.shown(self.text)
 
     def key(self, *, follow_link: bool = False) -> bytes:
-        """Return its name in the log. By default a link's own name, not its target's.
+        """Return the path's name in the log. For a link, this is by default its own name, not its
+        target's.
 
         Raises:
             TypeError, ValueError: See `as_text`.
@@ -88,7 +89,7 @@ class CheckpointPath:
 
 
 def no_path(path: object) -> TypeError:
-    """Return the error for an object that is given instead of a path."""
+    """Return the error to raise for an object that is given instead of a path."""
     message = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
     if hasattr(path, "write") or hasattr(path, "read"):
         message += ": stillframe saves to files by name. torch.save and torch.load take open files"
@@ -99,8 +100,8 @@ def as_text(path: object) -> str:
     """Return the path as a string.
 
     Raises:
-        TypeError: It is neither a string nor an `os.PathLike` of one.
-        ValueError: It is empty, contains a null byte, or is remote.
+        TypeError: `path` is neither a string nor an `os.PathLike` of a string.
+        ValueError: `path` is empty, contains a null byte, or is remote.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
@@ -117,8 +118,8 @@ def as_text(path: object) -> str:
 
 
 def _split(text: str, follow_link: bool) -> tuple[str, str]:
-    """Return the real path of the parent and the last component. `follow_link` resolves a link in
-    the last component."""
+    """Return the real path of the parent, and the last component. With `follow_link` a link in the
+    last component is resolved first."""
     if follow_link and os.path.islink(text):
         text = os.path.realpath(text)
     parent, name = os.path.split(text)
@@ -166,8 +167,9 @@ def target(
         raise SaveError(errno.EINVAL, "give the directory's own name", text, "open")
     if last in ("", ".", "..") and not create_parents:  # the path names no file
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
-    # The core looks everything up in one call, with one release of the interpreter lock. Only if
-    # that fails does Python do it again, to make directories or to find the right error.
+    # The core looks everything up with one release of the interpreter lock: the parent, the name,
+    # the mode of what has the name, whether the parent can be read, and its st_dev. If that fails,
+    # Python looks again, to make directories or to find the right error.
     resolved = _core.resolve(os.fsencode(text), follow_link)
     if resolved is not None:
         _, real_name, mode, is_readable, file_system = resolved
@@ -209,14 +211,18 @@ def hint(text: str) -> str:
 
 
 def _may_replace(mode: int, follow_link: bool, directory: bool) -> bool:
-    """Return whether a file, or a directory, can replace something with this mode (0: nothing)."""
+    """Return whether a save of a file (or `directory`) can replace what has the name.
+
+    Args:
+        mode: The `st_mode` of what has the name; 0 if nothing has it.
+    """
     if directory:
         return not mode or stat.S_ISDIR(mode)
     return not mode or stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not follow_link)
 
 
 def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> None:
-    """Raise OSError if a save could not make a file, or a directory, of this name."""
+    """Raise OSError if a save cannot make a file (or `directory`) of this name."""
     full = os.path.join(parent, name)
     if not name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -238,8 +244,8 @@ def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> N
 
 
 def make_directories(directory: str, durable: bool) -> None:
-    """Make the missing directories of `directory`; with `durable`, sync the parent of each, which
-    makes its entry durable."""
+    """Make `directory` and its missing parents. With `durable`, sync the parent of each new
+    directory, which makes the new entry durable."""
     missing = []
     while not os.path.isdir(directory):
         missing.append(directory)
@@ -259,7 +265,8 @@ def make_directories(directory: str, durable: bool) -> None:
 
 
 def put_back(text: str) -> bool:
-    """Put back a directory that a writer had moved aside, to replace it, before it died.
+    """Put back a directory that a writer moved aside to replace it, if the writer died before it
+    put the new directory in place.
 
     Args:
         text: A missing path, at or below that directory.
@@ -267,6 +274,7 @@ def put_back(text: str) -> bool:
     Returns:
         Whether the path may exist now.
     """
+    # Find the first missing component of the path, in the existing directory `parent`.
     above = os.path.abspath(text)
     while not os.path.isdir(parent := os.path.dirname(above)):
         above = parent

@@ -19,7 +19,7 @@ class Failure:
 
 
 class RestoreFailed(Exception):
-    """A record is damaged or could not be read; `failure` tells which."""
+    """A record is damaged or could not be read; `failure` says which record and why."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -37,9 +37,11 @@ def wait(core: _core.Restore, index: int) -> None:
 
 
 def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
-    """Read single records with a restore that has not started; a missing record gives b"".
+    """Return the bytes of single records; a missing record gives b"".
 
-    After an exception the restore is closed.
+    Args:
+        core: A restore that has not started. After an exception it is closed.
+        names: The names of the records.
 
     Raises:
         RestoreFailed: A record is damaged or could not be read.
@@ -49,7 +51,7 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
     try:
         for number, data in wanted.items():
             core.into(number, [_address_of(data)])
-        # In the file's order: let the threads read as far as the record, then wait for it.
+        # In the file's order: let the threads read as far as the record, then wait for the record.
         for number in sorted(wanted):
             core.until(number)
             core.go(core.reach(number))

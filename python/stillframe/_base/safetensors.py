@@ -71,7 +71,7 @@ class Header(NamedTuple):
 
     nbytes: int  # the file's length
     entries: list[Entry]
-    metadata: dict[str, str]
+    metadata: dict[str, str]  # the strings of `__metadata__`
 
 
 def begins_like_one(head: bytes) -> bool:
@@ -81,7 +81,7 @@ def begins_like_one(head: bytes) -> bool:
 
 
 def read_header(fd: int) -> Header:
-    """Return the header of an open file, after a check of all that it says.
+    """Return the header of an open file, after a check of everything in it.
 
     Raises:
         Damaged: The file is empty, truncated, too long, or its header makes no sense.

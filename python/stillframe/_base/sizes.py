@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable
 
-# Half of the address space that Linux gives a process. A larger size is a typing error and would
+# Half of the address space that Linux gives a process. A larger size is a mistake, and would
 # overflow in the core.
 MOST_BYTES = 1 << 46
 
@@ -86,6 +86,7 @@ def binary(nbytes: float) -> str:
 
 def _show(nbytes: float, base: int, units: tuple[str, ...]) -> str:
     step = 0
+    # Three digits are shown. A value that they would round up to `base` gets the next unit.
     while nbytes >= 0.9995 * base and step < len(units) - 1:
         nbytes /= base
         step += 1

@@ -1,7 +1,7 @@
 """Directory changes as lists of steps, which the core carries out.
 
-It does so with one release of the interpreter lock. Each system call made from Python releases it
-too, and waits up to 5 ms to get it back while another thread computes.
+The core carries out a list with one release of the interpreter lock. Each system call made from
+Python would release the lock, and wait up to 5 ms to get it back while another thread computes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from stillframe import _core
 
-Step = tuple[int, bytes, bytes]  # a code of the core, and its two arguments
+# A code of the core (STEP_...), and its two arguments: a path, and the content or the new path.
+Step = tuple[int, bytes, bytes]
 
 
 def write(path: str, content: bytes, *, durable: bool) -> Step:
@@ -20,7 +21,7 @@ def write(path: str, content: bytes, *, durable: bool) -> Step:
 
 
 def sync(directory: str) -> Step:
-    """Return a step that makes a directory's entries durable, if its file system can."""
+    """Return a step that makes a directory's entries durable, if the file system can do so."""
     return _core.STEP_SYNC, os.fsencode(directory), b""
 
 
@@ -37,7 +38,7 @@ def take(steps: Sequence[Step]) -> None:
     """Carry out the steps in order.
 
     Raises:
-        OSError: A step failed; the later ones were not carried out.
+        OSError: A step failed; the later steps were not carried out.
     """
     done, code = _core.take_steps(steps)
     if code:

@@ -55,13 +55,14 @@ def complaint_of_framework(package: str, version: str | None) -> str | None:
 
 
 def parsed(version: str) -> tuple[int, int]:
-    """Return (2, 10) for "2.10.0a0+git1"."""
+    """Return the first two numbers of a version: (2, 10) for "2.10.0a0+git1", (0, 0) for none."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package, or None. Errors of the package itself propagate."""
+    """Return the version of a package, or None if it is not installed. Errors of the package itself
+    propagate."""
     try:
         return str(importlib.import_module(package).__version__)
     except ModuleNotFoundError as error:
@@ -78,7 +79,7 @@ def refuse_elsewhere() -> None:
     """Check the requirements when the package is imported.
 
     Raises:
-        ImportError: It cannot run here.
+        ImportError: stillframe cannot run here.
     """
     complaint = complaint_of_python(sys.platform, is_free_threaded())
     complaint = complaint or complaint_of_torch(installed("torch"))

@@ -1,4 +1,4 @@
-"""Starting threads, and the error when the system refuses one; errors.c raises it too."""
+"""Starting threads, and the error when the system refuses to start a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stillframe.errors import StillframeError
 
 
 def refused() -> OSError:
-    """Return the error for a thread that the system refused to start."""
+    """Return the error for a thread that the system refused to start; errors.c raises it too."""
     return OSError(
         errno.EAGAIN,
         "the system refused to start another thread: raise the limit on processes (ulimit -u, or"
@@ -49,7 +49,7 @@ def start(thread: threading.Thread) -> None:
 
     Raises:
         OSError: The system refused to start it.
-        StillframeError: It would be a greenlet.
+        StillframeError: The thread would be a greenlet.
         RuntimeError: The thread was started before, or the interpreter is exiting: Python 3.12 and
             later then start no threads.
     """
@@ -66,24 +66,24 @@ def start(thread: threading.Thread) -> None:
 class SingleThread:
     """A daemon thread that runs a function once, however many callers start it at the same time.
 
-    `Thread.start` does not allow that: two callers can both start one object. A lock around it is
-    no help, because a signal handler may interrupt the thread that holds the lock, and wait for
-    another that wants it. So every caller that finds no owner starts a thread. The first of these
-    becomes the owner, and the others end at once.
+    `Thread.start` does not allow that: two callers at the same time can start one `Thread` object
+    twice. A lock does not help, because a signal handler may interrupt the thread that holds the
+    lock, and wait for another thread that wants it. So every caller that finds no owner starts a
+    thread. The first of these threads becomes the owner, and the others end at once.
 
     Args:
         target: The function.
         name: The name of the thread.
 
     Attributes:
-        is_started: The system has started a thread, whether or not it has run the function yet.
+        is_started: The system has started a thread, which may not have called the function yet.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
         self._target = target
         self._name = name
-        # Holds the thread that runs `target`, or None if none ever will: `dict.setdefault` is
-        # atomic.
+        # Under "owner", the thread that runs `target`, or None if no thread ever will. A dict,
+        # because `dict.setdefault` is atomic.
         self._owner: dict[str, threading.Thread | None] = {}
         self._has_owner = Event()
         self.is_started = False
@@ -101,7 +101,7 @@ class SingleThread:
             try:
                 start(threading.Thread(target=self._run, name=self._name, daemon=True))
             except RuntimeError:
-                return bool(self._owner)
+                return bool(self._owner)  # another caller may have started the thread meanwhile
             self.is_started = True
         return True
 
@@ -116,17 +116,19 @@ class SingleThread:
         return self._owner.get("owner") is threading.current_thread()
 
     def prevent(self) -> bool:
-        """Return True if the function has not begun to run. It never will then."""
+        """Prevent the function from running. Return False if it has begun to run."""
         return self._owner.setdefault("owner", None) is None
 
     def is_alive(self) -> bool:
         """Return whether the thread was started, and has not ended."""
         thread = self._owner.get("owner")
-        return self.is_started and not self._owner if thread is None else thread.is_alive()
+        if thread is not None:
+            return thread.is_alive()
+        return self.is_started and not self._owner  # it has not called the function yet
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, at most `timeout` seconds. The caller knows that it was
-        started and is not prevented."""
+        """Wait until the thread has ended, at most `timeout` seconds. Call this only if the thread
+        was started and not prevented."""
         begin_s = time.monotonic()
         if self._has_owner.wait(timeout) and (thread := self._owner["owner"]) is not None:
             spent_s = time.monotonic() - begin_s

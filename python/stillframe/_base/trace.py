@@ -1,12 +1,12 @@
 """`stillframe.trace(path)`: a timeline of saves and training steps that opens in Perfetto.
 
-The core records spans in a buffer per thread, and a thread of its own writes them
+The core records spans in a buffer per thread, and a separate thread writes them to the file
 (csrc/core/trace). `_core.trace_*` adds what only Python sees: the call, planning, the gate, steps.
 This module starts and ends traces.
 
 There is one trace at a time, because two would need two buffers per thread. The file is a complete
-JSON document after every write, so nothing has to happen when the process dies. Spans that have not
-ended with the block are left out.
+JSON document after every write, so nothing has to happen when the process dies. A span that has not
+ended when the block ends is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class trace:  # a context manager that reads as a verb
 
     The file is Trace Event JSON: open it at https://ui.perfetto.dev or in chrome://tracing. The
     topmost row shows training steps (from the end of one optimizer step to the end of the next,
-    the optimizer's part inside it). Below it each thread has a row: the call with planning and the
+    with the optimizer's part inside). Below, each thread has a row: the call with planning and the
     copies made in it (`capture`); the wait before the step (`gate`); later copies, checksums,
     writes, syncs and commits, each with the number of its save and its bytes. Once a save has
     ended, it is a slice of its own (`save`, with file name and outcome), from the call to the end.
@@ -71,7 +71,8 @@ class trace:  # a context manager that reads as a verb
         self.events = 0
         self.dropped = 0
         self.error: OSError | None = None
-        self._generation = -1  # of the process that writes it; -1 while nothing is written
+        # The fork generation of the process that writes the trace; -1 while nothing is written.
+        self._generation = -1
 
     def __enter__(self) -> trace:
         global _current
@@ -83,8 +84,8 @@ class trace:  # a context manager that reads as a verb
             raise StillframeError(
                 f"a trace is being written to {other} already: one at a time in a process"
             ) from None
-        except ValueError:
-            raise OSError(_EINVAL, "a trace needs a regular file", self.path) from None
+        except ValueError:  # the path is that of a pipe or a device
+            raise OSError(errno.EINVAL, "a trace needs a regular file", self.path) from None
         except OSError as error:
             text = f"the trace cannot be written here: {error.strerror}"
             raise OSError(error.errno, text, self.path) from None
@@ -118,8 +119,7 @@ class trace:  # a context manager that reads as a verb
             log.warning("stillframe: %s: %d events were dropped", self.path, self.dropped)
 
 
-_EINVAL = errno.EINVAL  # a pipe, a device
-_current: trace | None = None
+_current: trace | None = None  # the trace that is being written
 
 
 def end_at_exit() -> None:
@@ -129,6 +129,7 @@ def end_at_exit() -> None:
 
 
 def _forked() -> None:
+    """Leave the parent's trace to the parent in a forked child."""
     global _current
     _current = None
 

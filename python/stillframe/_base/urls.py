@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-# Other names of a scheme, each with the name that is used here.
+# Other names of a scheme, each with the name that this package uses.
 _ALIASES = {
     "s3a": "s3",
     "gcs": "gs",
@@ -31,7 +31,7 @@ class Url:
         scheme: In lower case, and without aliases: "s3", "gs" and "az" for those stores.
         bucket: The bucket, container or host (with its port), without user info
             (`user:password@`).
-        account: Azure's storage account, where the URL names it; otherwise "".
+        account: Azure's storage account, if the URL names it; otherwise "".
         path: Everything after the slash that follows the bucket, as it was given. Nothing is
             decoded, as in fsspec.
         query: Everything after the question mark; it may be a signature.
@@ -50,7 +50,7 @@ class Url:
         """Return the components of a URL.
 
         Raises:
-            ValueError: It is not a URL.
+            ValueError: `url` is not a URL.
         """
         text = os.fsdecode(url)
         match = _SCHEME.match(text)
@@ -59,7 +59,7 @@ class Url:
         host, _, path = text[match.end() :].partition("/")
         user, at, host = host.rpartition("@")
         if not at and "@" in path and ":" in _PORT.sub("", host):
-            # A password with a slash: the host begins after the @, and what precedes it is user
+            # A password with a slash, as in user:pass/word@host/path: what precedes the @ is user
             # info.
             more, _, rest = path.partition("@")
             user = f"{host}/{more}"
