@@ -3,10 +3,10 @@
     from stillframe.offload import Offloader
 
     with Offloader("cuda") as offloader:
-        ticket = offloader.offload(tensors)    # copies them to the pool; they may be dropped now
+        ticket = offloader.offload(tensors)    # copies the tensors to the pool; you may drop them
         ...
         offloader.prefetch(ticket)             # copies them back while the device computes
-        tensors = offloader.onload(ticket)     # the current stream waits for them, not the host
+        tensors = offloader.onload(ticket)     # the current stream, not the host, waits for them
 
 `offload_layers`, `offload_activations` and `offload_optimizer_state` do this for a model.
 """

@@ -15,11 +15,11 @@ Calls are named as in ``csrc/core/base/sys.h``, and "*" means any of them:
     mkdir rename exchange unlink rmdir opendir mmap munmap mprotect madvise mincore malloc calloc
     realloc thread_create set_nice get_affinity set_affinity
 
-"readdir", "closedir", "free", "thread_join" and "clock_gettime" can only be held or slow. The same
-holds for the copies of tensor bytes, "capture_copy" (during the call) and "lane_copy" (after it).
+"readdir", "closedir", "free", "thread_join" and "clock_gettime" can only be held or slow. So can
+the copies of tensor bytes: "capture_copy" (during the call) and "lane_copy" (after the call).
 
 Faults apply to the process, not to a thread. Blocks nest; up to 16 faults exist at a time. Enter
-the first one while no save is in flight, because it replaces the table.
+the first block while no save is in flight, because that replaces the table.
 """
 
 import ctypes
@@ -45,11 +45,11 @@ _depth = 0  # how many blocks of `fault`, `slow` and `held` are entered
 
 
 class Injected:
-    """The counts of calls and faults since the outermost block was entered."""
+    """The counts of calls and of faults since the outermost block was entered."""
 
     @property
     def hits(self) -> int:
-        """Return how often a fault, of any block, has acted."""
+        """Return how often the fault of any block has changed a call."""
         return _core.inject_hits()
 
     def calls(self, call: str = "*") -> int:
@@ -64,6 +64,13 @@ class Injected:
 def _injected(
     call: str, nth: int, sticky: bool, err: int, limit: int, delay_ns: int
 ) -> Iterator[Injected]:
+    """Install one fault for the block.
+
+    Args:
+        err: The errno of the failure; 0 for none.
+        limit: The most bytes of a transfer, or a value of `_LIMITS`; -1 for no limit.
+        delay_ns: The time to sleep before the call; `_FOREVER_NS` holds it until the block's end.
+    """
     global _depth
     with _lock:
         _core.inject_install()
@@ -91,8 +98,8 @@ def fault(
     """Make the `nth` call (counted from 1 at the block's entry) fail with `err`.
 
     Args:
-        call: The name of the call; the module lists them.
-        nth: Which of its calls, from now on.
+        call: The name of the call; the module's docstring lists the names.
+        nth: The number of the call to fail, counted from 1 at the block's entry.
         sticky: Make every later call fail too.
         err: The errno of the failure. A failed call has done nothing, except "close", which has
             closed the file.
@@ -129,9 +136,9 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
     """Make the `nth` call and (with `sticky`) every later one sleep first.
 
     Args:
-        call: The name of the call; the module lists them, and any of them can be slow.
+        call: The name of the call; the module's docstring lists the names, and all can be slow.
         seconds: How long each call sleeps. Leaving the block does not end a sleep that has begun.
-        nth: Which of its calls, from now on, counted from 1.
+        nth: The number of the call, counted from 1 at the block's entry.
         sticky: Make every later call sleep too.
 
     Raises:
@@ -154,8 +161,8 @@ def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
     that save never ends itself.
 
     Args:
-        call: The name of the call; the module lists them, and any of them can be held.
-        nth: Which of its calls, from now on, counted from 1.
+        call: The name of the call; the module's docstring lists the names, and all can be held.
+        nth: The number of the call, counted from 1 at the block's entry.
         sticky: Hold every later call too.
 
     Raises:
@@ -180,7 +187,7 @@ class FakeDriver:
     """The controls of the fake CUDA driver (`tests/c/cuda/fake_cuda.h` lists them).
 
     Raises:
-        RuntimeError: `STILLFRAME_LIBCUDA` does not name it.
+        RuntimeError: `STILLFRAME_LIBCUDA` does not name the fake driver.
     """
 
     def __init__(self) -> None:
@@ -203,8 +210,12 @@ class FakeDriver:
         self._library.fake_cuda_reset()
 
     def fail(self, call: str, *, nth: int = 1, sticky: bool = False, code: int) -> None:
-        """Make the `nth` call of that name (its exact symbol, or "*") return the CUDA error `code`;
-        with `sticky` every later one too. An error that loses the context kills the device."""
+        """Make the `nth` call from now on return the CUDA error `code`; with `sticky` every later
+        call too. An error that loses the context kills the device.
+
+        Args:
+            call: The symbol of the driver's function, or "*" for any.
+        """
         self._library.fake_cuda_fail(call.encode(), ctypes.c_uint64(nth), int(sticky), code)
 
     def fail_copy(self, nth: int, code: int) -> None:
@@ -216,8 +227,8 @@ class FakeDriver:
         self._library.fake_cuda_delay(ctypes.c_uint64(max_ns), ctypes.c_uint64(seed))
 
     def segments(self, nbytes: int) -> None:
-        """Divide the device's memory into segments of that length, like an allocator with
-        expandable segments: batches refuse a copy across two of them. 0: no segments."""
+        """Divide the device's memory into segments of `nbytes`, like an allocator with expandable
+        segments: batches refuse a copy across two of them. 0 removes the segments."""
         self._library.fake_cuda_segments(ctypes.c_uint64(nbytes))
 
     def hold(self, yes: bool) -> None:
@@ -235,11 +246,11 @@ class FakeDriver:
         return int(self._library.fake_cuda_stream(0))
 
     def freed(self, address: int, nbytes: int) -> None:
-        """Report device memory as freed: a violation if a queued copy still reads it."""
+        """Report device memory as freed. It is a violation if a queued copy still reads it."""
         self._library.fake_cuda_freed(ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
 
     def allow_pageable(self, yes: bool) -> None:
-        """Allow copies to unregistered memory, or count them as violations."""
+        """Allow copies to unregistered memory if `yes`; otherwise count them as violations."""
         self._library.fake_cuda_allow_pageable(int(yes))
 
     def calls(self, name: str = "*") -> int:
@@ -256,7 +267,7 @@ class FakeDriver:
 
     @property
     def hits(self) -> int:
-        """Return how many faults have acted."""
+        """Return how often a fault has changed a call."""
         return int(self._library.fake_cuda_hits())
 
     @property
@@ -289,11 +300,11 @@ def _device_address(storage: torch.UntypedStorage) -> int:
 def host_as_device() -> Iterator[FakeDriver]:
     """Make saves, snapshots and loads treat host tensors as tensors on CUDA device 0.
 
-    `STILLFRAME_LIBCUDA` must name the fake driver (`build/libfake_cuda.so`, made by `make build`),
-    whose "current stream" is the calling thread, where torch runs CPU work. Questions about a
-    tensor get the answers of CUDA tensors, with addresses at which the host has no memory, so
-    reading there kills the process. Saved files say that the tensors live on the CPU, as they do.
-    Everything else is the path of GPU tensors. Blocks nest, and include saves of other threads.
+    `STILLFRAME_LIBCUDA` must name the fake driver (`build/libfake_cuda.so`, made by `make build`).
+    Its "current stream" is the calling thread, where torch runs CPU work. Questions about a tensor
+    get the answers for a CUDA tensor, with an address at which the host has no memory: a read there
+    kills the process. Saved files say that the tensors live on the CPU, as they do. Everything else
+    takes the code path of GPU tensors. Blocks nest, and include saves of other threads.
 
     Yields:
         The driver's controls.
