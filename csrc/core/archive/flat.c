@@ -7,15 +7,15 @@
  *      header, captured   | deferred                   | captured ...      extents
  *                    |~~~~~~~~~~~~~~|              |~~~~~~~~~~~~~~|        edge pages
  *
- * Members follow each other in the given order. A new extent begins where a member is not copied at
- * the same time and from the same device as the member before it. So a producer (the caller or one
- * lane) may have several extents. They are adjacent in img->extents, and their blocks are numbered
- * consecutively.
+ * Members follow each other in the given order. A new extent begins at each member that has another
+ * lane or device than the member before it. So a producer (the caller or one lane) may have several
+ * extents. They are adjacent in img->extents, and their blocks are numbered consecutively.
  *
  * An extent begins at the page that contains its first byte, because blocks are written in whole
- * pages. So two extents may share a page, which is called an edge page. No block writes it. Writers
- * collect its bytes in memory of the ticket, and it is written with the tail (save/write.c). Only
- * the last page of the file is padded, with zeros beyond the end of the file, which are cut off.
+ * pages. So two extents may share a page, which is called an edge page. Edge pages are not written
+ * with the blocks. Writers collect their bytes in memory of the ticket, and write them with the
+ * tail (save/write.c). Only the last page of the file is padded, with zeros beyond the end of the
+ * file, which are cut off.
  *
  * Such a file has no checksums. */
 #include <errno.h>
@@ -24,11 +24,13 @@
 
 #define LEN_MAX (UINT64_C(1) << 62) /* as in layout.c */
 
+/* Returns the key of the extents that this member may be in (sfr__extent_key). */
 static uint64_t key_of(const struct sfr_save_desc *desc, uint32_t member)
 {
 	return sfr__extent_key(&desc->sources[desc->members[member].source]);
 }
 
+/* Returns 0, -EINVAL or -EFBIG, as sfr__image_init_flat. */
 static int check_members(const struct sfr_save_desc *desc)
 {
 	uint64_t total = desc->skeleton_len;
@@ -77,6 +79,7 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	return next;
 }
 
+/* Appends an extent without entries. */
 static void open_extent(struct sfr__image *img, uint64_t key)
 {
 	img->extents[img->nr_extents++] = (struct sfr__extent){ .lane = (uint32_t)(key >> 32),
@@ -94,14 +97,15 @@ static void add_entry(struct sfr__image *img, const char *src, uint64_t nbytes, 
 	img->extents[img->nr_extents - 1].nr_entries++;
 }
 
-/* Adds the extents of one key: one for each row of adjacent members that have it. */
+/* Adds the extents of one key, one for each unbroken series of members with that key. Also sets
+ * img->len to the end of the last member. */
 static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
 	uint64_t *nbytes =
 		key >> 32 == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes;
-	uint64_t off = desc->skeleton_len, last = 0, its;
+	uint64_t off = desc->skeleton_len, last = 0, its; /* keys of the last member and of this */
 
-	if (key == 0) {
+	if (key == 0) { /* the header begins the first extent */
 		open_extent(img, 0);
 		add_entry(img, desc->skeleton, desc->skeleton_len, 0, -1);
 		*nbytes = desc->skeleton_len;
@@ -135,8 +139,8 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 
 	extent->off = first->data_off / SFR_PAGE * SFR_PAGE;
 	extent->len = sfr__round_up(last->data_off + last->nbytes, SFR_PAGE) - extent->off;
-	/* The bytes before the first member belong to another extent. In this one they take the
-	 * place of a header (img->glue, zeros). */
+	/* The bytes of the first page before the first member belong to another extent. Here they
+	 * become the header of the first entry, which is copied from the zeros in img->glue. */
 	first->hdr_off = extent->off;
 	extent->first_block =
 		extent == img->extents ? 0 : extent[-1].first_block + extent[-1].nr_blocks;
@@ -178,14 +182,14 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 	img->entries = sfr_sys.calloc((size_t)desc->nr_members + 1, sizeof(*img->entries));
 	img->extents = sfr_sys.calloc(nr_extents, sizeof(*img->extents));
 	img->edges = sfr_sys.calloc(nr_extents, sizeof(*img->edges));
-	img->glue = sfr_sys.calloc(1, SFR_PAGE);
+	img->glue = sfr_sys.calloc(1, SFR_PAGE); /* zeros, see end_extent */
 	if (img->entries == NULL || img->extents == NULL || img->edges == NULL ||
 	    img->glue == NULL) {
 		rc = -ENOMEM;
 		goto fail;
 	}
 	img->len = desc->skeleton_len;
-	/* all keys in ascending order; next_key returns the last one again */
+	/* all keys in ascending order; next_key returns the last key again at the end */
 	for (uint64_t key = 0, last = UINT64_MAX; key != last; key = next_key(desc, key)) {
 		add_extents(img, desc, key);
 		last = key;

@@ -6,8 +6,8 @@
  *
  * then a central directory that repeats names, sizes, CRCs and offsets, and the end records.
  * Everything but the CRCs follows from the sizes. So sfr__image_init gives each entry its offset,
- * and from then on the image is only read. Staging buffers are sections of the file, copies go
- * directly to their final offset, and nothing is moved twice.
+ * and from then on the image is only read. Each block has the contents of one section of the file.
+ * So a copy goes directly to its final offset in a block, and no byte is copied twice.
  *
  *     0        extent 0         extent 1             tail
  *     |--------------------|----------------|------------------------------------|
@@ -20,14 +20,16 @@
  * they are in: captured sources of the host, those of each device, then deferred sources of the
  * host and of each device.
  *
- * Extents start and end at multiples of 4096, padded with zeros, and so does the file. The tail's
- * zeros come before its entry, because the records after the directory must end the file.
+ * Extents and the file are padded with zeros to multiples of 4096. The zeros of the tail come
+ * first, because the end records must be at the end of the file.
  *
- * Besides the storages a file has the records that torch writes. .format_version is 0: from 1 on
- * torch computes a storage's offset from the order of the pickle instead of the directory, and our
- * order differs. archive/write.c describes each record.
+ * Besides the storages a file has the records that torch writes. The record .format_version has the
+ * value 0. From 1 on, torch's reader computes the offsets of storages from their order in the
+ * pickle, without the directory; in our files the order differs. archive/write.c describes each
+ * record.
  *
- * Blocks are walked by segments (sfr__seg_next); a header or descriptor may span two blocks.
+ * Code that fills or completes a block visits its segments in turn (sfr__seg_next). A header or
+ * descriptor may span two blocks, and is then a segment of each.
  *
  * Threads: one thread calls init and fini. In between everything but entry->crc and entry->crc_len
  * is constant.
@@ -39,7 +41,7 @@
 
 #include "archive/write.h"
 
-/* No file system has a longer file, and sums below it cannot overflow. */
+/* No file system allows a longer file, and the sum of two such lengths cannot overflow. */
 #define LEN_MAX (UINT64_C(1) << 62)
 
 static const struct {
@@ -55,7 +57,7 @@ static const struct {
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "storages are written as they are");
 _Static_assert(SFR_ALIGN == 64, "the record .storage_alignment says 64");
 
-/* Gives an entry its offsets, from `off` on; returns the offset after its end. */
+/* Lays an entry out at offset `off` of the file, and returns the offset after its end. */
 static uint64_t lay_out_entry(struct sfr__entry *e, uint64_t off)
 {
 	e->hdr_off = off;
@@ -66,15 +68,17 @@ static uint64_t lay_out_entry(struct sfr__entry *e, uint64_t off)
 
 /* ---- layout -------------------------------------------------------------- */
 
+/* Writes "archive/data/INDEX" to `name`. */
 static void name_storage(char *name, uint32_t index)
 {
 	static const char prefix[] = "archive/data/";
 	char digits[10];
 	size_t nr = 0;
 
-	do
-		digits[nr++] = (char)('0' + index % 10);
-	while ((index /= 10) != 0);
+	do {
+		digits[nr++] = (char)('0' + index % 10); /* the last digit comes first */
+		index /= 10;
+	} while (index != 0);
 	memcpy(name, prefix, sizeof(prefix) - 1);
 	name += sizeof(prefix) - 1;
 	while (nr != 0)
@@ -82,6 +86,7 @@ static void name_storage(char *name, uint32_t index)
 	*name = '\0';
 }
 
+/* Appends an entry, which has no offsets before the end of its extent. */
 static void add_entry(struct sfr__image *img, const char *name, const char *src, uint64_t nbytes,
 		      int64_t source)
 {
@@ -93,6 +98,7 @@ static void add_entry(struct sfr__image *img, const char *name, const char *src,
 	memcpy(e->name, name, strlen(name) + 1);
 }
 
+/* Appends the storages of the extent with this key (sfr__extent_key), in the caller's order. */
 static void add_storages(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
@@ -124,8 +130,8 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	return next;
 }
 
-/* Lays out an extent with the entries from first_entry to the last one added, and counts it.
- * Returns 0 or -EFBIG. */
+/* Lays out an extent of the entries from extent->first_entry to the last that was added, and adds
+ * the extent to the image. Returns 0 or -EFBIG. */
 static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 {
 	uint64_t off = extent->off, nr_blocks;
@@ -180,6 +186,7 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 	rc = sfr__image_check_desc(desc, block_bytes);
 	if (rc != 0)
 		return rc;
+	/* next_key returns the last key again when there is no higher one */
 	for (uint64_t key = 0, next; (next = next_key(desc, key)) != key; key = next)
 		nr_extents++;
 	img->entries = sfr_sys.calloc(nr_entries, sizeof(*img->entries));
@@ -241,8 +248,8 @@ const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32
 
 /* ---- blocks and segments ------------------------------------------------- */
 
-/* Returns the extent that contains block *blk of a producer, whose first extent is `first`. *blk
- * becomes the block's number in the returned extent. */
+/* Returns the extent that contains block *blk, counted from the first block of `first` through all
+ * later extents of the same producer. *blk becomes the block's number in the returned extent. */
 static const struct sfr__extent *extent_of_block(const struct sfr__extent *first, uint32_t *blk)
 {
 	while (*blk >= first->nr_blocks) {
@@ -318,9 +325,11 @@ bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 
 	if (it->off >= it->end)
 		return false;
+	/* find the header, data, descriptor or padding that contains it->off */
 	for (;; it->entry++) {
 		const struct sfr__entry *e;
 
+		/* after the last entry there is padding */
 		if (it->entry == extent->first_entry + extent->nr_entries) {
 			seg->kind = SFR__SEG_PAD;
 			begin = it->off;

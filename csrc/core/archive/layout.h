@@ -18,53 +18,55 @@
  *
  * Every extent (struct sfr__extent) starts at a multiple of 4096, in a block of its own, and its
  * length is a multiple of 4096. So each block is filled by one producer (the caller or one lane)
- * and written with one aligned call. Sizes are known before a byte moves; only descriptors and the
- * tail need CRCs. */
+ * and written with one aligned call. All sizes are known before any byte is copied. Descriptors and
+ * the tail contain CRCs, so they are written later. */
 
-/* One record of the file: a local header, data, a descriptor. In a file of parts it is glue and
- * data (parts.c), in a flat file data alone. */
+/* One record of the file: a local header, data, a descriptor. In a file of parts an entry consists
+ * of glue (the bytes before a source, see parts.c) and data, in a flat file of data alone. */
 struct sfr__entry {
-	const char *src; /* the source's bytes */
-	uint64_t nbytes;
+	const char *src;   /* the data, in the memory that is saved */
+	uint64_t nbytes;   /* length of the data */
 	uint64_t hdr_off;  /* offset of the local header in the file */
-	uint64_t data_off; /* a multiple of SFR_ALIGN */
+	uint64_t data_off; /* of the data; in torch's format a multiple of SFR_ALIGN */
 	int64_t source;    /* index in sfr_save_desc.sources, or -1 */
-	uint32_t crc;      /* of the first crc_len bytes; guarded by the engine's mutex */
+	uint32_t crc;      /* of the first crc_len bytes of the data; final when those are all */
 	uint32_t desc_len; /* 16, or 24 with zip64 */
-	uint64_t crc_len;
-	char name[32];    /* "archive/data/4294967295" at the longest */
-	uint64_t glue_at; /* for parts: offset in image.glue of the bytes before the data */
+	uint64_t crc_len;  /* like crc, guarded by the engine's mutex */
+	char name[32];     /* "archive/data/4294967295" at the longest */
+	uint64_t glue_at;  /* for parts: offset in image.glue of the bytes before the data */
 };
 
 /* A range of the file that one producer fills. */
 struct sfr__extent {
-	uint64_t off, len;
-	uint32_t lane, device; /* as in struct sfr_source */
-	uint32_t first_entry, nr_entries;
-	uint32_t first_block, nr_blocks; /* index among the blocks of the image */
-	/* Numbers of entries and blocks of this extent together with later extents of the same lane
-	 * and device, which only a flat file has. Their blocks are numbered consecutively. */
+	uint64_t off, len;                /* in the file; multiples of 4096 */
+	uint32_t lane, device;            /* as in struct sfr_source */
+	uint32_t first_entry, nr_entries; /* in image.entries */
+	uint32_t first_block, nr_blocks;  /* among the blocks of the image */
+	/* Numbers of entries and blocks of this extent and of all later extents of the same lane
+	 * and device together. Only flat files have such later extents. Block numbers continue from
+	 * one to the next. */
 	uint32_t all_entries, all_blocks;
 	/* for parts: the source's memory that holds this extent's bytes and is written without a
 	 * copy; else NULL */
 	const char *direct;
 };
 
-/* For parts: four bytes of the file that hold an entry's CRC. */
+/* For parts: the four bytes at `off` of the file that hold the CRC of an entry. */
 struct sfr__crc_field {
 	uint64_t off;
-	uint32_t entry;
+	uint32_t entry; /* index in image.entries */
 };
 
 struct sfr__image {
 	struct sfr__entry *entries;
 	struct sfr__extent *extents;
 	uint32_t nr_entries, nr_extents;
-	uint64_t block_bytes;
-	uint64_t tail_off, tail_len, len;
+	uint64_t block_bytes;        /* of one block of the pool */
+	uint64_t tail_off, tail_len; /* without a tail: the file's length, and 0 */
+	uint64_t len;                /* of the file */
 	/* for parts, see parts.c: no tail, and entries without descriptors and names */
 	char *glue; /* the bytes between the sources; NULL: torch's format, as above */
-	struct sfr__crc_field *fields; /* ascending */
+	struct sfr__crc_field *fields; /* in ascending order of `off` */
 	uint32_t nr_fields;
 	/* for flat files, see flat.c: offsets of the pages that two extents share */
 	uint64_t *edges;
@@ -74,18 +76,22 @@ struct sfr__image {
 	uint64_t deferred_nbytes; /* of deferred storages */
 };
 
-/* Lays the image out. Returns 0; -ENOMEM; -EINVAL: a null source with bytes, or a bad block size;
- * -EFBIG: more than any file can hold (2^62 bytes, 2^32 blocks an extent). Extents without entries
- * are left out, except extent 0. */
+/* Makes the image of a file in torch's format; the caller frees it with sfr__image_fini. It refers
+ * to the memory of the sources and the skeleton. Returns 0, -ENOMEM or one of:
+ * -EINVAL: a source has bytes but no address, or block_bytes is not a multiple of 4096;
+ * -EFBIG: more than any file can hold (2^62 bytes, 2^32 blocks an extent).
+ * Extents without entries are left out, except extent 0. */
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes);
-/* Makes the image of parts, which are empty afterwards. Returns an error that the parts keep; or
- * -ENOMEM, -EFBIG, and the parts are unchanged. */
+/* Makes the image of a file of parts. On success the image has taken the contents of `parts`, which
+ * the caller can then only free. Returns 0, the error that the parts already have, -ENOMEM or
+ * -EFBIG. */
 int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *parts, uint64_t block_bytes);
 /* Makes the image of a flat file. Errors as sfr__image_init; -EINVAL also for an empty header, and
  * for a member without bytes or beyond its source. */
 int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *desc,
 			 uint64_t block_bytes);
-/* Checks block size, skeleton and sources, as sfr__image_init does. */
+/* Checks block size, skeleton and sources, and returns the error that sfr__image_init would return
+ * for them, or 0. */
 int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes);
 /* Returns the key by which sources are sorted into extents: sources of one extent have the same
  * key, and the extents are in ascending order of their keys. */
@@ -93,13 +99,14 @@ static inline uint64_t sfr__extent_key(const struct sfr_source *source)
 {
 	return (uint64_t)source->lane << 32 | source->device;
 }
-/* Frees the tables and keeps the sizes. Idempotent. */
+/* Frees the arrays; lengths and tail_off stay valid. Idempotent. */
 void sfr__image_fini(struct sfr__image *img);
 /* Returns the first extent of this lane and device, or NULL. */
 const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32_t lane,
 					    uint32_t device);
 /* Return the length in bytes of block `blk` of an extent (block_bytes, or less for the last block),
- * and its offset in the file. `blk` counts up to extent->all_blocks. */
+ * and its offset in the file. `blk` is below extent->all_blocks, so the block may belong to a later
+ * extent of the same lane and device. */
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__extent *extent,
 			    uint32_t blk);
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__extent *extent,
@@ -107,22 +114,22 @@ uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__ex
 
 /* Returns whether the page at `off` is an edge page, which two extents share (flat.c). */
 bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off);
-/* Sets [*from, *to) to the pages of a block in which no other extent has bytes. The first and the
- * last page may be left out: they are edge pages if another extent has bytes in them, and are
- * written separately. */
+/* Sets [*from, *to), offsets in the file, to the pages of a block in which no other extent has
+ * bytes. These are all pages, except that the first and the last may be edge pages, which are
+ * written with the tail. */
 void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent *extent,
 			  uint32_t blk, uint64_t *from, uint64_t *to);
 
-/* Returns how many of the bytes [from, to) are in the file: the last page may extend beyond its
- * end. */
+/* Returns how many of the bytes [from, to) are in the file. The image's last page may extend beyond
+ * the end of the file. */
 static inline uint64_t sfr__image_in_file(const struct sfr__image *img, uint64_t from, uint64_t to)
 {
 	to = to < img->len ? to : img->len;
 	return from < to ? to - from : 0;
 }
 
-/* A block is a sequence of segments. Each is a range of an entry's local header, data or
- * descriptor, or padding. */
+/* A block is a sequence of segments. A segment is padding, or a range of one entry's local header,
+ * data or descriptor. */
 enum sfr__seg_kind { SFR__SEG_HEADER, SFR__SEG_DATA, SFR__SEG_DESC, SFR__SEG_PAD };
 struct sfr__seg {
 	enum sfr__seg_kind kind;
@@ -135,25 +142,27 @@ struct sfr__seg {
 struct sfr__seg_iter {
 	const struct sfr__image *img;
 	const struct sfr__extent *extent;
-	uint64_t off, end; /* in the file */
-	uint32_t entry;
+	uint64_t off, end; /* of the rest of the block, in the file */
+	uint32_t entry;    /* index of the entry at `off` */
 };
+/* Begins a walk over block `blk` of an extent; `blk` is below extent->all_blocks. */
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__extent *extent, uint32_t blk);
-/* Gives the next segment, in ascending order. Returns false at the end. */
+/* Sets *seg to the next segment, in the order of the file. Returns false at the end. */
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg);
-/* Write bytes [off, off + len) of an entry's local header, or of its descriptor (entry->crc must be
- * final). */
+/* Write bytes [off, off + len) of an entry's local header (or of the glue in its place), or of its
+ * descriptor, to `dst`. For the descriptor entry->crc must be final. */
 void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			   void *dst);
 void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			 void *dst);
-/* For files of parts, with the lock of the CRCs held: returns whether every CRC with a field in the
- * range [off, off + len) of the file is known. */
+/* For files of parts: returns whether every CRC that has a field in the range [off, off + len) of
+ * the file is final. The caller holds the engine's mutex. */
 bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len);
-/* Writes the bytes of those fields that are in the range to `dst`, which has the range's bytes. */
+/* Writes those CRCs into `dst`, a buffer of the range's `len` bytes. Of a field that is only partly
+ * in the range, it writes that part. */
 void sfr__image_put_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst);
-/* Writes the whole tail, img->tail_len bytes, once every entry's crc is final. */
+/* Writes the whole tail, img->tail_len bytes, to `dst`. Every entry's crc must be final. */
 void sfr__image_put_tail(const struct sfr__image *img, void *dst);
 
 #endif

@@ -5,18 +5,18 @@
  *     |------|----------|------|-----------|------|      between two sources are one piece of glue
  *     entry 0            entry 1             entry 2
  *
- * The image is therefore like that of torch's file: each entry is glue, which takes the place of a
- * header, and a source, without a descriptor. The last entry has only glue. Sources are not copied
- * before they are written, because they do not change until the save has ended. So they can be
- * written in place (directly from their memory).
+ * The image is like that of a file in torch's format: each entry consists of glue, in place of a
+ * header, and a source. It has no descriptor. The last entry has only glue. The caller leaves the
+ * sources unchanged until the save has ended, so the save does not copy them in advance. A writer
+ * copies a source through its buffer, or writes it in place (directly from the source's memory).
  *
  *     extent 0 extent 1        extent 2 extent 3         buffered, direct, ...
  *     |-------|-----------------|-------|-----------|
  *             ^ 4096 in the file and in memory
  *
  * If a source has the same offset modulo 4096 in the file and in memory, its whole pages become an
- * extent of their own, which is written in place. For less than DIRECT_MIN bytes an extra write
- * would not pay. Extents start and end at multiples of 4096; the last one is padded with zeros,
+ * extent of their own, which is written in place. Fewer than DIRECT_MIN bytes are not worth a
+ * separate write. Extents start and end at multiples of 4096; the last extent is padded with zeros,
  * which are cut off the file. */
 #include <errno.h>
 #include <string.h>
@@ -24,20 +24,22 @@
 #include "archive/layout.h"
 #include "archive/parts.h"
 
-#define LEN_MAX (UINT64_C(1) << 62) /* as in layout.c */
-#define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE)
+#define LEN_MAX (UINT64_C(1) << 62)                     /* as in layout.c */
+#define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE) /* any 1 MiB has so many in whole pages */
 
 struct sfr_parts {
-	struct sfr__entry *entries; /* the last one is open: it has no source yet */
+	struct sfr__entry *entries; /* the last is open: it has no source yet */
 	struct sfr__crc_field *fields;
-	char *glue;
+	char *glue; /* all glue of the file, without the sources */
+	/* how many items of the three arrays are used, and for how many there is memory */
 	size_t nr_entries, room_entries, nr_fields, room_fields, glue_len, glue_room;
-	uint64_t len;
-	int rc; /* the first error */
+	uint64_t len; /* of the file so far */
+	int rc;       /* the first error */
 };
 
-/* Returns `items`, possibly moved, with room for `more` items of `size` bytes after the first `nr`.
- * *room is the capacity in items. Returns NULL without memory; `items` then remains valid. */
+/* Returns `items`, possibly moved, with memory for `more` items of `size` bytes after the first
+ * `nr`. *room is the capacity in items. Returns NULL if there is no memory; `items` then remains
+ * valid. */
 static void *grown(void *items, size_t nr, size_t *room, size_t more, size_t size)
 {
 	size_t want = *room == 0 ? 64 : *room;
@@ -60,7 +62,7 @@ int sfr__parts_fail(struct sfr_parts *p, int rc)
 	return p->rc;
 }
 
-/* Opens the entry that the next glue belongs to. */
+/* Appends an entry, to which the next glue is added. Returns 0, or the parts' error. */
 static int open_entry(struct sfr_parts *p)
 {
 	struct sfr__entry *entries =
@@ -110,8 +112,8 @@ uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
 	return (uint32_t)p->nr_entries - 1;
 }
 
-/* Adds `len` bytes of glue and returns their address, for the caller to fill them. NULL if the
- * parts have failed. */
+/* Adds `len` bytes of glue to the open entry, and returns their address. The caller fills them.
+ * Returns NULL if the parts have failed. */
 static char *add_glue(struct sfr_parts *p, size_t len)
 {
 	char *glue, *at;
@@ -204,8 +206,9 @@ static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 	       *to - *from >= DIRECT_MIN;
 }
 
-/* Adds the extent from the end of the previous one to `end`. It contains bytes of the entries from
- * `first` to `last`. `direct`: the memory to write it from, or NULL. Returns 0 or -EFBIG. */
+/* Adds an extent that begins at the end of the previous extent and ends at `end`. It contains bytes
+ * of the entries `first` to `last`. It is written from the memory `direct`, or through a buffer if
+ * that is NULL. Returns 0 or -EFBIG. */
 static int add_extent(struct sfr__image *img, uint64_t end, uint32_t first, uint32_t last,
 		      const char *direct)
 {
@@ -231,6 +234,7 @@ static int add_extent(struct sfr__image *img, uint64_t end, uint32_t first, uint
 	return 0;
 }
 
+/* Adds the extents of the whole file. Returns 0 or -EFBIG. */
 static int add_extents(struct sfr__image *img)
 {
 	uint64_t off = 0, from, to;
@@ -263,8 +267,8 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
-	/* img->glue must not be NULL, even if the parts have no bytes: allocate one, which does not
-	 * count. */
+	/* Without glue the image would count as one in torch's format. So one byte is allocated, in
+	 * case the parts have none, and then not counted. */
 	if (rc == 0 && add_glue(p, 1) == NULL)
 		rc = p->rc;
 	if (rc != 0)
@@ -291,13 +295,13 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	img->glue = p->glue;
 	img->fields = p->fields;
 	img->nr_fields = (uint32_t)p->nr_fields;
-	*p = (struct sfr_parts){ .rc = -EINVAL };
+	*p = (struct sfr_parts){ .rc = -EINVAL }; /* the image owns the arrays now */
 	return 0;
 }
 
 /* ---- fields ---------------------------------------------------------------- */
 
-/* Returns the first field that ends after `off`. */
+/* Returns the index of the first field that ends after offset `off` of the file. */
 static uint32_t field_at(const struct sfr__image *img, uint64_t off)
 {
 	return (uint32_t)sfr__lower_bound(i, 0, img->nr_fields,

@@ -5,11 +5,12 @@
 #include "sfr/parts.h"
 #include "base/base.h"
 
-#define SFR__FIELD_LEN 4u
+#define SFR__FIELD_LEN 4u /* bytes of a field, which holds one CRC-32 */
 
 /* Makes `rc` the error of the parts, unless they already have one. Returns their error. */
 int sfr__parts_fail(struct sfr_parts *parts, int rc);
-/* Returns the number of sources so far, which is the next one's number. */
+/* Returns how many sources the parts have. Sources are numbered from 0, so this is also the number
+ * of the next source. */
 uint32_t sfr__parts_nr_sources(const struct sfr_parts *parts);
 /* Declares that the SFR__FIELD_LEN bytes of glue at offset `off` of the file are a field, where the
  * CRC of source number `source` is written (parts.c explains glue). Offsets ascend from call to

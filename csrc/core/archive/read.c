@@ -2,37 +2,42 @@
  *
  * Each function gets bytes that the caller has read, and returns what is wrong with them or fills a
  * struct of plain numbers. Nothing here reads, waits or allocates. The bytes may be hostile, so no
- * number is trusted: a sum has only terms that were compared with a smaller bound before.
+ * number is trusted: before numbers are added, each is compared with a bound that rules out an
+ * overflow.
  *
  * A zip file stores most facts twice. A record's name, sizes and CRC are in the directory, in the
  * local header before its data, and in the descriptor after its data. Damage shows as disagreement,
  * so everything stored twice is compared, including timestamps. Different programs write:
  *
  *   torch     flag bit 3 (sizes and CRC are zero in the local header, true in the descriptor),
- *             but no descriptor and no bit 3 for an empty record. Zip64 end records always; their
- *             numbers are repeated in the old end record where they fit. Past 4 GiB the local
- *             header has a zip64 field with {size, 0}, {offset} alone, or all three, and the
- *             descriptor is the long one. Code of TorchScript is deflated, all else is stored.
- *   stillframe  the same with {size, size} in the zip64 field, descriptors after empty records
- *             too, and gaps between records.
+ *             but no descriptor and no bit 3 for an empty record. There are always zip64 end
+ *             records, and the old end record repeats the numbers that fit into it. Past 4 GiB the
+ *             local header has a zip64 field with {size, 0}, with {offset} alone, or with all
+ *             three, and the descriptor is the long one. Code of TorchScript is deflated, all else
+ *             is stored.
+ *   stillframe  the same with {size, size} in the zip64 field, with descriptors after empty
+ *             records too, and with gaps between records.
  *   others    (zip -0, Python's zipfile) no bit 3, true numbers in the local header, a zip64
  *             field with {size, size} where it is 0xffffffff, no zip64 end records.
  *
- * After the end record there may be a comment, or padding of any bytes. torch's reader takes the
- * last end record that begins within SFR__UNZIP_END_REACH of the file's end. This code does the
- * same; it reports the length of what follows, but does not check its contents.
+ * The files of all these programs are accepted. After the end record there may be a comment, or
+ * padding of any bytes. torch's reader takes the last end record that begins within
+ * SFR__UNZIP_END_REACH of the file's end. This code does the same. It reports how many bytes follow
+ * that record, but does not check them.
  *
- * All of these are accepted. Fields that have no second copy and that no reader uses are not
- * checked: versions needed and made by, attributes except for the directory bit, contents of extra
- * fields other than zip64's, comments of records, bytes in the gaps. */
+ * Fields that have no second copy and that no reader uses are not checked: versions needed and made
+ * by, attributes except for the directory bit, contents of extra fields other than zip64's,
+ * comments of records, bytes in the gaps. */
 #include <stdbool.h>
 #include <string.h>
 
 #include "archive/read.h"
 
+/* A field with the largest value says that the zip64 field or record has the number. */
 #define MAX16 0xffffu
 #define MAX32 UINT32_C(0xffffffff)
 
+/* the four bytes with which each kind of record begins */
 #define SIG_LOCAL UINT32_C(0x04034b50)
 #define SIG_CENTRAL UINT32_C(0x02014b50)
 #define SIG_DESC UINT32_C(0x08074b50)
@@ -40,9 +45,9 @@
 #define SIG_END64 UINT32_C(0x06064b50)
 #define SIG_LOCATOR UINT32_C(0x07064b50)
 
-#define END_LEN 22u
-#define LOCATOR_LEN 20u
-#define END64_LEN 56u
+#define END_LEN 22u     /* bytes of the end record, without its comment */
+#define LOCATOR_LEN 20u /* of the zip64 locator, which says where the zip64 end record is */
+#define END64_LEN 56u   /* of the zip64 end record */
 
 #define TAG_ZIP64 1u
 /* The only attribute that a reader obeys: if a tensor's record has it, torch leaves the tensor's
@@ -90,6 +95,8 @@ static bool agrees32(uint32_t shorter, uint64_t value)
 	return shorter == value || shorter == MAX32;
 }
 
+/* Checks the zip64 end record at `end64` and the locator after it, and stores what they say about
+ * the directory in *end. The numbers of disks must be those of an archive in a single file. */
 static const char *read_end64(const unsigned char *end64, struct sfr__unzip_end *end)
 {
 	static const char damaged[] = "its zip64 end record is damaged";
@@ -121,8 +128,8 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 	len -= trailing;
 	last = tail + len - END_LEN;
 	end->len = file_len - trailing;
-	/* torch's reader does not check the comment. If the comment is cut off, the file is
-	 * truncated. */
+	/* A comment that is longer than the rest of the file shows that the file is truncated. It
+	 * may be shorter, because torch's reader ignores its length. Disk numbers must be 0. */
 	if (le16(last + 20) > trailing || le16(last + 4) != 0 || le16(last + 6) != 0)
 		return damaged;
 	if (le16(last + 8) != le16(last + 10))
@@ -186,9 +193,12 @@ static bool find_zip64(const unsigned char *extra, size_t len, const unsigned ch
 	*field = NULL;
 	*field_len = 0;
 	while (len != 0) {
-		size_t body;
+		size_t body; /* length of the field after its tag and length */
 
-		if (len < 4 || (body = le16(extra + 2)) > len - 4)
+		if (len < 4)
+			return false;
+		body = le16(extra + 2);
+		if (body > len - 4)
 			return false;
 		if (le16(extra) == TAG_ZIP64) {
 			if (*field != NULL)
@@ -202,8 +212,9 @@ static bool find_zip64(const unsigned char *extra, size_t len, const unsigned ch
 	return true;
 }
 
-/* If *value is 0xffffffff, replaces it by the next 64-bit number of the zip64 field, of which *left
- * bytes are left. Returns false if there is no number left. */
+/* If *value is 0xffffffff, replaces it by the next 64-bit number of the zip64 field. *field is the
+ * address of that number, and *left counts the bytes from there to the end of the field. Returns
+ * false if no number is left. */
 static bool widen_from_zip64(uint64_t *value, const unsigned char **field, size_t *left)
 {
 	if (*value != MAX32)
@@ -253,8 +264,8 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 
 /* ---- local header and descriptor --------------------------------------------- */
 
-/* Returns whether a local header's size agrees with the directory's. It may be 0 if a descriptor
- * follows, and 0xffffffff if the header's zip64 field has the size. */
+/* Returns whether a size in a local header, `recorded`, agrees with the directory's. The local
+ * header may have 0 if a descriptor follows, and 0xffffffff if its zip64 field has the size. */
 static bool sizes_agree(uint32_t recorded, uint64_t value, const struct sfr__unzip_record *rec)
 {
 	return recorded == value || recorded == MAX32 ||
@@ -293,6 +304,7 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 
 	if (!find_zip64(extra, extra_len, &field, &len))
 		return "its extra fields in the local header are damaged";
+	/* A size of 0xffffffff stands for the zip64 field's, unless the record really has it. */
 	if (len < 16 && ((le32(fixed + 18) == MAX32 && rec->clen != MAX32) ||
 			 (le32(fixed + 22) == MAX32 && rec->ulen != MAX32)))
 		return wrong;
@@ -302,6 +314,7 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 		want = &all[2];
 	else if (len != 16 && len != 24)
 		return wrong;
+	/* each number agrees, or is 0 because a descriptor follows */
 	for (; len != 0; field += 8, len -= 8, want++)
 		if (le64(field) != *want && (le64(field) != 0 || !described))
 			return wrong;

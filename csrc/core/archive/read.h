@@ -35,7 +35,7 @@ struct sfr__unzip_end {
 /* One record, as the directory describes it. */
 struct sfr__unzip_record {
 	uint64_t hdr_off;    /* offset of the local header; below dir_off */
-	uint64_t clen, ulen; /* bytes in the file, and unpacked; equal if stored */
+	uint64_t clen, ulen; /* bytes in the file, and unpacked; equal if the record is stored */
 	uint32_t crc;
 	uint32_t stamp; /* time and date, only to be compared */
 	uint16_t flags, method;
@@ -44,30 +44,31 @@ struct sfr__unzip_record {
 	uint16_t name_len, extra_len, comment_len;
 };
 
-/* Returns how many bytes follow the last end record in a file's last `len` bytes: a comment or
- * padding. SIZE_MAX if there is no end record where torch's reader searches. */
+/* Returns how many bytes (a comment, or padding) follow the last end record of a file. `tail` has
+ * the file's last `len` bytes. SIZE_MAX if there is no end record where torch's reader searches. */
 size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len);
-/* Checks the end of a file. `tail` has its last `len` bytes: at least SFR__UNZIP_TAIL and the bytes
- * after the end record, or the whole file if that is shorter. */
+/* Checks the end of a file and fills *end. `tail` has its last `len` bytes: at least
+ * SFR__UNZIP_TAIL and the bytes after the end record, or the whole file if that is shorter. */
 const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
 			   struct sfr__unzip_end *end);
-/* Checks the SFR__UNZIP_CENTRAL bytes of a directory record's fixed part and fills *rec. Sizes and
- * offset are final only after sfr__unzip_central_extra, which takes the record's extra fields. */
+/* Check a directory record and fill *rec: first its fixed part of SFR__UNZIP_CENTRAL bytes, then
+ * its extra fields, of rec->extra_len bytes. Sizes and hdr_off are final after the second. */
 const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
 const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
 				     const struct sfr__unzip_end *end);
 /* Checks a record's name, of rec->name_len bytes. rec->ulen must be final, because the name of a
  * record with data must not be that of a directory. */
 const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
-/* Compares a local header's fixed part with the directory. *extra_len receives the length of the
- * header's extra fields, which follow its name (of rec->name_len bytes). */
+/* Compares the SFR__UNZIP_LOCAL bytes of a local header's fixed part with the directory. The name,
+ * of rec->name_len bytes, and the extra fields, of *extra_len bytes, follow in the file. */
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
 			     size_t *extra_len);
-/* Compares the zip64 sizes in those extra fields with the directory. */
+/* Compares the zip64 sizes in a local header's extra fields with the directory. */
 const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
 				   size_t extra_len, const struct sfr__unzip_record *rec);
-/* Checks the descriptor in `len` bytes after the data, of which at most SFR__UNZIP_DESC are needed.
- * *desc_len receives the descriptor's length. */
+/* Checks the descriptor of a record, if the record has one. `bytes` are the `len` bytes after the
+ * data; more than SFR__UNZIP_DESC are never needed. *desc_len receives the descriptor's length, or
+ * 0. */
 const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
 			    const struct sfr__unzip_record *rec, size_t *desc_len);
 

@@ -21,7 +21,9 @@
 #define ALIGN_MIN (UINT64_C(1) << 20) /* bytes */
 #define MAX_DIMS 64u                  /* more than torch supports */
 #define STORAGE_MAX 64u               /* length of the name of a storage type */
+/* Bytes of the longest pickle. A size and a stride take at most 10 bytes each. */
 #define PICKLE_MAX (512u + 24u * MAX_DIMS)
+#define DESC_MAX 24u /* bytes of the longest descriptor */
 
 static const struct {
 	const char *name, *data;
@@ -35,6 +37,8 @@ static const struct {
 
 /* ---- the pickle ------------------------------------------------------------- */
 
+/* A pickle that is being written. Letters and numbers that are written with put_op are opcodes of
+ * the module pickletools, such as 'q' for BINPUT. */
 struct pickle {
 	char *at;              /* where the next byte goes */
 	unsigned char nr_memo; /* objects in the pickler's memo so far */
@@ -51,12 +55,14 @@ static void put_op(struct pickle *p, char code)
 	*p->at++ = code;
 }
 
+/* Stores the last object in the memo (BINPUT), wherever torch's pickler does. */
 static void memoize(struct pickle *p)
 {
 	put_op(p, 'q');
 	put_op(p, (char)p->nr_memo++);
 }
 
+/* Writes a string. */
 static void put_text(struct pickle *p, const char *text)
 {
 	uint32_t len = (uint32_t)strlen(text);
@@ -67,6 +73,7 @@ static void put_text(struct pickle *p, const char *text)
 	memoize(p);
 }
 
+/* Writes a reference to a function or class. */
 static void put_global(struct pickle *p, const char *module, const char *name)
 {
 	put_op(p, 'c');
@@ -103,8 +110,10 @@ static void put_int(struct pickle *p, int64_t value)
 	}
 }
 
+/* Writes a tuple of `nr` integers. */
 static void put_ints(struct pickle *p, const int64_t *values, uint32_t nr)
 {
+	/* opcodes for tuples of 0 to 3 items; a longer one is between a mark, '(', and 't' */
 	static const char tuples[] = { ')', '\x85', '\x86', '\x87' };
 
 	if (nr > 3)
@@ -173,7 +182,8 @@ static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 	return (size_t)(at - dst);
 }
 
-/* Returns by how many bytes the header must be longer so that data at `off` become aligned. */
+/* Returns how many bytes of padding the header needs, so that data that would begin at `off` of the
+ * file are aligned. */
 static size_t padding_len(uint64_t off, const struct sfr_tensor *tensor)
 {
 	if (tensor->nbytes >= ALIGN_MIN)
@@ -185,23 +195,24 @@ static size_t padding_len(uint64_t off, const struct sfr_tensor *tensor)
  * archive in the file. */
 static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct sfr_tensor *tensor)
 {
-	char probe[SFR__ZIP_LOCAL_MAX];
+	char unpadded[SFR__ZIP_LOCAL_MAX]; /* the last header, made only for its length */
 	size_t used = 0, len;
 
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used = put_record(a, dst, used, i);
 	a->hdr_off[NR_RECORDS] = used;
-	len = sfr__zip_put_local(probe, DATA_NAME, tensor->nbytes, 0);
+	len = sfr__zip_put_local(unpadded, DATA_NAME, tensor->nbytes, 0);
 	return used + sfr__zip_put_local(dst + used, DATA_NAME, tensor->nbytes,
 					 padding_len(off + used + len, tensor));
 }
 
 /* Adds everything after the data. `begin` is the offset of the archive in the file, `source` the
- * number of the tensor's source. */
+ * number of the tensor's source. The source's CRC is not known yet, so its bytes are zeros here and
+ * are declared as fields. Returns 0, or the parts' error. */
 static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t begin,
 		    uint32_t source)
 {
-	char tail[(NR_RECORDS + 1) * SFR__ZIP_CENTRAL_MAX + 24 + SFR__ZIP_END_LEN];
+	char tail[(NR_RECORDS + 1) * SFR__ZIP_CENTRAL_MAX + DESC_MAX + SFR__ZIP_END_LEN];
 	uint64_t off = sfr_parts_len(parts), central;
 	size_t used = sfr__zip_put_desc(tail, 0, a->nbytes[NR_RECORDS]);
 
@@ -209,7 +220,7 @@ static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t b
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used += sfr__zip_put_central(tail + used, records[i].name, a->crc[i], a->nbytes[i],
 					     a->hdr_off[i]);
-	/* the parts keep an error, here and in the next call */
+	/* the parts keep an error of these two calls, and sfr_parts_bytes returns it */
 	(void)sfr__parts_field(parts, off + SFR__ZIP_DESC_CRC, source);
 	(void)sfr__parts_field(parts, off + used + SFR__ZIP_CENTRAL_CRC, source);
 	used += sfr__zip_put_central(tail + used, DATA_NAME, 0, a->nbytes[NR_RECORDS],
@@ -221,7 +232,7 @@ static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t b
 
 int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
 {
-	char head[PICKLE_MAX + (NR_RECORDS + 1) * (SFR__ZIP_LOCAL_MAX + 24) + SFR_PAGE];
+	char head[PICKLE_MAX + (NR_RECORDS + 1) * (SFR__ZIP_LOCAL_MAX + DESC_MAX) + SFR_PAGE];
 	uint64_t begin = sfr_parts_len(parts);
 	uint32_t source = sfr__parts_nr_sources(parts);
 	struct archive a = { .nbytes = { [NR_RECORDS] = tensor->nbytes } };

@@ -8,9 +8,10 @@
  *     the data (torch does the same). If the CRC were in the header, an entry's first block could
  *     be written only after the entry's last byte was copied, and a small pool would hang.
  *   - Sizes and offsets of 0xffffffff and more (sfr_limits.zip64_bytes) go to a zip64 extra
- *     field. The descriptor is long, as torch's, if size or header offset needs zip64: 24 bytes.
- *     The local extra field always has both sizes then, as the zip format requires.
- *   - An extra field "FB", filled with 'Z', aligns the data (torch's own trick).
+ *     field. If the size or the offset of an entry needs this field, the descriptor is the long one
+ *     of 24 bytes, as in torch's files. The local header's field then has both sizes, as the zip
+ *     format requires.
+ *   - An extra field "FB", filled with 'Z', aligns the data (torch does the same).
  *   - The zip64 end records are always there, as in torch's files. A number that does not fit into
  *     the old end record is 0xffff or 0xffffffff there.
  *   - .data/serialization_id is made from all names and CRCs, so it is the last entry and a part
@@ -21,25 +22,25 @@
  *     The zeros, which make the file's length a multiple of 4096, come first, because the end
  *     records must be at the end of the file.
  *
- * A header or descriptor may span two blocks. Both are built whole on the stack, and the requested
- * part is copied out. No function here waits, allocates or changes the image. */
+ * A header or descriptor may span two blocks. So it is built whole on the stack, and the requested
+ * range of its bytes is copied out. No function here waits, allocates or changes the image. */
 #include <string.h>
 
 #include "sfr/crc.h"
 #include "archive/write.h"
 #include "sfr/limits.h"
 
-#define LOCAL_LEN 30u  /* fixed part of a local header */
-#define ZIP64_LEN 20u  /* local zip64 extra field: tag, length, two sizes */
-#define PAD_TAG_LEN 4u /* tag and length of the "FB" field */
-#define DESC_LEN 16u
-#define DESC64_LEN 24u
-#define CENTRAL_LEN 46u
+#define LOCAL_LEN 30u             /* fixed part of a local header */
+#define ZIP64_LEN 20u             /* local zip64 extra field: tag, length, two sizes */
+#define PAD_TAG_LEN 4u            /* tag and length of the "FB" field */
+#define DESC_LEN 16u              /* descriptor */
+#define DESC64_LEN 24u            /* the same with zip64 */
+#define CENTRAL_LEN 46u           /* fixed part of a directory record */
 #define END_LEN (56u + 20u + 22u) /* zip64 end record, its locator, end record */
 #define HEADER_MAX                                                                                 \
 	(LOCAL_LEN + sizeof(((struct sfr__entry *)0)->name) + ZIP64_LEN + PAD_TAG_LEN + SFR_ALIGN)
 
-#define MAX16 0xffffu /* replaces a number that a zip64 field has */
+#define MAX16 0xffffu /* in place of a number that the zip64 field or record has */
 #define MAX32 UINT32_C(0xffffffff)
 #define FLAGS 0x0808u /* bit 3: a descriptor follows; bit 11: names are UTF-8 */
 
@@ -57,6 +58,7 @@ static bool is_long(uint64_t value)
 	return value >= sfr_limits.zip64_bytes;
 }
 
+/* Returns whether the entry's local header and descriptor have the long (zip64) form. */
 static bool is_zip64(const struct sfr__entry *e)
 {
 	return is_long(e->nbytes) || is_long(e->hdr_off);
@@ -95,8 +97,8 @@ static bool tail_is_zip64(const struct sfr__image *img)
 	return img->tail_off + SFR_PAGE > sfr_limits.zip64_bytes;
 }
 
-/* Returns the length of the tail from the header of its own entry to the end of the file. *central
- * becomes the length of the directory, which is a part of it. */
+/* Returns the length of the tail without the zeros at its start. *central becomes the length of the
+ * directory, which is included. */
 static uint64_t tail_used(const struct sfr__image *img, uint64_t *central)
 {
 	bool zip64 = tail_is_zip64(img);
@@ -147,14 +149,15 @@ static void put64(struct cursor *out, uint64_t value)
 	put(out, &value, sizeof(value));
 }
 
-/* Stores a value in 32 bits; one that is too large becomes the maximum, because a zip64 field has
- * it in full. */
+/* Writes a value in 32 bits. In place of a value that is too large it writes the maximum; the zip64
+ * field or record has the value. */
 static void put32_max(struct cursor *out, uint64_t value)
 {
 	put32(out, is_long(value) ? MAX32 : value);
 }
 
-/* Writes a local header; `pad` counts the bytes of the "FB" field after its tag. */
+/* Writes a local header; `pad` counts the bytes of the "FB" field after the field's tag and
+ * length. */
 static void put_local(struct cursor *out, const char *name, uint64_t nbytes, bool zip64, size_t pad)
 {
 	size_t name_len = strlen(name);
@@ -182,6 +185,7 @@ static void put_local(struct cursor *out, const char *name, uint64_t nbytes, boo
 	out->at += pad;
 }
 
+/* Writes a descriptor, the long one with `zip64`. */
 static void put_descriptor(struct cursor *out, uint32_t crc, uint64_t nbytes, bool zip64)
 {
 	put32(out, 0x08074b50);
@@ -195,7 +199,8 @@ static void put_descriptor(struct cursor *out, uint32_t crc, uint64_t nbytes, bo
 	}
 }
 
-/* Writes a directory record; `long_off`: the offset goes to the zip64 field, whatever its value. */
+/* Writes a directory record. With `long_off` the offset goes to the zip64 field, even if it is
+ * small. */
 static void put_central(struct cursor *out, const char *name, uint32_t crc, uint64_t nbytes,
 			uint64_t hdr_off, bool long_off)
 {
@@ -231,16 +236,17 @@ static void put_central(struct cursor *out, const char *name, uint32_t crc, uint
 		put64(out, hdr_off);
 }
 
-/* Writes the three records that end the file. */
+/* Writes the three end records: the zip64 one, its locator and the old one. `nr` counts the records
+ * of the directory, `size` is its length. */
 static void put_end(struct cursor *out, uint64_t nr, uint64_t central_off, uint64_t size)
 {
 	uint64_t end_off = central_off + size;
 
 	put32(out, 0x06064b50);
 	put64(out, 56 - 12); /* length of the rest of this record */
-	put16(out, 0x031e);  /* as torch writes it */
-	put16(out, 45);
-	put32(out, 0); /* disks */
+	put16(out, 0x031e);  /* version made by, as torch writes it */
+	put16(out, 45);      /* version needed: 4.5 for zip64 */
+	put32(out, 0);       /* disks */
 	put32(out, 0);
 	put64(out, nr);
 	put64(out, nr);
@@ -270,7 +276,7 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 	struct cursor out = { header };
 	size_t pad;
 
-	if (img->glue != NULL) {
+	if (img->glue != NULL) { /* not torch's format: glue takes the header's place */
 		memcpy(dst, img->glue + e->glue_at + off, len);
 		return;
 	}
@@ -337,8 +343,8 @@ static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
 }
 
 /* Makes forty digits: twenty from the names and twenty from sizes and CRCs. Files with the same
- * content have the same id, and a changed bit changes it. The id identifies a file in logs and is
- * not cryptographic. */
+ * contents have the same id; files that differ almost certainly do not. The id identifies a file in
+ * logs and is not cryptographic. */
 static void make_id(const struct sfr__image *img, char id[ID_LEN])
 {
 	uint64_t half[2] = { UINT64_C(0xcbf29ce484222325), UINT64_C(0xcbf29ce484222325) };
@@ -350,8 +356,10 @@ static void make_id(const struct sfr__image *img, char id[ID_LEN])
 		half[1] = fnv1a(half[1], &e->nbytes, sizeof(e->nbytes));
 		half[1] = fnv1a(half[1], &e->crc, sizeof(e->crc));
 	}
-	for (size_t i = ID_LEN; i-- > 0; half[i / 20] /= 10)
+	for (size_t i = ID_LEN; i-- > 0;) {
 		id[i] = (char)('0' + half[i / 20] % 10);
+		half[i / 20] /= 10;
+	}
 }
 
 void sfr__image_put_tail(const struct sfr__image *img, void *dst)

@@ -17,8 +17,9 @@ uint32_t sfr__zip_desc_len(const struct sfr__entry *e);
 uint64_t sfr__zip_tail_len(const struct sfr__image *img);
 
 /* For tensor.c, whose archives are within a file: each function writes one record at `dst` and
- * returns its length. `pad`: bytes after the tag of the field that aligns the data. `central_off`
- * and `size`: offset and length of the directory, which has `nr` records. */
+ * returns the record's length. `pad` is the number of padding bytes that align the data.
+ * `central_off` and `size` are the offset and length of the directory, which has `nr` records;
+ * offsets count from the start of the archive. */
 size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t pad);
 size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes);
 size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t nbytes,
