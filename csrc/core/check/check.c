@@ -2,9 +2,9 @@
  * asked for, the CRC of every record.
  *
  * The walk. Records of a checkpoint are in the file in the order of the directory, without overlap,
- * and the check insists on that. So the directory and the data are each read once, front to back.
- * The memory needed is two windows and 16 bytes a record (to find names that occur twice), whatever
- * the numbers in the file claim.
+ * and the check insists on that. So the directory and the data are each read once, front to back,
+ * through a window: a buffer that moves forward in the file. The check needs memory for two windows
+ * and 16 bytes a record (to find names that occur twice), whatever the numbers in the file claim.
  *
  *     the file    | header data desc | header data desc | gap | ... | directory | end records |
  *                           ^ body window                             ^ directory window
@@ -20,15 +20,15 @@
  *     SUMS    check_sums     a long file's bytes and headers, read on threads (sums.c)
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
  *     BYTES   record_bytes   one chunk of the record's data (records.c)
- *     SORT    sort_names     sorts the names by their hashes, a bounded number of moves
- *     NAMES   check_names    one pair of names; none occurs twice, data.pkl and version exist
+ *     SORT    sort_names     a bounded number of moves of the sort of names by their hashes
+ *     NAMES   check_names    compares one pair of names; at the end: do data.pkl and version exist?
  *     DONE                   the result is final
  *
  * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. Reading each record's
  * header would leave scattered pages in the page cache, and the kernel does no readahead across
- * them: a load after such a check took half as long again. With SFR_CHECK_LATER headers are left
- * for a later check if records are long. Headers of short records are read at once, because one
- * pass over the file is then cheap.
+ * them: a load after such a check took half as long again. With SFR_CHECK_LATER the headers are not
+ * read if records are long. If records are short they are, because one pass over the file is then
+ * cheap.
  *
  * Two kinds of damage. Damage that makes the rest unreadable (in the end records, or in the
  * directory's own structure) ends the check with a message. Damage of one record puts that record
@@ -38,8 +38,9 @@
  * If the bytes for a step have not arrived yet (reader/arrivals.c), the step returns SFR_EAGAIN,
  * leaves the check as it was before, and is tried again.
  *
- * A read error is not a verdict: sfr_check_run returns it as -errno, then and in every later
- * call. */
+ * A read error is not a verdict: sfr_check_run returns it as -errno, and so does every later call.
+ *
+ * A step is a function that returns 0, SFR_EAGAIN or -errno, and sets c->state to the next step. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 #include <string.h>
@@ -48,10 +49,10 @@
 #include "sfr/limits.h"
 #include "base/base.h"
 
-#define HEADER_CHUNK (1u << 14) /* bytes read at a time without SFR_CHECK_BYTES */
-#define DIR_CHUNK (1u << 16)
-/* If records have on average at least so many bytes, twice the kernel's initial readahead, their
- * headers are far apart. */
+#define HEADER_CHUNK (1u << 14) /* bytes of the data part read at a time without SFR_CHECK_BYTES */
+#define DIR_CHUNK (1u << 16)    /* bytes of the directory read at a time */
+/* Records are long if they have on average at least so many bytes: twice the kernel's initial
+ * readahead. */
 #define SPARSE (1u << 16)
 #define MOVES 512u /* moves of the sort in one step, which take a tenth of a millisecond */
 /* How many pairs of different names with the same 64-bit hash are accepted. A file that is not
@@ -65,7 +66,9 @@ _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE
 
 /* ---- START ------------------------------------------------------------------- */
 
-/* torch's legacy format begins with a pickled number, in the protocol that the user chose. */
+/* Returns whether a file with these first bytes has torch's legacy format, which begins with a
+ * pickled number. `text` is the pickle in protocols 0 and 1, `binary` what follows the version of a
+ * later protocol. */
 static bool is_legacy(const unsigned char *head, size_t len)
 {
 	static const char text[] = "L119547037146038801333356L\n.";
@@ -97,8 +100,8 @@ static bool is_long(const struct sfr_check *c)
 	return (c->flags & SFR_CHECK_BYTES) != 0 && c->result.nbytes >= sfr_limits.ahead_bytes;
 }
 
-/* Makes the buffers through which directory and data are read. They are no longer than the file,
- * because many files are short. */
+/* Makes the windows through which directory and data are read. They are no longer than the file,
+ * because many files are short. Returns 0 or -ENOMEM. */
 static int make_windows(struct sfr_check *c)
 {
 	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
@@ -109,7 +112,7 @@ static int make_windows(struct sfr_check *c)
 	int rc;
 
 	if (c->body.mem != NULL)
-		return 0; /* they exist: the step START is tried again */
+		return 0; /* made before: the step START is tried again */
 	rc = sfr__window_init(&c->dir, c->fd, c->base, SFR__WAY_CACHE,
 			      len < WINDOW ? (size_t)len : WINDOW, DIR_CHUNK);
 	if (rc != 0)
@@ -122,7 +125,8 @@ static int make_windows(struct sfr_check *c)
 }
 
 /* Finds the end of the archive. The first try assumes that nothing follows the end record, the
- * second reads as far back as torch does. *wrong receives damage of the end records. */
+ * second reads as far back as torch does. *wrong receives damage of the end records. Returns as a
+ * step does; c->state is DONE if there is a verdict. */
 static int find_archive_end(struct sfr_check *c, const char **wrong)
 {
 	static const uint32_t tails[] = { SFR__UNZIP_TAIL, SFR__UNZIP_TAIL_MAX };
@@ -146,6 +150,7 @@ static int find_archive_end(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
+/* The step START. */
 static int start_check(struct sfr_check *c)
 {
 	struct sfr_check_result *r = &c->result;
@@ -201,6 +206,7 @@ static int start_check(struct sfr_check *c)
 
 /* ---- SUMS ------------------------------------------------------------------- */
 
+/* Frees what the step SUMS has made. */
 static void end_sums(struct sfr_check *c)
 {
 	sfr__reader_free(c->reader);
@@ -209,8 +215,8 @@ static void end_sums(struct sfr_check *c)
 	c->directory = NULL;
 }
 
-/* Checks the directory, and starts the reader when that is done. Returns 0; SFR_EAGAIN; or an
- * error, after which the walk checks the file. */
+/* Checks the directory, and starts the reader when the directory is sound. Returns 0; SFR_EAGAIN;
+ * or an error, after which the file is checked by the walk. */
 static int start_sums(struct sfr_check *c)
 {
 	int rc = 0;
@@ -225,9 +231,10 @@ static int start_sums(struct sfr_check *c)
 	return c->directory->result.ok ? sfr__check_start_sums(c) : SFR_ECORRUPT;
 }
 
+/* The step SUMS. */
 static int check_sums(struct sfr_check *c)
 {
-	const bool runs = c->reader != NULL;
+	const bool runs = c->reader != NULL; /* the reader was started */
 	int rc = runs ? sfr__check_sums(c) : start_sums(c);
 
 	if (rc == SFR_EAGAIN)
@@ -236,7 +243,7 @@ static int check_sums(struct sfr_check *c)
 		return rc;
 	if (!runs && rc == 0)
 		return 0;
-	/* the reader could not be started, or cannot read this file: the walk does it */
+	/* the reader could not be started, or cannot read this file: the walk checks it */
 	end_sums(c);
 	c->body_pos = c->done_pos = 0;
 	c->state = SFR__CHECK_RECORD;
@@ -245,7 +252,8 @@ static int check_sums(struct sfr_check *c)
 
 /* ---- NAMES ------------------------------------------------------------------- */
 
-/* Reads a directory record's name again, into c->name and c->rec.name_len. */
+/* Reads the name of the directory record at `off` again, into c->name and c->rec.name_len. Returns
+ * 0, or a code for sfr__check_unreadable. */
 static int reread_name(struct sfr_check *c, uint64_t off)
 {
 	size_t len = SFR__UNZIP_CENTRAL;
@@ -267,8 +275,8 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 	return 0;
 }
 
-/* Compares two names with equal hashes, given their offsets. If the names are equal too, the record
- * is bad. */
+/* Compares two names with equal hashes, given the offsets of their directory records. If the names
+ * are equal too, the second record is bad. Returns 0 or -errno. */
 static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 {
 	char name[sizeof(c->name)];
@@ -287,6 +295,7 @@ static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 	return sfr__check_bad_record(c, "its name occurs twice");
 }
 
+/* The step SORT. */
 static int sort_names(struct sfr_check *c)
 {
 	if (sfr__names_sort(&c->names, MOVES))
@@ -294,11 +303,10 @@ static int sort_names(struct sfr_check *c)
 	return 0;
 }
 
-/* Gives the verdict, after every record was checked by itself. */
+/* Ends the check with a verdict, after every record was checked. Returns 0. */
 static int give_verdict(struct sfr_check *c)
 {
-	/* If a record is damaged, it may be the missing one, and its damage is the better
-	 * message. */
+	/* A damaged record may be the missing one. Its damage is then the better message. */
 	if (c->result.nr_bad == 0 && !c->has_pickle)
 		return sfr__check_fatal(
 			c, "it is not a torch.save file: the archive has no record data.pkl");
@@ -311,8 +319,8 @@ static int give_verdict(struct sfr_check *c)
 	return 0;
 }
 
-/* Compares one pair of names with equal hashes. The first name that occurs twice ends the check,
- * because a hostile file may have a million of them. */
+/* The step NAMES: compares one pair of names with equal hashes. The first name that occurs twice
+ * ends the check, because a hostile file may have a million such names. */
 static int check_names(struct sfr_check *c)
 {
 	const uint64_t nr_bad = c->result.nr_bad;

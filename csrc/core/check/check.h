@@ -9,10 +9,10 @@
  *             use(sfr_check_result(check));
  *     sfr_check_free(check);
  *
- * Only one thread at a time may use a check. A check of the bytes of a long file has threads of its
- * own that read; freeing it ends them. After a fork the child can use the check, which then reads
- * by itself. The file's own position is not used. If the file is changed meanwhile, the worst
- * result is a verdict of damage. */
+ * Only one thread at a time may use a check. A check of the bytes of a long file starts threads
+ * that read; sfr_check_free ends them. After a fork the child can use the check, which then reads
+ * in sfr_check_run. A check does not use or move the descriptor's file position. If the file is
+ * changed meanwhile, the worst result is a verdict of damage. */
 #ifndef SFR_CHECK_H
 #define SFR_CHECK_H
 
@@ -26,9 +26,9 @@
 #define SFR_CHECK_KEEP 16u     /* with DIRECTORY: keep the records, for sfr_restore_new */
 #define SFR_CHECK_LATER 8u     /* without BYTES: like DIRECTORY, but only if records are long */
 
-/* The kinds of file. Only an archive has records to check: torch's legacy format (before 1.6, or
- * _use_new_zipfile_serialization=False) has neither sizes nor checksums, so it is `ok`
- * unchecked. */
+/* The kinds of file. Only an archive can be checked. A file in torch's legacy format (before 1.6,
+ * or with _use_new_zipfile_serialization=False) has neither sizes nor checksums, so the result is
+ * always `ok`. */
 enum sfr_format { SFR_FORMAT_FOREIGN, SFR_FORMAT_ARCHIVE, SFR_FORMAT_LEGACY };
 
 #define SFR_CHECK_MAX_LISTED 1000u
@@ -42,8 +42,8 @@ struct sfr_bad_record {
 struct sfr_check_result {
 	bool ok;
 	enum sfr_format format;
-	uint64_t nbytes;     /* length of the file, or of the part of it */
-	uint64_t nr_records; /* records in the directory; 0 if it cannot be found */
+	uint64_t nbytes;     /* length of the file, or of the part that is checked */
+	uint64_t nr_records; /* records in the directory; 0 if the directory cannot be found */
 	/* records written without a CRC, or deflated: only their structure was checked */
 	uint64_t nr_unchecked;
 	uint64_t nr_compressed; /* deflated records, which nr_unchecked includes */

@@ -7,8 +7,8 @@
  * A hostile file may choose the order and the hashes. Heap sort has no slow case, needs no memory,
  * is short, and can be interrupted after any move, so that a list of millions does not block the
  * caller. A hash table would have a slow case. If different names have the same hash, comparing
- * them costs two small reads. Such a name between two equal ones would hide them, because only
- * neighbours are compared; that harms only the author of the file. */
+ * them costs two small reads. Only neighbours are compared. So between two equal names, a different
+ * name with the same hash hides that they are equal; this harms only the author of the file. */
 #include <errno.h>
 
 #include "check/names.h"
@@ -40,12 +40,14 @@ int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t l
 	return 0;
 }
 
+/* Returns whether `a` is before `b` in the order of the list: by hash, then by offset. */
 static bool is_before(const struct sfr__named *a, const struct sfr__named *b)
 {
 	return a->hash != b->hash ? a->hash < b->hash : a->offset < b->offset;
 }
 
-/* Puts `moved` into the heap [0, end), whose element `at` is unused: at that index or below it. */
+/* Puts `moved` into the heap v[0, end), whose element `at` is free: into that element or, after
+ * moving larger descendants up, into one below it. */
 static void sift_down(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
 {
 	uint64_t child;

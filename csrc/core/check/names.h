@@ -11,8 +11,9 @@ struct sfr__named {
 	uint64_t hash, offset;
 };
 
-struct sfr__names { /* a zeroed one is an empty list */
-	struct sfr__named *v;
+/* A list of names; all zero is an empty list. */
+struct sfr__names {
+	struct sfr__named *v; /* `nr` names, with memory for `cap` */
 	uint64_t nr, cap;
 	uint64_t heap_from, heap_to; /* progress of the heap sort; see sfr__names_sort */
 	bool sorting;
@@ -21,16 +22,16 @@ struct sfr__names { /* a zeroed one is an empty list */
 /* Adds a name, which is not copied: `offset` is where the caller finds it again. 0 or -ENOMEM. */
 int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len,
 		   uint64_t offset);
-/* Sorts by at most `moves` short moves, once all names are added. Returns whether the sort is done;
- * then sfr__names_suspect may be called. */
+/* Goes on sorting the list by hash, by at most `moves` moves of one name each, once all names are
+ * added. Returns whether the list is sorted. */
 bool sfr__names_sort(struct sfr__names *names, uint64_t moves);
-/* Finds the next two names with the same hash and sets *first < *second to their offsets; *it
- * starts as 0. The names are almost certainly equal, and the caller compares them. Returns false at
- * the end. */
+/* Finds the next two names with the same hash in a sorted list, and sets *first < *second to their
+ * offsets. *it is the position, 0 before the first call. The names are almost certainly equal, and
+ * the caller compares them. Returns false at the end. */
 bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *first,
 			uint64_t *second);
-/* Finds the next name with the hash of `name` and sets *offset; *it starts as 0. Returns false at
- * the end. The list must be sorted. */
+/* Finds the next name with the hash of `name` in a sorted list, and sets *offset. *it is the
+ * position, 0 before the first call. Returns false at the end. */
 bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *it,
 		     uint64_t *offset);
 void sfr__names_fini(struct sfr__names *names);

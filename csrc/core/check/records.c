@@ -7,8 +7,8 @@
  *
  * The directory is read through one window (a buffer), the data part of the file through another.
  * `wrong` receives the first damage found in this record, after which the record is put on the list
- * of bad ones and not checked further. c->body_pos never decreases: a record that begins below it
- * overlaps another.
+ * of bad records and not checked further. c->body_pos never decreases: a record that begins below
+ * that offset overlaps an earlier one. The functions return 0 or -errno, as a step does.
  *
  * Only sfr__check_record_bytes takes much time. The bytes of a long file are read on threads
  * instead (sums.c). */
@@ -91,14 +91,16 @@ static int read_central(struct sfr_check *c, const char **wrong)
 static const char overlaps[] = "it overlaps another record or is out of order";
 static const char reaches_beyond[] = "it reaches beyond the data of the file";
 
+/* Returns whether the current record begins before the end of the records before it. The first
+ * record must begin at the start of the archive. */
 static bool is_out_of_order(const struct sfr_check *c)
 {
 	return c->rec.hdr_off < c->body_pos || (c->names.nr == 1 && c->rec.hdr_off != 0);
 }
 
 /* Checks, without reading the local header, that the record ends before the directory.
- * sfr__unzip_central_extra has checked this for all but the name. c->rec_end receives the lowest
- * possible end: the local header may be longer than the directory shows. */
+ * sfr__unzip_central_extra has checked this for a record without a name. c->rec_end receives the
+ * lowest possible end: the local header may be longer than the directory shows. */
 static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 {
 	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL + c->rec.clen;
@@ -111,7 +113,7 @@ static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 		c->rec_end = end + c->rec.name_len;
 }
 
-/* Compares the local header with the directory and finds the data. */
+/* Compares the local header with the directory, and sets c->data_off. */
 static int read_local(struct sfr_check *c, const char **wrong)
 {
 	const uint64_t limit = c->end.dir_off; /* data ends where the directory begins */
@@ -171,6 +173,13 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
+/* Returns whether the check of the current record goes on: no error, no verdict on the file, and no
+ * damage of the record so far. */
+static bool goes_on(const struct sfr_check *c, int rc, const char *wrong)
+{
+	return rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL;
+}
+
 /* Checks the next record as far as the flags ask for. With SFR_CHECK_BYTES the check of its data is
  * left to the step BYTES. */
 static int read_record(struct sfr_check *c)
@@ -180,19 +189,19 @@ static int read_record(struct sfr_check *c)
 	const char *wrong = NULL;
 	int rc = read_central(c, &wrong);
 
-	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && !headers)
+	if (goes_on(c, rc, wrong) && !headers)
 		find_end_by_directory(c, &wrong);
-	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && headers)
+	if (goes_on(c, rc, wrong) && headers)
 		rc = read_local(c, &wrong);
-	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL &&
-	    (c->flags & SFR_CHECK_BYTES) != 0 && c->rec.method == SFR__UNZIP_STORED) {
+	if (goes_on(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
+	    c->rec.method == SFR__UNZIP_STORED) {
 		/* The descriptor is read when the body window gets there. */
 		c->data_done = 0;
 		c->crc = 0;
 		c->state = SFR__CHECK_BYTES;
 		return 0;
 	}
-	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && headers)
+	if (goes_on(c, rc, wrong) && headers)
 		rc = read_desc(c, &wrong);
 	if (rc != 0 || c->state != SFR__CHECK_RECORD)
 		return rc;
@@ -205,6 +214,7 @@ static int read_record(struct sfr_check *c)
 			return rc;
 	}
 	c->body_pos = c->rec_end;
+	/* deflated data, and data that were written without a CRC, cannot be checked */
 	if (c->rec.method != SFR__UNZIP_STORED)
 		c->result.nr_compressed++;
 	if (c->rec.method != SFR__UNZIP_STORED || (c->rec.crc == 0 && c->rec.clen != 0))
@@ -234,6 +244,7 @@ int sfr__check_next_record(struct sfr_check *c)
 
 /* ---- BYTES ------------------------------------------------------------------- */
 
+/* Adds one chunk of the record's data to the CRC or, after the last chunk, ends the record. */
 int sfr__check_record_bytes(struct sfr_check *c)
 {
 	uint64_t left = c->rec.clen - c->data_done;

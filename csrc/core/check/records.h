@@ -18,34 +18,35 @@ enum sfr__check_state {
 	SFR__CHECK_DONE
 };
 
+/* Offsets count from `base`, the archive's first byte in the file. */
 struct sfr_check {
-	int fd;
-	uint64_t base; /* offset in the file of the archive's first byte */
-	unsigned flags;
+	int fd; /* the caller's */
+	uint64_t base;
+	unsigned flags; /* SFR_CHECK_* */
 	enum sfr__check_state state;
 	int code;             /* 0, or the -errno with which every run returns */
-	uint64_t deadline_ns; /* of the current slice; only for waits */
+	uint64_t deadline_ns; /* of the current slice, for steps that wait */
 	struct sfr_check_result result;
 	struct sfr_bad_record *bad;   /* result.bad, or NULL */
-	struct sfr__window dir, body; /* the buffers for the directory and for the rest */
-	struct sfr__unzip_end end;
-	uint64_t dir_pos;  /* offset of the next directory record */
-	uint64_t body_pos; /* the file is checked up to this offset */
-	uint64_t done_pos; /* the check has told body.source that it needs no byte before this */
+	struct sfr__window dir, body; /* the buffers for the directory and for the data part */
+	struct sfr__unzip_end end;    /* where the directory is */
+	uint64_t dir_pos;             /* offset of the next directory record */
+	uint64_t body_pos;            /* the file is checked up to this offset */
+	uint64_t done_pos; /* bytes before this are reported to body.source as no longer needed */
 	bool has_pickle, has_version;
 	struct sfr__names names;     /* each offset is that of a directory record */
-	struct sfr__listing listing; /* filled with SFR_CHECK_KEEP */
+	struct sfr__listing listing; /* the records, kept with SFR_CHECK_KEEP */
 	uint64_t names_at;           /* position up to which the names are compared */
 	unsigned nr_alike;           /* pairs of different names with the same hash */
 	bool os_error;               /* `code` says why the system refused to read the file */
-	/* the check of the directory alone, while sums.c uses it; else NULL */
+	/* for the step SUMS, else NULL: the check of the directory alone, and the threads */
 	struct sfr_check *directory;
 	struct sfr_reader *reader;
 	/* the current record */
 	struct sfr__unzip_record rec;
-	uint64_t data_off, data_done, rec_end;
+	uint64_t data_off, data_done, rec_end; /* data_done: bytes of its data that are in `crc` */
 	uint32_t crc;
-	char prefix[SFR__UNZIP_NAME_MAX]; /* the directory in every name: "archive/" */
+	char prefix[SFR__UNZIP_NAME_MAX]; /* with which every name begins, such as "archive/" */
 	size_t prefix_len;
 	char name[SFR__UNZIP_NAME_MAX + 1]; /* as in the file, followed by a zero byte */
 };
@@ -59,9 +60,9 @@ static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
 
 /* Ends the check: the file as a whole is damaged. */
 int sfr__check_fatal(struct sfr_check *c, const char *wrong);
-/* Handles a failed sfr__window_get, which returned `rc`. A file that was changed gets a verdict,
- * and the result is 0. SFR_EAGAIN is returned: the step is tried again. Everything else is an error
- * of the operating system, and is returned. */
+/* Handles the code `rc` of a read that failed. Returns 0 after a verdict, if the file was changed;
+ * SFR_EAGAIN if the bytes have not arrived, so that the step is tried again; else -errno of the
+ * operating system. */
 int sfr__check_unreadable(struct sfr_check *c, int rc);
 /* Puts the current record on the list of bad ones. -ENOMEM. */
 int sfr__check_bad_record(struct sfr_check *c, const char *reason);

@@ -1,16 +1,16 @@
 /* Checks the bytes of a long file on threads. This is one step of a check (check.c).
  *
- * The reader (reader/reader.c) reads the records and compares their CRCs; the check keeps none of
- * the bytes. A second check, of the directory alone, tells the reader where the records are:
+ * The reader (reader/reader.c) reads the records and compares their CRCs; none of the bytes is
+ * kept. A second check, of the directory alone, finds out where the records are:
  *
  *     check of the directory --> reader: headers, bytes and descriptors, on threads --> verdict
  *        |                         |
  *        +--anything is wrong------+--the archive is laid out in another way--> the walk (RECORD)
  *                                     no memory, no thread, a forked child
  *
- * The walk, record by record, describes damage to the directory, and reads archives that other
- * programs laid out. The reader finds damage to headers, bytes and descriptors of records. Both
- * describe damage in the same words. */
+ * The walk (check.c) reports damage to the directory, and reads archives that other programs laid
+ * out. The reader finds damage to headers, bytes and descriptors of records. Both use the same
+ * words for the same damage. */
 #include <errno.h>
 #include <string.h>
 
@@ -29,10 +29,10 @@ int sfr__check_start_sums(struct sfr_check *c)
 	};
 	int rc = sfr__reader_new(&spec, &c->reader);
 
-	return rc == 0 ? sfr_reader_allow(c->reader, spec.listing->nr) : rc;
+	return rc == 0 ? sfr_reader_allow(c->reader, spec.listing->nr) : rc; /* all records */
 }
 
-/* Ends the check with the reader's verdict on every record. */
+/* Ends the check with the reader's verdict on every record. Returns 0 or -ENOMEM. */
 static int give_verdict(struct sfr_check *c)
 {
 	const struct sfr__listing *listing = &c->directory->listing;

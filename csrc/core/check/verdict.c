@@ -24,7 +24,8 @@ int sfr__check_unreadable(struct sfr_check *c, int rc)
 	return rc;
 }
 
-/* Copies the current name for display, with '?' for control characters, including zero bytes. */
+/* Returns a copy of the current record's name for display, with '?' for control characters and zero
+ * bytes, or NULL without memory. */
 static char *show_name(const struct sfr_check *c)
 {
 	size_t len = c->rec.name_len;
@@ -46,7 +47,7 @@ int sfr__check_bad_record(struct sfr_check *c, const char *reason)
 	struct sfr_check_result *r = &c->result;
 	char *name;
 
-	if (r->nr_listed == SFR_CHECK_MAX_LISTED) {
+	if (r->nr_listed == SFR_CHECK_MAX_LISTED) { /* only counted */
 		r->nr_bad++;
 		return 0;
 	}
