@@ -18,11 +18,12 @@
 /* A directory whose dead temporaries are being removed. */
 struct cleaning {
 	const char *path;
-	int dir; /* open descriptor of the directory */
-	char boot[SFR__BOOT_LEN + 1];
+	int dir;                      /* open descriptor of the directory */
+	char boot[SFR__BOOT_LEN + 1]; /* the machine's current boot */
 };
 
-/* Syncs the parent and removes a directory. If this fails, the next save tries again. */
+/* Syncs the cleaned directory, then removes a directory in it. If this fails, the next save tries
+ * again. */
 static void remove_directory(const struct cleaning *cleaning, const char *path)
 {
 	struct sfr_err err = { .index = -1 };
@@ -31,7 +32,7 @@ static void remove_directory(const struct cleaning *cleaning, const char *path)
 		(void)sfr__file_remove(path, NULL, &err);
 }
 
-/* Puts back a directory that was moved aside, or removes it if its name is taken. */
+/* Puts back a directory that was moved aside, or removes it if its former name is in use. */
 static void put_back(const struct cleaning *cleaning, const char *name, const char *path,
 		     const struct sfr__tmp_name *parsed)
 {
@@ -62,7 +63,9 @@ static void report_foreign(const struct cleaning *cleaning, const char *path,
 				 path);
 }
 
-/* Handles the temporary `name` of the directory, whose path is `path`. */
+/* Removes one temporary, or puts it back if it is a directory that was moved aside. Does so only if
+ * the writer is dead, and reports the temporary if that cannot be known. `name` is the temporary's
+ * name in the directory, `path` its path. */
 static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
 		      const struct sfr__tmp_name *parsed)
 {
@@ -76,7 +79,7 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 	}
 	if (sfr__tmp_is_ours(parsed))
 		return;
-	memcpy(lock_name, name, parsed->len);
+	memcpy(lock_name, name, parsed->len); /* without the ending of a directory's name */
 	lock_name[parsed->len] = 0;
 	life = sfr__tmp_examine(cleaning->dir, lock_name, &fd, &code);
 	if (life == SFR__TMP_UNKNOWN)
@@ -94,6 +97,7 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 		(void)sfr__fd_close(fd); /* nothing was written to it */
 }
 
+/* For sfr__dir_each: cleans one name, if it is that of a temporary. Returns 0 or -ENOMEM. */
 static int clean_name(void *arg, const char *name)
 {
 	const struct cleaning *cleaning = arg;
@@ -114,7 +118,7 @@ void sfr__tmp_clean(int dir, const char *dir_path)
 {
 	struct cleaning cleaning = { .path = dir_path, .dir = dir };
 
-	if (sfr__tmp_boot(cleaning.boot))
+	if (sfr__tmp_boot(cleaning.boot)) /* else no temporary is known to be of this boot */
 		/* on failure the next save tries again */
 		(void)sfr__dir_each(dir_path, clean_name, &cleaning);
 }

@@ -10,10 +10,11 @@
  *   5  sync      fsync of the directory: the new name is on the disk
  *   6  close     releases the lock last
  *
- * What each order prevents if the machine dies at any moment:
+ * The reason for each rule of this order, if the machine may die at any moment:
  *   directory first  after gigabytes were written and renamed there might be no
  *                    descriptor left to sync the directory with, or no permission
- *   same directory   a rename across file systems would be a copy
+ *   same directory   the temporary is where the destination is, because a rename
+ *                    across file systems would be a copy
  *   2 before 3       fdatasync covers only what was written before it
  *   3 before 4       a rename may reach the disk before the data it names: the
  *                    path would lead to a file of zeros, with the old one gone
@@ -25,8 +26,8 @@
  * 4 on it is the new file, complete.
  *
  * A failed sync is final. The kernel reports a write error once and then treats the pages as clean,
- * so a second fdatasync of that descriptor would succeed although bytes are lost. EINTR is no
- * exception, because it does not say how far the sync got.
+ * so a second fdatasync of that descriptor would succeed although bytes are lost. The same holds
+ * for EINTR, because that error does not say how far the sync got.
  *
  *                open          sync           commit
  *      NAMED ───────▶ OPEN ───────▶ SYNCED ─────────▶ DONE
@@ -55,7 +56,8 @@
 #include "file/file.h"
 #include "trace/trace.h"
 
-#define SLICE (4u << 20) /* bytes per write: larger writes gain nothing, smaller ones cost */
+/* Bytes per system call. Larger writes are not faster, and smaller ones are slower. */
+#define WRITE_BYTES (4u << 20)
 
 static const _Alignas(SFR_PAGE) char zero_page[SFR_PAGE];
 
@@ -66,6 +68,7 @@ static int fail(struct sfr_err *err, int code, enum sfr_phase phase, const char 
 	return code;
 }
 
+/* Returns a copy, which is freed with sfr_sys.free, or NULL without memory. */
 static char *copy_text(const char *text)
 {
 	size_t len = strlen(text) + 1;
@@ -96,8 +99,8 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 
 /* ---- unanswered calls ---- */
 
-/* Surround every call that may hang. Several writers may call at a time; an answer to any of them
- * shows that the file system works. */
+/* Mark the begin and the end of a call to the file system that may hang. Several writers may make
+ * such calls at a time. When any of them returns, the file system has answered. */
 static void begin_call(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
@@ -119,6 +122,7 @@ uint64_t sfr__file_asked_since(const struct sfr__file *f)
 
 /* ---- open ---- */
 
+/* Chooses writes through the page cache, for the reason `why`, which ends a sentence. */
 static void go_buffered(struct sfr__file *f, const char *why)
 {
 	f->io_mode = SFR_IO_BUFFERED;
@@ -132,13 +136,13 @@ static bool means_no_direct(int code)
 	return code == -EINVAL || code == -ENOTSUP || code == -ENOSYS || code == -EPERM;
 }
 
-/* Writes one page at offset 0, which the first block overwrites. 0 or -errno. */
+/* Writes one page at offset 0, which the first block overwrites later. 0 or -errno. */
 static int write_page(int fd)
 {
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
 		ssize_t put = sfr_sys.pwrite(fd, zero_page, sizeof(zero_page), 0);
 
-		if (put >= 0) /* a file that accepts no byte fails at its first block */
+		if (put >= 0) /* even a short write shows that O_DIRECT works */
 			return 0;
 		if (errno != EINTR)
 			return -errno;
@@ -148,7 +152,7 @@ static int write_page(int fd)
 
 /* Finds out whether O_DIRECT works for this file, and sets io_mode. This needs a real write,
  * because some file systems accept the flag but refuse the write. Returns 0 or -errno. */
-static int probe_direct(struct sfr__file *f)
+static int try_direct(struct sfr__file *f)
 {
 	char why[96];
 	int rc;
@@ -179,8 +183,8 @@ static int probe_direct(struct sfr__file *f)
 }
 
 /* Reserves space, so that a full disk is noticed before gigabytes are written, and so that the file
- * is contiguous on the disk. Returns 0 also if the file system cannot reserve space, which is no
- * error. posix_fallocate is no alternative: it would write the whole file in that case. */
+ * is contiguous on the disk. Returns 0 or -errno. A file system that cannot reserve space is no
+ * error: 0. posix_fallocate is no alternative, because there it would write the whole file. */
 static int reserve_space(struct sfr__file *f)
 {
 	int rc = -EINTR;
@@ -216,7 +220,7 @@ static int open_steps(struct sfr__file *f, struct sfr_err *err)
 	rc = sfr__tmp_make(f->dir_fd, &f->tmp, &f->fd, err);
 	if (rc < 0)
 		return rc;
-	rc = probe_direct(f);
+	rc = try_direct(f);
 	if (rc < 0)
 		return fail(err, rc, SFR_PHASE_WRITE, "the first page");
 	rc = reserve_space(f);
@@ -240,8 +244,8 @@ int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 
 /* ---- write ---- */
 
-/* Returns how many of `put` bytes count as written. With O_DIRECT the next write must start on a
- * page, so a partly written page is written again. */
+/* Returns how many of the `put` bytes of a short write count as written. With O_DIRECT the next
+ * write must start on a page, so a partly written page is written again. */
 static size_t count_written(const struct sfr__file *f, size_t put)
 {
 	return f->io_mode == SFR_IO_DIRECT ? put / SFR_PAGE * SFR_PAGE : put;
@@ -256,14 +260,14 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_WRITE, NULL);
 	while (len) {
-		size_t want = len < SLICE ? len : SLICE, done;
+		size_t want = len < WRITE_BYTES ? len : WRITE_BYTES, done;
 		SFR__TRACE(SFR_TRACE_WRITE, 0, want);
 		ssize_t put;
 		int code;
 
 		begin_call(f);
 		put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
-		code = put < 0 ? -errno : -EIO; /* no byte and no reason: retrying would not help */
+		code = put < 0 ? -errno : -EIO; /* no errno: used if nothing was written */
 		end_call(f);
 		if (put == 0 || (put < 0 && code != -EINTR))
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
@@ -335,7 +339,7 @@ static int check_destination(const struct sfr__file *f)
 }
 
 /* Refuses the commit if the directory was replaced by another one since the open, as a save of a
- * whole directory does: the file would become durable in the old one, which is about to be removed.
+ * whole directory does: the file would be renamed in the old directory, which is removed soon.
  * If the directory was only moved, the file goes where the directory is now. Both directories are
  * on one file system, so comparing inodes is enough. Returns 0 or -ESTALE. */
 static int check_directory(const struct sfr__file *f)
@@ -347,7 +351,8 @@ static int check_directory(const struct sfr__file *f)
 	return held.st_ino == there.st_ino ? 0 : -ESTALE;
 }
 
-/* Returns 0 or -errno. */
+/* Syncs the directory. If the file system cannot do that, sets f->why_unsynced, which is no error.
+ * Returns 0 or -errno. */
 static int sync_directory(struct sfr__file *f)
 {
 	SFR__TRACE(SFR_TRACE_SYNC_DIR, 0, 0);
@@ -369,7 +374,7 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 
 	if (f->state != SFR__FILE_SYNCED)
 		return fail(err, SFR_ESTATE, SFR_PHASE_RENAME, NULL);
-	f->state = SFR__FILE_BROKEN;
+	f->state = SFR__FILE_BROKEN; /* until the rename has succeeded */
 	rc = check_directory(f);
 	if (rc == 0)
 		rc = check_destination(f);

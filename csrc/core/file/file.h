@@ -1,4 +1,4 @@
-/* The life of one file, and temporaries. */
+/* Files as the core writes and removes them, and their temporaries. */
 #ifndef SFR_FILE_H
 #define SFR_FILE_H
 
@@ -15,30 +15,32 @@ char *sfr__path_join(const char *dir, const char *name);
 /* Calls `each` with the names in a directory, except "." and "..", until it returns nonzero.
  * Returns that value, 0, or -errno of the directory. */
 int sfr__dir_each(const char *dir, int (*each)(void *arg, const char *name), void *arg);
-/* Syncs the entries of a directory. Returns 0, also if its file system cannot, or -errno. */
+/* Syncs the entries of a directory. Returns 0 or -errno. A file system that cannot sync directories
+ * is no error: 0. */
 int sfr__dir_sync(const char *dir);
 
 /* ---- tmp.c ---- */
 
 #define SFR__TMP_NAME_LEN 128 /* longer than any name made here */
 
-/* A temporary's name and its entry in the list of this process's live ones; embedded in its
- * file. */
+/* The name of a temporary, and its entry in this process's list of temporaries that are being
+ * written. Embedded in the object that writes the temporary. */
 struct sfr__tmp {
 	struct sfr__tmp *next;
 	uint64_t serial; /* unique in the process, part of the name; 0: not in the list */
 	char name[SFR__TMP_NAME_LEN];
 };
 
-/* Makes and locks a temporary in the open directory `dir`. Returns 0 with its descriptor in
- * *fd_out, and lists `tmp` as live until sfr__tmp_forget. Or returns the code that it puts into
- * `err`. */
+/* Makes and locks a temporary in the open directory `dir`, and adds `tmp` to the list. Returns 0,
+ * with the temporary's descriptor in *fd_out, or the code that it puts into `err`. After success
+ * the caller calls sfr__tmp_forget and then closes the descriptor. */
 int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err);
-/* Removes a temporary from the list, after which other saves may remove its file. Called when the
- * file was renamed or removed, and before its descriptor is closed. Idempotent. */
+/* Removes a temporary from the list, so that other saves may remove its file. Called when the file
+ * was renamed or removed, and before its descriptor is closed. Idempotent. */
 void sfr__tmp_forget(struct sfr__tmp *tmp);
-/* Returns whether `path`, with last component `name`, is a temporary whose writer lives (in this
- * process, or with the lock in another) or may live. */
+/* Returns whether `path` is a temporary whose writer is alive, or may be: it is in this process,
+ * another process has the lock, or the lock's state is unknown. `name` is the last component of
+ * `path`. */
 bool sfr__tmp_may_be_live(const char *path, const char *name);
 
 /* ---- clean.c ---- */
@@ -72,19 +74,20 @@ struct sfr__file {
 	uint32_t io_mode; /* SFR_IO_* */
 	bool durable, renamed;
 	/* calls to the file system that have not returned, and when the last call began or
-	 * returned */
+	 * returned (sfr__now_ns) */
 	atomic_uint nr_asked;
 	_Atomic uint64_t asked_ns;
 	/* why the file was written through the page cache, or "" if it was not; and why the
 	 * directory was not synced, or "" if it was */
 	char why_buffered[160], why_unsynced[160];
 	enum sfr__file_state state;
-	uint64_t fork_generation;
-	/* in the list of live temporaries, so the struct must not move between open and fini */
+	uint64_t fork_generation; /* of the process that made this; a child must not touch it */
+	/* a list points to this, so the struct must not move between open and fini */
 	struct sfr__tmp tmp;
 };
 
-/* Initialises a file of `len` bytes, which will be dir/name. Copies both names. 0 or -ENOMEM. */
+/* Initialises a file of `len` bytes, which will be dir/name. Copies both names. With `durable` the
+ * later steps sync the file and its directory. 0 or -ENOMEM. */
 int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint64_t len,
 		   bool durable);
 /* Opens the directory first, so that a directory that cannot be synced is refused before anything
@@ -102,7 +105,7 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err);
 /* Renames the file and, for a durable save, syncs the directory. If only the sync fails, f->renamed
  * is true: the new file exists but may not be durable. Refuses to replace anything but a regular
  * file or a link (-EISDIR, -EINVAL). Refuses also if the directory's path leads to another
- * directory by now (-ESTALE), because the file would not appear at its path. */
+ * directory than at the open (-ESTALE), because the file would not appear at its path. */
 int sfr__file_commit(struct sfr__file *f, struct sfr_err *err);
 /* While calls of open, write, sync or fini wait for the file system, returns the time (sfr__now_ns)
  * when one of them last began or returned; else 0. Any thread may call it. */
@@ -112,12 +115,12 @@ uint64_t sfr__file_asked_since(const struct sfr__file *f);
 void sfr__file_fini(struct sfr__file *f);
 /* Removes a file, link or directory tree; a missing name is no error. Keeps temporaries whose
  * writers live on this machine (their saves were submitted later), and the directories above them.
- * If a name cannot be removed, the remove goes on with the others; but if the metadata of a
- * distributed checkpoint cannot, its data stay, too. Returns 0, or the first error, which is also
- * in `err`. *answered_ns, if given, gets the time after each name: a large tree takes long, but its
- * file system keeps answering. */
+ * If a name cannot be removed, the other names still are. But if the metadata of a distributed
+ * checkpoint cannot be removed, its data files are kept. Returns 0, or the first error, which is
+ * also in `err`. *answered_ns, unless NULL, gets the time (sfr__now_ns) before each name: removing
+ * a large tree takes long, although its file system answers. */
 int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err);
-/* Does the same for a directory that only its maker uses, and keeps nothing. */
+/* Does the same for a directory that only its maker uses, and keeps no temporaries. */
 int sfr__file_remove_own(const char *path, struct sfr_err *err);
 
 #endif

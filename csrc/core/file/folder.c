@@ -4,7 +4,7 @@
  *                a file next to the destination that carries the lock   (tmp.c)
  *                the temporary directory
  *   2            its user fills it: with saves of this library, or with any other writes
- *   3  sync      every file, then every directory, those deeper down first
+ *   3  sync      every file, then every directory, the deepest first
  *   4  exchange  with the destination, or rename if there is none: readers see all of the old
  *                directory or all of the new one
  *   5  sync      the parent: the new name is on the disk
@@ -27,10 +27,10 @@
  *   4a  the old directory is moved aside, to a hidden name that contains its own name
  *   4b  the new one is renamed to the destination
  *
- * Between the two a reader finds no directory. If 4b fails, 4a is undone. If the process dies
- * between them, the next save into the parent puts the old directory back, and so does a load or
- * `exists` that misses it (sfr_tidy). After a power failure between them, both directories are
- * whole under hidden names, and a notice gives the name of the old one. */
+ * Between 4a and 4b a reader finds no directory. If 4b fails, 4a is undone. If the process dies
+ * between them, the next save into the parent puts the old directory back. So does a load or
+ * `exists` that does not find the directory (sfr_tidy). After a power failure between them, both
+ * directories are whole under hidden names, and a notice gives the name of the old one. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -72,6 +72,7 @@ static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_ph
 	return code;
 }
 
+/* Returns a copy, which is freed with sfr_sys.free, or NULL without memory. */
 static char *copy_text(const char *text)
 {
 	size_t len = strlen(text) + 1;
@@ -156,7 +157,7 @@ const char *sfr_folder_path(const struct sfr_folder *f)
 
 /* ---- syncing a tree ---- */
 
-/* A directory of the tree. */
+/* A directory of the tree, in one of the two lists of a walk. */
 struct node {
 	struct node *next;
 	char path[];
@@ -168,8 +169,8 @@ struct walk {
 	struct node *seen; /* visited directories, each before its parent */
 	const char *dir;   /* the directory being visited */
 	size_t top_len;    /* of the path of the whole tree, for messages */
-	bool durable;
-	uint64_t nbytes;
+	bool durable;      /* files are synced */
+	uint64_t nbytes;   /* the sum of the files' lengths so far */
 	struct sfr_err *err;
 };
 
@@ -182,8 +183,8 @@ static int fail_walk(struct walk *w, int code, const char *path)
 	return code;
 }
 
-/* Syncs a file, which may be unreadable or gone, because other programs write into the directory,
- * too. Returns 0 or -errno. */
+/* Syncs a file. Other programs write into the directory too, so the file may be unreadable, or gone
+ * by now. Returns 0 or -errno. */
 static int sync_file(const char *path)
 {
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
@@ -212,7 +213,8 @@ static int push_directory(struct walk *w, const char *path)
 	return 0;
 }
 
-/* Queues a directory, or syncs a file. Links and special files have no bytes to sync. */
+/* Puts a directory on the list, or syncs a file. Links and special files have no bytes to sync.
+ * Returns 0 or -errno. */
 static int visit(struct walk *w, const char *path)
 {
 	struct stat st;
@@ -227,6 +229,7 @@ static int visit(struct walk *w, const char *path)
 	return w->durable ? sync_file(path) : 0;
 }
 
+/* For sfr__dir_each: visits one entry of w->dir. Returns 0 or -errno, which is in w->err. */
 static int visit_name(void *arg, const char *name)
 {
 	struct walk *w = arg;
@@ -367,7 +370,8 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 
 /* ---- the end ---- */
 
-/* Removes one of our hidden directories. Returns 0, or the code that it puts into `err`. */
+/* Removes the directory `name` next to the destination, which is the temporary directory or the one
+ * that was moved aside. Returns 0, or the code that it puts into `err`. */
 static int remove_hidden(const struct sfr_folder *f, const char *name, struct sfr_err *err)
 {
 	char *path = sfr__path_join(f->dir, name);

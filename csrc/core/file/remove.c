@@ -3,23 +3,24 @@
  * The walk keeps a list of directories instead of recursing, so no tree is too deep for the stack,
  * and it has one directory open at a time. Each directory is visited twice: first its files are
  * removed and its subdirectories put before it on the list, then the empty directory itself is
- * removed. Links are removed, never followed. Paths are full paths, so anything deeper than
- * PATH_MAX fails with ENAMETOOLONG and stays. The walk is not safe against others replacing
- * directories by links meanwhile; the directories of checkpoints belong to the user who trains.
+ * removed. Links are removed, never followed. Paths are full paths, so a name whose path is longer
+ * than PATH_MAX stays, with the error ENAMETOOLONG. Another process could replace a directory by a
+ * link during the walk, and so have other files removed. This is accepted, because the directories
+ * of checkpoints belong to the user who trains.
  *
  * A temporary (file or directory) is kept if its writer is, or may be, alive. Removes run in the
  * order of submission, so the writer's save was submitted after the remove, and its file must stay.
  * The directories above it are kept without an error. sfr__file_remove_own, by which the maker of a
  * temporary directory removes it, keeps nothing.
  *
- * A directory may be a checkpoint of torch.distributed.checkpoint (DCP): it is one if it has the
- * file `.metadata`, which names the data files. So that file is removed first, and the directory is
- * synced before the first data file is removed. Whatever stops the walk then leaves a whole
- * checkpoint or none, never one that lacks data files. If `.metadata` cannot be removed, the
- * directory stays as it is.
+ * A directory with a file `.metadata`, which names the data files, is a checkpoint of
+ * torch.distributed.checkpoint (DCP). In it `.metadata` is removed first, and the directory is
+ * synced before the first data file is removed. So if the walk is interrupted at any moment, there
+ * is a whole checkpoint or none, never one that lacks data files. If `.metadata` cannot be removed,
+ * the directory stays as it is.
  *
- * Otherwise a remove is not synced, and no caller waits for it to be durable. It runs when the save
- * that replaces the removed name is durable. So if the machine dies and the name is there again,
+ * Apart from that a remove is not synced, and no caller waits for it to be durable. It runs only
+ * when the save before it is durable. So if the machine dies and the removed name is there again,
  * there is one checkpoint too many, never one too few. A later save into the directory syncs the
  * remove, too. */
 #include <errno.h>
@@ -28,21 +29,22 @@
 
 #include "file/file.h"
 
-#define NR_SCANS 8 /* of one directory; some file systems skip entries while others are removed */
+/* The most scans of one directory. Some file systems skip an entry while others are removed. */
+#define NR_SCANS 8
 
 /* A directory still to be removed. */
 struct node {
 	struct node *next;
-	unsigned nr_scans;
+	unsigned nr_scans; /* how often it was visited, and its entries read */
 	char path[];
 };
 
 /* The removal of one path. */
 struct walk {
-	struct node *todo;             /* the deepest first */
+	struct node *todo;             /* a subdirectory comes before its parent */
 	bool kept;                     /* a live temporary was kept somewhere */
 	bool keeps_none;               /* live temporaries are removed too */
-	_Atomic uint64_t *answered_ns; /* when the file system last answered, or NULL */
+	_Atomic uint64_t *answered_ns; /* gets the time before each name; or NULL */
 	struct sfr_err *err;
 };
 
@@ -68,8 +70,8 @@ static void push_directory(struct walk *w, const char *path)
 	w->todo = node;
 }
 
-/* Removes one name, or puts a directory on the list. `name` is the last component of `path`, or
- * NULL for the path that was given to be removed, which is never kept. */
+/* Removes a file or link, or puts a directory on the list. Keeps a live temporary. `name` is the
+ * last component of `path`. NULL: `path` is what the caller wants removed, so it is not kept. */
 static void remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
@@ -99,6 +101,7 @@ struct visit {
 	bool is_dcp; /* the directory is, or was, a checkpoint of DCP */
 };
 
+/* For sfr__dir_each: removes one entry of the visited directory. Returns 0 or -ENOMEM. */
 static int remove_entry(void *arg, const char *name)
 {
 	const struct visit *visit = arg;
@@ -154,6 +157,8 @@ static int unlink_in(const char *dir, const char *name)
 	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is not metadata */
 }
 
+/* For sfr__dir_each: removes an entry that is metadata, and finds out whether the directory is a
+ * checkpoint of DCP. Returns 0 or -errno. */
 static int remove_if_metadata(void *arg, const char *name)
 {
 	struct visit *visit = arg;
@@ -179,9 +184,9 @@ static bool remove_metadata(struct walk *w, const char *dir)
 	return rc == 0;
 }
 
-/* Takes one step with the directory at the head of the list: its first visit removes the files in
- * it, a later one the empty directory. If the directory is not empty after all, it is scanned
- * again, up to NR_SCANS times. */
+/* Takes one step with the directory at the head of the list. The first visit removes the files in
+ * the directory, a later visit the empty directory. If the directory is not empty after all, it is
+ * scanned again, up to NR_SCANS times. */
 static void step_directory(struct walk *w)
 {
 	struct node *node = w->todo;
@@ -214,8 +219,10 @@ static void step_directory(struct walk *w)
 	sfr_sys.free(node);
 }
 
+/* Removes `path` with everything in it. Returns 0, or the first error, which is also in `err`. */
 static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 {
+	/* not `err`, which may have an earlier error: the walk asks whether it has failed itself */
 	struct sfr_err own = { .index = -1 };
 
 	walk->err = &own;

@@ -3,7 +3,7 @@
  * The thread that asks for the save makes these calls, and a network file system may take any time
  * for each. So the binding releases the interpreter lock once around all of them. This code only
  * reports what exists. If something is missing or refused, Python examines the path again, to give
- * a good message; then the time does not matter. */
+ * a good message. The save has failed by then, so the time that this takes does not matter. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -25,7 +25,8 @@ static int is_name(const char *last)
 	return last[0] != '\0' && strcmp(last, ".") != 0 && strcmp(last, "..") != 0;
 }
 
-/* Fills in what concerns the directory that the first `len` bytes of `path` name. 0 or -errno. */
+/* Sets target->parent, fs and readable for the directory that the first `len` bytes of `path` name;
+ * without any it is the current directory. Returns 0 or -errno. */
 static int resolve_parent(const char *path, size_t len, struct sfr_target *target)
 {
 	char parent[SFR_PATH_MAX] = ".";
@@ -71,6 +72,7 @@ int sfr_resolve(const char *path, int follow_link, struct sfr_target *target)
 	struct stat st;
 	int rc;
 
+	/* A path such as "a/.." gets its last component from the real path. */
 	if (!is_name(last) ||
 	    (follow_link && sfr_sys.lstat(AT_FDCWD, path, &st) == 0 && S_ISLNK(st.st_mode))) {
 		if (!sfr_sys.realpath(path, real))

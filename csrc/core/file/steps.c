@@ -1,9 +1,10 @@
 /* A list of directory changes: files written, synced, renamed, removed.
  *
  * Python decides how the checkpoint of many ranks is committed, because it knows which file refers
- * to which. But each system call made from Python releases the interpreter lock, and while another
- * thread computes, getting the lock back takes 5 ms; listing a directory does so for each name. So
- * Python makes a list of changes, and the binding releases the lock once for the whole list.
+ * to which. But each system call made from Python releases the interpreter lock. While another
+ * thread computes, getting the lock back takes 5 ms. Listing a directory from Python takes as long
+ * for each name. So Python makes a list of changes, and the binding releases the lock once for the
+ * whole list.
  *
  * The caller knows which order is safe and what to undo after a failure. The one rule here: no step
  * follows one that failed. */
@@ -16,7 +17,7 @@
 
 /* ---- steps ---- */
 
-/* Returns 0 or -errno. */
+/* Creates the file of a step that writes one. Returns 0 or -errno. */
 static int write_file(const struct sfr_step *step)
 {
 	int fd = sfr__fd_open(step->path, O_WRONLY | O_CREAT | O_EXCL, 0666), rc, closed;
@@ -32,6 +33,7 @@ static int write_file(const struct sfr_step *step)
 	return rc < 0 ? rc : closed;
 }
 
+/* Returns 0 or -errno; -EINVAL for an unknown kind. */
 static int take_step(const struct sfr_step *step)
 {
 	switch (step->kind) {

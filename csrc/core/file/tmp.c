@@ -19,8 +19,8 @@
  *              machine may both be pid 1.
  *
  * A directory that replaces another one in a single step (folder.c) is a temporary too. A directory
- * cannot be locked on every file system, so a file of the usual name carries its lock. It is made
- * before the directories and removed after them:
+ * cannot be locked on every file system, so a file of the usual name carries its lock. This file is
+ * made before the directories and removed after them:
  *
  *   .stillframe-...tmp            the lock
  *   .stillframe-...tmp.d          the new directory; once exchanged, the old one
@@ -54,6 +54,7 @@
 
 #include "file/tmp.h"
 
+/* the parts of a name, see above */
 #define PREFIX ".stillframe-"
 #define SUFFIX ".tmp"
 #define NEW ".d"
@@ -75,6 +76,7 @@ static struct {
 	unsigned nr_named;
 } temps = { .mu = SFR__MUTEX(SFR__LOCK_TMP) };
 
+/* Runs in a forked child. */
 static void forget(void)
 {
 	temps.live = NULL; /* the parent writes these files */
@@ -116,7 +118,7 @@ bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 			return false;
 		}
 		sfr__lock(&temps.mu);
-		memcpy(temps.boot, boot, BOOT_LEN); /* its last byte is 0 */
+		memcpy(temps.boot, boot, BOOT_LEN); /* the byte after these is 0 */
 		atomic_store(&temps.boot_known, true);
 		sfr__unlock(&temps.mu);
 	}
@@ -126,8 +128,8 @@ bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 	return true;
 }
 
-/* Sets the kind and the target from `rest`, what follows ".tmp" in the name. Returns false if no
- * temporary's name ends like this. */
+/* Sets the kind and the target from `rest`, the end of the name after ".tmp". Returns false if the
+ * names of temporaries do not end like this. */
 static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 {
 	if (strncmp(rest, OLD, sizeof(OLD) - 1) == 0) {
@@ -156,9 +158,9 @@ bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 	return strncmp(name, again, out->len) == 0 && parse_kind(name + out->len, out);
 }
 
-/* ---- the list of live ones ---- */
+/* ---- the list of live temporaries ---- */
 
-/* Gives a temporary a serial number and adds it to the list. */
+/* Gives a temporary its serial number and adds it to the list. */
 static void add_live(struct sfr__tmp *tmp)
 {
 	sfr__lock(&temps.mu);
@@ -234,8 +236,8 @@ static int check_name(int fd, int dir, const char *name)
 /* Opens a temporary of another process, for writing if possible. Returns a descriptor or -errno. */
 static int open_other(int dir, const char *name)
 {
-	/* The name could be anything by now: follow no link, and do not wait for a pipe's other
-	 * end. */
+	/* By now the name may be that of a link, which must not be followed, or of a pipe, whose
+	 * other end must not be waited for. */
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
 	int fd = sfr__fd_openat(dir, name, O_RDWR | flags, 0);
 
@@ -311,9 +313,10 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 		return false;
 	if (sfr__tmp_is_ours(&parsed))
 		return true;
+	/* the path of the file with the lock */
 	len = strlen(path) - strlen(name) + parsed.len;
 	if (len >= sizeof(lock_path))
-		return true; /* no temporary could have been made there */
+		return true; /* too long to be examined */
 	memcpy(lock_path, path, len);
 	lock_path[len] = '\0';
 	life = sfr__tmp_examine(AT_FDCWD, lock_path, &fd, &code);
@@ -326,8 +329,8 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 
 /* ---- making a temporary ---- */
 
-/* Makes and locks a temporary of one name. Returns 0, SFR_EAGAIN to try another name, or -errno
- * with the phase in *phase. */
+/* Makes and locks a temporary under a new name. Returns 0, SFR_EAGAIN if the caller has to try
+ * again, or -errno. *phase is what failed. */
 static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out,
 		    enum sfr_phase *phase)
 {
@@ -367,7 +370,7 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 	(void)sfr__tmp_boot(boot); /* "noboot" is good enough for a name */
 	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
 		rc = try_name(dir, boot, tmp, fd_out, &phase);
-	if (rc == SFR_EAGAIN)
+	if (rc == SFR_EAGAIN) /* every name was in use, or a cleaner took every file */
 		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;
 	if (rc < 0)
 		sfr__err_set(err, rc, phase, "the temporary file next to the destination");

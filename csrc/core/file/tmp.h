@@ -13,12 +13,13 @@ enum sfr__tmp_kind {
 	SFR__TMP_OLD,  /* a directory that was moved aside */
 };
 
+/* A temporary's name, parsed. */
 struct sfr__tmp_name {
 	char boot[SFR__BOOT_LEN + 1];
-	intmax_t pid;
+	intmax_t pid; /* of the writer's process */
 	uint64_t serial;
 	enum sfr__tmp_kind kind;
-	size_t len;         /* of the first part of the name: that of the file with the lock */
+	size_t len;         /* of the name up to ".tmp": the name of the file with the lock */
 	const char *target; /* of a directory that was moved aside: its former name; else "" */
 };
 
@@ -31,18 +32,20 @@ bool sfr__tmp_is_ours(const struct sfr__tmp_name *name);
 
 /* Whether the writer of another process's temporary is still alive. */
 enum sfr__tmp_life {
-	SFR__TMP_DEAD,    /* the caller has its lock */
-	SFR__TMP_GONE,    /* there is no such lock (any more), so its writer has ended */
+	SFR__TMP_DEAD,    /* the caller has taken its lock */
+	SFR__TMP_GONE,    /* there is no file with the lock (any more), so the writer has ended */
 	SFR__TMP_ALIVE,   /* another process has its lock */
 	SFR__TMP_UNKNOWN, /* *code says why */
 };
 /* Finds out whether a writer lives, by trying to lock the file `name` in the open directory `dir`.
- * *fd_out is the locked descriptor if the writer is dead, else -1. *code is 0 or the error. */
+ * If the writer is dead, *fd_out is the locked descriptor, which the caller closes, else -1. *code
+ * is 0 or the error. */
 enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code);
 /* Returns true if it was not called with this path before. When the table of paths is full, it
  * always returns false, so that a process reports a limited number of paths. */
 bool sfr__tmp_first_time(const char *path);
-/* Sends a notice that the temporary was kept, once for each path. */
+/* Sends a notice that the temporary was kept, once for each path. `code` is the error that left the
+ * writer's state unknown. */
 void sfr__tmp_report_unknown(const char *path, int code);
 
 #endif
