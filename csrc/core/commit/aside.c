@@ -4,8 +4,8 @@
  * everything after it would wait: all file systems, all engines. So a file system that has not
  * answered for a while (20 s) is set aside, with a notice, until it answers:
  *
- *     [A /nfs being renamed since 20 s]  [B /nfs ready]  [remove of /ssd/old]  [C /ssd ready]
- *                                                                               runs now
+ *     [A /nfs: renaming for 20 s]  [B /nfs: ready]  [remove of /ssd/old]  [C /ssd: ready]
+ *                                                                          runs now
  *
  * Only saves overtake, and only those that are ready, on a file system that answers, under a name
  * that no entry in front of them concerns. They keep their position in the list, and leave it in
@@ -13,10 +13,10 @@
  * save before it. So while a mount hangs, old checkpoints may remain, but none is missing.
  *
  * A file system that is slow but answers is never overtaken: the promise of order across paths is
- * given up only for one that hangs.
+ * given up only for a file system that hangs.
  *
- * This is not about speed. Without it, one dead network mount would block the renames of all later
- * saves, even on healthy local disks. `wait_all` would not return for them.
+ * The purpose is not speed. If nothing could overtake, one dead network mount would block the
+ * renames of all later saves, even on healthy local disks. `wait_all` would not return for them.
  * tests/c/commit/test_aside.c shows the saves that overtake, and what never does. */
 #include <stdio.h>
 
@@ -37,7 +37,7 @@ static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 	return e->ops->asked_since(e);
 }
 
-/* Returns whether an entry has waited for its file system for longer than the log's patience. */
+/* Returns whether an entry hangs: it has waited for its file system for at least patience_ns. */
 static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
 	uint64_t since = asked_since_locked(e);
@@ -45,7 +45,8 @@ static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 	return since && now > since && now - since >= sfr__log.patience_ns;
 }
 
-/* Returns the first entry that hangs on this file system, or NULL. */
+/* Returns the first entry that hangs on this file system, or NULL; always NULL if fs is 0, which
+ * means unknown. */
 static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
 {
 	for (struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
@@ -61,7 +62,8 @@ static bool is_own_save(const struct sfr__log_entry *e)
 	return e->ops->is_save && e->ops->run;
 }
 
-/* Returns whether an entry has begun, or will begin without waiting for entries in front of it. */
+/* Returns whether an entry has begun, or will begin without waiting for entries in front of it. The
+ * writers of a save are at work before the save is ready. */
 static bool is_under_way(const struct sfr__log_entry *e)
 {
 	return is_own_save(e) || e->state == SFR__LOG_RUNNING || e->asked_ns != 0 ||
@@ -78,8 +80,8 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
 			continue;
 		if (sfr__log_touches(b, e->key))
 			return false;
-		/* An entry that is not under way waits only for those in front of it, which this
-		 * loop checks as well. One that is under way must hang to be overtaken. */
+		/* An entry that is under way is overtaken only if it hangs. Any other entry waits
+		 * only for the entries in front of it, which this loop has checked. */
 		if (is_under_way(b) && !hanging_on_locked(b->fs, now))
 			return false;
 	}

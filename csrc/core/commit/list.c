@@ -5,7 +5,7 @@
 
 #include "commit/log_int.h"
 
-#define PATIENCE_NS (UINT64_C(20) * 1000 * 1000 * 1000)
+#define PATIENCE_NS (UINT64_C(20) * 1000 * 1000 * 1000) /* 20 s */
 
 struct sfr__log sfr__log = { .mu = SFR__MUTEX(SFR__LOCK_LOG), .patience_ns = PATIENCE_NS };
 
@@ -33,10 +33,11 @@ bool sfr__log_touches(const struct sfr__log_entry *e, const char *key)
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	/* the key names a directory: everything in it counts */
+	/* `key` names a directory: the entry is the directory itself, or is in it */
 	if (key_len > 0 && key[key_len - 1] == '/' &&
 	    strncmp(e->key, key, len < key_len ? key_len - 1 : key_len) == 0)
 		return true;
+	/* the entry names a directory that `key` is in */
 	return (e->ops->has_below || !e->ops->creates) && strncmp(e->key, key, len) == 0 &&
 	       key[len] == '/';
 }
@@ -74,8 +75,8 @@ int sfr_log_exists(const char *key)
 
 	sfr__lock(&sfr__log.mu);
 	e = sfr__log_last_touching_locked(key, NULL);
-	/* A failed save leaves its name unchanged, so skip it. If no earlier entry concerns the
-	 * name, the file system has the answer (-1). */
+	/* A failed save leaves its name unchanged, so the entry before it decides. If no entry
+	 * decides, the file system has the answer (-1). */
 	while (e && e->ops->creates && e->state == SFR__LOG_BADLY)
 		e = sfr__log_last_touching_locked(key, e);
 	if (e && !e->ops->creates)
@@ -115,6 +116,7 @@ void sfr_log_tune(uint64_t patience_ns)
 	sfr__unlock(&sfr__log.mu);
 }
 
+/* Runs in a forked child. */
 static void forget(void)
 {
 	/* Entries, threads and waiters are the parent's, and one of them may have held the lock. */

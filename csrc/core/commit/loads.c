@@ -12,14 +12,14 @@ struct sfr_log_load {
 	struct sfr_log_load *next; /* the next load attached to the same entry */
 	uint64_t fork_generation;
 	char *key;
-	bool attached; /* to an entry: the log's thread opens the file. Else the caller opens it */
+	bool attached; /* to an entry: the log's thread opens the file; else the caller does */
 	/* guarded by the log's mutex */
 	bool opened;    /* `fd` is set */
-	bool abandoned; /* freed by its owner before it was opened; the log's thread frees it */
-	int fd;         /* or -errno */
+	bool abandoned; /* freed by the caller before it was opened: the log's thread frees it */
+	int fd;         /* -1 before it is opened, and after the caller took it; or -errno */
 };
 
-/* Returns a descriptor or -errno. */
+/* Opens the file for reading. Returns a descriptor or -errno. */
 static int open_key(const char *key)
 {
 	int fd = -1;
@@ -123,7 +123,7 @@ void sfr_log_load_free(struct sfr_log_load *load)
 		return;
 	sfr__lock(&sfr__log.mu);
 	if (load->attached && !load->opened) {
-		load->abandoned = true; /* sfr__log_open_loads has it, or will, and frees it */
+		load->abandoned = true; /* sfr__log_open_loads frees it */
 		load = NULL;
 	}
 	sfr__unlock(&sfr__log.mu);

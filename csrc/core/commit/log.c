@@ -8,8 +8,8 @@
  *
  *   a save     ready once it is synced; its run renames the file and syncs the directory
  *              (save/commit.c)
- *   a remove   ready at once; its run removes the name, unless the last save before it failed to
- *              become durable (removes.c)
+ *   a remove   ready at once; its run removes the name, unless the last save before the remove did
+ *              not become durable (removes.c)
  *   external   ready once it is the head; code outside the core does the work and ends it (work.c)
  *
  * The engine's writers have written and synced a save's data long before; only the commit waits
@@ -17,10 +17,10 @@
  * before, because the remove comes after the save in the same list.
  *
  * Entries may overtake a file system that does not answer (aside.c). The log's thread then hangs in
- * a call to that file system. So while a thread works on an entry that a later one might overtake,
- * a second thread is there for the later one. All threads run the same loop (log_main): each takes
- * the next possible step. At most one thread waits for work; a thread that has nothing to do while
- * another one waits ends.
+ * a call to that file system. So there is a second thread while a thread works on an entry that a
+ * later entry might overtake. All threads run the same loop (log_main): each takes the next
+ * possible step. At most one thread waits for work; a thread that has nothing to do ends if another
+ * thread waits already.
  *
  * Writers do not commit, so they never wait for the log, whatever the number of commits. A rename
  * and a directory's sync are short compared with writing the data. */
@@ -32,10 +32,10 @@
 
 static void *log_main(void *unused);
 
-/* Returns 0 or -errno. */
+/* Starts a thread of the log. Returns 0 or -errno. */
 static int start_thread_locked(void)
 {
-	pthread_t thread; /* no other thread needs it until the thread ends */
+	pthread_t thread; /* not kept: at its end the thread stores its own id in sfr__log.gone */
 	int rc = sfr__thread_start(&thread, "sfr-log", SFR__BACKGROUND, log_main, NULL);
 
 	if (rc == 0)
@@ -43,7 +43,7 @@ static int start_thread_locked(void)
 	return rc;
 }
 
-/* Starts one more thread if all are busy and an entry might have to overtake. */
+/* Starts one more thread if all threads are busy and an entry might have to overtake. */
 static void start_spare_locked(void)
 {
 	if (sfr__log.nr_threads == 0 || sfr__log.nr_threads == MOST_THREADS || sfr__log.nr_idle)
@@ -71,6 +71,7 @@ static void end_work_locked(struct sfr__log_entry *e)
 	e->asked_ns = 0;
 }
 
+/* Runs an entry. The lock is released meanwhile. */
 static void run_entry_locked(struct sfr__log_entry *e)
 {
 	bool after_good = !sfr__log.last_save_bad;
@@ -81,7 +82,8 @@ static void run_entry_locked(struct sfr__log_entry *e)
 	end_work_locked(e);
 }
 
-/* Opens the loads attached to an entry that has ended. Others may be attached meanwhile. */
+/* Opens the loads attached to an entry that has ended. The lock is released meanwhile, so further
+ * loads may be attached. */
 static void open_loads_locked(struct sfr__log_entry *e)
 {
 	struct sfr_log_load *loads = e->loads;
@@ -92,12 +94,12 @@ static void open_loads_locked(struct sfr__log_entry *e)
 	end_work_locked(e);
 }
 
-/* Removes the head, which is over, from the list. */
+/* Removes the head `e`, which is over, from the list. Releases the lock for a moment. */
 static void remove_head_locked(struct sfr__log_entry *e)
 {
 	if (e->ops->is_save)
 		sfr__log.last_save_bad = e->state == SFR__LOG_BADLY;
-	(void)sfr__queue_pop(&sfr__log.entries); /* e */
+	(void)sfr__queue_pop(&sfr__log.entries); /* returns `e` */
 	sfr__log.done_seq = e->seq;
 	sfr__log.nr_pending--;
 	pthread_cond_broadcast(&sfr__log.cv_done);
@@ -106,8 +108,8 @@ static void remove_head_locked(struct sfr__log_entry *e)
 	sfr__lock(&sfr__log.mu);
 }
 
-/* Returns whether an entry that has ended has loads that may be opened now: every entry in front of
- * it that concerns its name is over. */
+/* Returns whether an entry that has ended has loads that may be opened now. That is so if every
+ * entry in front of it that concerns its name is over. */
 static bool may_open_locked(const struct sfr__log_entry *e)
 {
 	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next)
@@ -116,8 +118,9 @@ static bool may_open_locked(const struct sfr__log_entry *e)
 	return e->loads != NULL;
 }
 
-/* Returns whether an entry that has not ended can run now. External work is run by other threads;
- * if it is the head, it becomes ready for them here. */
+/* Returns whether a thread of the log can run this entry, which has not ended, now. External work
+ * is done by other threads. If it is the head, it becomes ready here, and those threads are
+ * woken. */
 static bool can_run_locked(struct sfr__log_entry *e, uint64_t now)
 {
 	if (e != sfr__log.entries.head) {
@@ -161,8 +164,8 @@ static bool step_locked(void)
 	return false;
 }
 
-/* Ends the calling thread and releases the lock. Each thread that ends joins the one that ended
- * before it, so at most one waits to be joined. */
+/* Ends the calling thread's work for the log and releases the lock. Each thread that ends joins the
+ * thread that ended before it, so at most one thread is not joined yet. */
 static void end_thread_locked(void)
 {
 	bool joins = sfr__log.has_gone;
@@ -178,17 +181,19 @@ static void end_thread_locked(void)
 		(void)sfr_sys.thread_join(other, NULL); /* cannot fail: it is joinable */
 }
 
+/* The loop of every thread of the log. */
 static void *log_main(void *unused)
 {
 	(void)unused;
 	sfr__lock(&sfr__log.mu);
 	for (;;) {
+		/* Nothing wakes a thread when an entry begins to hang, so it looks again then. */
 		uint64_t patience_ns = sfr__log.patience_ns;
 
 		if (step_locked())
 			continue;
 		if (sfr__log.nr_idle > 0)
-			break;
+			break; /* one waiting thread is enough */
 		if (sfr__log.stopping && !sfr__log.entries.head && sfr__log.nr_reserved == 0)
 			break;
 		sfr__log.nr_idle++;
@@ -236,7 +241,7 @@ int sfr_log_stop(void)
 	pthread_cond_signal(&sfr__log.cv_work);
 	/* threads that wait for external work end as well */
 	pthread_cond_broadcast(&sfr__log.cv_done);
-	while (sfr__log.stopping)
+	while (sfr__log.stopping) /* the last thread that ends clears it */
 		(void)sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, SFR_FOREVER);
 	last = sfr__log.gone;
 	joins = sfr__log.has_gone;

@@ -1,4 +1,4 @@
-/* The order of renames, removes and loads. log.c implements it. */
+/* The log of renames, removes and loads, for the rest of the core. log.c implements it. */
 #ifndef SFR_LOG_H
 #define SFR_LOG_H
 
@@ -12,27 +12,28 @@ struct sfr__log_entry;
 /* A kind of entry: a save, a remove, or external work. The log knows no more about it. */
 struct sfr__log_ops {
 	bool creates; /* the entry makes its name (a save, a link); otherwise it removes the name */
-	bool is_save; /* a later remove depends on its result */
-	bool close_waits; /* closing an engine waits for it */
+	bool is_save; /* a later remove runs only if this entry succeeds */
+	bool close_waits; /* closing an engine waits for the entry */
 	/* the entry makes a directory, and so everything below its name too (every remove removes
 	 * what is below its name) */
 	bool has_below;
 	/* Runs a ready entry that is the head or may overtake, on a thread of the log without the
-	 * log's lock. It calls sfr__log_ended itself, or another thread calls it later. after_good:
-	 * the last save before the entry succeeded, or there was none. NULL: external work. */
+	 * log's lock. Calls sfr__log_ended, or leaves that to another thread. NULL: external work,
+	 * which the log does not run.
+	 * after_good: the last save before the entry succeeded, or there was none. */
 	void (*run)(struct sfr__log_entry *entry, bool after_good);
 	/* Called when the entry has left the log and may be freed, on a thread of the log without
 	 * the log's lock. */
 	void (*left)(struct sfr__log_entry *entry);
 	/* For an entry that is not ready yet: returns the time (sfr__now_ns) since which its
 	 * writers have been waiting for its file system, or 0. Called on any thread with the log's
-	 * lock, so it takes no lock. NULL: they never wait. */
+	 * lock, so it takes no lock. NULL: nothing waits before the entry is ready. */
 	uint64_t (*asked_since)(const struct sfr__log_entry *entry);
 };
 
 enum sfr__log_state {
 	SFR__LOG_WAITING, /* not ready, or external work that is not the head */
-	SFR__LOG_READY,   /* runs as soon as it is the head; external work can be taken */
+	SFR__LOG_READY,   /* runs as soon as it is the head; external work is the head already */
 	SFR__LOG_RUNNING, /* a thread is working on it */
 	SFR__LOG_WELL,    /* ended with success */
 	SFR__LOG_BADLY,   /* ended, and its name is unchanged */
@@ -49,28 +50,29 @@ struct sfr__log_entry {
 	uint64_t seq; /* its position: 1, 2, ... in the order of submission */
 	enum sfr__log_state state;
 	struct sfr_log_load *loads; /* attached to this entry: opened when it has ended */
-	/* When a thread of the log began to wait for the file system of this entry; 0: no thread
-	 * waits. Only that thread writes it, and after each answer it does so without the lock. */
+	/* While a thread of the log works on this entry: the time since which the thread waits for
+	 * the entry's file system; else 0. Only that thread writes this, without the lock whenever
+	 * the file system has answered. */
 	_Atomic uint64_t asked_ns;
-	bool notified; /* a notice said that its file system was set aside */
+	bool notified; /* a notice said that the entry's file system was set aside */
 };
 
-/* Reserves an entry, so that a later sfr__log_append cannot fail: starts the log's thread if
- * needed, which runs until the reservation is used or given up (sfr__log_unreserve). 0 or
- * -errno. */
+/* Reserves an entry, so that a later sfr__log_append cannot fail: starts the log's thread if there
+ * is none. That thread does not end before the reservation is used, or given up with
+ * sfr__log_unreserve. 0 or -errno. */
 int sfr__log_reserve(void);
 void sfr__log_unreserve(void);
 /* Appends an entry whose ops, key and state are set, and uses up a reservation. The caller keeps
  * the entry alive until ops->left is called. Returns its sequence number. */
 uint64_t sfr__log_append(struct sfr__log_entry *entry);
-/* Changes WAITING to READY. */
+/* Makes a waiting entry ready; does nothing in any other state. */
 void sfr__log_ready(struct sfr__log_entry *entry);
 /* Ends the entry, with success if `well`; only the first call counts. */
 void sfr__log_ended(struct sfr__log_entry *entry, bool well);
 /* Returns the sequence number of the last entry that a close waits for, or 0. */
 uint64_t sfr__log_close_seq(void);
-/* Waits until the head is external work that no thread has taken, takes it and sets *number to the
- * entry's number: not its address, because the entry may leave the log and be freed at once.
+/* Waits until the head is external work that no thread has taken. Takes the work and sets *number
+ * to the entry's number. (The entry's address would be no use: it may be freed at once.)
  * *after_good: as for ops->run. Returns 0, SFR_EAGAIN, or SFR_ECLOSED when the log is being
  * stopped. */
 int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *after_good);

@@ -13,7 +13,8 @@
 #include "file/file.h"
 #include "trace/trace.h"
 
-/* Removes the path if the save before it succeeded; otherwise, and on failure, posts a notice. */
+/* Removes the path of an entry if the last save before the entry succeeded. If that save or the
+ * remove failed, posts a notice. */
 static void remove_or_report(struct sfr__log_entry *entry, bool after_good)
 {
 	const char *path = entry->key;
@@ -23,18 +24,20 @@ static void remove_or_report(struct sfr__log_entry *entry, bool after_good)
 	if (!after_good)
 		sfr__notice_text("%s was not removed: the save before it did not become durable",
 				 path);
-	else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0)
+	else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0) /* SFR_E*: -1000 and below */
 		sfr__notice_text("%s could not be removed: %s", path,
 				 err.code <= -1000 ? sfr_code_message(err.code) :
 						     strerror(-err.code));
 }
 
+/* The entry's ops->run. */
 static void run_remove(struct sfr__log_entry *entry, bool after_good)
 {
 	remove_or_report(entry, after_good);
 	sfr__log_ended(entry, true); /* a failed remove does not stop later entries */
 }
 
+/* The entry's ops->left. */
 static void free_entry(struct sfr__log_entry *entry)
 {
 	sfr_sys.free(entry->key);
