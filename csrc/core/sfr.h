@@ -20,8 +20,8 @@
  *   - A call that may wait takes `slice_ns`: it waits at most that long and then
  *     returns SFR_EAGAIN; a further call resumes where this one stopped. The
  *     binding uses slices to answer signals. SFR_FOREVER waits without bound.
- *   - After fork() every object made before belongs to the parent: each call on
- *     one in the child returns SFR_EFORK and touches nothing. */
+ *   - After fork() every object made before belongs to the parent: in the child, a
+ *     call on such an object returns SFR_EFORK and touches nothing. */
 #ifndef SFR_H
 #define SFR_H
 

@@ -1,13 +1,13 @@
-/* Files whose bytes are still on their way. See reader/arrivals.c.
+/* Arriving files, whose bytes are fetched when they are read. See reader/arrivals.c.
  *
  *     sfr_arrivals_new(&group);
- *     fd = sfr_arrivals_open(group, len, chunk, &number);     checks and restores read it
+ *     fd = sfr_arrivals_open(group, len, chunk, &number);     checks and restores read this file
  *
  *     on the threads that fetch:
  *     while (sfr_arrivals_next(group, SFR_FOREVER, &wanted) == 0)
  *             sfr_arrivals_put(group, wanted.number, wanted.off, bytes, wanted.len);
  *
- *     sfr_arrivals_end(group);                                those threads return; the files close
+ *     sfr_arrivals_end(group);                                the threads that fetch return
  *     sfr_arrivals_free(group);
  *
  * Any thread may call these. In a forked child a group has no files and its calls return
@@ -18,10 +18,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A reader has this many chunks fetched ahead of it; of those it has read, as many are kept. */
+/* Chunks that are fetched ahead of a reader. A file keeps at least as many in memory; above that,
+ * chunks that were read to the end are freed. */
 #define SFR_ARRIVALS_WINDOW 8u
 
-struct sfr_arrivals; /* files that the same threads fetch */
+struct sfr_arrivals; /* a group of files that the same threads fetch */
 
 /* Bytes of a file that a reader needs. */
 struct sfr_wanted {
@@ -30,16 +31,16 @@ struct sfr_wanted {
 };
 
 int sfr_arrivals_new(struct sfr_arrivals **out); /* -ENOMEM */
-/* Makes a file of `len` bytes that are fetched `chunk` at a time, a multiple of a page. *number
- * names it in the other calls. Returns its descriptor, which the group owns and closes, or -errno,
- * SFR_EFORK, SFR_ECLOSED. */
+/* Makes a file of `len` bytes, which are fetched `chunk` bytes at a time (whole pages). *number
+ * identifies the file in the other calls. Returns the file's descriptor, which the group owns and
+ * closes, or -errno, SFR_EFORK, SFR_ECLOSED. */
 int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, uint64_t *number);
 /* Waits until a reader needs bytes that no thread is fetching. The caller must then fetch them, and
  * call put or fail. 0, SFR_EAGAIN, SFR_EFORK; SFR_ECLOSED: the group has ended. */
 int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out);
-/* Hands over the bytes that sfr_arrivals_next has asked for. SFR_ECLOSED: nobody needs them any
- * more. -EINVAL: other bytes were asked for; -errno of writing to memory: then the file fails, as
- * with sfr_arrivals_fail. */
+/* Hands over the bytes that sfr_arrivals_next has asked for. 0; SFR_ECLOSED: nobody needs them any
+ * more; SFR_EFORK. The file fails, as with sfr_arrivals_fail, after -EINVAL (other bytes were asked
+ * for) and after -errno of writing them to memory. */
 int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, const void *bytes,
 		     size_t len);
 /* Records that bytes of the file cannot be fetched: every wait for its bytes, now or later, ends
@@ -47,9 +48,9 @@ int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, 
 void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number);
 /* Closes a file, once nothing in the core reads it any more. */
 void sfr_arrivals_close(struct sfr_arrivals *group, uint64_t number);
-/* Closes all of them. sfr_arrivals_next returns. */
+/* Closes all files of the group. A waiting sfr_arrivals_next returns SFR_ECLOSED. */
 void sfr_arrivals_end(struct sfr_arrivals *group);
-void sfr_arrivals_free(struct sfr_arrivals *group); /* ends it. NULL is allowed */
+void sfr_arrivals_free(struct sfr_arrivals *group); /* ends it first; NULL is allowed */
 
 /* Waits until all bytes of an arriving file have been fetched, and keeps them in memory. Returns 0
  * at once for any other descriptor; else 0, SFR_EAGAIN, -EIO, SFR_EFORK. */

@@ -10,6 +10,7 @@
 uint32_t sfr_crc32(uint32_t crc, const void *buf, size_t len);
 /* Does the same while copying the bytes to `dst`; reads `src` once. */
 uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len);
+/* Does the same as sfr_crc32 without special instructions of the CPU. */
 uint32_t sfr_crc32_portable(uint32_t crc, const void *buf, size_t len);
 /* Returns the CRC of A followed by B, given both CRCs and B's length. */
 uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b);

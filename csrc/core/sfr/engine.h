@@ -15,9 +15,9 @@ struct sfr_engine_opts {
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
 	uint32_t nr_copiers;    /* threads that help with a copy that is waited for; 0: none */
-	/* A default pool gets budget_bytes less the caps of the process's other default pools; at
-	 * most most_bytes, and at least one block. If the system refuses it so much address space,
-	 * it gets half, and so on. */
+	/* The cap of a default pool is budget_bytes less the caps of the process's other default
+	 * pools, at most most_bytes, and at least one block. If the system refuses that much
+	 * address space, the cap is halved until the system agrees. */
 	uint64_t budget_bytes, most_bytes;
 };
 
@@ -39,24 +39,24 @@ uint64_t sfr_pools_hold(void);
  * memory: -errno of memfd_create, or -EFBIG when RLIMIT_FSIZE is less than the pool. */
 int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out);
 /* Waits for the engine's saves and for the process's removes, then stops the threads and frees the
- * pool. The first call makes new saves fail; further calls do nothing more. It does not wait for a
- * save that the calling thread is still capturing (a signal handler may call this in the middle of
- * one); threads and pool then stay until the last of those saves has ended. */
+ * pool. Returns 0, SFR_EAGAIN or SFR_EFORK. From the first call on new saves fail. The call does
+ * not wait for a save that its own thread is still capturing: a signal handler may call this in the
+ * middle of a save. Threads and pool then stay until the last such save has ended. */
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns);
 void sfr_engine_put(struct sfr_engine *engine); /* drops the maker's reference; accepts NULL */
-int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out);
-/* Gets memory for the pool's first `nbytes` bytes (at most its cap), so that no save has to. 0,
+int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out); /* 0 or SFR_EFORK */
+/* Obtains memory for the pool's first `nbytes` bytes (at most its cap), so that no save has to. 0,
  * -errno, SFR_EFORK, SFR_ECLOSED. */
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes);
-/* Gives memory of blocks that are not leased back to the system. Errors as above. */
+/* Returns to the system the memory of blocks that are not leased. Errors as above. */
 int sfr_engine_trim(struct sfr_engine *engine);
 /* Prepares the engine for CUDA: makes the device's lane, and makes warm_up pin memory for it.
  * Returns 0, or -errno with a sentence in `why`. */
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
-/* Takes a slot for a save whose bytes the engine does not write. It counts against max_in_flight
- * and in the statistics, and close waits until it is given back. The caller owns it. `flags` are
- * SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. Returns 0; SFR_EAGAIN when the slice has
- * passed; SFR_EBUSY, SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
+/* Takes a slot for a save whose bytes the engine does not write. The slot counts against
+ * max_in_flight and in the statistics, and sfr_engine_close waits until the caller, who owns the
+ * slot, gives it back. `flags` are SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. Returns 0;
+ * SFR_EAGAIN when the slice has passed; SFR_EBUSY, SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
 struct sfr_slot;
 int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 		  struct sfr_slot **out);
@@ -65,7 +65,7 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 void sfr_slot_launched(struct sfr_slot *slot);
 /* Gives the slot back. May be called again; does nothing in a forked child. */
 void sfr_slot_give_back(struct sfr_slot *slot);
-/* Returns whether it was given back. */
+/* Returns whether the slot was given back. */
 bool sfr_slot_is_over(struct sfr_slot *slot);
 void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; NULL is fine */
 /* Describes the CUDA driver and dead devices in one sentence, in `text` of `len` bytes. Loads the

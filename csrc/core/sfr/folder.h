@@ -11,22 +11,22 @@ struct sfr_folder;
  * may use it. -ENOMEM. */
 int sfr_folder_new(const char *dir, const char *name, int durable, struct sfr_folder **out);
 /* Opens `dir`, removes what dead writers left in it, and makes a temporary directory next to
- * `name`. The directory is locked as long as this process lives. Every failure below is in `err`,
- * with its phase. */
+ * `name`. The temporary directory is locked until sfr_folder_clear, or until this process ends.
+ * This function and those below that take `err` return 0 or the code that they put into `err`. */
 int sfr_folder_open(struct sfr_folder *folder, struct sfr_err *err);
 /* Returns the path of the temporary directory; NULL before it is open. */
 const char *sfr_folder_path(const struct sfr_folder *folder);
-/* Syncs every file below the temporary directory, then every directory, the deepest first. Syncs
- * nothing if it was made without `durable`. *nbytes is the sum of the files' lengths. Nobody may
- * write there any more. */
+/* Syncs every file below the temporary directory, then every directory, the deepest first. Without
+ * `durable` it syncs nothing. *nbytes is the sum of the files' lengths. From now on nobody may
+ * write to the directory. */
 int sfr_folder_sync(struct sfr_folder *folder, uint64_t *nbytes, struct sfr_err *err);
-/* Renames the temporary directory to `name` and syncs `dir`. An existing directory gets the
- * temporary name; anything else is not replaced (-ENOTDIR). If the phase of an error is
+/* Renames the temporary directory to `name` and syncs `dir`. A directory that has this name gets
+ * a temporary one; anything else is not replaced (-ENOTDIR). If the phase of an error is
  * SFR_PHASE_SYNC_DIR, the new directory is in place but may not be durable. After any other error
  * the old directory is in place. */
 int sfr_folder_commit(struct sfr_folder *folder, struct sfr_err *err);
 /* Removes the new directory before a commit, the old one after it. If the last sync of a commit
- * failed, both stay: the next save into `dir` syncs it and then removes the old one. */
+ * failed, both stay: the next save into `dir` syncs `dir` and then removes the old directory. */
 int sfr_folder_clear(struct sfr_folder *folder, struct sfr_err *err);
 /* Clears and frees the object; a forked child only frees it. Accepts NULL. */
 void sfr_folder_free(struct sfr_folder *folder);

@@ -7,7 +7,7 @@
 /* Installs the fork handlers once per process. Every sfr_engine_new calls it. */
 int sfr_fork_init(void);
 /* Returns the number of forks between the first process and this one. An object stores the number
- * when it is made; where the number differs later, the object belongs to a parent. */
+ * when it is made. If the number differs later, the object belongs to a parent of this process. */
 uint64_t sfr_fork_generation(void);
 
 #endif

@@ -12,13 +12,14 @@
 struct sfr_limits {
 	/* The least size or offset that the writer puts into a zip64 field; at least 4096. */
 	uint64_t zip64_bytes;
-	/* The least number of records for which it writes a zip64 end record; at least 1. */
+	/* The least number of records that the writer puts into the zip64 end record alone; at
+	 * least 1. */
 	uint64_t zip64_records;
 	/* Bytes that a reading thread reads with one call; whole pages, 4096 to 1 MiB. */
 	uint64_t reader_chunk_bytes;
-	/* The same for a check without threads. */
+	/* The same for a check that reads by itself, without threads. */
 	uint64_t check_chunk_bytes;
-	/* The least length of a file whose bytes are checked on threads. */
+	/* The least length of a file whose bytes are read on threads during a check. */
 	uint64_t ahead_bytes;
 };
 

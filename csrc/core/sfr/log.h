@@ -13,21 +13,24 @@
 int sfr_log_remove(const char *key, uint64_t *seq_out);
 /* Says whether `key` will exist once the log is empty:
  *
- *   1   yes: a save of it is pending
- *   0   no: a remove of it or of a parent is pending
- *   2   the pending save of a directory above it decides
- *  -1   no entry concerns it: ask the file system */
+ *   1   yes: a save of the name is pending
+ *   0   no: a remove of the name, or of a directory above it, is pending
+ *   2   the pending save of a directory above the name decides
+ *  -1   no entry concerns the name: ask the file system */
 int sfr_log_exists(const char *key);
-/* Waits until no save or remove of `key` submitted before this load is pending, then opens the file
- * for reading when the load is at the head of the log. Sets *fd_out >= 0, or returns -errno of
- * open. With a slash at its end the key is a directory, and the load waits for everything in it as
- * well. */
+/* A load of `key`: its file is opened for reading once every save and remove of `key` that was
+ * submitted before the load has ended, and before any later one takes effect. With a slash at its
+ * end the key is a directory, and the load waits for everything in it as well. */
 struct sfr_log_load;
+/* Submits a load. 0, -ENOMEM, -errno. */
 int sfr_log_load_new(const char *key, struct sfr_log_load **out);
+/* Waits until the file is open, and gives its descriptor to the caller. 0, SFR_EAGAIN, SFR_EFORK,
+ * -errno of open; *fd_out is then -1. */
 int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out);
+/* Frees a load at any time; accepts NULL. Closes a descriptor that was not taken. */
 void sfr_log_load_free(struct sfr_log_load *load);
-/* Waits until everything submitted before the first call (the one with *seq == 0) has ended. The
- * first call sets *seq, and further calls with it resume the wait. 0 or SFR_EAGAIN. */
+/* Waits until everything submitted before the first call has ended. In the first call *seq is 0.
+ * The call sets *seq, and further calls with that value resume the wait. 0 or SFR_EAGAIN. */
 int sfr_log_drain(uint64_t *seq, uint64_t slice_ns);
 /* Returns how many saves and removes have not ended. */
 uint64_t sfr_log_pending(void);
@@ -59,9 +62,9 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 /* Appends the entry to the log. Called once; never waits. 0 or -errno. */
 int sfr_log_work_append(struct sfr_log_work *work);
 uint64_t sfr_log_work_number(const struct sfr_log_work *work); /* from 1, unique in the process */
-/* Waits until external work is at the head of the log, and gives its number, once for each entry.
- * *after_good is 0 when the last save before it failed. SFR_EAGAIN; SFR_ECLOSED when the log is
- * being stopped. */
+/* Waits until external work is at the head of the log, and sets *number to the number of its entry.
+ * Each entry is given to one caller. *after_good is 0 if the last save before the entry failed.
+ * SFR_EAGAIN; SFR_ECLOSED when the log is being stopped. */
 int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good);
 /* Ends the work, successfully if `ok`. A failed save keeps later removes from running, as any
  * failed save does. Further calls change nothing. */

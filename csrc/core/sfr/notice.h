@@ -7,9 +7,9 @@
 struct sfr_ticket;
 struct sfr_snapshot;
 
-/* every byte is copied: call sfr_save_confirm, release the sources */
+/* every byte of a save is copied: the taker calls sfr_save_confirm and releases the sources */
 #define SFR_NOTICE_COPIED 1u
-#define SFR_NOTICE_ENDED 2u /* the save's slot, blocks and state are final */
+#define SFR_NOTICE_ENDED 2u /* a save has ended: its slot and blocks are given back */
 /* a sentence for a log file: a dropped remove, a foreign temporary */
 #define SFR_NOTICE_TEXT 3u
 #define SFR_NOTICE_STOP 4u     /* sfr_notice_stop was called */

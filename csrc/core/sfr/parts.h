@@ -27,8 +27,8 @@ int sfr_parts_source(struct sfr_parts *parts, uint64_t addr, uint64_t nbytes);
  * no such source yet. */
 int sfr_parts_crc(struct sfr_parts *parts, uint32_t source);
 /* Appends a contiguous tensor in host memory as an archive of its own, byte for byte what
- * torch.save(tensor) makes; the file keeps the strides as given. It consists of a source and the
- * bytes around it, aligned so that the source can be written in place. */
+ * torch.save(tensor) makes, with the strides as given. The archive consists of a source and the
+ * bytes around it, which are padded so that the source can be written in place. */
 struct sfr_tensor {
 	const char *storage; /* torch's name of the storage type, such as "FloatStorage" */
 	uint64_t addr, nbytes;
@@ -40,8 +40,9 @@ int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor);
 
 /* Makes a save of such a file to the target in `desc`, which has no skeleton and no sources. It
  * goes on like any other save (admit, capture, launch), except that nothing is captured.
- * SFR_WAIT_COPIED is reached when the last source is written, or in the stream; even so the caller
- * leaves the sources unchanged until the save has ended. The file is exactly as long as the parts.
+ * SFR_WAIT_COPIED is reached when the last source was written, or handed to the stream; even so the
+ * caller leaves the sources unchanged until the save has ended. The file is exactly as long as the
+ * parts.
  * On success the save owns the parts. -ENOMEM, -EINVAL, -EFBIG, SFR_EFORK. */
 int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		       struct sfr_parts *parts, struct sfr_ticket **out);

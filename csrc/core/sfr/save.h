@@ -17,14 +17,14 @@ struct sfr_ticket;
 /* rename the file as soon as it is synced: the save is not in the log, nor counted in
  * max_in_flight */
 #define SFR_SAVE_UNORDERED 16u
-/* write no file, but hand its bytes to the caller in order (sfr/stream.h); such a save is
+/* write no file, but hand the file's bytes to the caller in order (sfr/stream.h); such a save is
  * unordered, and durable when the caller has given back all pieces and the end */
 #define SFR_SAVE_STREAM 32u
 
 struct sfr_save_desc {
 	const char *dir;  /* real path of the directory */
 	const char *name; /* file name in it */
-	uint64_t fs;      /* its file system, as from sfr_resolve; 0: unknown */
+	uint64_t fs;      /* the directory's file system, as from sfr_resolve; 0: unknown */
 	/* data.pkl, or the header of a flat file; valid until the save is staged or has ended */
 	const void *skeleton;
 	uint64_t skeleton_len;
@@ -43,19 +43,19 @@ struct sfr_save_desc {
 int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		 struct sfr_ticket **out);
 
-/* Marks the state to be saved: records an event on the caller's stream of each device, and nothing
- * of the save is copied before that event. Called before sfr_save_admit; does nothing without
- * sources on devices. SFR_ECAPTURING (a stream is capturing a graph), SFR_ECLOSED, SFR_ESTATE:
- * abandon the save. Any other failure (no driver, a dead device) is kept by the ticket: the call
- * returns 0 and the save fails as soon as it is admitted. */
+/* Marks the state of the devices that is to be saved: records an event on the caller's stream of
+ * each device, after which the save's copies run. Called before sfr_save_admit; does nothing
+ * without sources on devices. After SFR_ECAPTURING (a stream is capturing a graph), SFR_ECLOSED or
+ * SFR_ESTATE the caller abandons the save. Any other failure (no driver, a dead device) is kept by
+ * the ticket: the call returns 0, and the save fails as soon as it is admitted. */
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams);
 /* Takes one of the engine's max_in_flight slots and has a writer open the file. SFR_EAGAIN,
- * SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. After a failure abandon the save, if another
- * thread may wait for it. */
+ * SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. If another thread may wait for the save, the
+ * caller abandons it after a failure. */
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
-/* Copies the captured sources and takes samples of the deferred ones. SFR_EAGAIN while it waits for
- * blocks. SFR_EEXHAUSTED when snapshots hold all blocks: then abandon the save. The ticket keeps
- * any other failure, and the call returns 0. */
+/* Copies the captured sources and takes samples of the deferred ones. SFR_EAGAIN while there are no
+ * blocks. SFR_EEXHAUSTED when snapshots hold all blocks: the caller then abandons the save. The
+ * ticket keeps any other failure, and the call returns 0. */
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Appends the save to the process's log, unless it is unordered, and hands it to its lanes. This is
  * the moment of submission. Never waits; fails only with SFR_ESTATE. */
@@ -69,9 +69,9 @@ enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
  * staged, or until it has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. A
  * slice of zero never sleeps, and for SFR_WAIT_ENDED takes no lock. */
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
-/* Returns 1 if the save has reached that point, else 0, without a lock: Python asks while it holds
- * the interpreter lock, and the thread that holds the engine's lock may have a low priority and not
- * be scheduled. For a failing save 0 is possible until it has ended. */
+/* Returns 1 if the save has reached that point, else 0. Takes no lock, because Python calls this
+ * while it holds the interpreter lock. A thread of low priority that has the engine's mutex could
+ * then stop the whole interpreter. For a failing save 0 is possible until it has ended. */
 int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* The gate of the next step. With host sources it waits until they are copied, like
  * SFR_WAIT_COPIED. With device sources it has all their copies queued and makes the given streams
@@ -102,18 +102,20 @@ struct sfr_report {
 	struct sfr_err err;
 	uint64_t nbytes; /* length of the file */
 	uint64_t captured_nbytes, deferred_nbytes;
-	uint64_t peak_pool_bytes;
-	uint64_t slot_wait_ns; /* time in sfr_save_admit */
+	uint64_t peak_pool_bytes; /* the most that this save had of the pool at one time */
+	uint64_t slot_wait_ns;    /* time in sfr_save_admit */
 	/* time in sfr_save_capture spent waiting for blocks */
 	uint64_t block_wait_ns;
-	uint64_t created_ns, launched_ns, staged_ns, ended_ns; /* 0: not yet */
-	uint32_t io_mode;                                      /* SFR_IO_* */
+	/* when the save reached these points; 0: not yet */
+	uint64_t created_ns, launched_ns, staged_ns, ended_ns;
+	uint32_t io_mode;                     /* SFR_IO_* */
 	uint32_t over_slots;                  /* 1: a nested save above max_in_flight */
 	char fallback[SFR_NR_FALLBACKS][160]; /* one sentence each, "" when unused */
 };
+/* Fills *out, at any time. 0 or SFR_EFORK. */
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
-/* These two never wait, not even for a lock. 0 or SFR_EFORK. *staged: the save has been staged and
- * has not failed since. */
+/* These two never wait, not even for a lock. 0 or SFR_EFORK. *staged is nonzero if the save was
+ * staged and has not failed since. */
 int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *staged);
 int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint64_t *nbytes);
 /* from 1, unique in the process; trace.h uses it */

@@ -20,21 +20,22 @@ struct sfr_snapshot;
 #define SFR_SNAPSHOT_SHARED 1u
 /* For tensors that leave a device: callers' streams do not wait, so sources on devices must not
  * change until sfr_snapshot_wait has returned 0 or a stream has passed the gate. Copies start at
- * multiples of SFR_APART bytes. Small ones share blocks. */
+ * multiples of SFR_APART bytes. Small snapshots share blocks. */
 #define SFR_SNAPSHOT_LEAVES 2u
 #define SFR_APART 512u
 
 /* Makes a snapshot without memory; the rows are copied. -ENOMEM, -EINVAL, SFR_EFORK. */
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
 		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out);
-/* Leases the memory and gives the caller one view of it. SFR_EAGAIN: saves will return some, call
- * again. SFR_EEXHAUSTED: other snapshots hold too much. SFR_ECLOSED; -ENOMEM; -errno. */
+/* Leases the memory and gives the caller one view of it. SFR_EAGAIN: saves will return enough
+ * memory, so call again. SFR_EEXHAUSTED: other snapshots hold too much. SFR_ECLOSED; -ENOMEM;
+ * -errno. */
 int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns);
 /* For sources on devices: names the caller's current stream on each device, before the start.
  * SFR_ESTATE: a device has no stream in the list. */
 int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			 uint32_t nr_streams);
-/* Copies the captured sources, takes samples of the deferred ones and hands these to the lane.
+/* Copies the captured sources, takes samples of the deferred ones and hands the latter to the lane.
  * Deferred sources stay valid until sfr_snapshot_wait has returned 0. A failure (-ENOMEM, -errno)
  * leaves nothing to wait for.
  *
@@ -50,14 +51,14 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn);
 /* The gate of the next step, like sfr_save_gate. 0 or SFR_EAGAIN. */
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
 		      uint64_t slice_ns);
-/* Gives the error of a device; code 0 means none. Final once the wait is over. */
+/* Sets *out to the error of a device, with code 0 if there is none. It is final after the wait. */
 void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out);
 /* Give the memory, one range that contains every copy (and perhaps other snapshots' between them),
  * and the offset of each copy in it. Valid after sfr_snapshot_lease. */
 void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len);
 uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source);
-/* For another process that maps that range: gives its file and its offset there, a multiple of
- * 4096. The engine owns the descriptor, and the offset holds while the memory is leased.
+/* For another process that maps the memory: sets *fd to the file that it is in, and *off to its
+ * offset there, a multiple of 4096. The engine owns *fd. *off is valid while the memory is leased.
  * SFR_ESTATE: the engine has no shared memory, or nothing is leased. */
 int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off);
 /* A view or a hold keeps the memory leased. The caller ends a view; a hold ends by itself, with the
@@ -71,7 +72,7 @@ void sfr_snapshot_unhold(struct sfr_snapshot *s);
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* Returns 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
-/* device time of SFR_SNAPSHOT_LEAVES copies */
+/* Returns the time that the device took for the copies, with SFR_SNAPSHOT_LEAVES; else 0. */
 uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s);
 uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, unique in the process */
 void sfr_snapshot_get(struct sfr_snapshot *s);

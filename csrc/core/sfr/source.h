@@ -6,7 +6,7 @@
 
 /* One storage. A save in torch's format writes it as record data/<index> of the file. */
 struct sfr_source {
-	uint64_t addr; /* address in its own memory; may be 0 when nbytes is 0 */
+	uint64_t addr; /* address in the memory of `device`; may be 0 when nbytes is 0 */
 	uint64_t nbytes;
 	uint32_t lane;   /* SFR_CAPTURED, or any other value: a lane copies it later */
 	uint32_t device; /* 0: host memory; n: CUDA device n - 1 */

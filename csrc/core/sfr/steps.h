@@ -15,11 +15,12 @@ enum sfr_step_kind {
 struct sfr_step {
 	enum sfr_step_kind kind;
 	const char *path;
-	const char *bytes; /* followed by a zero byte */
+	const char *bytes; /* followed by a zero byte, which `len` does not count */
 	size_t len;
 };
-/* Takes the steps in order up to the first that fails, and returns 0 or its -errno. *nr_done steps
- * were taken; nothing is undone, so a file may exist in part. Blocks on file systems. */
+/* Takes the steps in order. Stops at the first that fails and returns its -errno; else 0. *nr_done
+ * counts the steps that succeeded. Nothing is undone, so a file may be written in part. Waits for
+ * file systems. */
 int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done);
 /* Lists the directory `path`: *names gets malloc'ed, zero-terminated names of *len bytes in all,
  * which the caller frees with sfr_names_free. 0 or -errno. */

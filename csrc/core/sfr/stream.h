@@ -17,12 +17,12 @@ struct sfr_piece {
 
 /* Takes the next piece of a save with SFR_SAVE_STREAM. One thread at a time calls it, from
  * sfr_save_new on. After the end each call gives an end again, which need not be given back.
- * SFR_EAGAIN: there was none within the slice, or the save is not admitted. SFR_ESTATE: the save
- * has failed or was cancelled. SFR_EFORK. */
+ * SFR_EAGAIN: there was no piece within the slice, or the save is not admitted. SFR_ESTATE: the
+ * save has failed or was cancelled. SFR_EFORK. */
 int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece);
-/* Gives a piece's memory back; pieces come back in any order, from any thread. The save does not
- * end before it has all of them, and is durable only when it has the end too. Does nothing in a
- * forked child. */
+/* Gives a piece's memory back to the save, in any order and from any thread. The save does not end
+ * before all pieces are given back, and is durable only when the end is given back too. Does
+ * nothing in a forked child. */
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece);
 
 #endif

@@ -16,7 +16,7 @@ struct sfr_target {
 	uint64_t fs;       /* st_dev of the directory */
 };
 /* Resolves `path`, following a link in the last component if `follow_link`. Returns 0, or -errno if
- * a component is missing, is not a directory or cannot be examined. Blocks on file systems. */
+ * a component is missing, is not a directory or cannot be examined. Waits for file systems. */
 int sfr_resolve(const char *path, int follow_link, struct sfr_target *target);
 
 /* Reads a small file, such as those of /proc, as a string of at most `size` - 1 bytes. A file that
