@@ -25,9 +25,9 @@
 
 #define DEFAULT_LIBRARY "libcuda.so.1"
 #define VARIABLE "STILLFRAME_LIBCUDA"
-#define OLDEST_VERSION 11000 /* torch 2.10 itself requires a newer one */
-#define BATCH_VERSION 12080
-#define BATCH_V2_VERSION 13000
+#define OLDEST_VERSION 11000   /* torch 2.10 itself requires a newer one */
+#define BATCH_VERSION 12080    /* from this on there are batched copies */
+#define BATCH_V2_VERSION 13000 /* from this on in their second version */
 
 #ifdef SFR_HAVE_CUDA_H
 /* Compares the declarations here with the header's. */
@@ -89,6 +89,7 @@ SFR__CUDA_LATER_VALUES(X)
 
 static struct {
 	struct sfr__mutex mu;
+	/* a load was tried, and succeeded; the driver is initialised; the failure was logged */
 	bool tried, loaded, ready, reported;
 	CUresult init_rc;
 	char name[192]; /* of the library that was tried */
@@ -103,6 +104,8 @@ static struct {
 		memcpy(&(slot), &found, sizeof(found));                                            \
 	} while (0)
 
+/* Loads the library and fills the table, unless that succeeded before or failed with the same
+ * library. After a failure `why` is set and `loaded` is false. */
 static void load_locked(void)
 {
 	const char *name = getenv(VARIABLE);
@@ -155,6 +158,7 @@ static void load_locked(void)
 	driver.loaded = true;
 }
 
+/* Calls cuInit. After a failure `why` is set and `ready` is false. */
 static void init_locked(void)
 {
 	driver.init_rc = driver.table.init(0);
@@ -189,8 +193,7 @@ SFR__AT_FORK(forget)
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 {
 	const struct sfr__cuda *cu;
-
-	char text[sizeof(driver.why)] = "";
+	char text[sizeof(driver.why)] = ""; /* of the notice, which is sent without the lock */
 
 	sfr__lock(&driver.mu);
 	load_locked();
@@ -311,7 +314,7 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope)
 
 	if (!scope->pushed)
 		return;
-	/* Both undo calls that worked; they only fail when the driver is shutting down. */
+	/* These undo calls that worked, so they fail only while the driver is shutting down. */
 	(void)scope->cu->exchange_mode(&scope->mode);
 	(void)scope->cu->pop(&popped);
 	scope->pushed = false;

@@ -57,8 +57,9 @@ struct sfr__cuda {
 #define X(member, name, symbol, params) CUresult(*member) params;
 	SFR__CUDA_CALLS(X)
 #undef X
-	/* Many copies in one call; NULL if the driver has no such call. The older version, v1, also
-	 * reports the index of the copy that failed. */
+	/* Many copies in one call; NULL if the driver has no such call. attrs[i] holds for the
+	 * copies from index attr_at[i] on. The older version, v1, also reports the index of the
+	 * copy that failed. */
 	CUresult (*batch_v2)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, CUstream stream);
@@ -71,22 +72,25 @@ struct sfr__cuda {
 	int version; /* as cuDriverGetVersion gives it: 12080 is CUDA 12.8 */
 };
 
-/* Returns the driver, loading and initialising it at the first call. Returns NULL if none is usable
- * and, if `why` is not NULL, explains that in a sentence. Callable from any thread. A process that
- * does not use CUDA must not call this: cuInit makes CUDA unusable in its forked children. */
+/* Returns the driver, which is loaded and initialised at the first call and lives as long as the
+ * process. Returns NULL if no driver is usable, with the reason in `why` unless that is NULL.
+ * Callable from any thread. A process that does not use CUDA must not call this: cuInit makes CUDA
+ * unusable in its forked children. */
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len);
 /* Describes the driver, or what is missing, in one sentence. Loads the driver but does not
  * initialise it. */
 void sfr__cuda_sentence(char *text, size_t len);
 
-/* Retains the primary context of a device, provided that other code, such as torch, has made it
- * active. Returns 0, or -ENODEV or -EIO with the reason in `why`. */
+/* Retains the primary context of a device, provided that other code, such as torch, has made the
+ * context active. Returns 0, or -ENODEV or -EIO with the reason in `why`. After success the caller
+ * calls sfr__cuda_release. */
 int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
 		     size_t why_len);
 void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device);
 
-/* Makes a context current on the calling thread, in the relaxed capture mode, in which the calls
- * that follow cannot break a graph capture of any thread. sfr__cuda_leave undoes both. */
+/* Makes a context current on the calling thread, and sets the thread's capture mode to relaxed. In
+ * that mode the calls that follow cannot break a graph capture of any thread. sfr__cuda_leave
+ * undoes both, and may be called after a failure too. */
 struct sfr__cuda_scope {
 	const struct sfr__cuda *cu;
 	CUstreamCaptureMode mode;
@@ -96,7 +100,7 @@ CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *
 			 CUcontext context);
 void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
-/* Unless an earlier call failed, evaluates `made`, a call to the driver, stores its result in `rc`
+/* If `rc` is still CUDA_SUCCESS, makes the driver call `made`, and stores the call's result in `rc`
  * and its name in `call`. So after a sequence of these, `call` names the call that failed. */
 #define SFR__CUDA_THEN(rc, call, name, made)                                                       \
 	do {                                                                                       \
@@ -106,15 +110,15 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 		}                                                                                  \
 	} while (0)
 
-/* Retains a device's context and makes a stream in it. Returns 0, or -ENODEV or -EIO with the
- * reason in `why`; *context and *stream are then NULL. */
+/* Retains a device's context and makes a stream in it, both for the caller to free. Returns 0, or
+ * -ENODEV or -EIO with the reason in `why`; *context and *stream are then NULL. */
 int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *context,
 		   CUstream *stream, char *why, size_t why_len);
 
 /* Writes a text such as "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)". */
 void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
 		       char *text, size_t len);
-/* Returns whether every later call in the context will fail after this error, too. */
+/* Returns whether this error is sticky: every later call in the context will fail too. */
 bool sfr__cuda_is_sticky(CUresult rc);
 
 #endif

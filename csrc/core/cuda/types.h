@@ -3,7 +3,7 @@
  * They come from the toolkit's cuda.h if the build finds that header. Without it (a CPU build of
  * torch, no toolkit) the few that are needed are declared here. They are part of the driver's
  * binary interface and cannot change, so one library serves machines with and without CUDA. If the
- * header is there, cuda/driver.c compares the declarations with it at compile time. */
+ * build finds the header, cuda/driver.c compares the declarations with it at compile time. */
 #ifndef SFR_CUDA_TYPES_H
 #define SFR_CUDA_TYPES_H
 
@@ -85,7 +85,8 @@ enum {
 };
 #endif
 
-/* Attributes of a batched copy. Always declared here, because cuda.h has them only from 12.8 on. */
+/* Attributes of a batched copy. Always declared here, because cuda.h has these types only from 12.8
+ * on. */
 struct sfr__cu_location {
 	int type, id;
 };
@@ -95,7 +96,7 @@ struct sfr__cu_copy_attributes {
 	unsigned int flags;
 };
 
-/* Errors that only newer headers name, which therefore always get names of our own. */
+/* Errors that older headers do not name. So they have names of our own with every header. */
 #define SFR__CUDA_LATER_VALUES(X)                                                                  \
 	X(CONTAINED, 226)                                                                          \
 	X(TENSOR_MEMORY_LEAK, 721)                                                                 \
@@ -107,16 +108,17 @@ enum {
 #undef X
 };
 
-/* One copy of rows between two addresses, in a batch of such copies. */
+/* One side of a copy of rows. */
 struct sfr__cu_operand {
 	int type; /* 1: a pointer */
 	CUdeviceptr ptr;
 	size_t row_len, layer_height; /* bytes from row to row; 0: a single row */
 	struct sfr__cu_location hint;
 };
+/* One copy of rows between two addresses, in a batch of such copies. */
 struct sfr__cu_copy_3d {
 	struct sfr__cu_operand src, dst;
-	size_t width, height, depth;
+	size_t width, height, depth; /* bytes of a row, rows, layers */
 	int src_access_order;
 	unsigned int flags;
 };

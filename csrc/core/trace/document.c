@@ -23,7 +23,7 @@
 enum {
 	TEXT_BYTES = 256 << 10, /* of the text buffer */
 	LINE_BYTES = 768,       /* the most that one call of sfr__document_add adds */
-	EVENT_LINES = 16,       /* the most for one event, with those that name its row */
+	EVENT_LINES = 16,       /* the most calls in a group (sfr__document_begin) */
 	END_BYTES = 256,        /* room for the document's end */
 };
 
@@ -62,7 +62,7 @@ void sfr__document_flush(struct sfr__document *doc)
 	/* This only overwrites bytes that exist, so a full disk does not matter. */
 	end_len = put_end(doc, doc->text);
 	if (doc->off + done > file_end)
-		file_end = doc->off + done;
+		file_end = doc->off + done; /* the failed write made the file longer */
 	while (doc->off + end_len < file_end && end_len < TEXT_BYTES)
 		doc->text[end_len++] = ' ';
 	/* the first error is kept */

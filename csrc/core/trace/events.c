@@ -21,6 +21,7 @@ static const struct {
 #undef X
 };
 
+/* A time as the format wants it: microseconds with three decimals. */
 struct json_time {
 	uint64_t us;
 	unsigned ns; /* the rest, below a microsecond */
@@ -85,6 +86,7 @@ static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bo
 	}
 }
 
+/* Begins the arguments of an event; the caller adds the closing brace. */
 static void add_args(struct sfr__document *doc, const struct sfr__trace_event *event)
 {
 	const char *number = kinds[event->kind].number;
@@ -96,7 +98,7 @@ static void add_args(struct sfr__document *doc, const struct sfr__trace_event *e
 		sfr__document_add(doc, "\"%s\":%" PRIu64, number, event->number);
 }
 
-/* A save spans several rows, so it is an asynchronous slice of its own. */
+/* Adds a save. Its work is in several rows, so it is an asynchronous event: a begin and an end. */
 static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 		     const struct sfr__trace_event *event)
 {
@@ -119,6 +121,7 @@ static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 			  JSON_TIME_ARGS(json_time(event->end_ns - tl->start_ns)));
 }
 
+/* Adds one recorded event. */
 static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ring,
 		      const struct sfr__trace_event *event)
 {
@@ -151,6 +154,7 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	 * this thread here. */
 	for (int i = 0; i < SFR__RING_EVENTS && (event = sfr__ring_peek(ring)); i++) {
 		bool steps = event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER;
+		/* left from before this trace; a save may have begun before it */
 		bool early = event->kind == SFR_TRACE_SAVE ? event->end_ns < tl->start_ns :
 							     event->start_ns < tl->start_ns;
 

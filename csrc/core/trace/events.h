@@ -1,20 +1,20 @@
-/* Converts what threads recorded into the events of a document. events.c implements it. */
+/* Converts recorded events into events of the JSON document. events.c implements it. */
 #ifndef SFR_EVENTS_H
 #define SFR_EVENTS_H
 
 #include "trace/document.h"
 #include "trace/ring.h"
 
-/* One trace; its time starts at start_ns. */
+/* The trace that is being written. */
 struct sfr__timeline {
 	struct sfr__document *doc;
 	uint32_t number;
-	uint64_t start_ns;
+	uint64_t start_ns; /* time 0 in the document */
 };
 
 /* For sfr__rings_each, with a timeline: moves a ring's events into the document. */
 void sfr__trace_read_ring(struct sfr__ring *ring, void *timeline);
-/* Names the row of a thread; an order of -1 leaves the row's position unchanged. */
+/* Names the row `tid`. Rows are shown in ascending `order`; -1 leaves the row where it is. */
 void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order);
 
 #endif

@@ -35,6 +35,7 @@ static bool have_key;
 
 /* ---- a thread's ring ---- */
 
+/* Removes a ring from the registry. */
 static void unlink_locked(struct sfr__ring *ring)
 {
 	struct sfr__ring **link = &registry.rings;
@@ -96,7 +97,7 @@ static struct sfr__ring *get_ring(void)
 	return ring;
 }
 
-/* Appends an event, or counts it as dropped. NULL: the thread has no ring for lack of memory. */
+/* Appends an event, or counts it as dropped. `ring` is NULL if there was no memory for a ring. */
 static void put_event(struct sfr__ring *ring, const struct sfr__trace_event *event)
 {
 	uint64_t head, tail;
@@ -190,7 +191,7 @@ void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t
 
 /* ---- steps ---- */
 
-/* Returns the index of an optimizer's step on the stack, or -1. */
+/* Returns the index of the innermost open step of an optimizer in ring->steps, or -1. */
 static int find_step(const struct sfr__ring *ring, uint64_t optimizer)
 {
 	for (uint32_t i = ring->nr_steps; i > 0; i--)
@@ -224,7 +225,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 		if (at >= 0)
 			ring->nr_steps = (uint32_t)at; /* that step raised an exception */
 		if (ring->nr_steps == sizeof(ring->steps) / sizeof(ring->steps[0]))
-			return;
+			return; /* nested too deep: not recorded */
 		ring->steps[ring->nr_steps].optimizer = optimizer;
 		ring->steps[ring->nr_steps++].start_ns = event.end_ns;
 		return;
@@ -232,7 +233,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 	if (at < 0)
 		return; /* the step began before the trace */
 	ring->nr_steps = (uint32_t)at;
-	if (at == 0) {
+	if (at == 0) { /* the outermost step also ends a step of the training */
 		event.start_ns = ring->last_step_ns ? ring->last_step_ns : ring->steps[0].start_ns;
 		event.number = ++ring->step_number;
 		put_event(ring, &event);
@@ -323,6 +324,7 @@ void sfr__ring_pop(struct sfr__ring *ring)
 	atomic_store_explicit(&ring->tail, tail + 1, memory_order_release);
 }
 
+/* Runs in a forked child. */
 static void forget(void)
 {
 	/* The rings are not freed: the allocator's locks may have been held by threads that are

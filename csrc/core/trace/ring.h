@@ -16,19 +16,20 @@ enum { SFR__RING_EVENTS = 8192 };
 
 /* The ring of one thread: events that were recorded and not yet read. */
 struct sfr__ring {
-	struct sfr__ring *next; /* guarded by the registry's mutex */
-	uint64_t tid;
+	struct sfr__ring *next;   /* guarded by the registry's mutex */
+	uint64_t tid;             /* the thread's number in the kernel */
 	char name[16];            /* the thread's name in the kernel */
 	atomic_bool dead;         /* its thread has ended */
 	_Atomic uint64_t head;    /* index of the next event to write; the thread's */
 	_Atomic uint64_t tail;    /* index of the next event to read; the reader's */
 	_Atomic uint64_t dropped; /* in the current trace */
 	/* the reader's */
-	uint32_t named_in, steps_named_in; /* the trace in which this row was named */
-	uint64_t dropped_seen;
+	uint32_t named_in, steps_named_in; /* the last traces in which its two rows were named */
+	uint64_t dropped_seen;             /* how many dropped events the document reports */
 	/* the thread's own */
-	uint64_t save; /* of the innermost span that gave one */
-	/* optimizers' steps in progress, the outermost first, in the trace with number steps_in */
+	uint64_t save; /* number of the save of the innermost open span that names a save */
+	/* `nr_steps` optimizer steps in progress, the outermost first; they belong to the trace
+	 * with the number steps_in */
 	struct {
 		uint64_t optimizer, start_ns;
 	} steps[8];
@@ -39,10 +40,10 @@ struct sfr__ring {
 
 /* Begins trace `number`: drops events that are left of earlier traces, and turns recording on. */
 void sfr__rings_begin(uint32_t number);
-/* Calls `read` for every ring. One reader at a time. */
+/* Calls `read` for every ring, without a lock. One reader at a time. */
 void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg);
-/* Frees the rings of ended threads whose events are read; `last`: even if they are not, because no
- * reader follows. */
+/* Frees the rings of ended threads whose events are read. With `last` it frees the rings of all
+ * ended threads, because no reader follows. */
 void sfr__rings_sweep(bool last);
 /* Returns how many events were lost since sfr__rings_begin because there was no memory for a
  * ring. */

@@ -19,11 +19,11 @@ static struct {
 	bool have_cv;
 	enum session_state state;
 	pthread_t thread;
-	uint32_t number; /* traces begun in this process */
-	/* used by the thread; start and stop use these only while it does not run */
+	uint32_t number; /* of the last trace that was begun in this process */
+	/* used by the thread; start and stop use these only while the thread does not run */
 	uint64_t start_ns, nr_lost_seen;
 	struct sfr__document doc;
-	char *of_parent;
+	char *of_parent; /* in a forked child: the parent's text, which must stay reachable */
 } session = { .mu = SFR__MUTEX(SFR__LOCK_SESSION), .doc = { .fd = -1 } };
 
 /* Moves the rings' events to the document, writes it, and frees rings of ended threads. `last`: no
@@ -43,6 +43,7 @@ static void write_events(bool last)
 	sfr__rings_sweep(last);
 }
 
+/* The thread that writes the trace. */
 static void *trace_main(void *unused)
 {
 	bool running;
@@ -128,6 +129,7 @@ void sfr_trace_name_thread(uint64_t tid, const char *name)
 	sfr__unlock(&session.mu);
 }
 
+/* Runs in a forked child. */
 static void forget(void)
 {
 	/* fork.c has closed the descriptor. The text stays allocated, like the rings. */

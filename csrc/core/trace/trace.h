@@ -20,16 +20,16 @@
 #define SFR_TRACE_LIST(X)                                                                          \
 	X(SFR_TRACE_SAVE, "save", "save", "bytes")         /* from the call to its end */          \
 	X(SFR_TRACE_STEP, "step", "train", "number")       /* between two steps' ends */           \
-	X(SFR_TRACE_OPTIMIZER, "optimizer", "train", NULL) /* its step, the gate included */       \
+	X(SFR_TRACE_OPTIMIZER, "optimizer", "train", NULL) /* one step, the gate included */       \
 	X(SFR_TRACE_CALL, "async_save", "call", "tensors") /* the whole call */                    \
 	X(SFR_TRACE_PLAN, "plan", "call", "tensors")       /* path, pickle, owners, layout */      \
 	X(SFR_TRACE_ADMIT, "admit", "call", NULL)          /* the wait for a slot */               \
 	X(SFR_TRACE_CAPTURE, "capture", "call", "bytes")   /* what is copied in the call */        \
-	X(SFR_TRACE_SAMPLES, "samples", "call", NULL)      /* of what is copied later */           \
+	X(SFR_TRACE_SAMPLES, "samples", "call", NULL)      /* taking those of deferred sources */  \
 	X(SFR_TRACE_GATE, "gate", "gate", NULL)            /* a step waits for the copies */       \
 	X(SFR_TRACE_POOL_WAIT, "wait for block", "copy", NULL)                                     \
 	X(SFR_TRACE_COPY, "copy", "copy", "bytes")            /* one block is filled */            \
-	X(SFR_TRACE_STORAGE, "copy storage", "copy", "bytes") /* if at least 64 KiB */             \
+	X(SFR_TRACE_STORAGE, "copy storage", "copy", "bytes") /* one of at least 64 KiB */         \
 	X(SFR_TRACE_OPEN, "open", "write", NULL)                                                   \
 	X(SFR_TRACE_BLOCK, "block", "write", "bytes") /* its checksum and writes */                \
 	X(SFR_TRACE_CHECKSUM, "checksum", "write", "bytes")                                        \
@@ -57,20 +57,23 @@ struct sfr_trace_result {
 };
 
 /* Creates or truncates the file and starts recording. `path` is opened here, so a later change of
- * the working directory does not matter. The file is complete, valid JSON every 100 ms. -errno of
- * open; -EINVAL: not a regular file; SFR_EBUSY: another trace is being written. */
+ * the working directory does not matter. The file is written every 100 ms, and is complete, valid
+ * JSON after each write. -errno of open; -EINVAL: not a regular file; SFR_EBUSY: another trace is
+ * being written. */
 int sfr_trace_start(const char *path);
 /* Stops recording, writes what is left and closes the file. Spans that have not ended are not in
  * it. SFR_ESTATE: this process is writing no trace. Callable from any thread. */
 int sfr_trace_stop(struct sfr_trace_result *out);
-/* Names the row of a thread; the last name wins. Does nothing when no trace is being written. */
+/* Names the row of the thread with the kernel's number `tid`; the last name wins. Does nothing when
+ * no trace is being written. */
 void sfr_trace_name_thread(uint64_t tid, const char *name);
 
 /* ---- recording (ring.c) ---- */
 
 /* Returns the time for sfr_trace_end, or 0 when no trace is being written. */
 uint64_t sfr_trace_begin(void);
-/* Records a span of the calling thread from `start_ns` until now, or nothing if that is 0. */
+/* Records a span of the calling thread from `start_ns` until now, or nothing if start_ns is 0.
+ * `save` is a ticket's number, or 0; `number` is what SFR_TRACE_LIST says for the kind. */
 void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number);
 /* Records that a step of an optimizer (any number that identifies it) begins, or has ended, on the
  * calling thread. Steps may be nested. A step that raised an exception is dropped when the same
@@ -86,10 +89,11 @@ extern _Atomic uint32_t sfr__trace_on;
 /* A stretch of time on one thread. */
 struct sfr__span {
 	uint64_t start_ns;         /* 0: not recorded */
-	uint64_t save, outer_save; /* the number of its save, and of the enclosing span's */
+	uint64_t save, outer_save; /* number of its save, and of the save of the enclosing span */
 	uint64_t number;           /* see SFR_TRACE_LIST */
 	enum sfr_trace_kind kind;
 };
+/* Parts of SFR__TRACE: start a span while a trace is being written, and record it at its end. */
 struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64_t number);
 void sfr__span_record(struct sfr__span *span);
 
