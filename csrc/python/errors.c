@@ -7,8 +7,9 @@
 #include <errno.h>
 #include <string.h>
 
-/* EAGAIN only means that a thread could not start. The system's text, "resource temporarily
- * unavailable", does not tell the user what to do. */
+/* Raises the error that the package has for a thread that could not start; always returns NULL.
+ * That is what EAGAIN means here, and the system's text, "resource temporarily unavailable", does
+ * not tell the user what to do. */
 static PyObject *raise_no_thread(void)
 {
 	PyObject *threads = PyImport_ImportModule("stillframe._base.threads");
@@ -111,13 +112,14 @@ int sfr_py_u64(PyObject *number, uint64_t *out)
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-#define SLICE_NS UINT64_C(50000000) /* the longest time until a signal is answered */
+#define SLICE_NS UINT64_C(50000000) /* so a signal is answered within 50 ms */
 
 struct sfr_py_wait sfr_py_wait(PyObject *timeout)
 {
 	struct sfr_py_wait wait = { .left_ns = SFR_FOREVER, .rc = SFR_PY_BEGINS };
 	double seconds;
 
+	/* A NaN, zero or negative number does not wait. More than 1e9 seconds is forever. */
 	if (timeout == NULL || timeout == Py_None)
 		return wait;
 	seconds = PyFloat_AsDouble(timeout);
@@ -134,6 +136,7 @@ int sfr_py_goes_on(struct sfr_py_wait *wait)
 {
 	if (wait->rc != SFR_PY_BEGINS && (wait->rc != SFR_EAGAIN || wait->left_ns == 0))
 		return 0;
+	/* A call that does not wait runs no signal handlers. */
 	if (wait->left_ns > 0 && PyErr_CheckSignals() < 0) {
 		wait->rc = SFR_PY_RAISED;
 		return 0;

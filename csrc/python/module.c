@@ -6,27 +6,29 @@
 #include "sfr/snapshot.h"
 #include "trace/trace.h"
 
-/* The module outlives its types, so its state is always there. */
+/* Never NULL: the module is alive whenever one of its functions or types is used. */
 struct sfr_py_state *sfr_py_state(PyObject *module)
 {
 	return PyModule_GetState(module);
 }
 
+/* Stores the exceptions of stillframe.errors in the state, up to the first look-up that fails. 0,
+ * or -1 with an exception set. */
 static int exec_errors(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 	PyObject *errors = PyImport_ImportModule("stillframe.errors");
-	int all = errors != NULL;
-
 #define X(member, name, code)                                                                      \
-	all = all && (state->member = PyObject_GetAttrString(errors, name)) != NULL;
+	if (!PyErr_Occurred())                                                                     \
+		state->member = PyObject_GetAttrString(errors, name);
 	SFR_PY_ERRORS(X)
 #undef X
 	Py_XDECREF(errors);
-	return all ? 0 : -1;
+	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Constants that the package uses under their names in the core. */
+/* Adds constants of the core, under their names there without SFR_. 0, or -1 with an exception
+ * set. */
 static int exec_constants(PyObject *module)
 {
 #define CONSTANT(name)                                                                             \
@@ -55,6 +57,8 @@ static int exec_constants(PyObject *module)
 	return 0;
 }
 
+/* These three are the module's part in garbage collection: they visit and drop the references in
+ * the state. */
 static int traverse(PyObject *module, visitproc visit, void *arg)
 {
 	struct sfr_py_state *state = sfr_py_state(module);

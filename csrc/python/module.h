@@ -1,8 +1,9 @@
 /* The extension module `stillframe._core`: a thin layer over the core, limited API (CPython 3.11+).
  *
- * Each file adds its types and functions with one sfr_py_add_* function. Only the core's own call
- * runs between releasing and taking the interpreter lock. One function turns codes into exceptions
- * (errors.c). */
+ * Each file adds its types and functions with one sfr_py_add_* function. The docstrings in its
+ * method tables are the contracts of the functions that Python calls; the core's headers have the
+ * details. While the interpreter lock is released, only a function of the core runs. One function
+ * turns the core's codes into exceptions (errors.c). */
 #ifndef SFR_PY_MODULE_H
 #define SFR_PY_MODULE_H
 
@@ -11,11 +12,12 @@
 
 #include "sfr/err.h"
 
-/* CPython fixes the arguments of these functions, used or not. */
+/* CPython prescribes the parameters of methods, and many methods do not use all of them. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-/* The module's types, and the exceptions of stillframe.errors with their names there and the codes
- * they are raised for (0: none). */
+/* SFR_PY_TYPES: the module's types. SFR_PY_ERRORS: for each exception, its field in the state, its
+ * name in stillframe.errors, and the code for which it is raised; 0: the base class, for codes that
+ * have no exception of their own. */
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
@@ -29,7 +31,7 @@
 	X(corrupt_error, "CorruptCheckpointError", SFR_ECORRUPT)                                   \
 	X(torn_error, "TornSnapshotError", SFR_ETORN)
 
-/* Module state: strong references, visited and cleared by the module. */
+/* The module's state: strong references to its types and exceptions. */
 struct sfr_py_state {
 #define X(name) PyTypeObject *name##_type;
 	SFR_PY_TYPES(X)
@@ -39,33 +41,40 @@ struct sfr_py_state {
 #undef X
 };
 struct sfr_py_state *sfr_py_state(PyObject *module);
-/* Returns the state for an object of one of the types, which have no subclasses. */
+/* Returns the state of the module that an object's type belongs to. It must be one of the types
+ * above, which have no subclasses. */
 struct sfr_py_state *sfr_py_state_of(PyObject *object);
 
-/* Raises the exception for `code` (negative); always returns NULL. */
+/* Raises the exception for `code`, which is SFR_E* or -errno: MemoryError for -ENOMEM, ValueError
+ * for -EINVAL, OSError for any other errno. Always returns NULL. */
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
 /* Returns the error's message as a str; "" if nothing failed. */
 PyObject *sfr_py_error_text(const struct sfr_err *err);
-/* Raises an error of the operating system: OSError, also for -EINVAL and -ENOMEM. */
+/* Does the same for a code from the operating system: -EINVAL and -ENOMEM are OSErrors too. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
-/* Makes a Restore that takes over a finished check; None if the file cannot be restored that
- * way. */
+/* Makes a Restore of an archive. It owns `check` (finished, with SFR_CHECK_KEEP), which is freed on
+ * failure too; the caller keeps `fd` open. `flags` are SFR_RESTORE_*. Returns None if the archive's
+ * records are not where torch and stillframe put them, NULL with an exception set. */
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
-/* The same for the stretches of a file that is no archive. */
+/* Does the same for a file of another format, whose records are the `nr` stretches in `v`, up to
+ * offset `end`. `v` is only read in the call. */
 struct sfr_stretch;
 PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
 				  uint64_t nr, uint64_t end, int fd, unsigned flags);
 
-/* Allocate a zeroed object of the type, or NULL with an exception set; and free it. */
+/* Returns a new, zeroed object of the type, or NULL with an exception set. */
 PyObject *sfr_py_alloc(PyTypeObject *type);
+/* Frees an object's memory, at the end of its tp_dealloc. */
 void sfr_py_free(PyObject *object);
-/* Makes a type of the module and stores it in the state. */
+/* Makes a type, adds it to the module and stores it in *slot, a field of the state. 0, or -1 with
+ * an exception set. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 
-/* Defines a final type of the module. `more` are flags beyond the common ones. */
+/* Defines the spec of a type that cannot be subclassed. `layout` is the struct of its objects;
+ * `more` are flags beyond the common ones. */
 #define SFR_PY_TYPE(variable, type_name, layout, more, of_slots)                                   \
 	static PyType_Spec variable = {                                                            \
 		.name = "stillframe._core." type_name,                                             \
@@ -74,7 +83,7 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		.slots = (of_slots),                                                               \
 	}
 
-/* Returns what a call of the core returns; releases the interpreter lock around it. */
+/* Evaluates `call`, a call of the core, without the interpreter lock, and gives its result. */
 #define sfr_py_unlocked(call)                                                                      \
 	__extension__({                                                                            \
 		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
@@ -83,7 +92,7 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		sfr_py_answer;                                                                     \
 	})
 
-/* The same for a call that returns nothing. */
+/* Does the same for a call that returns nothing. */
 #define sfr_py_unlocked_void(call)                                                                 \
 	do {                                                                                       \
 		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
@@ -91,45 +100,49 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		PyEval_RestoreThread(sfr_py_thread);                                               \
 	} while (0)
 
-/* Returns None, or raises the exception for a negative code. `object` is the method's own. */
+/* Returns None, or raises the exception for a negative code. `object` is the method's `self`. */
 PyObject *sfr_py_none_or_raise(PyObject *object, int rc);
-/* Returns True, or False for the code `no`; raises for other negative codes. SFR_PY_RAISED: an
- * exception is set already. */
+/* Returns True for 0 and False for the code `no`; raises for other negative codes. Returns NULL for
+ * SFR_PY_RAISED, with which an exception is set already. */
 PyObject *sfr_py_true_unless(PyObject *object, int rc, int no);
-/* Makes a str of the core's text. Bytes that are not UTF-8 are replaced. */
+/* Makes a str of a text of the core, in which bytes that are not UTF-8 are replaced. */
 PyObject *sfr_py_text(const char *text);
-/* Reads a 64-bit number. 0, or -1 with an exception set. */
+/* Converts a Python int to *out. 0, or -1 with an exception set. */
 int sfr_py_u64(PyObject *number, uint64_t *out);
 
-/* A wait that answers signals. It consists of slices, each of which may release the interpreter
- * lock.
+/* A wait that answers signals. It is made of slices: calls into the core that return SFR_EAGAIN
+ * after slice_ns, and may run without the interpreter lock.
  *
  *     struct sfr_py_wait w = sfr_py_wait(timeout);       seconds; None or NULL: forever
  *     while (sfr_py_goes_on(&w))                         once at least
  *             w.rc = ...(w.slice_ns);
  *
- * It ends when the code is not SFR_EAGAIN, the time has passed, or a signal handler has raised. */
-enum { SFR_PY_BEGINS = 1, SFR_PY_RAISED };
+ * The wait ends when the code is not SFR_EAGAIN, the time has passed, or an exception is set. */
+enum {
+	SFR_PY_BEGINS = 1, /* no slice has run yet */
+	SFR_PY_RAISED,     /* an exception is set: a handler raised, or the timeout is no number */
+};
 struct sfr_py_wait {
-	uint64_t left_ns, slice_ns;
-	int rc; /* a code of the core, or one of the above */
+	uint64_t left_ns;  /* the time after this slice; SFR_FOREVER: without bound */
+	uint64_t slice_ns; /* the length of this slice */
+	int rc;            /* what the last slice returned, or one of the above */
 };
 struct sfr_py_wait sfr_py_wait(PyObject *timeout);
-/* Returns whether another slice follows, and sets its length. Answers signals before it. */
+/* Returns whether another slice follows, and sets its length. Runs Python's signal handlers
+ * first. */
 int sfr_py_goes_on(struct sfr_py_wait *wait);
 
-/* Starts loading the cache line at `address`, which may be stale: prefetching cannot fault. GCC
- * treats a function that only prefetches as free of effects and drops its calls, so this one has an
- * effect. */
+/* Starts loading the cache line at `address`. The address may be stale, because prefetching cannot
+ * fault. Without the empty asm, GCC would see no effect in this function and drop its calls. */
 static inline void sfr_py_prefetch(uintptr_t address)
 {
 	__builtin_prefetch((const void *)address);
 	__asm__ volatile("");
 }
 
-/* The functions that add types and functions to the module, each in the file of its name; 0, or -1
- * with an exception set. log.c also has notices and forks, reader.c calls those of file.c and
- * restore.c, and inject.c has the call table, for tests. */
+/* Each of these files has a function sfr_py_add_* that adds the file's types and functions to the
+ * module: 0, or -1 with an exception set. The one of reader.c calls those of file.c and restore.c.
+ * log.c also has notices and forks. */
 /* clang-format off */
 #define SFR_PY_FILES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(path) \

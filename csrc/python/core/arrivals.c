@@ -1,4 +1,6 @@
-/* _core.Arrivals: files whose bytes Python's threads fetch; arrive, which waits for all bytes. */
+/* _core.Arrivals: a group of arriving files, whose bytes Python's threads fetch; _core.arrive,
+ * which waits until all bytes of such a file are fetched (sfr/arrivals.h). The docstrings are in
+ * the method tables. */
 #include "module.h"
 #include "sfr/arrivals.h"
 
@@ -55,8 +57,8 @@ static PyObject *arrivals_open(PyObject *object, PyObject *args)
 static PyObject *arrivals_next(PyObject *object, PyObject *unused)
 {
 	struct sfr_wanted wanted;
-	/* Called only on threads of the package, which get no signals, so one long wait is
-	 * enough. */
+	/* Called only on threads of the package. Python runs signal handlers on the main thread
+	 * only, so these threads may wait without slices. */
 	int rc = sfr_py_unlocked(sfr_arrivals_next(group_of(object), SFR_FOREVER, &wanted));
 
 	if (rc == SFR_ECLOSED)
@@ -116,17 +118,18 @@ static PyObject *arrivals_end(PyObject *object, PyObject *unused)
 
 static PyMethodDef methods[] = {
 	{ "open", arrivals_open, METH_VARARGS,
-	  "open(nbytes, chunk_bytes) -> (number, fd): makes a file whose bytes `next` asks for; this object "
-	  "owns and closes the descriptor." },
+	  "open(nbytes, chunk_bytes) -> (number, fd): makes a file whose bytes are fetched in chunks when "
+	  "they are read. `number` names it in the other calls; this object owns and closes the descriptor." },
 	{ "next", arrivals_next, METH_NOARGS,
-	  "next() -> (number, start, end) of bytes to fetch, as soon as somebody waits for them; None: the "
-	  "files are closed." },
+	  "next() -> (number, start, end): waits until a reader needs bytes, and returns which. The caller "
+	  "fetches them and calls put or fail. None: end() was called." },
 	{ "put", arrivals_put, METH_VARARGS,
 	  "put(number, start, data): hands over bytes that next has asked for." },
 	{ "fail", arrivals_fail, METH_O,
-	  "fail(number): every read that waits for bytes of the file gets an OSError." },
+	  "fail(number): the file's bytes cannot be fetched; every read that waits for them raises OSError." },
 	{ "close", arrivals_close, METH_O, "close(number): closes one file." },
-	{ "end", arrivals_end, METH_NOARGS, "end(): closes all files, and next returns." },
+	{ "end", arrivals_end, METH_NOARGS,
+	  "end(): closes all files, and makes next return None." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -134,7 +137,7 @@ static PyType_Slot slots[] = {
 	{ Py_tp_new, arrivals_new },
 	{ Py_tp_dealloc, arrivals_dealloc },
 	{ Py_tp_methods, methods },
-	{ Py_tp_doc, "Arrivals(): files whose bytes are fetched when they are read" },
+	{ Py_tp_doc, "Arrivals(): a group of files whose bytes are fetched when they are read" },
 	{ 0, NULL },
 };
 
@@ -160,8 +163,9 @@ static PyObject *arrive(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "arrive", arrive, METH_VARARGS,
-	  "arrive(fd, timeout=None) -> whether all bytes of a file are there. Waits for them, and keeps "
-	  "them; with 0 it only asks for the first ones." },
+	  "arrive(fd, timeout=None) -> bool: waits until all bytes of an arriving file are fetched, and "
+	  "keeps them in memory; False if the timeout passed. With timeout 0 it has the first ones "
+	  "fetched, and does not wait." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,11 +1,11 @@
-/* _core.set_cpus: where the core's threads run. */
+/* _core.set_cpus: sets the CPUs on which the core's threads run. */
 #include "module.h"
 #include "sfr/cpus.h"
 
 #include <limits.h>
 
-/* Reads the numbers of a tuple; one that no CPU can have becomes -1. 0, or -1 with an exception
- * set. */
+/* Reads `nr` numbers from a tuple into `cpus`. A number that no CPU can have becomes -1, which the
+ * core refuses. 0, or -1 with an exception set. */
 static int read_cpus(PyObject *tuple, int *cpus, Py_ssize_t nr)
 {
 	for (Py_ssize_t i = 0; i < nr; i++) {

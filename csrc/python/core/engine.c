@@ -1,4 +1,5 @@
-/* _core.Engine: a handle of struct sfr_engine. */
+/* _core.Engine: an object that owns a reference to a struct sfr_engine. sfr/engine.h has the
+ * contracts, and the method table at the end the docstrings. */
 #include "module.h"
 #include "core/objects.h"
 #include "offload/offload.h"
@@ -28,7 +29,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 					      .nr_copiers = copiers,
 					      .budget_bytes = budget_bytes,
 					      .most_bytes = most_bytes };
-	/* The interpreter lock is kept: the call only asks the kernel, and does not wait. */
+	/* The interpreter lock is kept, because the call starts no thread and never waits. */
 	rc = sfr_engine_new(&opts, &engine);
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
@@ -45,7 +46,8 @@ static void engine_dealloc(PyObject *object)
 {
 	struct sfr_engine *engine = ((struct sfr_py_engine *)object)->engine;
 
-	/* The last reference joins idle threads, which never take the interpreter lock. */
+	/* Dropping the last reference joins the engine's threads. They are idle and never take the
+	 * interpreter lock. */
 	sfr_py_unlocked_void(sfr_engine_put(engine));
 	sfr_py_free(object);
 }
@@ -139,18 +141,21 @@ static PyObject *pools_hold(PyObject *module, PyObject *unused)
 
 static PyMethodDef functions[] = {
 	{ "pools_hold", pools_hold, METH_NOARGS,
-	  "pools_hold() -> int: bytes that all pools of the process have from the system." },
+	  "pools_hold() -> int: bytes of memory that all pools of the process have now." },
 	{ NULL, NULL, 0, NULL },
 };
 
 static PyMethodDef methods[] = {
 	{ "close", engine_close, METH_VARARGS,
-	  "close(timeout=None) -> bool: False if the timeout passed." },
+	  "close(timeout=None) -> bool: makes new saves fail, waits for the others, then stops the "
+	  "threads and frees the pool. False if the timeout passed." },
 	{ "warm_up", engine_warm_up, METH_O,
-	  "warm_up(nbytes): gives memory to the first `nbytes` bytes of the pool." },
+	  "warm_up(nbytes): gets memory from the system for the first `nbytes` bytes of the pool, so "
+	  "that no save has to." },
 	{ "trim", engine_trim, METH_NOARGS,
 	  "trim(): returns the memory of free blocks to the system." },
-	{ "stats", engine_stats, METH_NOARGS, "stats() -> dict of int." },
+	{ "stats", engine_stats, METH_NOARGS,
+	  "stats() -> dict of int: the fields of struct sfr_stats." },
 	{ "use_device", engine_use_device, METH_O,
 	  "use_device(number) -> str: makes the device's lane, and lets warm_up pin memory for "
 	  "it. Returns why that is impossible, or ''." },
@@ -158,7 +163,7 @@ static PyMethodDef methods[] = {
 	  "has_pinned(address) -> bool: whether the address is in memory of the pool that is "
 	  "registered with the driver." },
 	{ "driver", engine_driver, METH_NOARGS,
-	  "driver() -> str: a sentence about the CUDA driver." },
+	  "driver() -> str: a sentence about the CUDA driver and dead devices." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -167,7 +172,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, engine_dealloc },
 	{ Py_tp_methods, methods },
 	{ Py_tp_doc,
-	  "Engine(pool_bytes, block_bytes, writer_threads, max_in_flight, shared_memory=False)" },
+	  "Engine(pool_bytes, block_bytes, writer_threads, max_in_flight, shared_memory=False, "
+	  "copiers=0, budget_bytes=0, most_bytes=0): struct sfr_engine_opts describes the options" },
 	{ 0, NULL },
 };
 

@@ -1,24 +1,26 @@
-/* _core.File: an open file for torch.load, with seek, tell, read and readinto. _core.read_at: bytes
- * of an open file. Both wait for bytes that are on their way.
+/* _core.File: an open file for torch.load, with seek, tell, read and readinto. _core.read_at reads
+ * bytes of an open file. With an arriving file both wait until the bytes have been fetched.
  *
  * torch reads a record in two or three small reads and a long one, and seeks before each. Python's
  * buffered file turns each seek into a system call and drops its buffer. A File only notes the
  * position, serves small reads from a window that it keeps, and reads long ones directly into their
- * destination. The caller owns the descriptor and keeps it open. */
+ * destination. The caller owns the descriptor and keeps it open. The docstrings are in the method
+ * table at the end. */
 #include <errno.h>
+#include <stdbool.h>
 #include <string.h>
 
 #include "reader/source.h"
 #include "module.h"
 #include "core/objects.h"
 
-#define WINDOW (128u << 10)
-#define SLICE (64u << 20) /* between two checks for signals */
+#define WINDOW (128u << 10) /* bytes */
+#define SLICE (64u << 20)   /* bytes read between two checks for signals */
 
 struct sfr_py_file {
 	PyObject_HEAD
 	struct sfr__source source;
-	uint64_t len, at; /* the file's length; the position */
+	uint64_t len, at; /* the file's length; the position, which may be past it */
 	uint64_t win_off; /* the window contains [win_off, win_off + win_len) of the file */
 	size_t win_len;
 	char *win;
@@ -55,7 +57,9 @@ static void file_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* Reads up to `len` bytes. Returns their number, or -1 with an exception set. */
+/* Reads up to `len` bytes at `off`. Returns their number, which is less only at the end of the
+ * file, or -1 with an exception set. Waits, and answers signals, while the bytes are being
+ * fetched. */
 static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *source, char *to,
 			 size_t len, uint64_t off)
 {
@@ -72,13 +76,13 @@ static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *s
 	return -1;
 }
 
-/* Does the same at the file's position, which stays where it is. */
+/* Does the same at the file's position, which it does not move. */
 static int64_t read_here(struct sfr_py_file *self, char *to, size_t len)
 {
 	return read_some(sfr_py_state_of((PyObject *)self), &self->source, to, len, self->at);
 }
 
-/* Returns how many of the `len` bytes at the position the file has. */
+/* Returns how many of the `len` bytes from the position on exist in the file. */
 static size_t clip(const struct sfr_py_file *self, size_t len)
 {
 	uint64_t left = self->at < self->len ? self->len - self->at : 0;
@@ -86,14 +90,21 @@ static size_t clip(const struct sfr_py_file *self, size_t len)
 	return len < left ? len : (size_t)left;
 }
 
-/* Fills the window from the position on. -1: an exception. */
+/* Returns whether the window has the `len` bytes at the position. */
+static bool is_in_window(const struct sfr_py_file *self, size_t len)
+{
+	return self->at >= self->win_off && self->at + len <= self->win_off + self->win_len;
+}
+
+/* Fills the window from the position on. 0, or -1 with an exception set. */
 static int fill_window(struct sfr_py_file *self)
 {
 	uint64_t at = self->at;
 	size_t want = clip(self, WINDOW);
 	int64_t got;
 
-	self->win_len = 0; /* so that another thread that reads meanwhile finds an empty window */
+	/* The read releases the interpreter lock, and another thread must not use the window. */
+	self->win_len = 0;
 	got = read_here(self, self->win, want);
 	if (got < 0)
 		return -1;
@@ -102,16 +113,16 @@ static int fill_window(struct sfr_py_file *self)
 	return 0;
 }
 
-/* Reads exactly `len` bytes at the position into `to` and advances it. -1: an exception. */
+/* Reads exactly `len` bytes at the position into `to`, and advances the position. 0, or -1 with an
+ * exception set: CorruptCheckpointError if the file has become shorter. */
 static int read_exactly(struct sfr_py_file *self, char *to, size_t len)
 {
 	int64_t got;
 
 	if (len <= WINDOW / 4) {
-		if ((self->at < self->win_off || self->at + len > self->win_off + self->win_len) &&
-		    fill_window(self) < 0)
+		if (!is_in_window(self, len) && fill_window(self) < 0)
 			return -1;
-		if (self->at < self->win_off || self->at + len > self->win_off + self->win_len)
+		if (!is_in_window(self, len))
 			goto shorter;
 		memcpy(to, self->win + (self->at - self->win_off), len);
 		self->at += len;
@@ -200,10 +211,14 @@ static PyObject *file_read(PyObject *object, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-	{ "seek", file_seek, METH_VARARGS, "seek(offset, whence=0) -> int." },
-	{ "tell", file_tell, METH_NOARGS, "tell() -> int." },
-	{ "read", file_read, METH_VARARGS, "read(nbytes=-1) -> bytes: fewer only at the end." },
-	{ "readinto", file_readinto, METH_O, "readinto(buffer) -> int: fewer only at the end." },
+	{ "seek", file_seek, METH_VARARGS, "seek(offset, whence=0) -> int: the new position." },
+	{ "tell", file_tell, METH_NOARGS, "tell() -> int: the position." },
+	{ "read", file_read, METH_VARARGS,
+	  "read(nbytes=-1) -> bytes: so many, or as many as are left; -1 and None: all that are "
+	  "left." },
+	{ "readinto", file_readinto, METH_O,
+	  "readinto(buffer) -> int: fills the buffer, or as much of it as bytes are left; returns "
+	  "how many bytes were read." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -211,7 +226,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_new, file_new },
 	{ Py_tp_dealloc, file_dealloc },
 	{ Py_tp_methods, methods },
-	{ Py_tp_doc, "File(fd, nbytes): a file to read, as torch.load wants it" },
+	{ Py_tp_doc,
+	  "File(fd, nbytes): an open file of `nbytes` bytes as an object that torch.load can read" },
 	{ 0, NULL },
 };
 

@@ -1,7 +1,9 @@
-/* _core.Folder: a directory that is filled under a temporary name; _core.tidy.
+/* _core.Folder: a directory that is filled under a temporary name and then renamed; _core.tidy.
+ * sfr/folder.h describes the steps.
  *
- * The errors belong to a save, which makes exceptions of them on a thread of its own. So the
- * methods return (result, code, phase, note) and raise nothing. */
+ * A failure of a step is a failure of the save, whose handle makes the exception later. So a step
+ * does not raise it, but returns (result, code, phase, note): code 0 or the error, the phase of the
+ * save in which it happened, and one more fact about it or "". */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/folder.h"
@@ -40,12 +42,13 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void folder_dealloc(PyObject *object)
 {
-	/* Removes what the object's user left behind. */
+	/* Removes the temporary directory, if the user of the object has not done so. */
 	sfr_py_unlocked_void(sfr_folder_free(folder_of(object)));
 	sfr_py_free(object);
 }
 
-/* Returns (result, code, phase, note). Takes over the reference to `result`. */
+/* Returns a new tuple (result, code, phase, note), to which the reference to `result` passes; NULL
+ * with an exception set. */
 static PyObject *result_tuple(PyObject *result, const struct sfr_err *err)
 {
 	return Py_BuildValue("(NisN)", result, err->code, sfr_phase_name(err->phase),
@@ -68,7 +71,7 @@ static PyObject *folder_sync(PyObject *object, PyObject *unused)
 	uint64_t nbytes = 0;
 	PyObject *number;
 
-	(void)sfr_py_unlocked(sfr_folder_sync(folder_of(object), &nbytes, &err)); /* err holds it */
+	(void)sfr_py_unlocked(sfr_folder_sync(folder_of(object), &nbytes, &err)); /* err has it */
 	number = PyLong_FromUnsignedLongLong(nbytes);
 	return number ? result_tuple(number, &err) : NULL;
 }
@@ -77,7 +80,7 @@ static PyObject *folder_commit(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr_py_unlocked(sfr_folder_commit(folder_of(object), &err)); /* err holds it */
+	(void)sfr_py_unlocked(sfr_folder_commit(folder_of(object), &err)); /* err has it */
 	return result_tuple(Py_NewRef(Py_None), &err);
 }
 
@@ -85,13 +88,13 @@ static PyObject *folder_clear(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr_py_unlocked(sfr_folder_clear(folder_of(object), &err)); /* err holds it */
+	(void)sfr_py_unlocked(sfr_folder_clear(folder_of(object), &err)); /* err has it */
 	return result_tuple(Py_NewRef(Py_None), &err);
 }
 
 static PyMethodDef methods[] = {
 	{ "open", folder_open, METH_NOARGS,
-	  "open() -> (path of the temporary directory, code, phase, note)." },
+	  "open() -> (path of the temporary directory or None, code, phase, note): makes it." },
 	{ "sync", folder_sync, METH_NOARGS,
 	  "sync() -> (bytes of all files, code, phase, note): syncs all files and directories." },
 	{ "commit", folder_commit, METH_NOARGS,
@@ -107,7 +110,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_new, folder_new },
 	{ Py_tp_dealloc, folder_dealloc },
 	{ Py_tp_methods, methods },
-	{ Py_tp_doc, "Folder(dir, name, durable): a directory that is put in place in one step" },
+	{ Py_tp_doc,
+	  "Folder(dir, name, durable): the directory `name` in `dir`, put in place in one step" },
 	{ 0, NULL },
 };
 
@@ -125,7 +129,7 @@ static PyObject *tidy(PyObject *module, PyObject *path)
 
 static PyMethodDef functions[] = {
 	{ "tidy", tidy, METH_O,
-	  "tidy(directory): removes what dead writers have left there, as each save does." },
+	  "tidy(directory): removes what dead writers have left there, as each save into it does." },
 	{ NULL, NULL, 0, NULL },
 };
 

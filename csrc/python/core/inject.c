@@ -1,7 +1,8 @@
-/* The core's call table for tests: stillframe.testing uses these functions.
+/* Fault injection for tests: stillframe.testing uses these functions. The core calls the system
+ * through a table (base/sys.h), in which tests install wrappers that count and fail calls.
  *
- * They only set numbers that the core's wrappers read. None of them waits, so none releases the
- * interpreter lock. */
+ * The functions here only set numbers that the wrappers read. None of them waits, so none releases
+ * the interpreter lock. */
 #include "module.h"
 
 #include <errno.h>
@@ -22,7 +23,7 @@ static PyObject *install(PyObject *self, PyObject *unused)
 }
 
 /* Reads the six fields of a fault, for inject_set and inject_drop. 0, or -1 with an exception set.
- * The name of the call in it is valid as long as `args`. */
+ * fault->call is valid as long as `args`, which owns it. */
 static int get_fault(PyObject *args, struct sfr_fault *fault)
 {
 	unsigned long long nth, delay_ns;
@@ -38,8 +39,9 @@ static int get_fault(PyObject *args, struct sfr_fault *fault)
 }
 
 PyDoc_STRVAR(set_doc, "inject_set(call, nth, sticky, err, limit, delay_ns, /)\n--\n\n"
-		      "Adds a fault (struct sfr_fault). ValueError: an unknown call, an error for "
-		      "one that cannot fail, nth 0. RuntimeError: too many.");
+		      "Adds a fault; struct sfr_fault describes the fields. Raises ValueError for an "
+		      "unknown call, an error for a call that cannot fail, or nth 0; RuntimeError if "
+		      "there are too many faults.");
 
 static PyObject *set_fault(PyObject *self, PyObject *args)
 {
@@ -79,7 +81,8 @@ static PyObject *clear_faults(PyObject *self, PyObject *unused)
 }
 
 PyDoc_STRVAR(calls_doc, "inject_calls(call, /)\n--\n\n"
-			"Returns how many calls were made since the last clear; '*': of all that can fail.");
+			"Returns how often a call was made since the last inject_clear; '*' counts all "
+			"calls that can fail.");
 
 static PyObject *count_calls(PyObject *self, PyObject *args)
 {
@@ -90,23 +93,25 @@ static PyObject *count_calls(PyObject *self, PyObject *args)
 	return PyLong_FromUnsignedLongLong(sfr_inject_calls(call));
 }
 
-PyDoc_STRVAR(hits_doc, "inject_hits()\n--\n\nReturns how many faults have acted since the last clear.");
+PyDoc_STRVAR(hits_doc, "inject_hits()\n--\n\n"
+		       "Returns how often a fault has acted since the last inject_clear.");
 
 static PyObject *count_hits(PyObject *self, PyObject *unused)
 {
 	return PyLong_FromUnsignedLongLong(sfr_inject_hits());
 }
 
-PyDoc_STRVAR(tune_doc, "cuda_tune(piece_bytes, nr_in_flight)\n--\n\nBounds of what a lane queues on a "
-		       "device, 0 = as they are; while no save is in flight.");
+PyDoc_STRVAR(tune_doc, "cuda_tune(portion_bytes, nr_in_flight)\n--\n\n"
+		       "Sets the bytes of a portion, and how many portions a lane has in flight on a "
+		       "device; 0 leaves a value as it is. Only while no save is in flight.");
 
 static PyObject *tune_cuda(PyObject *module, PyObject *args)
 {
-	unsigned long long piece_bytes, nr_in_flight;
+	unsigned long long portion_bytes, nr_in_flight;
 
-	if (!PyArg_ParseTuple(args, "KK:cuda_tune", &piece_bytes, &nr_in_flight))
+	if (!PyArg_ParseTuple(args, "KK:cuda_tune", &portion_bytes, &nr_in_flight))
 		return NULL;
-	sfr__cuda_tune(piece_bytes, nr_in_flight);
+	sfr__cuda_tune(portion_bytes, nr_in_flight);
 	Py_RETURN_NONE;
 }
 
@@ -125,9 +130,9 @@ static PyObject *tune_log(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(limits_doc,
 "_set_limits(*, zip64_bytes, zip64_records, reader_chunk_bytes, check_chunk_bytes, ahead_bytes)\n--\n\n"
-"Lower size thresholds for tests (sfr/limits.h says what each means); one that is left out gets the\n"
-"product's value, so a call without arguments restores all. Only while no save, check or load is\n"
-"under way. ValueError: a value outside its range.");
+"Lowers size thresholds for tests; sfr/limits.h says what each means. An argument that is left out\n"
+"gets the product's value, so a call without arguments restores all. Only while no save, check or\n"
+"load is under way. Raises ValueError for a value outside its range.");
 
 static PyObject *set_limits(PyObject *module, PyObject *args, PyObject *kwargs)
 {

@@ -1,4 +1,6 @@
-/* The process's log, the core's notices and forks as functions; _core.LogLoad. */
+/* The process's log, the core's notices and the count of forks, as functions; _core.LogLoad, a
+ * load's entry in the log. The docstrings are in the method tables; sfr/log.h, sfr/notice.h and
+ * sfr/fork.h have the details. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/fork.h"
@@ -73,8 +75,9 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	PyObject *sentence, *result = NULL;
 	int rc;
 
-	/* Called on a daemon thread of the package, which gets no signals. The package finds the
-	 * save or snapshot by its number, so the notice's references can be dropped here. */
+	/* Called on the package's completion thread. Python runs signal handlers on the main thread
+	 * only, so this thread may wait without slices. The package finds the save or snapshot by
+	 * its number, so the notice's references can be dropped here. */
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_notice_wait(&notice, SFR_FOREVER);
 	sfr_ticket_put(notice.ticket);
@@ -87,8 +90,8 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 		result = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
 				       sentence);
 	if (!result) {
-		/* No memory for the result. The notice must not be lost: at least the exit of the
-		 * process waits for it. */
+		/* No memory for the result. The notice must not be lost, because the exit of the
+		 * process waits until it is handled. */
 		notice.ticket = NULL;
 		notice.snapshot = NULL;
 		sfr_notice_again(&notice);
@@ -138,7 +141,8 @@ static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	return (PyObject *)self;
 }
 
-static void load_end(struct sfr_py_load *self)
+/* Closes the file if it is open. */
+static void close_file(struct sfr_py_load *self)
 {
 	const int fd = self->fd;
 
@@ -149,7 +153,7 @@ static void load_end(struct sfr_py_load *self)
 
 static PyObject *load_close(PyObject *object, PyObject *unused)
 {
-	load_end((struct sfr_py_load *)object);
+	close_file((struct sfr_py_load *)object);
 	Py_RETURN_NONE;
 }
 
@@ -160,7 +164,7 @@ static PyObject *load_fileno(PyObject *object, PyObject *unused)
 
 static void load_dealloc(PyObject *object)
 {
-	load_end((struct sfr_py_load *)object);
+	close_file((struct sfr_py_load *)object);
 	sfr_log_load_free(((struct sfr_py_load *)object)->load);
 	sfr_py_free(object);
 }
@@ -184,9 +188,9 @@ static PyMethodDef load_methods[] = {
 	  "open(): waits for the saves and removes of the name that were submitted before, then "
 	  "opens the file that has the name at that point of the log. May be called once." },
 	{ "fileno", load_fileno, METH_NOARGS,
-	  "fileno() -> int: the descriptor, which is closed when the object is freed." },
+	  "fileno() -> int: the descriptor, which the object owns and closes; -1 if it is not open." },
 	{ "close", load_close, METH_NOARGS,
-	  "close(): closes the descriptor before the object is freed." },
+	  "close(): closes the descriptor now, rather than when the object is freed." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -201,23 +205,26 @@ static PyType_Slot load_slots[] = {
 SFR_PY_TYPE(load_spec, "LogLoad", struct sfr_py_load, 0, load_slots);
 
 static PyMethodDef functions[] = {
-	{ "log_remove", log_remove, METH_O, "log_remove(key): appends a remove to the log." },
+	{ "log_remove", log_remove, METH_O,
+	  "log_remove(key): appends a remove to the log. A key is the real path as bytes." },
 	{ "log_exists", log_exists, METH_O,
-	  "log_exists(key) -> 1: it will exist; 0: it will not; 2: a directory above it is "
-	  "being saved; -1: ask the file system." },
+	  "log_exists(key) -> int: whether the path will exist when the log is empty. 1: yes; 0: no; "
+	  "2: the pending save of a directory above it decides; -1: ask the file system." },
 	{ "log_drain", log_drain, METH_O,
-	  "log_drain(timeout) -> bool: whether everything that was submitted before has ended." },
+	  "log_drain(timeout) -> bool: waits until everything submitted before the call has ended; "
+	  "False if the timeout passed." },
 	{ "log_pending", log_pending, METH_NOARGS,
-	  "log_pending() -> how many saves and removes have not ended." },
+	  "log_pending() -> int: how many saves and removes have not ended." },
 	{ "log_unanswered", log_unanswered, METH_NOARGS,
 	  "log_unanswered() -> a sentence about a file system that does not answer, or ''." },
 	{ "log_stop", log_stop, METH_NOARGS,
-	  "log_stop(): ends the log's threads when the log is empty." },
+	  "log_stop(): waits until the log is empty, then ends its threads." },
 	{ "notice_wait", notice_wait, METH_NOARGS,
 	  "notice_wait() -> (NOTICE_*, number of the save or snapshot, sentence): waits for the next." },
 	{ "notice_stop", notice_stop, METH_NOARGS,
-	  "notice_stop(): makes the thread in notice_wait return for the last time." },
-	{ "fork_generation", fork_generation, METH_NOARGS, "fork_generation() -> int." },
+	  "notice_stop(): makes the thread that waits in notice_wait return NOTICE_STOP, once." },
+	{ "fork_generation", fork_generation, METH_NOARGS,
+	  "fork_generation() -> int: a number that differs between a process and its forked children." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,8 +1,9 @@
 /* _core.SnapshotMemory: the memory of a snapshot.
  *
- * The object exports the memory as a buffer. But torch.frombuffer releases the buffer at once and
- * keeps the object, so the view of the memory ends with the object rather than the buffer. Tensors
- * and anything else that refers to the object keep the memory from returning to the pool. */
+ * The object exports the memory as a buffer. torch.frombuffer releases the buffer at once, although
+ * its tensors use the memory, and keeps a reference to the object. So the view of the memory (a
+ * term of the glossary) ends when the object is freed, not when its buffer is released. Whatever
+ * refers to the object keeps the memory from returning to the pool. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/snapshot.h"

@@ -1,4 +1,5 @@
-/* Object layouts shared by the files of the binding. */
+/* Objects of the binding that several files use. Each has one reference to an object of the core;
+ * its methods release the interpreter lock where the core may wait. */
 #ifndef SFR_PY_OBJECTS_H
 #define SFR_PY_OBJECTS_H
 
@@ -22,21 +23,22 @@ struct sfr_py_snapshot {
 	uint32_t nr_sources;
 };
 
-/* memory.c: makes an object that takes over the caller's view of a snapshot. NULL with an exception
- * set. */
+/* memory.c: makes a SnapshotMemory, which takes over the caller's view of the snapshot, on failure
+ * too. NULL with an exception set. */
 PyObject *sfr_py_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
 
-/* piece.c: waits for the next piece of a stream. None when the timeout passed, NULL with an
- * exception set. */
+/* piece.c: waits for the next piece of a save with SFR_SAVE_STREAM (sfr/stream.h) and returns a new
+ * Piece; None when the timeout passed; NULL with an exception set. */
 PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticket,
 			    PyObject *timeout);
 
 #define SFR_PY_MAX_STREAMS 64
 
-/* Reads a tuple of (device, handle of its current stream). Returns their number, or -1. */
+/* streams.c: reads a tuple of (device, handle of its current stream) into `streams`. Returns their
+ * number, or -1 with an exception set. */
 int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
 
-/* Makes a dict of a report; NULL with an exception set. */
+/* report.c: returns a new dict of a save's report; NULL with an exception set. */
 PyObject *sfr_py_report_dict(const struct sfr_report *report);
 
 #endif

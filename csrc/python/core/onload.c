@@ -1,4 +1,5 @@
-/* _core.Onload: a handle on struct sfr_onload, started when it is made. */
+/* _core.Onload: copies from host memory to a device, which start when the object is made. It owns a
+ * struct sfr_onload (offload/offload.h). The docstrings are in the method table at the end. */
 #include "module.h"
 #include "core/objects.h"
 #include "offload/offload.h"
@@ -8,8 +9,9 @@ struct sfr_py_onload {
 	struct sfr_onload *onload;
 };
 
-/* Starts the onload. If the host must wait for the sources first, it waits in slices. 0, a code of
- * sfr_onload_start, or SFR_PY_RAISED. */
+/* Starts the copies that the rows describe. If the snapshot `from` is still being filled and the
+ * device cannot wait for that, waits for it here, in slices. 0, a code of sfr_onload_start, or
+ * SFR_PY_RAISED. */
 static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t stream,
 			const Py_buffer *rows, struct sfr_snapshot *from, struct sfr_onload **out)
 {
@@ -21,7 +23,7 @@ static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t str
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_onload_start(engine, device, stream, rows->buf, nr, from, out);
 		if (w.rc == SFR_EAGAIN)
-			/* the next start reports the result */
+			/* the next sfr_onload_start tells whether the wait is over */
 			(void)sfr_snapshot_wait(from, w.slice_ns, &torn);
 		Py_END_ALLOW_THREADS
 	}
@@ -125,14 +127,15 @@ static PyObject *onload_times(PyObject *object, PyObject *unused)
 
 static PyMethodDef methods[] = {
 	{ "order", onload_order, METH_O,
-	  "order(stream) -> bool: makes the stream wait for the copies; False if the host has "
-	  "to wait instead." },
+	  "order(stream) -> bool: makes the stream wait for the copies; False if the stream cannot "
+	  "wait, so the caller must call wait()." },
 	{ "wait", onload_wait, METH_VARARGS,
-	  "wait(timeout=None) -> bool: False if the timeout passed." },
+	  "wait(timeout=None) -> bool: waits until no copy is running; False if the timeout passed." },
 	{ "times", onload_times, METH_NOARGS,
 	  "times() -> (seconds of the copies, seconds that a stream waited), or None if they "
 	  "are not known yet." },
-	{ "error", onload_error, METH_NOARGS, "error() -> str: the error of the device, or ''." },
+	{ "error", onload_error, METH_NOARGS,
+	  "error() -> str: the error of the device, or ''; final once wait() has returned True." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -140,7 +143,10 @@ static PyType_Slot slots[] = {
 	{ Py_tp_new, onload_new },
 	{ Py_tp_dealloc, onload_dealloc },
 	{ Py_tp_methods, methods },
-	{ Py_tp_doc, "Onload(engine, device, stream, rows, snapshot): copies to a device, queued" },
+	{ Py_tp_doc,
+	  "Onload(engine, device, stream, rows, snapshot): copies to a device, queued after the "
+	  "work on the stream. `rows` is an array of struct sfr_onload_copy; `snapshot` owns the "
+	  "sources, or is None." },
 	{ 0, NULL },
 };
 

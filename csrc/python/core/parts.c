@@ -1,4 +1,5 @@
-/* _core.Parts: a file that is described part by part. archive/parts.c implements it. */
+/* _core.Parts: a file that is described part by part, for Ticket.of_parts. It owns a struct
+ * sfr_parts (sfr/parts.h). The docstrings are in the method table at the end. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/parts.h"
@@ -31,7 +32,7 @@ static void parts_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* Reads a tuple of ints. Returns their number, or -1 with an exception set. */
+/* Reads a tuple of ints into `out`. Returns their number, or -1 with an exception set. */
 static int read_ints(PyObject *tuple, int64_t out[MAX_DIMS])
 {
 	Py_ssize_t nr = PyTuple_Size(tuple);
@@ -48,8 +49,9 @@ static int read_ints(PyObject *tuple, int64_t out[MAX_DIMS])
 	return (int)nr;
 }
 
-/* Adds (storage, numel, sizes, strides, address, nbytes) as the archive of a tensor. 0, -1 with an
- * exception set, or a code for which none is set. */
+/* Appends a tensor in host memory as an archive of its own. `item` is a tuple (torch's name of the
+ * storage type, number of elements of the storage, sizes, strides, address, nbytes). 0; -1 with an
+ * exception set; or the core's code, for which no exception is set. */
 static int add_tensor(struct sfr_parts *parts, PyObject *item)
 {
 	int64_t sizes[MAX_DIMS], strides[MAX_DIMS];
@@ -74,7 +76,7 @@ static int add_tensor(struct sfr_parts *parts, PyObject *item)
 	return sfr_parts_tensor(parts, &tensor);
 }
 
-/* Adds the bytes of a bytes-like object. Results as add_tensor. */
+/* Appends a copy of the bytes of a bytes-like object. Returns the same as add_tensor. */
 static int add_bytes(struct sfr_parts *parts, PyObject *item)
 {
 	Py_buffer view;
@@ -144,8 +146,9 @@ static PyObject *parts_nbytes(PyObject *object, void *closure)
 
 static PyMethodDef methods[] = {
 	{ "append", parts_append, METH_O,
-	  "append(items) -> [(offset, length)]: adds bytes-like objects as they are, and tuples"
-	  " (storage, numel, sizes, strides, address, nbytes) as archives of a tensor." },
+	  "append(items) -> [(offset, length)], where each item is in the file. A bytes-like object is"
+	  " appended as it is; a tuple (storage, numel, sizes, strides, address, nbytes) describes a"
+	  " tensor, which is appended as an archive of its own." },
 	{ "source", parts_source, METH_VARARGS,
 	  "source(address, nbytes): appends memory, which must not change until the save has "
 	  "ended." },

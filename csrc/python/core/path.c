@@ -1,10 +1,11 @@
-/* _core.resolve resolves a path; _core.read_text reads a small file of the kernel's. */
+/* _core.resolve resolves the path of a save or load; _core.read_text reads a small file of /proc or
+ * /sys. */
 #include "module.h"
 #include "sfr/target.h"
 
-/* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev): the parent's real path,
- * the last component, the mode of what exists or 0, whether the parent is readable, and its st_dev.
- * None if a component is missing or cannot be examined. */
+/* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev): the parent's real path, the
+ * last component, the st_mode of what exists at the path or 0, whether the parent is readable, and
+ * the parent's st_dev. None if a component is missing or cannot be examined. */
 static PyObject *resolve_path(PyObject *module, PyObject *args)
 {
 	struct sfr_target target;
@@ -22,9 +23,9 @@ static PyObject *resolve_path(PyObject *module, PyObject *args)
 
 enum { TEXT_BYTES = 8192 }; /* meminfo has about 1,600, memory.stat less than 4,000 */
 
-/* read_text(path) -> bytes: the beginning of a file, b"" if it cannot be read. It keeps the
- * interpreter lock: the kernel answers in microseconds, but getting the lock back from a busy
- * Python thread takes milliseconds. */
+/* read_text(path) -> bytes: the beginning of a file, b"" if it cannot be read. The call keeps the
+ * interpreter lock: the kernel makes such a file in microseconds, but getting the lock back from a
+ * busy Python thread takes milliseconds. */
 static PyObject *read_text(PyObject *module, PyObject *path)
 {
 	const char *name = PyBytes_AsString(path);

@@ -1,7 +1,8 @@
-/* _core.Piece: bytes of a save that are sent to an object store.
+/* _core.Piece: a piece (sfr/stream.h) of a save that is sent to an object store.
  *
- * A Piece exports its bytes as a buffer. The memory goes back to the save when the last user is
- * gone: the object, or a buffer of it that a client still sends from. */
+ * A Piece exports its bytes as a buffer, for example to the client of the store, and each buffer
+ * has a reference to the Piece. When the last reference is gone, the memory goes back to the
+ * save. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/stream.h"
@@ -58,7 +59,7 @@ static PyObject *piece_copy(PyObject *object, PyObject *args)
 		return NULL;
 	}
 	copy = PyBytes_FromStringAndSize(NULL, to - from);
-	if (copy && to > from) { /* the end has no memory */
+	if (copy && to > from) { /* the piece that ends the file is empty and has no memory */
 		char *bytes = PyBytes_AsString(copy);
 
 		Py_BEGIN_ALLOW_THREADS
@@ -70,7 +71,7 @@ static PyObject *piece_copy(PyObject *object, PyObject *args)
 
 static PyMethodDef methods[] = {
 	{ "copy", piece_copy, METH_VARARGS,
-	  "copy(from, to) -> bytes: a copy of a range of the piece." },
+	  "copy(from, to) -> bytes: a copy of the bytes [from, to) of the piece." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -85,7 +86,9 @@ static PyType_Slot slots[] = {
 	{ Py_tp_methods, methods },
 	{ Py_bf_getbuffer, piece_getbuffer },
 	{ Py_sq_length, piece_length },
-	{ Py_tp_doc, "Bytes of a save; their memory goes back when nobody refers to them" },
+	{ Py_tp_doc,
+	  "Bytes of a save, made by Ticket.next_piece; their memory goes back when nobody refers "
+	  "to them" },
 	{ 0, NULL },
 };
 

@@ -1,7 +1,8 @@
-/* Reads files back, for Python: a check of an open file, and CRC-32.
+/* _core.check checks an open file, _core.restore and restore_bare prepare reading its records
+ * (restore.c), and _core.crc32 computes a checksum.
  *
- * A check runs in slices without the interpreter lock. Between slices signals are answered and,
- * if the caller wants to show progress, a callable is called. An exception of either ends the
+ * A check runs in slices without the interpreter lock. Between slices Python's signal handlers run,
+ * and so does the caller's progress function if there is one. An exception of either ends the
  * check. */
 #include "check/check.h"
 #include "restore/restore.h"
@@ -9,8 +10,12 @@
 #include "sfr/crc.h"
 
 #define SLICE_NS 100000000u
-#define CRC_ALONE 65536 /* bytes; shorter data are done before other threads could use the lock */
+/* For fewer bytes the interpreter lock is kept: their CRC takes microseconds, getting the lock back
+ * from a busy Python thread takes milliseconds. */
+#define CRC_ALONE 65536
 
+/* Returns a new list of (name, reason) of the damaged records that the result lists; NULL with an
+ * exception set. */
 static PyObject *records_as_list(const struct sfr_check_result *result)
 {
 	PyObject *list = PyList_New((Py_ssize_t)result->nr_listed);
@@ -26,6 +31,7 @@ static PyObject *records_as_list(const struct sfr_check_result *result)
 	return list;
 }
 
+/* Returns the dict that check() returns, as its docstring describes; NULL with an exception set. */
 static PyObject *result_as_dict(const struct sfr_check_result *result)
 {
 	static const char *const formats[] = {
@@ -48,7 +54,8 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 			     records_as_list(result));
 }
 
-/* Answers signals and reports progress, between two slices. 0, or -1 with an exception set. */
+/* Between two slices: runs signal handlers and calls `progress`, unless it is None. 0, or -1 with
+ * an exception set. */
 static int pause_check(const struct sfr_check *check, PyObject *progress)
 {
 	PyObject *answer;
@@ -88,13 +95,14 @@ PyDoc_STRVAR(check_doc,
 "check(fd, verify, progress=None, direct=False, directory=False,\n"
 "      later=False, offset=0, nbytes=None)\n--\n\n"
 "Checks whether an open file is a complete checkpoint; with `verify`, compares every record's CRC.\n"
-"With `direct` too, it reads past the page cache if the file system can. With `directory`, which\n"
-"excludes `verify`, it reads only the archive's directory. With `later` it does that if records are\n"
-"long, and otherwise reads their headers too; `headers` in the result says which. With `nbytes` the\n"
-"checkpoint is that much of the file, from `offset` on.\n\n"
-"The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called now and\n"
-"then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
-"\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
+"With `verify` and `direct` it reads past the page cache if the file system can. Without `verify` it\n"
+"can leave out the records' own headers and read only the archive's directory: always (`directory`),\n"
+"or only if records are long (`later`). With `nbytes` the checkpoint is only that many bytes of the\n"
+"file, from `offset` on.\n\n"
+"The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called every 0.1\n"
+"s. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
+"\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `headers`, whether the\n"
+"records' own headers were checked; `nbytes`, the length of the file or of the part;\n"
 "`num_records`; `num_unchecked`, records without a CRC or compressed; `num_compressed`, those that\n"
 "are compressed; `num_trailing`, bytes after the archive's end; `num_bad`; `bad_records`, pairs of\n"
 "name and reason, at most 1000. Raises OSError if the file cannot be read.");
@@ -131,9 +139,10 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 PyDoc_STRVAR(restore_doc,
 "restore(fd, verify, shared=False)\n--\n\n"
 "Reads an open archive's directory, and prepares reading its records.\n\n"
-"Returns the dict that `check` returns, and a Restore. Instead of the Restore it returns None if the\n"
-"file is not complete, is no archive, or is an archive whose records must be found one by one.\n"
-"`shared`: other processes read the file too, so it is read through the page cache.");
+"Returns a pair: the dict that `check` returns, and a Restore. Instead of the Restore it is None if\n"
+"the file is not complete, is no archive, or has its records elsewhere than torch and stillframe put\n"
+"them. `verify`: compare the CRC of every record. `shared`: other processes read the file too, so it\n"
+"is read through the page cache.");
 
 static PyObject *restore(PyObject *module, PyObject *args)
 {
@@ -163,9 +172,9 @@ static PyObject *restore(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(restore_bare_doc,
 "restore_bare(fd, stretches, end, shared=False) -> Restore\n--\n\n"
-"Prepares reading stretches of a file that is no archive. `stretches` is a buffer of uint64: offset\n"
-"and length of each, in the order of the file and without overlap, up to offset `end`. There are no\n"
-"names and no CRCs.");
+"Prepares reading stretches of a file that is no archive, as records without names and CRCs.\n"
+"`stretches` is a buffer of pairs of uint64, the offset and length of each stretch, in the order of\n"
+"the file and without overlap. `end` is the offset at which the last one may end.");
 
 static PyObject *restore_bare(PyObject *module, PyObject *args)
 {

@@ -2,12 +2,14 @@
 #include "module.h"
 #include "core/objects.h"
 
-/* Returns the nanoseconds from the ticket's creation to `then_ns`; -1 if that is 0: not yet. */
+/* Returns the nanoseconds from the ticket's creation to `then_ns`; -1 if `then_ns` is 0, which
+ * means "not yet". */
 static long long since(const struct sfr_report *report, uint64_t then_ns)
 {
 	return then_ns ? (long long)(then_ns - report->created_ns) : -1;
 }
 
+/* Returns a new list of the report's sentences about fallbacks; NULL with an exception set. */
 static PyObject *fallbacks(const struct sfr_report *report)
 {
 	PyObject *list = PyList_New(0);

@@ -1,8 +1,8 @@
 /* _core.Restore: reads a file's records into memory.
  *
- * Records are numbered in the order of the file. The caller owns the memory that they are read
- * into, and keeps it until the record was waited for or the restore is closed. Waits run in slices,
- * without the interpreter lock, and answer signals. */
+ * Records are numbered in the order of the file. The caller owns the memory that records are read
+ * into, and keeps it valid until it has waited for the record or closed the restore. Waits run in
+ * slices, without the interpreter lock, and answer signals. The docstrings are at the end. */
 #include <errno.h>
 
 #include "check/check.h"
@@ -14,8 +14,9 @@ struct sfr_py_restore {
 	struct sfr_restore *restore; /* NULL if closed */
 };
 
-/* Makes a Restore that owns the core's restore. With a negative code returns None if the file
- * cannot be read in this way (-EOPNOTSUPP), and raises otherwise. */
+/* Turns the result `rc` of making a restore into a Python object: for 0 a new Restore that owns
+ * `restore`; for -EOPNOTSUPP, a file that cannot be read in this way, None. Raises for any other
+ * code. */
 static PyObject *wrap(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
 {
 	struct sfr_py_restore *self;
@@ -84,8 +85,8 @@ static struct sfr_restore *open_restore_of(PyObject *object)
 	return restore;
 }
 
-/* Returns 1, or 0 with an exception set if there is no such record. With `all`, the number of
- * records is allowed too: it stands for all of them. */
+/* Returns 1 if there is a record `index`, else 0 with IndexError set. With `all`, `index` may also
+ * be the number of records, which means all of them. */
 static int is_record(const struct sfr_restore *restore, uint64_t index, int all)
 {
 	const uint64_t nr = sfr_restore_nr(restore);
@@ -278,24 +279,24 @@ static PyObject *restore_nr(PyObject *object, void *unused)
 
 static PyMethodDef methods[] = {
 	{ "sizes", restore_sizes, METH_VARARGS,
-	  "sizes(first, least) -> list: lengths of the records from `first` on, as many as make "
-	  "up `least` bytes." },
+	  "sizes(first, least) -> list: the lengths in bytes of the records from `first` on, until "
+	  "their sum is at least `least`." },
 	{ "into", restore_into, METH_VARARGS,
-	  "into(first, addresses): sets the destinations of the records from `first` on; 0: "
-	  "none." },
+	  "into(first, addresses): sets the destinations of the records from `first` on. A record "
+	  "with address 0 is only checked." },
 	{ "device", restore_device, METH_VARARGS,
 	  "device(number, stream) -> None, or why the device cannot be used. Call it before "
-	  "into_device: later writes come after the work on the caller's stream." },
+	  "into_device: then nothing is written before the work that is on the stream now is done." },
 	{ "into_device", restore_into_device, METH_VARARGS,
 	  "into_device(index, device, address): sets the destination of one record in a "
 	  "device's memory." },
 	{ "go", restore_go, METH_O,
-	  "go(upto): lets the first `upto` records be read; each has its destination, or none." },
-	{ "find", restore_find, METH_O, "find(name) -> index, or -1." },
+	  "go(upto): lets the first `upto` records be read; their destinations must be set." },
+	{ "find", restore_find, METH_O, "find(name) -> the index of a record, or -1." },
 	{ "reach", restore_reach, METH_O,
 	  "reach(index) -> how many records need destinations before this one can be read." },
 	{ "until", restore_until, METH_O,
-	  "until(index): reads nothing beyond what this record needs." },
+	  "until(index): reads no further than this record needs, until the next call of until." },
 	{ "wait", restore_wait, METH_O,
 	  "wait(index) -> bool: waits until the record is read and good (`nr`: all of them); "
 	  "False if the restore has failed. Raises StillframeError if go has not been called "
@@ -303,8 +304,9 @@ static PyMethodDef methods[] = {
 	{ "failure", restore_failure, METH_NOARGS,
 	  "failure() -> (code, record's name, offset in the file, reason or None) of the first "
 	  "failure; the code is 0, -errno or ECORRUPT." },
-	{ "done", restore_done, METH_NOARGS, "done() -> bytes of the file that were read." },
-	{ "close", restore_close, METH_NOARGS, "close(): ends the reading." },
+	{ "done", restore_done, METH_NOARGS, "done() -> int: bytes of the file that were read." },
+	{ "close", restore_close, METH_NOARGS,
+	  "close(): ends the reading, after the reads in flight. Other methods then raise." },
 	{ NULL, NULL, 0, NULL },
 };
 

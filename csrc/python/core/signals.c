@@ -1,4 +1,4 @@
-/* _core.leave_signal: signals that a forked worker leaves to its parent. */
+/* _core.leave_signal: a forked worker leaves a signal to its parent (sfr/signals.h). */
 #include "module.h"
 #include "sfr/signals.h"
 
@@ -17,9 +17,9 @@ static PyObject *leave_signal(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "leave_signal", leave_signal, METH_VARARGS,
-	  "leave_signal(signum, at_once): ignores a signal that the parent has not sent, while "
-	  "the parent lives. The process then dies with its parent: from the first ignored "
-	  "signal on, or at once." },
+	  "leave_signal(signum, at_once): while the parent lives, ignores this signal unless the "
+	  "parent sends it. The kernel then kills this process when the parent ends: from the first "
+	  "ignored signal on, or, with `at_once`, from now on." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,4 +1,5 @@
-/* _core.Slot: a slot of an engine, for a save that Python makes. */
+/* _core.Slot: a slot of an engine, for a save whose bytes the engine does not write (sfr/engine.h).
+ * The docstrings are in the method table at the end. */
 #include "module.h"
 #include "core/objects.h"
 
@@ -39,8 +40,8 @@ static struct sfr_slot *slot_of(PyObject *object)
 
 static void slot_dealloc(PyObject *object)
 {
-	/* Dropping the last reference to an engine joins idle threads, which never take the
-	 * interpreter lock. */
+	/* If the slot has the last reference to the engine, this joins the engine's threads. They
+	 * are idle and never take the interpreter lock. */
 	sfr_py_unlocked_void(sfr_slot_put(slot_of(object)));
 	sfr_py_free(object);
 }
@@ -64,10 +65,11 @@ static PyObject *slot_is_over(PyObject *object, PyObject *unused)
 
 static PyMethodDef methods[] = {
 	{ "launched", slot_launched, METH_NOARGS,
-	  "launched(): records that the call that took it is over." },
+	  "launched(): records that the call that took the slot is over. Until then close() does not "
+	  "wait for it on this thread." },
 	{ "give_back", slot_give_back, METH_NOARGS,
 	  "give_back(): gives the slot back, because the save has ended." },
-	{ "is_over", slot_is_over, METH_NOARGS, "is_over() -> bool: whether it was given back" },
+	{ "is_over", slot_is_over, METH_NOARGS, "is_over() -> bool: whether it was given back." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -76,7 +78,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, slot_dealloc },
 	{ Py_tp_methods, methods },
 	{ Py_tp_doc,
-	  "Slot(engine, flags): a slot of the engine; waits for it, unless a flag says otherwise" },
+	  "Slot(engine, flags): takes a slot of the engine, and waits for one unless `flags` has "
+	  "SAVE_NO_WAIT or SAVE_NESTED" },
 	{ 0, NULL },
 };
 

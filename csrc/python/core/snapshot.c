@@ -1,4 +1,5 @@
-/* _core.Snapshot: a handle on struct sfr_snapshot. */
+/* _core.Snapshot: an object that owns a reference to a struct sfr_snapshot. sfr/snapshot.h has the
+ * contracts, and the method table at the end the docstrings. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/snapshot.h"
@@ -50,8 +51,8 @@ static struct sfr_snapshot *snapshot_of(PyObject *object)
 	return ((struct sfr_py_snapshot *)object)->snapshot;
 }
 
-/* Leases the memory; has none of it while it waits. When the timeout has passed, the pool counts as
- * exhausted, even if only saves use it. */
+/* Leases the memory, all at once: while it waits, it has none. When the timeout has passed, raises
+ * PoolExhaustedError, even if only saves use the pool. */
 static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
@@ -70,8 +71,8 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 	return sfr_py_none_or_raise(object, w.rc == SFR_EAGAIN ? SFR_EEXHAUSTED : w.rc);
 }
 
-/* Starts the copies. A device's error is not raised here but reported by error(), because it is
- * final only when the copy has ended. */
+/* Starts the copies. A device's error is not raised here but returned by error(), because until the
+ * copies have ended it is not final. */
 static PyObject *snapshot_start(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
@@ -112,8 +113,10 @@ static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
 		Py_END_ALLOW_THREADS
 	}
-	/* False if the streams wait, but not everything is copied yet */
-	return sfr_py_true_unless(object, w.rc == 0 && !copied ? SFR_EAGAIN : w.rc, SFR_EAGAIN);
+	/* The step may begin, because its streams wait, but not everything is copied: False. */
+	if (w.rc == 0 && !copied)
+		w.rc = SFR_EAGAIN;
+	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
 
 static PyObject *snapshot_error(PyObject *object, PyObject *unused)
@@ -124,7 +127,7 @@ static PyObject *snapshot_error(PyObject *object, PyObject *unused)
 
 	if (sfr_snapshot_wait(s, 0, &torn) == 0) {
 		sfr_snapshot_error(s, &err);
-	} else { /* takes the engine's lock */
+	} else { /* this call takes the engine's lock, so it may wait */
 		sfr_py_unlocked_void(sfr_snapshot_error(s, &err));
 	}
 	return sfr_py_error_text(&err);
@@ -230,18 +233,20 @@ static PyObject *snapshot_copying_s(PyObject *object, void *closure)
 
 static PyMethodDef methods[] = {
 	{ "lease", snapshot_lease, METH_VARARGS,
-	  "lease(timeout=None) -> SnapshotMemory: leases the memory; waits for saves if there "
-	  "is too little." },
+	  "lease(timeout=None) -> SnapshotMemory: leases the memory; waits until saves return some "
+	  "if there is too little." },
 	{ "start", snapshot_start, METH_VARARGS,
-	  "start(streams=()): copies the captured sources, and starts the copies of the others." },
+	  "start(streams=()): copies the captured sources, and starts the copies of the others. "
+	  "`streams`: (device, handle of its current stream) of each device with sources." },
 	{ "gate", snapshot_gate, METH_O,
 	  "gate(streams) -> bool: returns when the next step may begin on these streams; True if "
 	  "everything is copied." },
-	{ "error", snapshot_error, METH_NOARGS, "error() -> str: the error of the device, or ''." },
+	{ "error", snapshot_error, METH_NOARGS,
+	  "error() -> str: the error of the device, or ''; final when the copies have ended." },
 	{ "offsets", snapshot_offsets, METH_NOARGS,
 	  "offsets() -> list: the offset of each copy in the memory." },
 	{ "wait", snapshot_wait, METH_VARARGS,
-	  "wait(timeout=None) -> (False if the timeout passed, index of a torn source or -1)." },
+	  "wait(timeout=None) -> (whether the copies have ended, index of a torn source or -1)." },
 	{ "hold", snapshot_hold, METH_NOARGS,
 	  "hold() -> bool: begins a hold; False if the memory has been returned." },
 	{ "unhold", snapshot_unhold, METH_NOARGS, "unhold(): ends one hold." },
@@ -249,11 +254,11 @@ static PyMethodDef methods[] = {
 	  "view(): counts one more object that refers to the memory." },
 	{ "unview", snapshot_unview, METH_NOARGS, "unview(): counts one object less." },
 	{ "file", snapshot_file, METH_NOARGS,
-	  "file() -> (descriptor, offset in it, address, length), or None if the memory is "
-	  "private or has been returned." },
+	  "file() -> (descriptor, offset in it, address, length): for another process that maps the "
+	  "memory. None if the memory is private or has been returned." },
 	{ "will_return", snapshot_will_return, METH_O,
-	  "will_return(yes): says whether this memory returns by itself, so that others may wait "
-	  "for it." },
+	  "will_return(yes): says whether this memory returns to the pool without the user's help, "
+	  "so that a lease may wait for it." },
 	{ "leased", snapshot_leased, METH_NOARGS,
 	  "leased() -> bool: whether the memory has not been returned yet." },
 	{ NULL, NULL, 0, NULL },
@@ -272,7 +277,9 @@ static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, snapshot_dealloc },
 	{ Py_tp_methods, methods },
 	{ Py_tp_getset, getset },
-	{ Py_tp_doc, "Snapshot(engine, rows, flags): one snapshot" },
+	{ Py_tp_doc,
+	  "Snapshot(engine, rows, flags): one snapshot. `rows` is an array of struct sfr_source; "
+	  "`flags` are SNAPSHOT_*." },
 	{ 0, NULL },
 };
 

@@ -1,11 +1,13 @@
-/* _core.take_steps and _core.names: directory changes that Python has planned, and the names in a
- * directory, with one release of the interpreter lock. */
+/* _core.take_steps makes a list of directory changes that Python has prepared; _core.names lists a
+ * directory. Each releases the interpreter lock only once, where Python's os functions would do so
+ * for each step or entry. */
 #include "module.h"
 #include "sfr/steps.h"
 
 #include <string.h>
 
-/* Reads a step, whose path and bytes belong to `item`. 0, or -1 with an exception set. */
+/* Reads a step from a tuple, which keeps owning the path and the bytes. 0, or -1 with an exception
+ * set. */
 static int read_step(PyObject *item, struct sfr_step *step)
 {
 	Py_ssize_t len;
@@ -19,7 +21,7 @@ static int read_step(PyObject *item, struct sfr_step *step)
 		return -1;
 	step->kind = (enum sfr_step_kind)kind;
 	step->len = (size_t)len;
-	/* a zero follows the bytes; a name contains none */
+	/* Python ends the bytes with a zero, so they serve as a name if they contain no other. */
 	if (step->kind == SFR_STEP_RENAME && strlen(step->bytes) != step->len) {
 		PyErr_SetString(PyExc_ValueError, "embedded null byte");
 		return -1;
@@ -27,7 +29,8 @@ static int read_step(PyObject *item, struct sfr_step *step)
 	return 0;
 }
 
-/* take_steps(tuple of (kind, path, bytes)) -> (steps taken, errno of the next or 0). */
+/* take_steps(sequence of (kind, path, bytes)) -> (steps taken, errno of the step that failed, or
+ * 0). The kinds are STEP_*; sfr/steps.h describes them. */
 static PyObject *take_steps(PyObject *module, PyObject *args)
 {
 	PyObject *list, *result = NULL;
@@ -39,7 +42,7 @@ static PyObject *take_steps(PyObject *module, PyObject *args)
 	(void)module;
 	if (!PyArg_ParseTuple(args, "O:take_steps", &list))
 		return NULL;
-	list = PySequence_Tuple(list); /* a tuple, so that nobody changes it meanwhile */
+	list = PySequence_Tuple(list); /* a tuple, so that no other thread can change it */
 	if (!list)
 		return NULL;
 	nr = PyTuple_Size(list);
@@ -79,7 +82,8 @@ static PyObject *names(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "take_steps", take_steps, METH_VARARGS,
-	  "take_steps([(kind, path, bytes), ...]) -> (steps taken, errno of the next or 0)" },
+	  "take_steps([(kind, path, bytes), ...]) -> (steps taken, errno of the step that failed, "
+	  "or 0)" },
 	{ "names", names, METH_VARARGS,
 	  "names(directory) -> (names, each ended by a zero byte, errno or 0)" },
 	{ NULL, NULL, 0, NULL },

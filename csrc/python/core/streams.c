@@ -1,4 +1,4 @@
-/* Reads streams from Python. */
+/* Reads the callers' current streams from a Python tuple. */
 #include "module.h"
 #include "core/objects.h"
 

@@ -1,4 +1,5 @@
-/* _core.Ticket: a handle on struct sfr_ticket. */
+/* _core.Ticket: an object that owns a reference to a struct sfr_ticket, the core's object for one
+ * save. sfr/save.h has the contracts, and the method table at the end the docstrings. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/parts.h"
@@ -11,7 +12,8 @@ struct sfr_py_ticket {
 	PyObject *skeleton; /* the core reads its bytes until the save is staged or has ended */
 };
 
-/* Makes an object that owns the ticket; `skeleton` may be NULL. */
+/* Returns a new object that takes over the caller's reference to the ticket, on failure too; NULL
+ * with an exception set. `skeleton` is a bytes, or NULL for a save of Parts. */
 static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyObject *skeleton)
 {
 	struct sfr_py_ticket *self = (struct sfr_py_ticket *)sfr_py_alloc(type);
@@ -25,7 +27,8 @@ static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyOb
 	return (PyObject *)self;
 }
 
-/* Returns whether the bytes are an array of items, and not too long; else ValueError is set. */
+/* Returns whether the bytes are an array of items of `item` bytes that is not too long. If not,
+ * sets ValueError. */
 static bool is_array(const Py_buffer *bytes, size_t item)
 {
 	if ((size_t)bytes->len % item == 0 && (size_t)bytes->len / item < UINT32_MAX)
@@ -61,7 +64,7 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		.sources = rows.buf,
 		.nr_sources = (uint32_t)((size_t)rows.len / sizeof(struct sfr_source)),
 		.flags = flags,
-		/* an empty list, unlike NULL, stands for a flat file */
+		/* NULL would mean torch's format; a flat file without members needs an address */
 		.members = members.obj != NULL && members.len == 0 ? &none : members.buf,
 		.nr_members = (uint32_t)((size_t)members.len / sizeof(struct sfr_member)),
 	};
@@ -108,19 +111,20 @@ static void ticket_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* The stages from a laid-out save to one in flight. */
+/* The stages of submit(), each a function sfr_save_*. */
 enum stage { BEGIN, ADMIT, CAPTURE, LAUNCH };
 
 struct submission {
 	struct sfr_ticket *ticket;
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	int nr_streams;
-	enum stage stage; /* the next one, or the one that waits */
+	enum stage stage; /* the one to begin or to go on with */
 };
 
-/* Takes the stages from s->stage on, as far as possible within `slice`. 0: the save is launched;
- * SFR_EAGAIN: call again; any other code: s->stage has failed. All stages are in one call, so that
- * a save that waits for nothing releases the interpreter lock only once. */
+/* Goes through the stages from s->stage on, each with a wait of at most `slice` ns. Returns 0 when
+ * the save is launched; SFR_EAGAIN when a stage has to wait longer, so call again; or the code with
+ * which s->stage failed. All stages are in one call, so that a save that waits for nothing releases
+ * the interpreter lock only once. */
 static int submit_on(struct submission *s, uint64_t slice)
 {
 	for (;; s->stage++) {
@@ -158,6 +162,8 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 		return NULL;
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(submit_on(&s, w.slice_ns));
+	/* A save that failed before its launch is abandoned, so that nobody waits for it. With
+	 * ESTATE it may have been submitted before and be in flight, so it is left alone. */
 	if (s.stage != LAUNCH && w.rc != SFR_ESTATE) {
 		sfr_py_unlocked_void(sfr_save_abandon(s.ticket));
 	}
@@ -184,7 +190,7 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
-	/* the core no longer reads the skeleton, and users may keep handles for long */
+	/* The core no longer reads the skeleton, so free it: users may keep handles for long. */
 	if (w.rc == 0 && what == SFR_WAIT_ENDED)
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
@@ -205,8 +211,10 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
 		Py_END_ALLOW_THREADS
 	}
-	/* False if the streams wait, but not everything is copied yet */
-	return sfr_py_true_unless(object, w.rc == 0 && !copied ? SFR_EAGAIN : w.rc, SFR_EAGAIN);
+	/* The step may begin, because its streams wait, but not everything is copied: False. */
+	if (w.rc == 0 && !copied)
+		w.rc = SFR_EAGAIN;
+	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
 
 static PyObject *ticket_confirm(PyObject *object, PyObject *index)
@@ -268,7 +276,7 @@ static PyObject *ticket_report(PyObject *object, PyObject *unused)
 
 	if (sfr_save_wait(t, SFR_WAIT_ENDED, 0) == 0) {
 		rc = sfr_save_report(t, &r);
-	} else { /* takes the engine's lock */
+	} else { /* this call takes the engine's lock, so it may wait */
 		rc = sfr_py_unlocked(sfr_save_report(t, &r));
 	}
 	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_report_dict(&r);
@@ -291,33 +299,34 @@ static PyObject *ticket_number(PyObject *object, void *closure)
 
 static PyMethodDef methods[] = {
 	{ "submit", ticket_submit, METH_VARARGS,
-	  "submit(streams=()): marks the state on the current stream of each device, takes a"
-	  " slot, captures, launches." },
+	  "submit(streams=()): records an event on the current stream of each device, takes a slot,"
+	  " copies the captured sources and launches the save. `streams`: pairs (device, handle)." },
 	{ "gate", ticket_gate, METH_O,
-	  "gate(streams) -> bool: makes the step on these streams wait for every copy; True when"
-	  " all copies have ended." },
+	  "gate(streams) -> bool: makes the step on these streams wait for every copy. True if all"
+	  " copies have ended already." },
 	{ "wait", ticket_wait, METH_VARARGS,
-	  "wait(what, timeout=None) -> bool: False when the timeout passed." },
+	  "wait(what, timeout=None) -> bool: waits for one of WAIT_*; False if the timeout passed." },
 	{ "confirm", ticket_confirm, METH_O,
-	  "confirm(torn) -> bool: gives the verdict on versions (a torn source's index, or -1); False"
-	  " if the save takes none now." },
+	  "confirm(torn) -> bool: gives the verdict on version counters: the index of a torn source,"
+	  " or -1. False if the save takes no verdict now." },
 	{ "cancel", ticket_cancel, METH_NOARGS,
-	  "cancel() -> bool: whether the save ends as cancelled." },
+	  "cancel() -> bool: cancels the save; False if it is too late." },
 	{ "abandon", ticket_abandon, METH_NOARGS,
 	  "abandon(): ends a save that was not launched and never will be, as cancelled." },
-	{ "state", ticket_state, METH_NOARGS, "state() -> str." },
+	{ "state", ticket_state, METH_NOARGS, "state() -> str: the name of the save's state." },
 	{ "is_staged", ticket_is_staged, METH_NOARGS,
-	  "is_staged() -> bool: whether it is staged and has not failed since." },
+	  "is_staged() -> bool: whether the save is staged and has not failed since." },
 	{ "progress", ticket_progress, METH_NOARGS,
 	  "progress() -> (bytes written, bytes in all)." },
-	{ "report", ticket_report, METH_NOARGS, "report() -> dict." },
+	{ "report", ticket_report, METH_NOARGS,
+	  "report() -> dict: struct sfr_report (sfr/save.h), with times since the save's creation." },
 	{ "next_piece", ticket_next_piece, METH_VARARGS,
-	  "next_piece(timeout=None) -> Piece or None: the next bytes of a SAVE_STREAM in the order of"
-	  " the file, an empty one at the end; None when the timeout passed. StillframeError when the"
-	  " save has failed." },
+	  "next_piece(timeout=None) -> Piece or None: the next bytes, in the order of the file, of a"
+	  " save with SAVE_STREAM; an empty Piece at the end; None if the timeout passed. Raises"
+	  " StillframeError if the save has failed." },
 	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,
-	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which are empty"
-	  " afterwards. The memory they refer to must not change until the save has ended." },
+	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which the save"
+	  " takes over. The memory they refer to must not change until the save has ended." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -333,7 +342,9 @@ static PyType_Slot slots[] = {
 	{ Py_tp_methods, methods },
 	{ Py_tp_getset, getset },
 	{ Py_tp_doc,
-	  "Ticket(engine, dir, name, skeleton, rows, flags, fs=0, members=None): one save" },
+	  "Ticket(engine, dir, name, skeleton, rows, flags, fs=0, members=None): one save. The "
+	  "arguments are the fields of struct sfr_save_desc; `rows` and `members` are arrays of "
+	  "struct sfr_source and sfr_member." },
 	{ 0, NULL },
 };
 

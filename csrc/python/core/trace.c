@@ -1,5 +1,5 @@
-/* The timeline's functions in _core: starting and stopping a trace, and spans that only Python
- * sees. */
+/* The timeline's functions in _core: they start and stop a trace, and record spans that only Python
+ * knows. The docstrings are in the method table at the end. */
 #include "module.h"
 
 #include "trace/trace.h"
@@ -53,6 +53,7 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "iKKK:trace_end", &kind, &start, &save, &number))
 		return NULL;
+	/* SFR_TRACE_SAVE, the first kind, is recorded by the core only. */
 	if (kind <= SFR_TRACE_SAVE || kind >= SFR_NR_TRACE_KINDS) {
 		PyErr_SetString(PyExc_ValueError, "no such kind of span");
 		return NULL;
@@ -61,7 +62,8 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* Called at each step, so it parses no arguments: the optimizer's address serves as its number. */
+/* Both are called at each step, so they parse no arguments: the optimizer's address identifies
+ * it. */
 static PyObject *trace_step_begins(PyObject *module, PyObject *optimizer)
 {
 	sfr_trace_step((uint64_t)(uintptr_t)optimizer, false);
@@ -75,18 +77,23 @@ static PyObject *trace_step_ends(PyObject *module, PyObject *optimizer)
 }
 
 static PyMethodDef functions[] = {
-	{ "trace_start", trace_start, METH_O, "trace_start(path): makes the file and records." },
+	{ "trace_start", trace_start, METH_O,
+	  "trace_start(path): creates the file and starts recording. BusyError if a trace is being "
+	  "written." },
 	{ "trace_stop", trace_stop, METH_NOARGS,
-	  "trace_stop() -> (events, dropped, errno), or None if this process writes no trace." },
+	  "trace_stop() -> (events written, events lost, errno of the file or 0): stops recording "
+	  "and completes the file. None if this process writes no trace." },
 	{ "trace_name_thread", trace_name_thread, METH_VARARGS,
-	  "trace_name_thread(tid, name): names the row of a thread." },
+	  "trace_name_thread(tid, name): names the row of a thread in the timeline." },
 	{ "trace_begin", trace_begin, METH_NOARGS,
 	  "trace_begin() -> int: the start of a span; 0 if no trace is being written." },
 	{ "trace_end", trace_end, METH_VARARGS,
-	  "trace_end(kind, start, save, number): ends the span now; does nothing if start is 0." },
+	  "trace_end(kind, start, save, number): records a span from `start`, what trace_begin "
+	  "returned, until now. Does nothing if `start` is 0. `save` is the number of its save." },
 	{ "trace_step_begins", trace_step_begins, METH_O,
 	  "trace_step_begins(optimizer): records the beginning of a step." },
-	{ "trace_step_ends", trace_step_ends, METH_O, "trace_step_ends(optimizer)." },
+	{ "trace_step_ends", trace_step_ends, METH_O,
+	  "trace_step_ends(optimizer): records the end of a step." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,4 +1,5 @@
-/* _core.LogWork and log_work_next: external work that Python does in the log's order. */
+/* _core.LogWork and log_work_next: external work that Python does in the log's order (sfr/log.h).
+ * The docstrings are in the method tables. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/log.h"
@@ -60,9 +61,10 @@ static PyObject *work_number(PyObject *object, void *unused)
 
 static PyMethodDef work_methods[] = {
 	{ "append", work_append, METH_NOARGS,
-	  "append(): appends the work to the log. May be called once." },
+	  "append(): appends the entry to the log. May be called once." },
 	{ "end", work_end, METH_O,
-	  "end(ok): ends the work, successfully or not. Later calls do nothing." },
+	  "end(ok): records that the work has ended, successfully or not, so that the log goes on. "
+	  "Later calls do nothing." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -76,7 +78,9 @@ static PyType_Slot work_slots[] = {
 	{ Py_tp_dealloc, work_dealloc },
 	{ Py_tp_methods, work_methods },
 	{ Py_tp_getset, work_getset },
-	{ Py_tp_doc, "LogWork(key, kind): an entry of the log whose work Python does" },
+	{ Py_tp_doc,
+	  "LogWork(key, kind): an entry of the log whose work Python does. `key` is the real path "
+	  "as bytes, `kind` one of WORK_*." },
 	{ 0, NULL },
 };
 
@@ -87,7 +91,8 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 	uint64_t number;
 	int rc, after_good;
 
-	/* Called on a daemon thread of the package, which gets no signals. */
+	/* Called on a thread of the package. Python runs signal handlers on the main thread only,
+	 * so this thread may wait without slices. */
 	rc = sfr_py_unlocked(sfr_log_work_next(SFR_FOREVER, &number, &after_good));
 	if (rc == SFR_ECLOSED)
 		Py_RETURN_NONE;
@@ -100,7 +105,8 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 static PyMethodDef functions[] = {
 	{ "log_work_next", log_work_next, METH_NOARGS,
 	  "log_work_next() -> (number, after_good): waits until external work is at the head of "
-	  "the log; None if the log is being stopped." },
+	  "the log. `after_good` is False if the last save before it failed. None if the log is "
+	  "being stopped." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,13 +1,14 @@
 /* Observer: marks the storages of a save that may be deferred.
  *
  * A storage of an optimizer is deferred if its verdict is DEFERRABLE and the optimizer still owns
- * it as at the enrolment: a new walk meets each of the tensors over it, and its memory is at the
- * same address. The storages of a memory owner are deferred because that owner says so. */
+ * it as at the enrolment: a new walk meets all the same tensors over it, and its memory is at the
+ * same address. The storages of a memory owner are deferred because that owner asks for it. */
 #include "observer/observer.h"
 #include "sfr/source.h"
 
-/* Counts, for each watched storage, the tensors over it that the optimizer still has. Asks for an
- * enrolment (`wanted`) if the optimizer has other tensors. */
+/* Counts, for each watched storage, the tensors over it that the optimizer still has (nr_owned).
+ * Asks for an enrolment (`wanted`) if the optimizer has more unknown tensors than the last
+ * enrolment passed over. */
 static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
 {
 	struct sfr_py_table *t = &self->table;
@@ -24,7 +25,7 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 			continue;
 		}
 		if (entry->epoch == self->epoch)
-			continue;
+			continue; /* this walk has met it before */
 		entry->epoch = self->epoch;
 		watch = &t->watches[entry->watch];
 		if (sfr_py_identity_of(tensor) != watch->cdata) { /* it has another storage now */
@@ -41,8 +42,8 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 		self->wanted = 1;
 }
 
-/* Appends a tensor to the lists of those whose versions are checked after the copy. 0, or -1 with
- * an exception set. */
+/* Appends a tensor over storage number `index` (an int) to the lists of tensors whose versions are
+ * checked after the copy. 0, or -1 with an exception set; the lists may then have new items. */
 static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
 {
 	PyObject *version;
@@ -50,25 +51,26 @@ static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObjec
 	int ret = 0;
 
 	version = sfr_py_version_of(tensor, &count) ? NULL : PyLong_FromUnsignedLongLong(count);
-	if (!version || PyList_Append(marks->owners, index) ||
+	if (!version || PyList_Append(marks->storage_numbers, index) ||
 	    PyList_Append(marks->tensors, tensor) || PyList_Append(marks->versions, version))
 		ret = -1;
 	Py_XDECREF(version);
 	return ret;
 }
 
-/* Defers a storage whose tensors were added from `start` on, unless adding them has failed
- * (`ret`). */
-static int defer_one(const struct sfr_py_marks *marks, PyObject *index, struct sfr_source *row,
-		     Py_ssize_t start, int ret)
+/* Defers storage number `index`, after its tensors were appended with add_tensor; `start` is the
+ * length of the lists before that. If add_tensor has `failed`, or this function does, the storage
+ * stays captured. Its tensors then need no check and are taken off the lists. 0, or -1 with an
+ * exception set. */
+static int finish_deferring(const struct sfr_py_marks *marks, PyObject *index,
+			    struct sfr_source *row, Py_ssize_t start, int failed)
 {
-	PyObject *const lists[] = { marks->owners, marks->tensors, marks->versions };
+	PyObject *const lists[] = { marks->storage_numbers, marks->tensors, marks->versions };
 
-	if (!ret && !PyList_Append(marks->indices, index)) {
+	if (!failed && !PyList_Append(marks->indices, index)) {
 		row->lane = SFR_LANE_HOST;
 		return 0;
 	}
-	/* The storage is captured, so its tensors need no check: take them off the lists. */
 	for (int i = 0; i < 3; i++) {
 		PyObject *type, *value, *trace;
 
@@ -83,25 +85,25 @@ static int defer_one(const struct sfr_py_marks *marks, PyObject *index, struct s
 static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 		       struct sfr_source *row, PyObject *index, const struct sfr_py_marks *marks)
 {
-	Py_ssize_t start = PyList_Size(marks->owners);
+	Py_ssize_t start = PyList_Size(marks->storage_numbers);
 	PyObject *tensor;
 	uint32_t i;
 	int ret = 0;
 
 	for (i = watch->first_tensor; i != SFR_PY_NONE && !ret; i = t->tensors[i].next) {
-		tensor = sfr_py_referent(t->tensors[i].ref);
+		tensor = sfr_py_referent(t->tensors[i].ref); /* alive: count_owned has met it */
 		if (!tensor)
 			return -1;
 		Py_INCREF(tensor);
 		ret = add_tensor(marks, index, tensor);
 		Py_DECREF(tensor);
 	}
-	return defer_one(marks, index, row, start, ret);
+	return finish_deferring(marks, index, row, start, ret);
 }
 
-/* Finds the row of a storage in the save: *row is NULL if the save does not have the storage.
- * *index receives a new reference to its number. 0, or -1 with an exception set. The row is looked
- * up each time, because objects that the lists release may run code that resizes the array. */
+/* Finds a storage in the save by its StorageImpl's address. Sets *row to its row, and *index to a
+ * new reference to its number; both are NULL if the save does not have it. 0, or -1 with an
+ * exception set. Rows are not kept between calls: a destructor may resize their array. */
 static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObject **index,
 		    struct sfr_source **row)
 {
@@ -121,10 +123,10 @@ static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObjec
 	return *index ? 0 : -1;
 }
 
-/* Returns 1 if the row of a save has the memory that was observed, else 0: then the save captures
- * the storage, and it must be enrolled again. */
-static int may_defer(struct sfr_py_observer *self, const struct sfr_py_watch *watch,
-		     const struct sfr_source *row)
+/* Returns 1 if the storage has, in this save, the memory that was observed. If it has other memory,
+ * returns 0 and asks for an enrolment; the save then captures the storage. */
+static int has_observed_memory(struct sfr_py_observer *self, const struct sfr_py_watch *watch,
+			       const struct sfr_source *row)
 {
 	if (row->addr != watch->addr || row->nbytes != watch->nbytes) {
 		self->wanted = 1; /* resized, or moved to shared memory */
@@ -133,7 +135,8 @@ static int may_defer(struct sfr_py_observer *self, const struct sfr_py_watch *wa
 	return 1;
 }
 
-/* Defers the storages that a save has and that may be deferred. 0, or -1 with an exception set. */
+/* Defers each storage of the save that is DEFERRABLE and whose tensors the optimizer still has. 0,
+ * or -1 with an exception set. */
 static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *marks)
 {
 	struct sfr_py_table *t = &self->table;
@@ -150,7 +153,7 @@ static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *ma
 			continue;
 		if (find_row(marks, watch->cdata, &index, &row))
 			return -1;
-		if (row && may_defer(self, watch, row))
+		if (row && has_observed_memory(self, watch, row))
 			ret = defer_watch(t, watch, row, index, marks);
 		Py_XDECREF(index);
 		if (ret)
@@ -177,13 +180,15 @@ int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *mark
 {
 	for (Py_ssize_t i = 0; i < PyList_Size(tensors); i++) {
 		PyObject *tensor = PyList_GetItem(tensors, i), *index = NULL;
-		Py_ssize_t start = PyList_Size(marks->owners);
+		Py_ssize_t start = PyList_Size(marks->storage_numbers);
 		struct sfr_source *row = NULL;
 		int ret = find_row(marks, sfr_py_identity_of(tensor), &index, &row);
 
 		if (!ret && row && row->lane == SFR_CAPTURED &&
-		    row->nbytes > SFR_PY_MEMORY_OWNER_MIN_NBYTES)
-			ret = defer_one(marks, index, row, start, add_tensor(marks, index, tensor));
+		    row->nbytes > SFR_PY_MEMORY_OWNER_MIN_NBYTES) {
+			ret = add_tensor(marks, index, tensor);
+			ret = finish_deferring(marks, index, row, start, ret);
+		}
 		Py_XDECREF(index);
 		if (ret)
 			return -1;

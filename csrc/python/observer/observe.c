@@ -1,30 +1,29 @@
-/* Observes storages: records their contents at the end of a step, and compares them at the next
- * gate.
+/* Observes storages in host memory: records samples of them at the end of a step, and compares
+ * these at the next step's gate. Storages on devices are handed to probes.c.
  *
  * An observation reads the `_version` of each tensor over the storage and three cache lines of its
- * bytes. Before that the storage is asked for its address, because it may have been resized or
- * freed meanwhile. All of that is cheap only in the caches, through which a step has just streamed
- * the whole state. So each observation prefetches what a later one will read, and a step has a
- * CPU-time budget. */
+ * bytes. Before that it asks the storage for its address, because the storage may have been resized
+ * or freed meanwhile. All of that is cheap only if it is in the processor's caches, from which the
+ * step has just evicted it. So each observation prefetches what a later one will read, and a step
+ * has a budget of CPU time. */
 #include "observer/observer.h"
 
 #include <string.h>
 
 #define NR_IMPL_LINES 3 /* lines of a TensorImpl: storage, sizes, version counter */
-#define AHEAD 8         /* how many storages ahead memory is prefetched */
+#define AHEAD 8         /* storages between the one observed and the one prefetched */
 #define BUDGET_EACH 16  /* storages between two checks of the clock */
-/* CPU time that a step may spend on observing, on average: 0.2 ms, or 1 % of the time since the
- * step before if that is more. After a step an observation has 0.6 to 1 us of cache and page-table
- * misses (measured; 0.2 us with everything warm), and a storage needs four observations. So an
- * enrolment adds an allowance, once, for the observations that follow it: 1,200 storages are
- * decided by the second gate after it. The first save that defers them gains more than all
- * observations cost. */
+/* CPU time that a step may spend on observing, on average: 1 % of the time since the previous step,
+ * but at least 0.2 and at most 2 ms. An observation takes 0.6 to 1 us (measured), mostly cache and
+ * page-table misses, and a storage needs four. So an enrolment adds an allowance once: with it
+ * 1,200 storages are decided by the second gate after the enrolment. The first save that defers
+ * them gains more than all observations cost. */
 #define STEP_MIN_NS 200000u
 #define STEP_MAX_NS 2000000u
 #define STEP_SHARE 100    /* a hundredth of the time between two steps */
 #define ENROLLED_NS 3000u /* for each undecided storage */
 #define ENROLLED_MAX_NS 4000000u
-/* The same in time of a device: a storage needs four probes, in two cycles, of 2 us each. */
+/* The allowance in time of a device: a storage needs four probes of 2 us each, in two cycles. */
 #define ENROLLED_DEVICE_NS 8000u
 #define ENROLLED_DEVICE_MAX_NS 10000000u
 
@@ -36,28 +35,34 @@ uint64_t sfr_py_clock_ns(clockid_t id)
 	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* Adds one step's share to the credit, which is what observing may cost until the next step ends.
- * At most three shares add up; an enrolment's allowance above that is kept until it is spent. */
+/* Adds a step's share to a credit, up to three shares. A credit that is already larger, because of
+ * an enrolment's allowance, does not grow. */
+static void add_share(uint64_t *credit_ns, uint64_t share)
+{
+	uint64_t most = *credit_ns > 3 * share ? *credit_ns : 3 * share;
+
+	*credit_ns = *credit_ns + share < most ? *credit_ns + share : most;
+}
+
+/* Adds the share of the step that ends now to both credits. The credits are the time that observing
+ * may take until the next step ends. */
 static void grant_credit(struct sfr_py_observer *self)
 {
 	uint64_t now = sfr_py_clock_ns(CLOCK_MONOTONIC);
-	uint64_t share = (now - self->stepped_ns) / STEP_SHARE, most;
+	uint64_t share = (now - self->stepped_ns) / STEP_SHARE;
 
 	if (share < STEP_MIN_NS)
 		share = STEP_MIN_NS;
 	if (share > STEP_MAX_NS)
 		share = STEP_MAX_NS;
 	self->stepped_ns = now;
-	most = self->credit_ns > 3 * share ? self->credit_ns : 3 * share;
-	self->credit_ns = self->credit_ns + share < most ? self->credit_ns + share : most;
-	most = self->device_credit_ns > 3 * share ? self->device_credit_ns : 3 * share;
-	self->device_credit_ns =
-		self->device_credit_ns + share < most ? self->device_credit_ns + share : most;
+	add_share(&self->credit_ns, share);
+	add_share(&self->device_credit_ns, share);
 }
 
-/* A span of observing, and its budget. The budget is CPU time, because a thread that is off the CPU
- * does not use the training's time. Reading CPU time is a system call of 0.5 us, so it is read only
- * when the wall clock, which is cheap, says that the time is over. */
+/* A stretch of observing, and its budget. The budget is CPU time, because time in which the thread
+ * is not scheduled should not count. Reading CPU time is a system call of 0.5 us, so it is read
+ * only when as much wall time, which is cheap to read, has passed. */
 struct span {
 	uint64_t wall, cpu; /* both clocks at its start, in ns */
 	uint64_t budget;
@@ -75,7 +80,7 @@ static int span_is_over(const struct span *s)
 	       sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu >= s->budget;
 }
 
-/* Subtracts the time spent from the credit. */
+/* Subtracts the CPU time since the start from the credit, down to 0. */
 static void span_end(const struct span *s, uint64_t *credit_ns)
 {
 	uint64_t spent = sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu;
@@ -83,8 +88,8 @@ static void span_end(const struct span *s, uint64_t *credit_ns)
 	*credit_ns -= spent < *credit_ns ? spent : *credit_ns;
 }
 
-/* Returns the address of one of the three lines that are read: start, middle, end. They are apart,
- * because every watched storage is larger than 4 KiB. */
+/* Returns the address of one of the three lines that are read: the first (`i` 0), one in the middle
+ * (1) or the last (2). They do not overlap, because a watched storage is larger than 4 KiB. */
 static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 {
 	uint64_t at = watch->addr;
@@ -118,9 +123,9 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 }
 
 /* Returns 1 if every tensor over the storage is alive and still has this memory, so that its bytes
- * may be read; 0 if not, or if torch does not tell. It may be another storage at the same address:
- * defer() checks that, so what was learned of a freed storage is never used. Leaves no exception
- * set. */
+ * may be read; 0 if not, or if torch cannot answer. The memory may belong to another storage by
+ * now, at the same address; that is harmless, because defer() compares the storages themselves.
+ * Leaves no exception set. */
 static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -146,8 +151,8 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	return 1;
 }
 
-/* Reads the version of each tensor over the storage, and stores it. With `compare` it must be the
- * stored one. Returns 1 if all could be read and were right, else 0. Leaves no exception set. */
+/* Reads and stores the version of each tensor over the storage. Returns 1, or 0 if a version cannot
+ * be read or, with `compare`, differs from the stored one. Leaves no exception set. */
 static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch, int compare)
 {
 	uint32_t i;
@@ -174,8 +179,9 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 	return 1;
 }
 
-/* Records the contents of one storage, and arms it. `fresh`: it was enrolled a moment ago, which
- * has checked its memory. A storage that cannot be recorded gets the verdict CAPTURED. */
+/* Records samples of one storage and arms it, or adds it to a probe if it is on a device. `fresh`:
+ * an enrolment has just checked its memory. A storage that cannot be recorded gets the verdict
+ * CAPTURED. */
 static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 {
 	struct sfr_py_table *t = &self->table;
@@ -196,8 +202,8 @@ static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 	self->armed[self->nr_armed++] = number;
 }
 
-/* Arms undecided storages from the cursor on, for at most half of the credit; the comparison takes
- * the other half. */
+/* Arms undecided storages in turn, from the cursor on, until half of the credit is spent. The other
+ * half is for the comparison. */
 void sfr_py_observer_record(struct sfr_py_observer *self)
 {
 	struct sfr_py_table *t = &self->table;
@@ -236,18 +242,21 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
 		    self->table.watches[i].device != 0)
 			nr_device++;
+	/* set before the recording, because each probe that it adds spends some */
 	self->device_credit_ns = allowance(nr_device, ENROLLED_DEVICE_NS, ENROLLED_DEVICE_MAX_NS);
 	for (i = 0; i < self->table.nr_watches; i++) {
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
 			record_one(self, i, 1);
 	}
+	/* set after it, because its CPU time does not count */
 	self->credit_ns = allowance(self->nr_undecided, ENROLLED_NS, ENROLLED_MAX_NS);
 	sfr_py_probes_end_step(self);
 	grant_credit(self);
 }
 
-/* Compares what the host can see of a storage (its memory's address, its versions) with what was
- * recorded. Returns 1 if it is unchanged; else 0, and the storage has the verdict CAPTURED. */
+/* Compares what the host can see of a storage (its memory's address, its tensors' versions) with
+ * what was recorded. Returns 1 if nothing has changed, so the bytes have to be compared. Otherwise
+ * returns 0; the storage then has a verdict. */
 static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_table *t = &self->table;
@@ -266,8 +275,8 @@ static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
 	return 0;
 }
 
-/* Compares one storage in host memory with its recorded contents, and gives the verdict if it
- * differs or has been the same often enough. */
+/* Compares one storage in host memory with its recorded samples. Gives the verdict CAPTURED if they
+ * differ, or DEFERRABLE if they were the same in enough cycles. */
 static void compare_one(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_watch *watch = &self->table.watches[number];
@@ -301,6 +310,6 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 			break;
 	}
 	span_end(&span, &self->credit_ns);
-	self->cursor = self->armed[n - 1] + 1; /* the next undecided one is after it */
+	self->cursor = self->armed[n - 1] + 1; /* go on after the last storage compared */
 	self->nr_armed = 0;
 }

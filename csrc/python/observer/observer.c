@@ -3,7 +3,7 @@
  * One Observer watches the storages of one optimizer: those of its trained parameters and of the
  * tensors in their state. A save may defer such a storage, to copy it under the next forward and
  * backward, if only the next step writes to it. That is learned by observation: the contents at the
- * end of a step must be unchanged at the next step's gate.
+ * end of a step must be unchanged at the next step's gate. The time between the two is a *cycle*.
  *
  *        enrol                record          compare: same, twice
  *   (new) ----> UNDECIDED --> (armed) ------------------------------> DEFERRABLE
@@ -14,28 +14,28 @@
  * it; only a new storage, or forget() (after load_state_dict), starts again. An observation covers
  * the `_version` of each tensor over the storage, and three cache lines of its bytes, because fused
  * kernels and `.data` do not count versions. A budget of CPU time of the calling thread bounds the
- * work in a step; a cursor continues where it ran out.
+ * work in a step; the next step continues with the storages that this one did not reach.
  *
  * Nothing here keeps memory alive. Tensors are held by weak references, and a storage by torch's
- * weak reference, which frees the bytes but keeps the StorageImpl's address from being used again.
- * So equal addresses (`_cdata`) mean the same storage.
+ * weak reference. With that the bytes may be freed, but the StorageImpl's address is not used
+ * again. So equal addresses (`_cdata`) mean the same storage.
  *
- * Everything runs under the interpreter lock, with the garbage collector off. So no Python code
- * runs in between, except for the destructor of an object. If a destructor calls the same observer,
- * `busy` makes the call do nothing: nothing is deferred or counted, and nothing waits.
+ * Everything runs under the interpreter lock, with the garbage collector off. So no other Python
+ * code runs meanwhile, except for the destructor of an object that is freed. If a destructor calls
+ * the same observer, `busy` makes that call return at once, as if there were nothing to do.
  *
  * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c stores it, observe.c
- * observes it, defer.c marks a save's storages; this file has the type.
+ * observes host memory, probes.c device memory, defer.c marks a save's storages; this file has the
+ * type.
  *
- * Observing costs more than 0.2 ms in an optimizer's first steps. After a step, one observation has
- * cache and page-table misses (0.6 to 1 us; 0.2 us warm), and a storage needs four. The budget is
- * the larger of 0.2 ms and 1 % of the step, at most 2 ms, and once after each enrolment 3 us a
- * storage, at most 4 ms. So 1,200 storages are decided by the third step; after that a step costs 6
- * us. */
+ * One observation takes 0.6 to 1 us after a step, because of cache and page-table misses, and a
+ * storage needs four. The budget of a step is the larger of 0.2 ms and 1 % of the step, at most 2
+ * ms. Each enrolment adds 3 us a storage once, at most 4 ms. So 1,200 storages are decided by the
+ * third step; after that a step costs 6 us. */
 #include "observer/observer.h"
 
-/* Makes other calls do nothing until leave(), and stops the garbage collector: then allocations run
- * no Python code, and collections that a thousand small objects would start come later. */
+/* Makes other calls of this observer do nothing until leave(). Turns the garbage collector off, so
+ * that allocations run no Python code and a thousand small objects start no collection. */
 static void enter(struct sfr_py_observer *self)
 {
 	self->busy = 1;
@@ -62,9 +62,9 @@ void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *w
 PyDoc_STRVAR(observer_enrol_doc,
 "enrol(param_groups, state, /)\n--\n\n"
 "Finds the storages that the optimizer owns now, and records samples of them; call it after a step.\n"
-"Storages known before keep their state. Returns a list of (serial, storage): storages that another\n"
-"observer watches too. They are captured here, and should be captured there. After an exception\n"
-"nothing is watched.");
+"Storages known before keep their state. Returns a list of (serial, storage), one for each storage\n"
+"that the observer with this serial watches too. This observer captures them; the caller has the\n"
+"other one capture() them. After an exception nothing is watched.");
 
 static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 {
@@ -120,7 +120,9 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 	if (self->busy)
 		Py_RETURN_FALSE;
 	self->nr_armed = 0;
-	self->busy = 1; /* not enter(): the interpreter lock may be released in between */
+	/* Not enter(): the call may release the interpreter lock, and other threads need the
+	 * garbage collector. */
+	self->busy = 1;
 	sfr_py_probes_harvest(self);
 	self->busy = 0;
 	if (wants_enrolment(self, groups, state))
@@ -135,8 +137,8 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_compare_doc,
 "compare()\n--\n\n"
-"Compares, at the next step's gate, the recorded samples with the memory, once. A storage that the\n"
-"budget leaves out stays undecided, and is recorded first the next time.");
+"Compares the recorded samples with the memory; call it at the next step's gate. Storages that the\n"
+"budget leaves out stay undecided, and are the first that the next stepped() records.");
 
 static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 {
@@ -162,9 +164,9 @@ static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_probe_doc,
 "probe(streams, /)\n--\n\n"
-"Queues copies of a few cache lines of the watched device storages, after the work on the\n"
-"streams. The streams wait for the copies, the host does not. `streams`: a tuple of\n"
-"(device, handle).");
+"Queues copies of a few cache lines of the watched device storages, after the work that is on the\n"
+"streams now. Later work on the streams waits for the copies, the host does not. `streams`: a tuple\n"
+"of (device, handle of its current stream).");
 
 static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 {
@@ -176,7 +178,7 @@ static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 	}
 	if (self->busy)
 		Py_RETURN_NONE;
-	self->busy = 1; /* not enter(): the interpreter lock is released in between */
+	self->busy = 1; /* not enter(), for the reason given in observer_stepped */
 	ret = sfr_py_probes_take(self, streams);
 	self->busy = 0;
 	if (ret)
@@ -186,9 +188,9 @@ static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 
 PyDoc_STRVAR(observer_present_doc,
 "present(name, function, /)\n--\n\n"
-"Makes observers call a function instead of reading an attribute of torch: \"is_cpu\" or\n"
-"\"device_index\" of tensors, \"is_shared\" or \"data_ptr\" of storages. None undoes that. For tests\n"
-"in which host memory counts as a device's.");
+"Makes observers call `function(object)` instead of reading an attribute of torch: \"is_cpu\" or\n"
+"\"device_index\" of tensors, \"is_shared\" or \"data_ptr\" of storages. None restores torch's own\n"
+"attribute. For tests in which host memory counts as a device's.");
 
 static PyObject *observer_present(PyObject *type, PyObject *args)
 {
@@ -203,8 +205,8 @@ static PyObject *observer_present(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_see_through_doc,
 "see_through(type, name, /)\n--\n\n"
-"Makes all observers watch the tensor in attribute `name` of each tensor of exactly this type, in\n"
-"place of the tensor itself. One type at a time.");
+"Makes all observers look at the tensor in attribute `name` of each tensor of exactly this type, in\n"
+"place of the tensor itself. A second type replaces the first.");
 
 static PyObject *observer_see_through(PyObject *type, PyObject *args)
 {
@@ -224,15 +226,15 @@ PyDoc_STRVAR(observer_defer_doc,
 "Marks the storages of a save that may be copied late: the optimizer still owns them, and they were\n"
 "found to change in its steps only. `marks`: a `memory_owners.Marks`.");
 
-/* Reads a tuple memory_owners.Marks, which keeps owning what is in it. 0, or -1 with an exception
- * set. */
+/* Sets *m to the fields of a tuple memory_owners.Marks, borrowed from it. 0, or -1 with an
+ * exception set. */
 static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
 {
 	PyObject *numbers;
 
 	if (!PyArg_ParseTuple(tuple, "OO!O!O!O!O!:marks", &numbers, &PyByteArray_Type, &m->rows,
-			      &PyList_Type, &m->indices, &PyList_Type, &m->owners, &PyList_Type,
-			      &m->tensors, &PyList_Type, &m->versions))
+			      &PyList_Type, &m->indices, &PyList_Type, &m->storage_numbers,
+			      &PyList_Type, &m->tensors, &PyList_Type, &m->versions))
 		return -1;
 	m->numbers = sfr_py_numbers_from(numbers);
 	return m->numbers != NULL ? 0 : -1;
@@ -284,7 +286,7 @@ PyDoc_STRVAR(observer_changed_doc,
 
 static PyObject *observer_changed(PyObject *type, PyObject *args)
 {
-	PyObject *tensors, *versions, *wanted;
+	PyObject *tensors, *versions, *version;
 	Py_ssize_t i, nr;
 
 	(void)type;
@@ -298,8 +300,8 @@ static PyObject *observer_changed(PyObject *type, PyObject *args)
 	for (i = 0; i < nr; i++) {
 		uint64_t now = 0, then = 0;
 
-		wanted = PyList_GetItem(versions, i);
-		then = wanted ? PyLong_AsUnsignedLongLong(wanted) : 0;
+		version = PyList_GetItem(versions, i);
+		then = version ? PyLong_AsUnsignedLongLong(version) : 0;
 		if (sfr_py_version_of(PyList_GetItem(tensors, i), &now) || now != then ||
 		    PyErr_Occurred()) {
 			PyErr_Clear(); /* without a version the tensor counts as changed */
@@ -313,7 +315,7 @@ static PyObject *observer_changed(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_capture_doc,
 "capture(storage, /)\n--\n\n"
-"Makes saves capture a storage, given by its StorageImpl's address, from now on.");
+"Makes saves capture a storage from now on. `storage` is its StorageImpl's address.");
 
 static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 {
@@ -330,8 +332,8 @@ static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 
 PyDoc_STRVAR(observer_forget_doc,
 "forget()\n--\n\n"
-"Starts again: nothing is deferred until the next enrolment and two cycles after it. The observer\n"
-"refers to no tensor until then.");
+"Stops watching everything. Nothing is deferred until the next enrolment and two cycles (from a\n"
+"step's end to the next gate) after it. Until that enrolment the observer refers to no tensor.");
 
 static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
 {
@@ -412,8 +414,8 @@ static PyMethodDef observer_methods[] = {
 
 PyDoc_STRVAR(observer_doc,
 "Observer(owned, serial, /)\n--\n\n"
-"Watches the storages of one optimizer. `owned` is a dict shared by all observers, `serial` a\n"
-"number of this one's own.");
+"Watches the storages of one optimizer. `owned` is a dict shared by all observers: storage ->\n"
+"serial of the observer that watched it first. `serial` is an int that no other observer has.");
 
 static PyType_Slot observer_slots[] = {
 	{ Py_tp_doc, (void *)observer_doc },

@@ -19,13 +19,13 @@ static inline PyObject *sfr_py_referent(PyObject *ref)
 #pragma GCC diagnostic pop
 }
 
-/* One attribute or method without arguments of torch's tensors or storages. The function behind the
- * descriptor is called directly if the type's own table names it (15-30 ns instead of 50-100); else
- * the attribute is read normally. */
+/* How to read one attribute of torch's tensors or storages, or call one method without arguments.
+ * If torch's type publishes a C function for it, that is called directly (15-30 ns instead of
+ * 50-100). Otherwise Python looks the name up. */
 struct sfr_py_access {
-	getter get; /* of an attribute; NULL: read it by name */
+	getter get; /* of an attribute; NULL: look it up by name */
 	void *closure;
-	PyCFunction call; /* of a method; NULL: call it by name */
+	PyCFunction call; /* of a method; NULL: look it up by name */
 	PyObject *name;
 	int is_method;
 };
@@ -34,7 +34,7 @@ struct sfr_py_access {
  * Observer, and kept, because torch can be loaded only once and never unloads. */
 struct sfr_py_torch {
 	PyTypeObject *tensor, *parameter; /* the exact types that may be deferred */
-	PyTypeObject *wrapper; /* the type that is seen through; NULL until it is known */
+	PyTypeObject *wrapper; /* a type of sfr_py_see_through, DTensor; NULL: none yet */
 	PyObject *str_local;   /* name of its attribute with the tensor that has the memory */
 	PyObject *free_weak;   /* UntypedStorage._free_weak_ref */
 	PyObject *str_params;
@@ -48,34 +48,36 @@ extern struct sfr_py_torch sfr_py_torch;
 
 /* Fills sfr_py_torch. 0, or -1 with an exception set. */
 int sfr_py_torch_init(void);
-/* Makes a function of one argument answer for one attribute, or (None) torch again: for tests that
- * present the host's memory as a device's. 0, or -1 with an exception set if there is no such
- * attribute. */
+/* For tests that present host memory as a device's: makes sfr_py_read call `function` with the
+ * object instead of reading the attribute `name`. None restores torch's own attribute. 0, or -1
+ * with an exception set if there is no such attribute. */
 int sfr_py_torch_present(PyObject *name, PyObject *function);
 /* Reads an attribute of an object, or calls a method of it. Returns a new reference, or NULL with
  * an exception set. */
 PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
-/* Reads a number in the same way. 0, or -1 with an exception set. */
+/* Sets *out to an attribute that is a number. 0, or -1 with an exception set. */
 int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out);
-/* Reads a truth value in the same way. 1, 0, or -1 with an exception set. */
+/* Returns the truth of an attribute: 1, 0, or -1 with an exception set. */
 int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
-/* Makes all observers see through tensors that are exactly of this type: `name` is the attribute
- * with the tensor that has the memory. Reading such a tensor here runs no Python code. 0, or -1
- * with an exception set. */
+/* Makes the functions below look at an inner tensor in place of a tensor of exactly this type: at
+ * the one in its attribute `name`, which has the memory. That runs no Python code. A second type
+ * replaces the first. 0, or -1 with an exception set. */
 int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
 /* Returns a new reference to the tensor that has the memory: `tensor` itself if it is exactly a
- * Tensor or a Parameter, the inner one if it is seen through. NULL without an exception for others:
- * subclasses may run Python code in any attribute, and nothing is known of what writes to them. */
+ * Tensor or a Parameter, or the inner tensor of a wrapper (sfr_py_see_through). Returns NULL
+ * without an exception for other objects: subclasses may run Python code in any attribute, and
+ * nothing is known about what writes to them. */
 PyObject *sfr_py_memory_of(PyObject *tensor);
-/* Returns whether sfr_py_memory_of gives a tensor. */
+/* Returns 1 if sfr_py_memory_of gives a tensor, else 0. */
 int sfr_py_has_memory(PyObject *tensor);
 /* Returns a new reference to the storage of that memory, or NULL with an exception set. */
 PyObject *sfr_py_storage_of(PyObject *tensor);
-/* Returns the address of its StorageImpl; 0 if there is none, as for sparse tensors. */
+/* Returns the address of that storage's StorageImpl; 0 if there is none, as for sparse tensors.
+ * Sets no exception. */
 uint64_t sfr_py_identity_of(PyObject *tensor);
-/* Returns in *out a number that grows with every write that torch counts, of the tensor or the one
- * inside. 0, or -1 with an exception set: the tensor has no memory, or is an inference tensor,
- * which counts nothing. */
+/* Sets *out to a number that grows with every write that torch counts, to the tensor or to its
+ * inner tensor. 0, or -1 with an exception set: the tensor has no memory, or is an inference
+ * tensor, for which torch counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
 #define SFR_PY_NONE UINT32_MAX /* as an index: no tensor */
@@ -84,30 +86,31 @@ int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
 struct sfr_py_refs {
 	PyObject **items; /* strong references */
-	size_t nr, cap;
+	size_t nr, cap;   /* items in use; items that there is room for */
 };
 
 struct sfr_py_walk {
 	struct sfr_py_refs found;  /* candidates: trained parameters and tensors of their state */
 	struct sfr_py_refs others; /* tensors of the groups that are not candidates */
-	int stateless;             /* the state has no entry */
+	int stateless;             /* Optimizer.state is empty */
 };
 
 /* Collects the tensors in `groups` (Optimizer.param_groups) and `state` (Optimizer.state). Runs no
- * Python code and allocates no Python object, so nothing changes meanwhile. Shapes that no
- * optimizer of torch has are ignored. 0, or -1 with an exception set (no memory); call
+ * Python code and allocates no Python object, so nothing changes meanwhile. Containers that are
+ * built as in no optimizer of torch are skipped. 0, or -1 with an exception set (no memory); call
  * sfr_py_walk_fini in either case. */
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk);
 void sfr_py_walk_fini(struct sfr_py_walk *walk);
-/* Returns a number that changes when a group, a parameter or a parameter's state is added or
- * removed. */
+/* Returns a cheap fingerprint of the two containers: it changes when a group, a parameter or a
+ * parameter's state is added or removed. */
 uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
-#define SFR_PY_DEVICE_MIN_NBYTES 65536 /* storages on a device up to this size are captured */
-#define SFR_PY_MEMORY_OWNER_MIN_NBYTES                                                             \
-	65536              /* the same for a memory owner's storages, on any device */
+/* Storages up to these sizes are always captured: an optimizer's on a device, and a memory owner's
+ * anywhere. */
+#define SFR_PY_DEVICE_MIN_NBYTES 65536
+#define SFR_PY_MEMORY_OWNER_MIN_NBYTES 65536
 #define SFR_PY_LINE 64     /* bytes of a cache line */
 #define SFR_PY_NR_CYCLES 2 /* cycles without a change until a storage may be deferred */
 #define SFR_PY_NR_LINES 3  /* lines that are read of each storage: start, middle, end */
@@ -116,14 +119,16 @@ enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 
 /* One storage that is watched. */
 struct sfr_py_watch {
-	PyObject *ident; /* int: the StorageImpl's address */
-	uint64_t cdata;  /* the same */
+	/* int: the StorageImpl's address, for which this watch has one of torch's weak references;
+	 * NULL: the watch has moved to another table */
+	PyObject *ident;
+	uint64_t cdata; /* the same address as a number */
 	uint64_t addr, nbytes;
 	uint32_t device;   /* 0: host memory; n: CUDA device n - 1, which the host cannot read */
 	uintptr_t wrapper; /* address of Python's storage object; only to prefetch */
-	uint32_t first_tensor; /* index; the others follow in the list of tensor.next */
+	uint32_t first_tensor; /* index of a tensor over it; tensor.next links the others */
 	uint32_t nr_tensors;
-	uint32_t epoch, nr_owned; /* walk number `epoch` has met nr_owned of its tensors */
+	uint32_t epoch, nr_owned; /* the last walk's number, and how many of the tensors it met */
 	uint8_t verdict;          /* enum sfr_py_verdict */
 	uint8_t nr_cycles;        /* comparisons so far, all without a change */
 };
@@ -132,7 +137,7 @@ struct sfr_py_watch {
 struct sfr_py_tensor {
 	PyObject *ref;          /* weak reference to the tensor */
 	uintptr_t tensor, impl; /* addresses of the tensor and its TensorImpl; only to prefetch */
-	uint64_t version;       /* as recorded */
+	uint64_t version;       /* its version counter at the last recording */
 	uint32_t watch, next;   /* index of its storage; the next tensor over it, or SFR_PY_NONE */
 	uint32_t epoch;         /* the number of the last walk that has met it */
 };
@@ -141,7 +146,8 @@ struct sfr_py_table {
 	struct sfr_py_watch *watches;
 	struct sfr_py_tensor *tensors;
 	uint32_t nr_watches, nr_tensors;
-	struct sfr_py_map by_storage, by_tensor; /* to indices of watches and tensors */
+	/* StorageImpl's address -> index in watches; tensor's address -> index in tensors */
+	struct sfr_py_map by_storage, by_tensor;
 };
 
 /* The probes of one device; probes.c has the states. */
@@ -156,10 +162,10 @@ enum sfr_py_probe_state {
 struct sfr_py_probe {
 	uint32_t device; /* as in a watch */
 	enum sfr_py_probe_state state;
-	struct sfr_probe *core;
-	struct sfr_probe_range *at; /* the memory of the storages that are probed */
-	uint32_t *asked;            /* their indices in the table */
-	uint32_t nr_asked, room;    /* their number; the length of both arrays */
+	struct sfr_probe *core;     /* NULL if BLIND from the start */
+	struct sfr_probe_range *at; /* the memory of the storages that this cycle probes */
+	uint32_t *asked;            /* the indices of these storages in the table */
+	uint32_t nr_asked, room;    /* how many they are; the room in both arrays */
 };
 #define SFR_PY_MAX_PROBES 16 /* storages on further devices stay undecided */
 
@@ -171,8 +177,10 @@ struct sfr_py_observer {
 	unsigned char (*lines)[SFR_PY_NR_LINES]
 			      [SFR_PY_LINE]; /* for each watch, the recorded lines */
 	uint32_t *armed; /* indices of watches that are recorded and not yet compared */
-	uint32_t nr_armed, nr_undecided, cursor, epoch;
-	/* tensors that the last enrolment found, and that can never be deferred */
+	uint32_t nr_armed, nr_undecided;
+	uint32_t cursor; /* index of the watch with which the next recording begins */
+	uint32_t epoch;  /* number of the last walk for a save */
+	/* how many tensors that can never be deferred the last enrolment found */
 	size_t nr_passed_over;
 	uint64_t size;             /* sfr_py_walk_size at the last enrolment */
 	uint64_t credit_ns;        /* CPU time that may be spent on observing now */
@@ -181,13 +189,13 @@ struct sfr_py_observer {
 	uint32_t nr_probes;
 	/* when the last step ended; before the first, when this object was made */
 	uint64_t stepped_ns;
-	int busy;   /* between enter() and leave(): other calls do nothing */
-	int wanted; /* an enrolment: what the optimizer owns has changed */
-	int forget; /* forget() was called: the table is dropped at the next enrolment */
-	int gc_was_on;
+	int busy;      /* between enter() and leave(): other calls do nothing */
+	int wanted;    /* an enrolment is needed: what the optimizer owns has changed */
+	int forget;    /* forget() was called: the table is dropped at the next enrolment */
+	int gc_was_on; /* before enter() */
 };
 
-/* Gives a storage its verdict. */
+/* Sets a storage's verdict, and counts in nr_undecided that it is decided. */
 void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
 			    enum sfr_py_verdict verdict);
 
@@ -195,55 +203,63 @@ void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *w
 struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *table, PyObject *tensor);
 /* Stops watching everything. An exception that is set stays set. */
 void sfr_py_observer_drop(struct sfr_py_observer *self);
-/* Finds what the optimizer owns now, and makes the table of it. For each storage that another
- * observer watches too, (that one's serial, storage) is appended to `clashes`. 0, or -1 with an
- * exception set and nothing watched. */
+/* Finds what the optimizer owns now, and makes a new table of it. For each storage that another
+ * observer watches too, appends (serial of that observer, storage) to the list `clashes`. 0, or -1
+ * with an exception set and nothing watched. */
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  PyObject *clashes);
 
 /* probes.c. All are called between enter() and leave(), except for sfr_py_probes_take.
  *
- * Adds a storage on a device to the next probe, if the budget allows. */
+ * Adds the watch with index `number`, a storage on a device, to that device's next probe, if the
+ * budget allows. */
 void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number);
-/* A step's storages have been added: their devices' first probes are due. */
+/* After the storages of a step have been added: makes the first probes of their devices due. */
 void sfr_py_probes_end_step(struct sfr_py_observer *self);
-/* The next step's gate is reached: the second probes are due. Storages for which `check_unchanged`,
- * which compares what the host can see, returns 0 are left out of them. */
+/* At the next step's gate: makes the second probes due. They leave out the storages for which
+ * `check_unchanged`, which compares what the host can see, returns 0. */
 void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
 			      int (*check_unchanged)(struct sfr_py_observer *self,
 						     uint32_t number));
-/* Gives verdicts on completed probes. Calls the driver: another thread may have the interpreter
- * lock meanwhile, so `busy` must be set. */
+/* Gives verdicts on the storages of completed probes. Asks the driver without the interpreter lock,
+ * so `busy` must be set. */
 void sfr_py_probes_harvest(struct sfr_py_observer *self);
-/* Returns whether no device waits for a probe or for a verdict. */
+/* Returns 1 if no device waits for a probe or for a verdict, else 0. */
 int sfr_py_probes_are_idle(const struct sfr_py_observer *self);
-/* Forgets probes, because the indices of storages change. */
+/* Drops what is being probed. Called when the indices of storages change. */
 void sfr_py_probes_reset(struct sfr_py_observer *self);
-/* Returns the devices that wait for a probe: a tuple of torch's numbers. */
+/* Returns a new tuple of torch's numbers of the devices that wait for a probe; NULL with an
+ * exception set. */
 PyObject *sfr_py_probes_due(struct sfr_py_observer *self);
-/* Takes the probes that are due, given a tuple of (device, stream). 0, or -1 with an exception
- * set. */
+/* Takes the probes that are due on the devices in `streams`, a tuple of (device, handle of its
+ * current stream). 0, or -1 with an exception set. */
 int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_probes_fini(struct sfr_py_observer *self);
 
-/* The storages of a save and its marks of deferred ones: memory_owners.Marks, borrowed. */
+/* The fields of a memory_owners.Marks, borrowed: the storages of a save, and lists of the deferred
+ * ones. */
 struct sfr_py_marks {
-	struct sfr_py_numbers *numbers;                  /* numbers of the storages */
-	PyObject *rows;                                  /* rows by number */
-	PyObject *indices, *owners, *tensors, *versions; /* lists to which the marks are appended */
+	struct sfr_py_numbers *numbers; /* StorageImpl's address -> number of the storage */
+	PyObject *rows;                 /* bytearray of struct sfr_source, by number */
+	PyObject *indices;              /* list of the deferred storages' numbers */
+	/* lists of equal length: the tensors over these storages, with the number of its storage
+	 * and the version counter of each */
+	PyObject *tensors, *storage_numbers, *versions;
 };
 
-/* defer.c. Mark the storages of a save that may be deferred: of an optimizer's (called between
- * enter() and leave()), or of a memory owner's. 0, or -1 with an exception set. */
+/* defer.c. Mark the storages of a save that may be deferred: sfr_py_observer_defer (between enter()
+ * and leave()) those of an optimizer, sfr_py_defer_memory_owner those of a memory owner's tensors.
+ * 0, or -1 with an exception set. */
 int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  const struct sfr_py_marks *marks);
 int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *marks);
 
-/* observe.c; all between enter() and leave(). record, after a step: records undecided storages
- * within the budget. record_all, after an enrolment: all of them, without the budget. */
+/* observe.c; all between enter() and leave(). sfr_py_observer_record runs after a step and records
+ * undecided storages within the budget; sfr_py_observer_record_all runs after an enrolment and
+ * records all of them. */
 void sfr_py_observer_record(struct sfr_py_observer *self);
 void sfr_py_observer_record_all(struct sfr_py_observer *self);
-/* At the next step's gate: compares recorded storages once, within the budget. */
+/* At the next step's gate: compares each recorded storage once, within the budget. */
 void sfr_py_observer_compare(struct sfr_py_observer *self);
 /* Returns a clock's time in nanoseconds. */
 uint64_t sfr_py_clock_ns(clockid_t id);

@@ -10,13 +10,13 @@
  * step later, or several if the host runs far ahead. Until then no other probe of that device
  * starts.
  *
- * Two whole cycles from a step's end to the next gate are probed: with one cycle, a buffer that is
- * written every other step would pass. Each cycle has to complete before the next one begins. So a
- * storage has its verdict after step 4 if the host waits for the device at every step. Each step
- * that the host runs ahead adds two.
+ * Two whole cycles, each from a step's end to the next gate, are probed: with one cycle, a buffer
+ * that is written every other step would pass. A cycle's copies have to complete before the next
+ * cycle begins. So a storage has its verdict after step 4 if the host waits for the device at every
+ * step. Each step that the host runs ahead of the device delays the verdict by two steps.
  *
  * If a probe fails or is impossible (a graph capture, a probe by another thread), its storages stay
- * undecided, and so captured.
+ * undecided, so saves capture them.
  *
  * The budget is time of the device: a probe of a storage is one small copy, for which the
  * training's stream waits. An enrolment adds an allowance once, because deferring gains many times
@@ -27,7 +27,8 @@
 #define PROBE_NS 2000u /* time of the device for one storage */
 #define NR_PROBES 2u   /* probes in a cycle */
 
-/* Returns the probe of a device, a new one if needed; NULL if there are too many devices. */
+/* Returns the probe of a device (as in a watch), which is made at the first call; NULL if there are
+ * too many devices. */
 static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t device)
 {
 	struct sfr_py_probe *probe = self->probes;
@@ -45,7 +46,8 @@ static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t devi
 	return probe;
 }
 
-/* Makes the arrays of a probe long enough for all storages. 0, or -1 without an exception set. */
+/* Makes the arrays of a probe long enough for all storages. 0, or -1 without an exception set if
+ * there is no memory. */
 static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	uint32_t room = self->table.nr_watches;
@@ -108,8 +110,8 @@ static void go_idle(struct sfr_py_probe *probe)
 	probe->nr_asked = 0;
 }
 
-/* Compares the copies of a completed cycle, and gives verdicts on storages that have changed, or
- * that were the same in enough cycles. */
+/* Compares the copies of a completed cycle. Gives the verdict CAPTURED on storages that have
+ * changed, and DEFERRABLE on those that were the same in enough cycles. */
 static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	for (uint32_t i = 0; i < probe->nr_asked; i++) {
@@ -133,6 +135,7 @@ void sfr_py_probes_harvest(struct sfr_py_observer *self)
 
 		if (probe->state != SFR_PY_IN_FLIGHT)
 			continue;
+		/* 1: the copies have completed; 0: not yet; negative: they never will */
 		done = sfr_py_unlocked(sfr_probe_done(probe->core));
 		if (done > 0)
 			give_verdicts(self, probe);
@@ -178,8 +181,9 @@ PyObject *sfr_py_probes_due(struct sfr_py_observer *self)
 	return tuple;
 }
 
-/* Takes the first or the second probe of a cycle on a stream. Calls the driver, and another thread
- * may have the interpreter lock meanwhile. */
+/* Takes the first or the second probe of a cycle, whichever is due, on a stream of its device. If
+ * that is impossible now, the cycle is dropped and another one may start. Releases the interpreter
+ * lock, because it calls the driver. */
 static void take_probe(struct sfr_py_probe *probe, uint64_t stream)
 {
 	int again = probe->state == SFR_PY_DUE_AGAIN, rc;

@@ -1,14 +1,16 @@
-/* Reads torch's tensors, and sees through tensors that only wrap another.
+/* Reads torch's tensors. Of a tensor that only wraps another, it reads the inner one.
  *
  * An observation reads a handful of attributes of each tensor, after every step. So attributes are
  * read through the getter functions that torch's types publish in their slots, bypassing the
  * interpreter.
  *
  * A DTensor has no memory of its own: its bytes are those of its local tensor, which is in a slot
- * of the object. Code owns, trains and writes it as the DTensor, so the DTensor is found, held and
- * asked for its gradient; the local tensor is asked for address and bytes. The DTensor's operators
- * write the local tensor below the layer that counts versions, and code that writes the local
- * tensor directly does not change the DTensor's count. So both counts are compared. */
+ * of the object. Optimizers have the DTensor, so the walk finds the DTensor, the table refers to
+ * it, and it is asked for its gradient. Its local tensor is asked for the address and the bytes.
+ *
+ * Each of the two counts only some of the writes. The DTensor's operators write to the local tensor
+ * below the layer that counts versions, and code that writes to the local tensor directly does not
+ * change the DTensor's count. So both counts are compared. */
 #include "observer/observer.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -19,8 +21,9 @@ struct sfr_py_torch sfr_py_torch;
 
 /* ---- reading ------------------------------------------------------------ */
 
-/* Prepares reading the attribute `name` of objects of `type`: with the function in the table of its
- * base class if `type` does not override it, else by name. 0, or -1 with an exception set. */
+/* Prepares reading the attribute `name` (or calling the method) of objects of `type`. Uses the C
+ * function that its base class publishes, unless there is none or `type` overrides it; then the
+ * name is looked up at each read. 0, or -1 with an exception set. */
 static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
 		       const char *name, int is_method)
 {
@@ -44,7 +47,7 @@ static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *b
 	return access->name ? 0 : -1;
 }
 
-/* Returns -1 as the number of a device that is not CUDA's. A build of torch for AMD calls its
+/* A getter that gives -1, which means that the device is not CUDA's. torch built for AMD calls its
  * devices "cuda" too, but they have another driver. */
 static PyObject *no_device(PyObject *tensor, void *closure)
 {
@@ -52,7 +55,8 @@ static PyObject *no_device(PyObject *tensor, void *closure)
 	return PyLong_FromLong(-1);
 }
 
-/* Prepares reading the number of a tensor's CUDA device. 0, or -1 with an exception set. */
+/* Prepares reading the number of a tensor's CUDA device; in a build of torch without CUDA it is
+ * always -1. 0, or -1 with an exception set. */
 static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *tensor,
 		       PyObject *base)
 {
@@ -79,6 +83,7 @@ int sfr_py_torch_init(void)
 
 	if (t->ready)
 		return 0;
+	/* Each look-up is made only if the previous one has succeeded; the last one tells. */
 	torch = PyImport_ImportModule("torch");
 	nn = torch ? PyImport_ImportModule("torch.nn") : NULL;
 	binding = nn ? PyImport_ImportModule("torch._C") : NULL;
@@ -128,7 +133,7 @@ out:
 	return ret;
 }
 
-/* A getter whose closure is the Python function that answers. */
+/* A getter that returns the result of the Python function `function`, its closure. */
 static PyObject *ask_function(PyObject *object, void *function)
 {
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
@@ -205,7 +210,7 @@ int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object)
 	return flag;
 }
 
-/* ---- seeing through ------------------------------------------------------- */
+/* ---- tensors that wrap another one ---------------------------------------- */
 
 static int is_plain_tensor(PyObject *object)
 {
@@ -298,7 +303,7 @@ int sfr_py_version_of(PyObject *tensor, uint64_t *out)
 		 (memory == tensor || !sfr_py_read_u64(&sfr_py_torch.version, memory, &inner)))
 		ret = 0;
 	if (!ret)
-		*out = own + inner; /* neither counter ever decreases */
+		*out = own + inner; /* changes with either, because neither ever decreases */
 	Py_XDECREF(memory);
 	return ret;
 }

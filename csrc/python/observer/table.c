@@ -9,6 +9,8 @@
 
 #define MIN_NBYTES 4096 /* host storages up to this size are always captured */
 
+/* Makes an empty table with room for `nr` tensors and as many storages. 0, or -1 with an exception
+ * set; call table_fini in either case. */
 static int table_init(struct sfr_py_table *t, size_t nr)
 {
 	memset(t, 0, sizeof(*t));
@@ -18,9 +20,9 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 		PyErr_NoMemory();
 		return -1;
 	}
-	return sfr_py_map_reserve(&t->by_storage, nr) || sfr_py_map_reserve(&t->by_tensor, nr) ?
-		       -1 :
-		       0;
+	if (sfr_py_map_reserve(&t->by_storage, nr) || sfr_py_map_reserve(&t->by_tensor, nr))
+		return -1;
+	return 0;
 }
 
 /* Stops watching a storage: drops torch's weak reference to it and, unless the current table still
@@ -82,7 +84,7 @@ struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *t, PyObject 
 	return &t->tensors[*index];
 }
 
-/* Adds a tensor over a watched storage. 0, or -1 with an exception set. */
+/* Adds a tensor over the storage with index `watch`. 0, or -1 with an exception set. */
 static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 {
 	struct sfr_py_tensor *entry = &t->tensors[t->nr_tensors];
@@ -104,8 +106,8 @@ static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	return 0;
 }
 
-/* Sets the device of the storage's memory. Returns nonzero if the storage can never be deferred,
- * because it is small, is shared with other processes, or is on a device that is not CUDA's. */
+/* Sets watch->device. Returns nonzero, perhaps with an exception set, if the storage can never be
+ * deferred: it is small, shared with other processes, or on a device that is not CUDA's. */
 static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -128,9 +130,10 @@ static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *st
 	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
 }
 
-/* Starts to watch a storage that is not in the table. Returns 1 if it was added, as the last of the
- * table, 0 if it can never be deferred, -1 with an exception set. A storage that another observer
- * watches must be captured by both: (that observer's serial, storage) is appended to `clashes`. */
+/* Starts to watch a storage that is not in the table. Returns 1 if it was added, as the table's
+ * last watch; 0 if it can never be deferred; -1 with an exception set. If another observer watches
+ * the storage too, both must capture it, because a step of either may write to it. Then (that
+ * observer's serial, storage) is appended to `clashes`. */
 static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
@@ -170,8 +173,8 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	return ret ? -1 : 1;
 }
 
-/* Moves the watch of a storage from the old table to this one, with what was observed so far.
- * Returns 1, or -1 with an exception set. */
+/* Moves the watch of a storage from the old table to `t`, as its last one, with what was observed
+ * so far. Its tensors are added again by the caller. Returns 1, or -1 with an exception set. */
 static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 {
 	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
@@ -187,8 +190,8 @@ static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 	return 1;
 }
 
-/* Returns whether a storage still has the same memory; resize_ and share_memory_ give it other
- * memory. */
+/* Returns 1 if a storage still has the memory that was observed, else 0: resize_ and share_memory_
+ * give it other memory. Leaves no exception set. */
 static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 {
 	uint64_t addr, nbytes;
@@ -200,8 +203,9 @@ static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 	return yes;
 }
 
-/* Adds one tensor, and its storage unless it is there, to the new table `t`. `stateless`: the
- * optimizer has no state. 0, or -1 with an exception set. */
+/* Adds a tensor to the new table `t`, and its storage if `t` does not have it yet. A tensor that
+ * can never be deferred is only counted (nr_passed_over). `stateless`: Optimizer.state is empty. 0,
+ * or -1 with an exception set. */
 static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     int stateless, PyObject *clashes)
 {
@@ -317,6 +321,7 @@ int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObje
 		enrol_other(&fresh, walk.others.items[i]);
 	ret = prepare_recording(self, &fresh);
 out:
+	/* Installed first: table_fini keeps the entries in `owned` that the current table has. */
 	old = self->table;
 	self->table = fresh;
 	table_fini(self, &old);

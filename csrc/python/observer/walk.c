@@ -12,6 +12,7 @@
 /* No optimizer of torch builds deeper state; the limit also ends cycles. */
 #define WALK_DEPTH 8
 
+/* Appends a new strong reference to an object. 0, or -1 with MemoryError set. */
 static int refs_push(struct sfr_py_refs *refs, PyObject *object)
 {
 	if (refs->nr == refs->cap) {
@@ -39,7 +40,8 @@ static void refs_fini(struct sfr_py_refs *refs)
 	memset(refs, 0, sizeof(*refs));
 }
 
-/* Returns the borrowed list of one group's parameters, or NULL. */
+/* Returns the list of group `i`'s parameters, borrowed. NULL, perhaps with an exception set, if the
+ * group is not built as torch builds it. */
 static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 {
 	PyObject *group = PyList_GetItem(groups, i), *params;
@@ -52,7 +54,8 @@ static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth);
 
-/* A subclass that wraps other tensors, such as a quantized state, has them as attributes. */
+/* Walks the attributes of a tensor of a subclass, because one that wraps other tensors, such as a
+ * quantized state, has them there. 0 or -1 as walk_state. */
 static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 {
 	PyObject *attributes = PyObject_GenericGetDict(tensor, NULL);
@@ -67,8 +70,8 @@ static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 	return ret;
 }
 
-/* Pushes every tensor in a parameter's state that has memory (sfr_py_memory_of). 0, or -1 with an
- * exception set. */
+/* Appends every tensor in a parameter's state that has memory (sfr_py_has_memory) to `found`.
+ * `depth` is how many containers `value` is inside of. 0, or -1 with an exception set. */
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 {
 	PyObject *key, *item;
@@ -99,7 +102,7 @@ static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 	return 0;
 }
 
-/* Pushes every tensor of the groups, in order. 0, or -1 with an exception set. */
+/* Appends every parameter of the groups to `params`, in order. 0, or -1 with an exception set. */
 static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 {
 	Py_ssize_t i, j;
@@ -131,6 +134,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	walk->stateless = PyDict_Size(state) == 0;
 	if (walk_groups(groups, &params) || sfr_py_map_reserve(&trained, params.nr))
 		goto out;
+	/* Trained parameters are those that require a gradient. */
 	for (i = 0; i < params.nr; i++) {
 		uintptr_t address = (uintptr_t)params.items[i];
 		int flag = sfr_py_has_memory(params.items[i]) ?
@@ -151,6 +155,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 		if (refs_push(&walk->found, key) || walk_state(value, &walk->found, 0))
 			goto out;
 	}
+	/* Parameters without state: if no parameter has any, a trained one is a candidate too. */
 	for (i = 0; i < params.nr; i++) {
 		uint64_t *has_state = sfr_py_map_find(&trained, (uintptr_t)params.items[i]);
 

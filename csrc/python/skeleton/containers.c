@@ -2,11 +2,11 @@
  *
  * Most containers of a checkpoint are plain dicts and lists, and most of their contents are
  * tensors, which copies.c finds and makes. In Python each container takes some microseconds and
- * each entry a tenth of a microsecond, while the main thread waits for the call. So plain dicts,
- * lists and (for walking) tuples are handled here, and everything else in Python.
+ * each entry a tenth of a microsecond, for which the training waits. So plain dicts, lists and (for
+ * walking) tuples are handled here, and everything else in Python.
  *
- * Python code called from here may change a container meanwhile, so each loop goes over a list of
- * its own. */
+ * Python code called from here may change a container meanwhile, so each loop goes over a list that
+ * was copied from the container. */
 #include "skeleton/skeleton.h"
 
 /* ---- walking -------------------------------------------------------------------- */
@@ -34,10 +34,11 @@ static int mark_met(PyObject *seen, PyObject *node)
 }
 
 /* Walks into the nodes: gives the plain tensors to the collector, walks into plain containers, and
- * appends everything else to `out`. 0, or -1 with an exception set. */
+ * appends everything else to the list `out`. `seen` is the set of ids of the containers that were
+ * met. 0, or -1 with an exception set. */
 static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
 
-/* Does the same for one object that is not a plain tensor. */
+/* Does the same for one node that is not a plain tensor. */
 static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
 	PyObject *inner = values_of(node);
@@ -83,17 +84,17 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args)
 
 /* ---- rebuilding -------------------------------------------------------------------- */
 
-/* The arguments of one call from Python. */
+/* The arguments of one call from Python, borrowed. */
 struct job {
-	PyObject *memo;  /* by id: an object's replacement */
-	PyObject *other; /* called for what is not rebuilt here */
+	PyObject *memo;  /* dict: id of a node -> its replacement */
+	PyObject *other; /* function: node -> its replacement, for nodes not rebuilt here */
 };
 
 /* Returns a new reference to the replacement of a node, or NULL with an exception set. */
 static PyObject *rebuilt(const struct job *job, PyObject *node);
 
-/* Fill a new container with the replacements of an old one's contents. 0, or -1 with an exception
- * set. */
+/* Fill the new container `made` with the replacements of what is in the old one, `node`. 0, or -1
+ * with an exception set. */
 static int fill_dict(const struct job *job, PyObject *made, PyObject *node)
 {
 	PyObject *items = PyDict_Items(node);
@@ -127,18 +128,21 @@ static int fill_list(const struct job *job, PyObject *made, PyObject *node)
 	return rc;
 }
 
-/* Makes a new container, entered in the memo before it is filled, because it may contain itself. */
+/* Returns a new dict or list with the replacements, or NULL with an exception set. The memo (at
+ * `key`) has it before it is filled, because the container may contain itself. */
 static PyObject *rebuilt_container(const struct job *job, PyObject *node, PyObject *key)
 {
 	bool is_dict = PyDict_CheckExact(node);
 	PyObject *made = is_dict ? PyDict_New() : PyList_New(0);
+	int rc;
 
 	if (!made || PyDict_SetItem(job->memo, key, made) < 0 ||
 	    Py_EnterRecursiveCall(" while a tree is made again") != 0) {
 		Py_XDECREF(made);
 		return NULL;
 	}
-	if ((is_dict ? fill_dict : fill_list)(job, made, node) < 0)
+	rc = is_dict ? fill_dict(job, made, node) : fill_list(job, made, node);
+	if (rc < 0)
 		Py_CLEAR(made);
 	Py_LeaveRecursiveCall();
 	return made;
@@ -154,14 +158,18 @@ static PyObject *rebuilt(const struct job *job, PyObject *node)
 		return node;
 	}
 	key = PyLong_FromVoidPtr(node);
-	made = key ? PyDict_GetItemWithError(job->memo, key) : NULL;
+	if (!key)
+		return NULL;
+	made = PyDict_GetItemWithError(job->memo, key);
 	if (made)
 		Py_INCREF(made);
-	else if (key && !PyErr_Occurred())
-		made = PyDict_CheckExact(node) || PyList_CheckExact(node) ?
-			       rebuilt_container(job, node, key) :
-			       PyObject_CallFunctionObjArgs(job->other, node, NULL);
-	Py_XDECREF(key);
+	else if (PyErr_Occurred())
+		made = NULL;
+	else if (PyDict_CheckExact(node) || PyList_CheckExact(node))
+		made = rebuilt_container(job, node, key);
+	else
+		made = PyObject_CallFunctionObjArgs(job->other, node, NULL);
+	Py_DECREF(key);
 	return made;
 }
 

@@ -10,26 +10,27 @@
  *   - tensors that view a storage as another dtype than the first one over it,
  *   - storages that are empty or not a whole number of elements long.
  *
- * The new storages hold the object that owns the memory: one reference for all, dropped with the
- * last of them, on whatever thread that is.
+ * The new storages together have one reference to the object that owns the memory. It is dropped
+ * when the last of them is freed, on whatever thread that is.
  *
- * From Python, finding and making took 5 to 6 us a tensor: more than copying it, and more than
- * `.to("cpu", copy=True)`. torch 2.10 has no function for making tensors, so there torch.frombuffer
- * and set_ make them. */
+ * In Python, finding and making took 5 to 6 us a tensor: more than copying it, and more than
+ * `.to("cpu", copy=True)`. The C shim of torch 2.10 has no function that makes tensors, so there
+ * Python makes all of them. */
 #include <string.h>
 
 #include "skeleton/skeleton.h"
 
-/* Holds a Python object while storages use its memory. */
-struct owner_hold {
-	struct sfr_hold hold;
+/* Keeps a Python object alive while storages use its memory. */
+struct owner_keepalive {
+	struct sfr_keepalive keepalive;
 	PyObject *owner;
 };
 
-/* Drops the object, after the last storage is gone; without the interpreter lock, on any thread. */
-static void drop_owner(struct sfr_hold *hold)
+/* Drops the object, after the last storage is freed. Called on any thread, without the interpreter
+ * lock. */
+static void drop_owner(struct sfr_keepalive *keepalive)
 {
-	struct owner_hold *self = (struct owner_hold *)hold;
+	struct owner_keepalive *self = (struct owner_keepalive *)keepalive;
 	PyGILState_STATE gil;
 
 	if (!Py_IsInitialized())
@@ -40,20 +41,21 @@ static void drop_owner(struct sfr_hold *hold)
 	PyGILState_Release(gil);
 }
 
-/* Makes a hold of a Python object, with one count for the caller. NULL with an exception set. */
-static struct sfr_hold *hold_owner(PyObject *owner)
+/* Makes a keepalive with a reference to `owner`, and with one count for the caller. NULL with an
+ * exception set. */
+static struct sfr_keepalive *keep_owner(PyObject *owner)
 {
-	struct owner_hold *self = PyMem_Malloc(sizeof(*self));
+	struct owner_keepalive *self = PyMem_Malloc(sizeof(*self));
 
 	if (self == NULL) {
 		(void)PyErr_NoMemory(); /* always NULL */
 		return NULL;
 	}
-	self->hold.count = 1;
-	self->hold.last = drop_owner;
+	self->keepalive.count = 1;
+	self->keepalive.last = drop_owner;
 	Py_INCREF(owner);
 	self->owner = owner;
-	return &self->hold;
+	return &self->keepalive;
 }
 
 /* ---- collecting ---------------------------------------------------------------- */
@@ -82,7 +84,7 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 		PyObject *node = PySequence_GetItem(fast, i);
 		const uint64_t *known;
 		size_t number = 0;
-		bool exact;
+		bool exact, is_done;
 		int rc = 0;
 
 		if (node == NULL)
@@ -94,7 +96,8 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 			number = (size_t)*known;
 		else if (exact)
 			rc = sfr_py_enter_tensor(c, node, true, &number);
-		if (rc == 0 && (exact ? !c->found[number].plain : !is_atom(node)))
+		is_done = exact ? rc == 0 && c->found[number].plain : is_atom(node);
+		if (rc == 0 && !is_done)
 			rc = PyList_Append(others, node);
 		Py_DECREF(node); /* the sequence holds a reference */
 		if (rc != 0)
@@ -115,13 +118,14 @@ struct job {
 	struct sfr_py_collector *c;
 	char *base; /* memory of the copies */
 	Py_ssize_t len;
-	PyObject *offsets;   /* a list, by storage */
+	PyObject *offsets;   /* list, by storage: offset of its copy in the memory */
 	int64_t *rows, *end; /* rows for the bridge; the end of those so far */
-	uint32_t *made;      /* indices of the found tensors that have a row, in order */
-	size_t nr_made;
-	uint32_t *first; /* by storage: 1 + the number of the row that makes it; 0: none yet */
+	uint32_t *made;      /* for each row, in order: the index of the found tensor */
+	size_t nr_made;      /* the number of rows so far */
+	uint32_t *first;     /* by storage: 1 + the number of the first row over it; 0: none yet */
 };
 
+/* Allocates the arrays of a job. 0, or -1 with MemoryError set; call job_fini in either case. */
 static int job_init(struct job *job)
 {
 	const struct sfr_py_collector *c = job->c;
@@ -141,6 +145,7 @@ static int job_init(struct job *job)
 	return 0;
 }
 
+/* Frees a job's arrays. The job may be all zero except for `c`. */
 static void job_fini(struct job *job)
 {
 	PyMem_Free(job->rows);
@@ -148,8 +153,8 @@ static void job_fini(struct job *job)
 	PyMem_Free(job->first);
 }
 
-/* Returns whether all elements of the tensor are within the storage, which may have shrunk
- * since. */
+/* Returns whether all elements of a row's tensor are within its storage, as it should be. The user
+ * may have resized the storage without the tensor. */
 static bool is_within(const int64_t *row, uint64_t itemsize)
 {
 	const int64_t *sizes = row + SFR_ROW_HEADER, *strides = sizes + row[SFR_ROW_NDIM];
@@ -168,8 +173,8 @@ static bool is_within(const int64_t *row, uint64_t itemsize)
 	       reach <= (uint64_t)row[SFR_ROW_NBYTES];
 }
 
-/* Appends the row that makes a copy of found[index]. Returns 1, 0 if the tensor is left to Python,
- * or -1 with an exception set. */
+/* Appends the row from which the bridge makes a tensor like found[index] over the copy. Returns 1;
+ * 0 if the tensor is left to Python; -1 with an exception set. */
 static int add_row(struct job *job, uint32_t index)
 {
 	const struct sfr_py_found *found = &job->c->found[index];
@@ -180,8 +185,8 @@ static int add_row(struct job *job, uint32_t index)
 	Py_ssize_t offset;
 	int64_t *out = job->end;
 
-	/* Left to Python: a storage that has changed since it was copied, and a tensor of another
-	 * dtype than the first one over its storage. */
+	/* Left to Python: empty storages, those without a whole number of elements or that were
+	 * resized meanwhile, and tensors of another dtype than the first one over their storage. */
 	if (nbytes == 0 || nbytes % itemsize != 0 || (uint64_t)row[SFR_ROW_NBYTES] != nbytes ||
 	    !is_within(row, itemsize) ||
 	    (first != 0 && job->c->found[job->made[first - 1]].dtype != found->dtype))
@@ -222,9 +227,9 @@ static int leave_to_python(PyObject *left, const struct sfr_py_found *found)
 /* Makes the new tensor a Parameter if the old one is, and copies requires_grad. Returns 0, or -1
  * with an exception set.
  *
- * Assigns __class__, as torch does with lazy parameters. Parameter(tensor) would make a second
- * tensor and free the first. torch releases the interpreter lock when it frees a tensor, and each
- * release may cost a switch interval. */
+ * Assigns __class__, as torch does with lazy parameters. Parameter(tensor) would instead make a
+ * second tensor and free the first, and torch releases the interpreter lock when it frees a
+ * tensor. Each release may cost a switch interval. */
 static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found,
 		     PyObject *tensor)
 {
@@ -234,8 +239,8 @@ static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py
 	return found->requires_grad ? PyObject_SetAttrString(tensor, "requires_grad", Py_True) : 0;
 }
 
-/* Adds the new tensors to the dict `news`, by the ids of the old ones. Returns 0, or -1 with an
- * exception set. */
+/* Gives each of the bridge's `tensors` (a list, in the order of job->made) the class of the old
+ * one. Adds it to the dict `news` under the old one's id. 0, or -1 with an exception set. */
 static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 {
 	size_t i;
@@ -255,7 +260,8 @@ static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 	return 0;
 }
 
-/* Returns a new list: for each storage the tensor that made it, or None. */
+/* Returns a new list, by storage: the tensor with which the new storage was made, or None. NULL
+ * with an exception set. */
 static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 {
 	PyObject *list = PyList_New((Py_ssize_t)job->c->nr_storages);
@@ -291,7 +297,7 @@ static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *cons
 		sfr_py_bridge_drop(handles, nr);
 		return NULL;
 	}
-	/* If this fails, it is unknown which handles are left. */
+	/* If this fails, it is unknown which handles torch has consumed, so the others leak. */
 	tensors = PyObject_CallFunctionObjArgs(torch->item[SFR_PY_FROM_HANDLES], capsules, NULL);
 	Py_DECREF(capsules);
 	if (tensors != NULL && (!PyList_Check(tensors) || (size_t)PyList_Size(tensors) != nr)) {
@@ -307,26 +313,28 @@ static PyObject *make_tensors(const struct job *job, PyObject *owner)
 {
 	const struct sfr_py_torch_types *torch = job->c->torch;
 	void **handles = PyMem_Malloc((job->nr_made + 1) * sizeof(*handles));
-	struct sfr_hold *hold = handles != NULL ? hold_owner(owner) : NULL;
+	struct sfr_keepalive *keepalive = handles != NULL ? keep_owner(owner) : NULL;
 	PyObject *tensors = NULL;
 
 	if (handles == NULL)
 		(void)PyErr_NoMemory(); /* always NULL */
-	if (hold == NULL)
+	if (keepalive == NULL)
 		goto end;
-	if (sfr_py_bridge_make(job->rows, job->nr_made, hold, handles) == 0)
+	if (sfr_py_bridge_make(job->rows, job->nr_made, keepalive, handles) == 0)
 		tensors = wrap_handles(torch, handles, job->nr_made);
 	else
 		PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor");
-	sfr_hold_put(hold);
+	sfr_keepalive_put(keepalive);
 end:
 	PyMem_Free(handles);
 	return tensors;
 }
 
-/* copies(memory, offsets, with_bridge) -> (new tensors by id of the old ones, the first tensor of
- * each storage or None, [(tensor left to Python, number of its storage)]). Called after finish().
- * Without the bridge all tensors are left to Python. */
+/* copies(memory, offsets, with_bridge) -> (news, firsts, left). `news` is a dict of the new tensors
+ * by the ids of the old ones. `firsts` has for each storage the first new tensor over it, or None.
+ * `left` lists the tensors left to Python, as (tensor, number of its storage). Called after
+ * finish(). `memory` owns the copies and exports them as a buffer; `offsets` has, by storage, the
+ * offset of the copy in it. Without the bridge all tensors are left to Python. */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
 	struct job job = { .c = (struct sfr_py_collector *)self };

@@ -1,17 +1,18 @@
 /* Finds the markers of plain tensors in a finished pickle.
  *
- * It walks over the opcodes and notes the markers' offsets, how often each tensor occurs, and the
- * pickler's highest memo slot. Opcodes are parsed rather than searched for, because a marker's
- * bytes may occur in any string. A number directly before BINPERSID is always a marker, because ids
- * from torch's own path are tuples. The table has the length of every opcode up to protocol 2. A
- * pickle that leaves its bounds, names an unknown tensor or does not end with STOP is refused. */
+ * A marker is `number BINPERSID`, which the pickler has written in place of a plain tensor. The
+ * scan notes the markers' offsets, how often each tensor occurs, and the pickler's highest memo
+ * slot. It parses all opcodes rather than searching for markers, because a marker's bytes may occur
+ * in any string. A number directly before BINPERSID is always a marker, because ids from torch's
+ * own path are tuples. A pickle is refused if an opcode exceeds its end, if a marker has the number
+ * of no plain tensor, or if it does not end with STOP. */
 #include <limits.h>
 #include <string.h>
 
 #include "skeleton/pickle.h"
 
-/* The length of an opcode and its argument: a number of bytes, one of these, or 0 if it is not in
- * protocol 2. */
+/* For each opcode up to protocol 2, the length of the opcode and its argument: a number of bytes or
+ * one of these constants. 0: there is no such opcode. */
 enum {
 	LINE = -1,   /* up to a newline */
 	LINES = -2,  /* up to the second newline */
@@ -37,7 +38,8 @@ static uint32_t load32(const unsigned char *p)
 	return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* Returns the bytes up to and including the next newline, 0 if there is none. */
+/* Returns the number of bytes up to and including the next newline; 0 if the `left` bytes at `p`
+ * have none. */
 static size_t line_len(const unsigned char *p, size_t left)
 {
 	const unsigned char *end = left == 0 ? NULL : memchr(p, '\n', left);
@@ -45,7 +47,8 @@ static size_t line_len(const unsigned char *p, size_t left)
 	return end == NULL ? 0 : (size_t)(end - p) + 1;
 }
 
-/* Returns the length of the opcode at `p` with its argument, 0 if it is invalid or truncated. */
+/* Returns the length of the opcode at `p` with its argument; 0 if there is no such opcode, or if it
+ * is longer than the `left` bytes of the pickle. */
 static size_t op_len(const unsigned char *p, size_t left)
 {
 	size_t len, second;
@@ -113,8 +116,8 @@ static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker one)
 
 int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 {
-	size_t at = 0, last = 0;
-	uint32_t top = 0;
+	size_t at = 0, last = 0;    /* offsets of this opcode and of the one before */
+	uint32_t nr_memo_slots = 0; /* one more than the highest slot so far */
 
 	scan->counts = PyMem_Calloc(job->nr_found + 1, sizeof(*scan->counts));
 	if (scan->counts == NULL) {
@@ -127,10 +130,10 @@ int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 
 		if (len == 0)
 			break;
-		if (p[0] == OP_BINPUT && (uint32_t)p[1] + 1 > top) {
-			top = (uint32_t)p[1] + 1;
-		} else if (p[0] == OP_LONG_BINPUT && load32(p + 1) + 1 > top) {
-			top = load32(p + 1) + 1;
+		if (p[0] == OP_BINPUT && (uint32_t)p[1] + 1 > nr_memo_slots) {
+			nr_memo_slots = (uint32_t)p[1] + 1;
+		} else if (p[0] == OP_LONG_BINPUT && load32(p + 1) + 1 > nr_memo_slots) {
+			nr_memo_slots = load32(p + 1) + 1;
 		} else if (p[0] == OP_BINPERSID) {
 			struct sfr_py_marker one = { last, at + 1 - last,
 						     number_of(job->in + last) };
@@ -145,7 +148,8 @@ int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 		} else if (p[0] == OP_STOP) {
 			if (at + 1 != job->len)
 				break;
-			scan->next_slot = top == 0 ? 1 : top; /* 0 means "no slot" */
+			/* never slot 0, because in the splice's memo 0 means "no slot" */
+			scan->next_slot = nr_memo_slots == 0 ? 1 : nr_memo_slots;
 			return 0;
 		}
 		last = at;

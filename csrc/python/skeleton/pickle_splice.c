@@ -2,23 +2,24 @@
  *
  * The pickler has written `number BINPERSID` for each plain tensor (skeleton.c), and pickle_scan.c
  * has found these markers. This file copies the bytes between them and replaces each marker by the
- * opcodes that rebuild the tensor. The memo slots after the pickler's last one keep what is used
- * again: a tensor that occurs more than once, and each constant (function, storage class, location
- * tag) at its first use.
+ * opcodes that rebuild the tensor. The slots of the pickle's memo after the pickler's last one
+ * store what is used again: a tensor that occurs more than once, and each constant (function,
+ * storage class, location tag).
  *
  * Only opcodes of protocol 2 are written, because torch's weights_only unpickler knows no others.
- * Of Python objects only strings are read, so no Python code runs. Room is reserved for a whole
- * tensor at a time, and its opcodes are then written without checks. */
+ * The only Python objects that are read are strings, so no Python code runs. Room is reserved for a
+ * whole tensor at a time, and its opcodes are then written without checks. */
 #include <string.h>
 
 #include "skeleton/pickle.h"
 
-/* The output buffer. */
+/* The output buffer: `len` bytes are written, and there is memory for `room`. */
 struct out {
 	unsigned char *mem;
 	size_t len, room;
 };
 
+/* UTF-8, borrowed from a str. */
 struct text {
 	const char *chars;
 	size_t len;
@@ -29,20 +30,21 @@ enum {
 	INT_ROOM = 10,     /* the most bytes of an int's opcodes */
 };
 
-/* Memo slots of constants; 0: not written yet (slot 0 is never ours). */
+/* Memo slots that the splice has used: where each constant or tensor is stored. 0: it is not stored
+ * yet; the splice never uses slot 0. */
 struct memo {
-	uint32_t next;
+	uint32_t next; /* the next free slot */
 	uint32_t rebuild_tensor, rebuild_parameter, ordered_dict, storage;
 	uint32_t storage_class[SFR_PY_MAX_DTYPES];
 	struct {
 		PyObject *location;
 		uint32_t slot;
-	} location[16]; /* further locations are written out each time */
+	} location[16]; /* a tag that has no room here is written out each time */
 	uint32_t nr_locations;
-	uint32_t *tensor; /* by tensor */
+	uint32_t *tensor; /* by number of the found tensor */
 };
 
-/* Makes room for `len` more bytes; false if there is no memory. */
+/* Makes room for `len` more bytes. False with MemoryError set if there is no memory. */
 static bool reserve(struct out *out, size_t len)
 {
 	size_t wanted = out->room;
@@ -62,7 +64,7 @@ static bool reserve(struct out *out, size_t len)
 	return true;
 }
 
-/* The put functions below assume that there is room. */
+/* The functions put_* below append to the output, and assume that there is room (reserve). */
 static void put_bytes(struct out *out, const void *bytes, size_t len)
 {
 	memcpy(out->mem + out->len, bytes, len);
@@ -77,7 +79,7 @@ static inline void put_op(struct out *out, unsigned char op)
 /* Writes an opcode with an argument of `len` bytes, little-endian. */
 static inline void put_arg(struct out *out, unsigned char op, uint64_t arg, size_t len)
 {
-	/* a local copy, because the stores may alias `out` */
+	/* local, so that the compiler need not load out->mem again after each store */
 	unsigned char *to = out->mem + out->len;
 	size_t i;
 
@@ -136,7 +138,7 @@ static void put_get(struct out *out, uint32_t slot)
 		put_arg(out, OP_LONG_BINGET, slot, 4);
 }
 
-/* Stores the object that was written last in a new memo slot, and returns the slot. */
+/* Has the unpickler store the object that was written last in a new memo slot. Returns the slot. */
 static uint32_t put_keep(struct out *out, struct memo *memo)
 {
 	uint32_t slot = memo->next++;
@@ -171,7 +173,7 @@ static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot
 		write_global(out, memo, slot, module, name);
 }
 
-/* Writes an empty OrderedDict, which stands for a tensor's hooks. */
+/* Writes an empty OrderedDict: the tensor has no hooks. */
 static void put_hooks(struct out *out, struct memo *memo)
 {
 	put_global(out, memo, &memo->ordered_dict, "collections", "OrderedDict");
@@ -199,7 +201,8 @@ static void put_location(struct out *out, struct memo *memo, PyObject *location,
 	}
 }
 
-/* Writes ('storage', torch.FloatStorage, '17', 'cpu', 1024) BINPERSID. */
+/* Writes the reference to a tensor's storage: for example ('storage', torch.FloatStorage, '17',
+ * 'cpu', 1024) BINPERSID, with the storage's number, location tag and number of elements. */
 static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
 			const struct sfr_py_found *tensor, const struct text *tag)
 {
@@ -228,8 +231,8 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 	put_op(out, OP_BINPERSID);
 }
 
-/* Makes room for one tensor and gets its location's tag. 0, or -1 with an exception set (a tag that
- * UTF-8 cannot encode). */
+/* Makes room for one tensor, and sets *tag to its storage's location tag. 0, or -1 with an
+ * exception set: MemoryError, or the tag cannot be encoded in UTF-8. */
 static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 			  const struct sfr_py_found *tensor, struct text *tag)
 {
@@ -245,7 +248,8 @@ static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 	return reserve(out, (size_t)len + tag->len + dtype->name_len) ? 0 : -1;
 }
 
-/* Writes the opcodes that rebuild one tensor. 0 or -1. */
+/* Makes room for one tensor and writes the opcodes that rebuild it. 0, or -1 with an exception
+ * set. */
 static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
 		      const struct sfr_py_found *tensor)
 {
@@ -292,7 +296,7 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 	if (sfr_py_scan(job, &scan) != 0)
 		goto fail;
 	memo.next = scan.next_slot;
-	/* a first estimate of the length */
+	/* an estimate: a tensor usually takes no more than 96 bytes */
 	if (!reserve(&out, job->len + 96 * scan.nr_markers + TENSOR_ROOM))
 		goto fail;
 	for (i = 0; i < scan.nr_markers; i++) {

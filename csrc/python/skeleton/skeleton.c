@@ -1,7 +1,7 @@
 /* The skeleton: an object's pickle, and the storages of its tensors.
  *
  * skeleton.py gives the C pickler (protocol 2) a Collector's persistent_id. For each object that
- * the pickler meets, it answers
+ * the pickler meets, persistent_id returns
  *
  *   a number   for a plain tensor (torch_types.c): its index in the list of found tensors;
  *   a tuple    for a storage: torch's own id, made by a Python function (torch's own path);
@@ -12,10 +12,10 @@
  * out as rows of struct sfr_source, and splice() writes the tensors into the pickle
  * (pickle_splice.c).
  *
- * A storage is identified by the address of its StorageImpl, never by that of its bytes. Every
- * tensor and storage found is kept alive, so that no address is reused: a __reduce__ makes
- * temporary ones. The pickler refers to the collector but not the reverse, so there is no cycle and
- * both are freed at once.
+ * A storage is identified by the address of its StorageImpl, never by that of its bytes. The
+ * collector keeps every tensor and storage alive that it finds. Otherwise those that a __reduce__
+ * makes temporarily would be freed, and their addresses used again. The pickler refers to the
+ * collector but not the reverse, so there is no cycle and both are freed at once.
  *
  * A snapshot has no pickler: its walk gives the collector the tensors (copies.c).
  *
@@ -61,7 +61,7 @@ static int is_storage(const struct sfr_py_collector *c, PyObject *object)
 	return PySet_Contains(c->torch->item[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
 }
 
-/* Answers the pickler about an object: see the head of this file. */
+/* Returns the persistent id of an object, as the head of this file explains. */
 static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -102,9 +102,10 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	return PyLong_FromSize_t(number);
 }
 
-/* add_storage(storage, identity, device, addr, dtype) -> number: a storage of torch's own path,
- * viewed as `dtype` (which torch never frees), in host memory (0), on CUDA device n - 1 (n), or
- * elsewhere (-1). With addr 0 it is not checked for views as two dtypes. */
+/* add_storage(storage, identity, device, addr, dtype) -> number. Adds a storage that torch's own
+ * path has met, and that the object views as `dtype`. `identity` is its StorageImpl's address.
+ * `device` is 0 for host memory, n for CUDA device n - 1, -1 for elsewhere. `addr` is the address
+ * of its bytes; with 0 they are not checked for views as two dtypes. */
 static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -130,9 +131,9 @@ static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 
 /* ---- after the pickler -------------------------------------------------------- */
 
-/* Counts the tensors that are objects of the tree. If a tensor was pickled by its own
- * __reduce_ex__, it may have made temporary tensors. Only the collector still holds those, and they
- * do not count. */
+/* Returns the number of tensors in the object that was pickled. The __reduce_ex__ of a tensor that
+ * is not plain may have made temporary tensors, which do not count. They are those to which only
+ * the collector still refers. */
 static size_t count_tensors(const struct sfr_py_collector *c)
 {
 	size_t count = 0, i;
@@ -149,7 +150,7 @@ static size_t count_tensors(const struct sfr_py_collector *c)
 /* Returns the numbers of the CUDA devices with storages, as a new tuple. */
 static PyObject *devices_of(const struct sfr_py_collector *c)
 {
-	uint64_t seen[16] = { 0 }; /* torch stores a device number in a byte */
+	uint64_t seen[16] = { 0 }; /* a bit for each number; torch stores a number in a byte */
 	PyObject *list = PyList_New(0), *number, *tuple;
 	size_t i;
 
@@ -170,8 +171,10 @@ static PyObject *devices_of(const struct sfr_py_collector *c)
 	return tuple;
 }
 
-/* finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices). `elsewhere` lists
- * storages that are neither in host memory nor on a CUDA device; their rows have no address. */
+/* finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices). `storages` is a
+ * list, `numbers` a Numbers, `rows` a bytearray of struct sfr_source by number, and `devices` a
+ * tuple of the numbers of CUDA devices with storages. `elsewhere` lists the numbers of storages
+ * that are neither in host memory nor on a CUDA device; their rows have no address. */
 static PyObject *collector_finish(PyObject *self, PyObject *unused)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -197,12 +200,11 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	sources = (struct sfr_source *)(void *)PyByteArray_AsString(rows);
 	for (i = 0; i < c->nr_storages; i++) {
 		const struct sfr_py_storage *entry = &c->storages[i];
+		bool readable = entry->on_host || entry->device != 0; /* by the core */
 
-		bool ours = entry->on_host || entry->device != 0;
-
-		sources[i] = (struct sfr_source){ ours ? entry->addr : 0, entry->nbytes,
+		sources[i] = (struct sfr_source){ readable ? entry->addr : 0, entry->nbytes,
 						  SFR_CAPTURED, entry->device };
-		if (ours)
+		if (readable)
 			continue;
 		number = PyLong_FromSize_t(i);
 		if (number == NULL)
@@ -259,7 +261,9 @@ static int collector_clear(PyObject *self)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 
-	while (c->nr_found != 0) /* the array stays valid whenever a finalizer runs */
+	/* Each item leaves the array before it is dropped, because dropping it may run Python code
+	 * that uses the collector. */
+	while (c->nr_found != 0)
 		Py_DECREF(c->found[--c->nr_found].object);
 	while (c->nr_storages != 0)
 		Py_XDECREF(c->storages[--c->nr_storages].location);
@@ -290,7 +294,8 @@ static void collector_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Allocates at once what the previous save needed in the end. 0, or -1 with MemoryError set. */
+/* Makes room for as many tensors as the previous save had, so that nothing has to grow step by
+ * step. 0, or -1 with MemoryError set. */
 static int make_room_as_before(struct sfr_py_collector *c)
 {
 	size_t nr = c->before.nr;
@@ -303,7 +308,8 @@ static int make_room_as_before(struct sfr_py_collector *c)
 		return -1;
 	if (sfr_py_grow((void **)&c->found, nr, &c->found_room, sizeof(*c->found)) != 0 ||
 	    sfr_py_grow((void **)&c->storages, nr, &c->storages_room, sizeof(*c->storages)) != 0 ||
-	    sfr_py_grow((void **)&c->order.steps, nr, &c->order.room, sizeof(*c->order.steps)) != 0)
+	    sfr_py_grow((void **)&c->order.entries, nr, &c->order.room,
+			sizeof(*c->order.entries)) != 0)
 		return -1;
 	return 0;
 }

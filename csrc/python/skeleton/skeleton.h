@@ -20,7 +20,8 @@
 
 /* ---- torch_types.c ------------------------------------------------------ */
 
-/* The objects of torch that TorchTypes needs. The names are its keyword arguments. */
+/* The objects of torch that TorchTypes needs: X(name of the enum constant, keyword argument of
+ * TorchTypes). A -> means a call: argument -> result. */
 #define SFR_PY_ITEM_LIST(X)                                                                        \
 	X(TENSOR, "tensor")                   /* torch.Tensor */                                   \
 	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                             \
@@ -32,7 +33,7 @@
 	X(DATA_PTR, "data_ptr")               /* storage -> its address */                         \
 	X(NBYTES, "nbytes")                   /* storage -> its length */                          \
 	/* functions */                                                                            \
-	X(WHERE, "where")                 /* tensor -> sfr_py_where, for all with its keys */      \
+	X(WHERE, "where")                 /* tensor -> sfr_py_where of all with its keys */        \
 	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
 	X(LOCATION, "location")           /* storage -> its location tag */                        \
 	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
@@ -64,30 +65,32 @@ struct sfr_py_dtype {
 	uint32_t itemsize;
 };
 
-/* Where the tensors with a set of dispatch keys are. */
+/* Where all tensors with the same dispatch keys are. */
 enum sfr_py_where { SFR_PY_NOT_PLAIN = -1, SFR_PY_ON_HOST, SFR_PY_ON_DEVICE };
 struct sfr_py_known_keys {
 	uint64_t keys;
 	enum sfr_py_where where;
 };
 
-/* The prefetch order: addresses to prefetch in the order in which a save met its tensors. They may
- * be stale. */
-struct sfr_py_step {
+/* The prefetch order: the addresses of what the last save met, in its order. They may be stale, and
+ * are only prefetched. */
+struct sfr_py_prefetch_entry {
 	uintptr_t tensor, impl;     /* the Python object and the TensorImpl */
-	uintptr_t wrapper, storage; /* the same of its storage */
-	uintptr_t holder;           /* the dict that the pickler entered before; 0: none */
+	uintptr_t wrapper, storage; /* of its storage: the Python object and the StorageImpl */
+	uintptr_t holder;           /* the dict met last before it, probably around it; 0: none */
 };
 struct sfr_py_prefetch_order {
-	struct sfr_py_step *steps; /* by found tensor */
+	struct sfr_py_prefetch_entry *entries; /* by number of the found tensor */
 	size_t nr, room;
 };
 
+/* The object TorchTypes. */
 struct sfr_py_torch_types {
 	PyObject_HEAD
 	PyObject *item[SFR_PY_NR_ITEMS];
 	descrgetfunc get[SFR_PY_NR_ITEMS]; /* tp_descr_get of the descriptors */
-	/* The C functions behind descriptors and methods, and their type; NULL if not in C. */
+	/* for descriptors and methods: the C function, and the type whose objects it takes; NULL if
+	 * there is none */
 	PyTypeObject *type[SFR_PY_NR_ITEMS];
 	const PyGetSetDef *getter[SFR_PY_NR_ITEMS];
 	PyCFunction method[SFR_PY_NR_ITEMS];
@@ -101,30 +104,32 @@ struct sfr_py_torch_types {
 	struct sfr_py_prefetch_order order; /* of the last save */
 };
 
-/* A tensor that the pickler met. */
+/* A tensor that the pickler or a walk met. */
 struct sfr_py_found {
-	PyObject *object;
-	const int64_t *row; /* from the bridge; NULL unless plain */
-	uint32_t storage;   /* number of its storage, if plain */
-	uint8_t dtype;      /* index in torch->dtype, if plain */
-	bool plain, parameter, requires_grad, on_host;
+	PyObject *object; /* a reference */
+	bool plain;       /* its pickle is known (torch_types.c); if not, the rest is unused */
+	bool parameter, requires_grad, on_host;
+	uint8_t dtype;      /* index in torch->dtype */
+	uint32_t storage;   /* number of its storage */
+	const int64_t *row; /* from the bridge; NULL if not plain */
 };
 
-/* Fills `found` for an exact Tensor or Parameter. The field found->plain says whether the splice
- * can write it, except for its dtype and storage, which sfr_py_describe checks. 0, or -1 with an
- * exception that must propagate. */
+/* Examines found->object, an exact Tensor or Parameter, and sets the four booleans. `plain` does
+ * not depend on dtype and storage yet; sfr_py_describe checks these. 0, or -1 with an exception
+ * that must propagate. */
 int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found);
-/* Clears the exception of a failed sfr_py_ask, whose tensor is then not plain: its __reduce_ex__
- * will raise what there is to raise. 0, or -1 if the exception must propagate. */
+/* Handles the exception of a failed sfr_py_ask. Usually clears it and returns 0: the caller treats
+ * the tensor as not plain, so that its __reduce_ex__ can raise the error. Returns -1, with the
+ * exception still set, if it must propagate: MemoryError, or not an Exception. */
 int sfr_py_clear_refusal(void);
 /* Returns the value of a getset descriptor for an object, or the result of a method without
  * arguments or of a function, without an attribute search. A new reference. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object);
-/* Does the same for an item whose value is a number. 0 or -1. */
+/* Sets *out to the same value, which is a number. 0, or -1 with an exception set. */
 int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out);
-/* Adds the type TorchTypes. 0 or -1. */
+/* Adds the type TorchTypes and the function learn_words. 0, or -1 with an exception set. */
 int sfr_py_add_torch_types(PyObject *module);
 
 /* ---- storages.c --------------------------------------------------------- */
@@ -133,61 +138,65 @@ int sfr_py_add_torch_types(PyObject *module);
 struct sfr_py_storage {
 	uint64_t identity; /* address of the StorageImpl */
 	uint64_t addr, nbytes;
-	PyObject *location; /* a str; NULL if only torch's own path has met the storage */
+	PyObject *location; /* a str; NULL if the storage came only through torch's own path */
 	PyObject *dtype;    /* borrowed: the dtype of the last check; NULL: none yet */
 	uint32_t device;    /* of struct sfr_source; 0 for the host and for elsewhere */
 	bool on_host;
 	bool known; /* addr and nbytes are set */
 };
 
-/* Memory for rows of the bridge, which do not move. */
+/* One allocation of memory for rows of the bridge. It never moves, because found[].row points into
+ * it. */
 struct sfr_py_rows {
 	struct sfr_py_rows *next;
 	size_t used, room; /* in words */
 	int64_t words[];
 };
 
-/* The results of one save's search. */
+/* The object Collector: what one save or snapshot has found so far. */
 struct sfr_py_collector {
 	PyObject_HEAD
 	struct sfr_py_torch_types *torch;
-	bool fast_path; /* false: something is active that only torch's own path handles */
-	/* storages of host memory, or of CUDA devices, have torch's own location tags, because no
-	 * package has registered others: then all storages of a device have the same */
+	/* false: no tensor is plain, because something is active that only torch's own path
+	 * handles, such as a dispatch mode */
+	bool fast_path;
+	/* no package has registered location tags of its own for storages in host memory, or on
+	 * CUDA devices; then all storages on one device have the same tag */
 	bool plain_cpu, plain_cuda;
-	/* bytes may be viewed as several dtypes, because they are not saved as they are */
+	/* the same bytes may be viewed as several dtypes; only torch.save refuses that */
 	bool any_dtypes;
 	struct sfr_py_found *found;
 	size_t nr_found, found_room;
 	struct sfr_py_map found_at; /* tensor -> number */
 	struct sfr_py_storage *storages;
 	size_t nr_storages, storages_room;
-	struct sfr_py_numbers *numbers; /* numbers of the storages */
+	struct sfr_py_numbers *numbers; /* StorageImpl -> number of the storage */
 	/* address of bytes -> dtype they are viewed as (borrowed) */
 	struct sfr_py_map dtype_at;
 	PyObject *storage_list;                     /* list of UntypedStorage, by number */
 	size_t tagged;                              /* the device storage that got a tag last */
-	struct sfr_py_rows *rows;                   /* found[].row points into them */
+	struct sfr_py_rows *rows;                   /* newest first */
 	struct sfr_py_prefetch_order before, order; /* of the previous save, and of this one */
-	uintptr_t holder;                           /* the dict met last */
-	bool finished;
+	uintptr_t holder;                           /* address of the dict met last; 0: none */
+	bool finished;                              /* finish() was called */
 };
 
 /* These functions return 0, or -1 with an exception set.
  *
- * Gives *number the number of a storage; one that is met for the first time is added. */
+ * Sets *number to the number of the storage with the StorageImpl at `identity`. A storage that is
+ * met for the first time is added, and the collector then keeps a reference to it. */
 int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
 			 bool on_host, size_t *number);
-/* Refuses bytes viewed as two dtypes, with torch's message. */
+/* Fails, with torch's message, if the bytes at `addr` were already met as another dtype. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
-/* Describes a plain tensor through the bridge and finds its storage. Clears `plain` if the dtype
- * has no legacy storage class, or the storage has no memory. */
+/* Describes a plain tensor through the bridge and finds its storage: sets its row, dtype and
+ * storage. Clears `plain` if the dtype has no legacy storage class, or the storage no memory. */
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
-/* Asks a storage for its address and length. */
+/* Asks a storage for its address and length, and stores them in its entry. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
-/* Gives an array room for `wanted` items of `item` bytes; *room gets that number. */
+/* Resizes an array to `wanted` items of `item` bytes, and sets *room to `wanted`. */
 int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item);
-/* Does the same for an array with `used` items, only if it is full: doubles it. */
+/* Makes room for one more item in an array with `used` items: doubles the array if it is full. */
 static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
 {
 	if (used < *room)
@@ -195,8 +204,8 @@ static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size
 	return sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item);
 }
 
-/* Adds a tensor that is met for the first time to the found ones; *number gets its index. `exact`:
- * its class is Tensor or Parameter itself. */
+/* Adds a tensor that is met for the first time to the found ones, examines and describes it, and
+ * sets *number to its index. `exact`: its class is Tensor or Parameter itself. */
 int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);
 
 /* ---- copies.c ----------------------------------------------------------- */
@@ -211,19 +220,22 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 
 /* ---- prefetch.c ------------------------------------------------------------ */
 
-/* Takes the last save's prefetch order, so that no other collector uses it meanwhile. */
+/* Moves the last save's prefetch order from TorchTypes to the collector, so that no other collector
+ * uses it meanwhile, and prefetches the first tensors. */
 void sfr_py_prefetch_order_take(struct sfr_py_collector *c);
-/* Prefetches later tensors, before the next one is examined. */
+/* Prefetches a tensor that the last save met some tensors later. Called before each is examined. */
 void sfr_py_prefetch_next(const struct sfr_py_collector *c);
-/* Appends the tensor that is about to be entered. 0, or -1 with an exception set. */
+/* Adds the tensor that gets the next number, and its storage (Python object `wrapper`, StorageImpl
+ * at `storage`), to this save's order. 0, or -1 with an exception set. */
 int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
 			      uint64_t storage);
-/* Leaves the prefetch order for the next save. */
+/* Moves this save's prefetch order to TorchTypes, for the next save. */
 void sfr_py_prefetch_order_leave(struct sfr_py_collector *c);
 void sfr_py_prefetch_order_fini(struct sfr_py_prefetch_order *order);
 
 /* ---- pickle_splice.c ----------------------------------------------------------- */
 
+/* The input of sfr_py_splice, all borrowed. */
 struct sfr_py_splice {
 	const unsigned char *in; /* the pickle, with `number BINPERSID` for plain tensors */
 	size_t len;

@@ -1,15 +1,15 @@
 /* The storages of found tensors.
  *
- * A storage is identified by the address of its StorageImpl and gets its number when it is met: in
- * a persistent id (torch's own path) or under a plain tensor. It is asked for address and length
- * once, either then or, if only torch's own path has met it, when the pickler is done.
+ * A storage is identified by the address of its StorageImpl. It gets its number when it is first
+ * met: in a persistent id (torch's own path) or under a plain tensor. It is asked for its address
+ * and length once: under a plain tensor at once, otherwise when the pickler is done.
  *
- * torch.save refuses bytes that are viewed as two dtypes, which it finds by their address. So does
- * check_dtype, whether a view comes from a persistent id or from a plain tensor. */
+ * torch.save refuses to save bytes that are viewed as two dtypes, and finds them by their address.
+ * So does sfr_py_check_dtype, for views from persistent ids and from plain tensors alike. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 
-enum { NR_WORDS = 4096 }; /* rows of a few hundred tensors at a time */
+enum { NR_WORDS = 4096 }; /* words to allocate at a time, for rows of a few hundred tensors */
 
 int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item)
 {
@@ -65,8 +65,8 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 	return -1;
 }
 
-/* Asks a storage for its address, which gives a copy-on-write storage its own memory, as in
- * torch.save. 0 or -1. */
+/* Asks a storage of `nbytes` bytes for its address. As in torch.save, this gives a copy-on-write
+ * storage its own memory. 0; or -1 with an exception set, also if it has a length but no memory. */
 static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint64_t nbytes,
 		       uint64_t *addr)
 {
@@ -113,7 +113,9 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 	return location;
 }
 
-/* Sets the location tag of a plain tensor's storage if needed. 0 or -1. */
+/* Sets the location tag of a plain tensor's storage, unless it has one. If no package makes tags of
+ * its own, torch need not be asked: the tag is "cpu", or that of the last storage on the same
+ * device. 0, or -1 with an exception set. */
 static int ask_location(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
@@ -135,7 +137,8 @@ static int ask_location(struct sfr_py_collector *c, size_t number)
 	return location != NULL ? 0 : -1;
 }
 
-/* Finds the CUDA device of a storage outside host memory, through a tensor over it. 0 or -1. */
+/* Sets the CUDA device of a storage outside host memory, unless it is set, by asking a tensor over
+ * it. 0, or -1 with an exception set. */
 static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tensor)
 {
 	PyObject *answer;
@@ -154,8 +157,8 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 	return 0;
 }
 
-/* Refuses a plain tensor that views its storage as another dtype than an earlier one did. 0 or
- * -1. */
+/* Fails if a plain tensor views its storage as another dtype than an earlier tensor did. 0, or -1
+ * with an exception set. */
 static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	PyObject *dtype = c->torch->dtype[tensor->dtype].dtype;
@@ -169,8 +172,8 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 	return sfr_py_check_dtype(c, entry->addr, dtype);
 }
 
-/* Returns the address of the storage's memory, or 0 if the bridge cannot tell or data_ptr is not
- * torch's own. */
+/* Returns the address of the memory of the tensor's storage. Returns 0 if the bridge has none, or
+ * if TorchTypes has a data_ptr that is not torch's own: then that one must be asked. */
 static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
@@ -181,8 +184,8 @@ static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sf
 				     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
 }
 
-/* Enters the new storage of a plain tensor. 1; 0 if it has no memory (for example, zeros that are
- * never materialised); -1 with an exception set. */
+/* Enters the storage of a plain tensor, which is met for the first time. Returns 1; 0 if it has no
+ * memory, such as zeros that torch has not allocated; -1 with an exception set. */
 static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
 		     uint64_t identity, size_t *number)
 {
@@ -198,11 +201,12 @@ static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tens
 		c->storages[*number].known = true;
 		rc = 1;
 	}
-	Py_XDECREF(storage); /* the list holds it */
+	Py_XDECREF(storage); /* storage_list has its own reference */
 	return rc;
 }
 
-/* Finds a plain tensor's storage. 1; 0 if it has no memory; -1 with an exception set. */
+/* Finds a plain tensor's storage, and sets its number, device and location tag. Returns 1; 0 if it
+ * has no memory; -1 with an exception set. */
 static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	uint64_t identity = sfr_py_storage_impl_of(tensor->object);
@@ -221,7 +225,8 @@ static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	return 1;
 }
 
-/* Returns room for a row of `words`, which does not move; NULL with MemoryError set. */
+/* Returns room for a row of `words` words, at the end of what c->rows uses; the caller counts the
+ * words that it has written. NULL with MemoryError set. */
 static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 {
 	struct sfr_py_rows *rows = c->rows;
@@ -242,11 +247,12 @@ static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 	return rows->words + rows->used;
 }
 
-/* Writes the tensor's row through the bridge. 1; 0 if torch refuses; -1 with an exception set. */
+/* Makes the tensor's row through the bridge. Returns 1; 0 if torch refuses; -1 with an exception
+ * set. */
 static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	struct AtenTensorOpaque *handle = sfr_py_handle_of(tensor->object);
-	/* three dimensions; the bridge says if it needs more */
+	/* first tried with room for three dimensions; the bridge returns what it needs */
 	int64_t words = 0, room = SFR_ROW_HEADER + 6;
 
 	tensor->row = row_room(c, room);
@@ -269,6 +275,7 @@ int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	int rc = write_row(c, tensor);
 	int64_t number = rc > 0 ? tensor->row[SFR_ROW_DTYPE] : -1;
 	uint8_t entry = number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->torch->dtype_at[number] : 0;
+	/* entry: 1 + the index of the dtype; 0: it is not in the table */
 
 	if (entry != 0) {
 		tensor->dtype = (uint8_t)(entry - 1);

@@ -16,11 +16,11 @@
  * else, including errors, is left to the tensor's own __reduce_ex__.
  *
  * torch derives layout, nesting, conj, neg, names and kind of device from the dispatch keys, so
- * they are the same for all tensors with the same keys. Python is asked about the first tensor with
- * a given set of keys (`where`); for others only the keys are compared (torch/words.h). The tensor
- * itself is asked for attributes, hooks and requires_grad, and the bridge for dtype and shape. None
- * of this releases the interpreter lock: while another thread computes, each release may cost a
- * switch interval. */
+ * these are the same for all tensors with the same keys. Python is asked about the first tensor
+ * with a given set of keys (the function `where`); of later tensors only the keys are compared
+ * (torch/words.h). The tensor itself is asked for attributes, hooks and requires_grad, and the
+ * bridge for dtype and shape. None of this releases the interpreter lock: while another thread
+ * computes, each release may cost a switch interval. */
 #include "skeleton/skeleton.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -35,7 +35,7 @@ PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item it
 		     PyObject *object)
 {
 	PyObject *named = torch->item[item];
-	PyTypeObject *type = torch->type[item]; /* NULL: not in C */
+	PyTypeObject *type = torch->type[item]; /* NULL: there is no C function */
 	const PyGetSetDef *def = torch->getter[item];
 
 	if (type != NULL && PyType_IsSubtype(Py_TYPE(object), type)) {
@@ -82,8 +82,9 @@ int sfr_py_clear_refusal(void)
 	return 0;
 }
 
-/* Asks Python where tensors with these keys are, and remembers the answer. 0, or -1 if an exception
- * must propagate. A refusal is not remembered. */
+/* Asks Python where tensors with keys->keys are, by the example of `tensor`. Sets keys->where and
+ * remembers it. If Python raises an exception, `where` is NOT_PLAIN and nothing is remembered. 0,
+ * or -1 if the exception must propagate. */
 static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 		     struct sfr_py_known_keys *keys)
 {
@@ -101,7 +102,8 @@ static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 	return 0;
 }
 
-/* Sets *where for a tensor, from what is known of its dispatch keys. 0 or -1 as above. */
+/* Sets *where for a tensor, from what is remembered of its dispatch keys if possible. 0, or -1 if
+ * an exception must propagate. */
 static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum sfr_py_where *where)
 {
 	struct sfr_py_known_keys known = { .keys = sfr_py_keys_of(tensor) };
@@ -122,7 +124,7 @@ static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum s
  * with an exception set. */
 static int has_extras(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found)
 {
-	/* __getstate__ returns None for a tensor without attributes, and makes no __dict__. */
+	/* None for a tensor without attributes. Reading __dict__ instead would create the dict. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
 
 	/* torch drops a Parameter's hooks silently, because it saves its `.data`. */
@@ -166,8 +168,8 @@ static int types_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-/* There is no tp_clear, because the items of a live object must never be NULL. The garbage
- * collector breaks a cycle at torch's own types instead. */
+/* There is no tp_clear, because the items of a live object must never be NULL. To break a cycle,
+ * the garbage collector clears another object of it. */
 static void types_dealloc(PyObject *self)
 {
 	struct sfr_py_torch_types *torch = (struct sfr_py_torch_types *)self;
@@ -185,7 +187,7 @@ static void types_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Takes the item called `name` from the keyword arguments. 0 or -1. */
+/* Takes an item from the keyword arguments. 0, or -1 with an exception set. */
 static int take_item(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_item item)
 {
 	PyObject *value = PyDict_GetItemString(kwargs, item_names[item]);
@@ -216,7 +218,7 @@ static void find_functions(struct sfr_py_torch_types *torch)
 			type ? PyObject_GetAttrString(torch->item[item], "__name__") : NULL;
 		const char *text = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
 
-		PyErr_Clear(); /* a Python function has none */
+		PyErr_Clear(); /* a Python function has no __objclass__ */
 		if (text != NULL && PyType_Check(type)) {
 			torch->type[item] = (PyTypeObject *)type; /* the item keeps it alive */
 			if (item >= SFR_PY_FIRST_GETTER)
@@ -229,8 +231,8 @@ static void find_functions(struct sfr_py_torch_types *torch)
 	}
 }
 
-/* Maps torch's number of a dtype to the next entry of the table; `sample` has one dimension. 0 or
- * -1. */
+/* Maps torch's number of a sample's dtype to the entry of the table that is filled next. `sample`
+ * is a tensor of one dimension. 0, or -1 with an exception set. */
 static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 {
 	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number;
@@ -247,8 +249,8 @@ static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 	return 0;
 }
 
-/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, a tensor of
- * it). */
+/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, a sample
+ * tensor). 0, or -1 with an exception set. */
 static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 {
 	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
@@ -335,7 +337,7 @@ static PyType_Spec types_spec = {
 	.slots = types_slots,
 };
 
-/* learn_words(samples) -> whether they were found; see torch/words.h. */
+/* learn_words(samples) -> bool: whether the words are found (sfr_py_words_learn). */
 static PyObject *learn_words(PyObject *module, PyObject *samples)
 {
 	(void)module;
@@ -346,8 +348,8 @@ static PyObject *learn_words(PyObject *module, PyObject *samples)
 
 static PyMethodDef functions[] = {
 	{ "learn_words", learn_words, METH_O,
-	  "learn_words(samples) -> bool: whether it was found out where torch keeps the words "
-	  "that are read from every tensor." },
+	  "learn_words(samples) -> bool: finds where torch keeps the words that are read from every "
+	  "tensor; False if it does not." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -7,10 +7,10 @@
  * serves every torch from 2.10 on.
  *
  * These functions are not torch operators. The dispatcher releases the interpreter lock around an
- * operator, and a tensor that loses its last reference outside Python meanwhile takes the lock back
- * to tell Python (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). While another
- * Python thread computes, each release may cost a switch interval. A direct call keeps the lock. It
- * also does not materialise conjugated or negated tensors. */
+ * operator, and a tensor whose last reference outside Python is dropped meanwhile takes the lock
+ * back (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). While another Python thread
+ * computes, each release may cost a switch interval. A direct call keeps the lock. It also does not
+ * materialise conjugated or negated tensors. */
 #include <Python.h>
 #include <dlfcn.h>
 
@@ -19,7 +19,7 @@
 
 #define LIBRARY "libtorch_cpu.so"
 
-/* Filled once, with the interpreter lock held; torch is never unloaded. */
+/* torch's functions, looked up once, with the interpreter lock held; torch is never unloaded. */
 #define POINTER(result, name, arguments) result(*name) arguments;
 static struct {
 	bool loaded;
@@ -27,7 +27,8 @@ static struct {
 } torch;
 #undef POINTER
 
-/* Returns the address of a function, or NULL, with an exception if it is `needed`. */
+/* Returns the address of a function. If there is none, returns NULL, with an ImportError set only
+ * if the function is `needed`. */
 static void *look_up(void *library, const char *name, bool needed)
 {
 	void *found = dlsym(library, name);
@@ -115,31 +116,33 @@ uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead)
 
 /* ---- make ------------------------------------------------------------------------- */
 
-static void put_hold(void *data, void *hold)
+static void put_keepalive(void *data, void *keepalive)
 {
-	(void)data; /* the hold keeps it */
-	sfr_hold_put(hold);
+	(void)data; /* the owner of the keepalive frees it */
+	sfr_keepalive_put(keepalive);
 }
 
-/* Makes a tensor with its own storage, which counts in the hold; or returns NULL. A failure leaks
- * the count, because torch may or may not have called the deleter. Memory that is never freed harms
- * less than memory that is freed while in use. */
+/* Makes a tensor with a storage of its own, over the row's memory, and counts that storage in
+ * `keepalive`. `sizes`, `strides` and `offset` replace the row's. Returns NULL if torch refuses;
+ * the count then stays, because torch may or may not have called the deleter. Memory that is never
+ * freed harms less than memory that is freed while in use. */
 static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, const int64_t *sizes,
 					     const int64_t *strides, int64_t offset,
-					     struct sfr_hold *hold)
+					     struct sfr_keepalive *keepalive)
 {
 	struct AtenTensorOpaque *made = NULL;
 
-	__atomic_add_fetch(&hold->count, 1, __ATOMIC_RELAXED);
+	__atomic_add_fetch(&keepalive->count, 1, __ATOMIC_RELAXED);
 	if (torch.torch_from_blob((void *)(uintptr_t)row[SFR_NEW_BASE], ndim, sizes, strides,
 				  offset, (int32_t)row[SFR_NEW_DTYPE],
 				  torch.aoti_torch_device_type_cpu(), -1, &made,
-				  torch.aoti_torch_layout_strided(), NULL, 0, put_hold, hold))
+				  torch.aoti_torch_layout_strided(), NULL, 0, put_keepalive,
+				  keepalive))
 		return NULL;
 	return made;
 }
 
-/* Makes a tensor over the storage of another one, or returns NULL. */
+/* Makes the row's tensor over the storage of `other`. NULL: torch refuses. */
 static struct AtenTensorOpaque *make_over(struct AtenTensorOpaque *other, const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
@@ -154,7 +157,8 @@ static struct AtenTensorOpaque *make_over(struct AtenTensorOpaque *other, const 
 	return made;
 }
 
-/* Returns how many elements of the storage the tensor spans, up to its last one. */
+/* Returns how many elements of the storage the tensor needs: one more than the index of its last
+ * element; 0 if it has no element. */
 static int64_t reach_of(const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
@@ -169,20 +173,21 @@ static int64_t reach_of(const int64_t *row)
 	return reach;
 }
 
-/* Makes the tensor of a row that does not share the storage of an earlier one. NULL: torch
- * refuses. */
-static struct AtenTensorOpaque *make_one(const int64_t *row, struct sfr_hold *hold)
+/* Makes the tensor of a row that does not share an earlier row's storage. NULL: torch refuses.
+ *
+ * torch makes a storage just long enough for the tensor. If the row's storage is longer, a tensor
+ * over all of it is made first, then the row's tensor over the same storage. */
+static struct AtenTensorOpaque *make_one(const int64_t *row, struct sfr_keepalive *keepalive)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
 	const size_t itemsize = torch.aoti_torch_dtype_element_size((int32_t)row[SFR_NEW_DTYPE]);
 	const int64_t length = row[SFR_NEW_NBYTES] / (int64_t)itemsize;
 
-	/* torch makes the storage just long enough for the tensor. */
 	if (reach_of(row) == length)
 		return make_storage(row, ndim, row + SFR_NEW_HEADER, row + SFR_NEW_HEADER + ndim,
-				    row[SFR_NEW_OFFSET], hold);
+				    row[SFR_NEW_OFFSET], keepalive);
 	const int64_t stride = 1;
-	void *whole = make_storage(row, 1, &length, &stride, 0, hold);
+	void *whole = make_storage(row, 1, &length, &stride, 0, keepalive);
 	if (!whole)
 		return NULL;
 	struct AtenTensorOpaque *made = make_over(whole, row);
@@ -190,12 +195,13 @@ static struct AtenTensorOpaque *make_one(const int64_t *row, struct sfr_hold *ho
 	return made;
 }
 
-int sfr_py_bridge_make(const int64_t *row, size_t nr, struct sfr_hold *hold, void **tensors)
+int sfr_py_bridge_make(const int64_t *row, size_t nr, struct sfr_keepalive *keepalive,
+		       void **tensors)
 {
 	for (size_t i = 0; i < nr; i++) {
 		const int64_t over = row[SFR_NEW_OVER];
 
-		tensors[i] = over < 0 ? make_one(row, hold) : make_over(tensors[over], row);
+		tensors[i] = over < 0 ? make_one(row, keepalive) : make_over(tensors[over], row);
 		if (!tensors[i]) {
 			sfr_py_bridge_drop(tensors, i);
 			return -1;

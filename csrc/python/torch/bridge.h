@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The header that `describe` writes. */
+/* The header of rows that sfr_py_bridge_describe writes. */
 enum {
 	SFR_ROW_OFFSET, /* first element, in the storage */
 	SFR_ROW_NBYTES, /* length of the storage */
@@ -18,7 +18,7 @@ enum {
 	SFR_ROW_HEADER
 };
 
-/* The header that `make` reads. */
+/* The header of rows that sfr_py_bridge_make reads. */
 enum {
 	/* index of an earlier row of the same dtype whose storage it shares; -1: a storage of its
 	 * own */
@@ -31,45 +31,47 @@ enum {
 	SFR_NEW_HEADER
 };
 
-/* Keeps memory while storages use it. Each storage counts one, and so does the maker: with __atomic
- * operations, from any thread. The last one calls `last`, on any thread, without the interpreter
- * lock. */
-struct sfr_hold {
+/* Keeps memory alive while storages use it: `count` is the number of these storages, plus one while
+ * the code that makes them runs. Any thread may change the count, with __atomic operations. The
+ * thread that drops it to 0 calls `last`, which frees the memory, without the interpreter lock. */
+struct sfr_keepalive {
 	uint64_t count;
-	void (*last)(struct sfr_hold *self);
+	void (*last)(struct sfr_keepalive *self);
 };
 
-static inline void sfr_hold_put(struct sfr_hold *hold)
+static inline void sfr_keepalive_put(struct sfr_keepalive *keepalive)
 {
-	if (__atomic_sub_fetch(&hold->count, 1, __ATOMIC_ACQ_REL) == 0)
-		hold->last(hold);
+	if (__atomic_sub_fetch(&keepalive->count, 1, __ATOMIC_ACQ_REL) == 0)
+		keepalive->last(keepalive);
 }
 
-/* A tensor as a handle of torch's C shim, an at::Tensor. Callers hold the interpreter lock, and no
- * function here releases it. */
+/* A tensor in torch's C shim: torch's at::Tensor, used by its address. Callers of the functions
+ * below hold the interpreter lock, and no function releases it. */
 struct AtenTensorOpaque;
 
 /* Finds torch's functions once, before any other call here. 0, or -1 with an ImportError set: torch
  * has not been imported or is too old. */
 int sfr_py_bridge_load(void);
 
-/* Writes a tensor's row of at most `room` words. Returns the words it needs (call again with more
- * room if that exceeds `room`), or -1 if torch refuses. */
+/* Writes a tensor's row, which has room for `room` words. Returns how many words the row needs, or
+ * -1 if torch refuses. If that exceeds `room`, nothing is written: call again with more room. */
 int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room);
 
-/* Returns the address of the tensor's storage, `ahead` bytes before the tensor's first element; a
- * copy-on-write storage has its own memory afterwards. 0 if there is no memory or no element, or
- * torch refuses. */
+/* Returns the address of the tensor's storage. `ahead` is how many bytes of the storage come before
+ * the tensor's first element. A copy-on-write storage has its own memory afterwards. Returns 0 if
+ * there is no memory or no element, or torch refuses. */
 uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead);
 
 /* Returns whether this torch makes tensors over given memory (from 2.11 on). */
 bool sfr_py_bridge_can_make(void);
 
-/* Makes a tensor in host memory for each row; the new storages keep `hold`. None requires a
- * gradient. 0; or -1, and there are no new tensors. */
-int sfr_py_bridge_make(const int64_t *rows, size_t nr, struct sfr_hold *hold, void **tensors);
+/* Makes a tensor over given host memory for each of `nr` rows, and stores their handles in
+ * `tensors`. The new storages count in `keepalive`. No tensor requires a gradient. 0; or -1, and
+ * there are no new tensors. */
+int sfr_py_bridge_make(const int64_t *rows, size_t nr, struct sfr_keepalive *keepalive,
+		       void **tensors);
 
-/* Releases handles that count one reference each, like those of `make`. */
+/* Releases `nr` handles, each of which counts one reference, like those of sfr_py_bridge_make. */
 void sfr_py_bridge_drop(void *const *tensors, size_t nr);
 
 #endif

@@ -1,13 +1,15 @@
 /* A map from addresses to numbers, for the collector and for observers.
  *
- * Keys are addresses (of tensors, StorageImpls or bytes), never 0, which marks an empty slot. Open
- * addressing in a power of two, at most half full; nothing is ever removed. A Python dict would
+ * Keys are addresses (of tensors, StorageImpls or bytes); key 0 marks an empty slot. The map is a
+ * hash table with open addressing, at most half full, and never removes a key. A Python dict would
  * need a new int object for each look-up. */
 #include "torch/map.h"
 
+/* Returns the index of the key's slot, or of the empty slot where it would be. There must be
+ * slots. */
 static size_t map_slot(const struct sfr_py_map *map, uint64_t key)
 {
-	/* Fibonacci hashing; objects are at least 16 bytes apart. */
+	/* Fibonacci hashing. The low four bits are dropped: objects are at least 16 bytes apart. */
 	size_t i = (size_t)((key >> 4) * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (map->room - 1);
 
 	while (map->slots[i].key != 0 && map->slots[i].key != key)
@@ -17,9 +19,12 @@ static size_t map_slot(const struct sfr_py_map *map, uint64_t key)
 
 uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key)
 {
-	size_t i = map->room == 0 ? 0 : map_slot(map, key);
+	size_t i;
 
-	return map->room == 0 || map->slots[i].key == 0 ? NULL : &map->slots[i].value;
+	if (map->room == 0)
+		return NULL;
+	i = map_slot(map, key);
+	return map->slots[i].key == 0 ? NULL : &map->slots[i].value;
 }
 
 int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr)

@@ -4,19 +4,20 @@
 
 #include "module.h"
 
-/* All zero is an empty map. */
+/* An empty map is all zero. Keys are addresses, and not 0. */
 struct sfr_py_map {
 	struct {
 		uint64_t key, value;
 	} *slots;
-	size_t used, room;
+	size_t used, room; /* the number of keys; of slots, a power of two or 0 */
 };
 /* Returns a pointer to the key's value, valid until a key is added; NULL if there is none. */
 uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key);
-/* Adds a new key. 0, or -1 with MemoryError set. */
+/* Adds a key that the map does not have. 0, or -1 with MemoryError set. */
 int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);
 /* Makes room for `nr` keys in all. 0, or -1 with MemoryError set. */
 int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr);
+/* Frees the slots, and makes the map empty. */
 void sfr_py_map_fini(struct sfr_py_map *map);
 
 #endif

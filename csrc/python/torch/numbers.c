@@ -5,7 +5,7 @@
  * storage whose hashes collide because addresses end in zeros. */
 #include "torch/numbers.h"
 
-/* One per process, because torch is in one interpreter. */
+/* The type, one for the whole process because torch supports only one interpreter. */
 static PyTypeObject *numbers_type;
 
 struct sfr_py_numbers *sfr_py_numbers_make(void)
@@ -21,7 +21,7 @@ struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object)
 	return NULL;
 }
 
-/* Numbers(addresses): numbers storages in the order of the list, from 0 on. */
+/* Numbers(addresses): the storage with the StorageImpl addresses[i] has the number i. */
 static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	struct sfr_py_numbers *self = NULL;

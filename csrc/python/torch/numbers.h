@@ -6,7 +6,7 @@
 
 struct sfr_py_numbers {
 	PyObject_HEAD
-	struct sfr_py_map map; /* address of a StorageImpl -> number, from 0 on */
+	struct sfr_py_map map; /* address of a StorageImpl -> number of the storage, from 0 on */
 };
 
 /* Makes an empty object, or returns NULL with an exception set. */

@@ -4,8 +4,8 @@
 
 #include "module.h"
 
-/* Return the getter, or the method without arguments, that the type itself has under `name`; NULL
- * if it has no such C function. */
+/* Return the getter of an attribute, and the C function of a method without arguments. Only the
+ * type itself is searched, not its bases. NULL if it has no such C function; sets no exception. */
 const PyGetSetDef *sfr_py_getter_of(PyTypeObject *type, const char *name);
 PyCFunction sfr_py_method_of(PyTypeObject *type, const char *name);
 

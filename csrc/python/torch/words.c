@@ -1,33 +1,37 @@
 /* Words of torch's memory that answer most questions about a tensor.
  *
- * torch keeps whether a tensor is dense, nested, conjugated, negated or named, and on what kind of
- * device, in one word of its TensorImpl, the dispatch keys. A second word is the address of its
- * StorageImpl. Asked as attributes, the same took some 2,500 instructions a tensor, most of them
- * for the Python objects of the answers. The stable ABI (shim.h) has no functions for these two
- * words, nor for getting from the Python object to the tensor. So the words are read from memory.
+ * One word of a TensorImpl, the dispatch keys, tells whether the tensor is dense, nested,
+ * conjugated, negated or named, and on what kind of device it is. A second word is the address of
+ * its StorageImpl. To read the same as Python attributes took some 2,500 instructions a tensor,
+ * most of them for the Python objects of the answers. The stable ABI (shim.h) has no functions for
+ * these two words, nor for getting from the Python object to the tensor. So the words are read from
+ * memory.
  *
- * Their offsets are never assumed. Once per process they are searched for in tensors of several
- * kinds whose words torch has reported. An offset counts if it has the right word in all of them.
- * So another layout is read correctly too. If a word is not found, nothing is read: `known` stays
- * false, and tensors are left to their own __reduce_ex__. */
+ * Their offsets are not assumed but searched for, once per process, in tensors of several kinds
+ * whose words torch has reported. An offset is taken if it has the right word in all of these
+ * tensors, so a torch with another layout is read correctly too. If a word is not found, nothing is
+ * read: `known` stays false, and tensors are left to their own __reduce_ex__. */
 #include "torch/words.h"
 
 enum {
 	MOST_SAMPLES = 8,
-	NR_OBJECT_WORDS = 6, /* of the Python object of a tensor: the shortest known size */
-	NR_IMPL_WORDS = 24,  /* of a TensorImpl: likewise */
+	/* how many words are searched: no more than the shortest objects of any known torch have */
+	NR_OBJECT_WORDS = 6, /* of a tensor's Python object */
+	NR_IMPL_WORDS = 24,  /* of a TensorImpl */
 };
 
 struct sfr_py_words sfr_py_words;
 
+/* A tensor, a capsule with its handle, and the words that torch has reported. */
 struct sample {
 	PyObject *tensor, *capsule; /* borrowed */
 	unsigned long long impl, keys, storage;
 };
 
-/* Returns the offset in bytes, after the first word, at which the memory at every bases[i] has the
- * word values[i]; 0: there is none in nr_words words. Reads nothing beyond the first such
- * offset. */
+/* Searches `nr` objects at the addresses `bases`. Returns the least offset, in bytes, at which each
+ * object i has the word values[i]; 0 if their first nr_words words have no such offset. The first
+ * word is not looked at, so 0 is never an answer. Reads nothing beyond the offset that it
+ * returns. */
 static size_t find_offset(const void *const *bases, const uint64_t *values, size_t nr,
 			  size_t nr_words)
 {
@@ -42,9 +46,9 @@ static size_t find_offset(const void *const *bases, const uint64_t *values, size
 	return 0;
 }
 
-/* Returns whether torch's handle points to a pointer to the TensorImpl, as it should: an at::Tensor
- * is just that pointer. */
-static bool is_pointer(const struct sample *sample)
+/* Returns whether the sample's handle points to a pointer to the TensorImpl. The files here rely on
+ * that: they use the address of an at::Tensor, which consists of this pointer, as a handle. */
+static bool is_handle_as_expected(const struct sample *sample)
 {
 	const void *handle = PyCapsule_GetPointer(sample->capsule, NULL);
 
@@ -61,7 +65,7 @@ static void learn(const struct sample *samples, size_t nr)
 	size_t i;
 
 	for (i = 0; i < nr; i++) {
-		if (!is_pointer(&samples[i]))
+		if (!is_handle_as_expected(&samples[i]))
 			return;
 		bases[i] = samples[i].tensor;
 		values[i] = samples[i].impl;

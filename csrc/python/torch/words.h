@@ -7,11 +7,12 @@
 
 #include "module.h"
 
-/* Offsets in bytes: of the at::Tensor in a tensor's Python object (one pointer to the TensorImpl),
- * and of the dispatch keys and the StorageImpl pointer in the TensorImpl. */
+/* Offsets in bytes of the words that are read. */
 struct sfr_py_words {
-	size_t tensor, keys, storage;
-	bool known; /* unless true, nothing below may be called */
+	size_t tensor;  /* in the Python object: the at::Tensor, a pointer to the TensorImpl */
+	size_t keys;    /* in the TensorImpl: the dispatch keys */
+	size_t storage; /* in the TensorImpl: the pointer to the StorageImpl */
+	bool known;     /* if false, the functions below must not be called */
 };
 extern struct sfr_py_words sfr_py_words;
 
@@ -23,8 +24,9 @@ static inline uint64_t sfr_py_word_at(const void *base, size_t offset)
 	return word;
 }
 
-/* For objects of torch's Tensor type or a subclass: returns the at::Tensor, a handle for torch's C
- * shim, borrowed from the object. */
+/* These functions take objects of torch's Tensor type or a subclass.
+ *
+ * Returns the object's at::Tensor, borrowed, which is a handle for torch's C shim. */
 static inline struct AtenTensorOpaque *sfr_py_handle_of(PyObject *tensor)
 {
 	return (struct AtenTensorOpaque *)((char *)tensor + sfr_py_words.tensor);
@@ -48,9 +50,10 @@ static inline uint64_t sfr_py_storage_impl_of(PyObject *tensor)
 	return sfr_py_word_at((const void *)sfr_py_impl_of(tensor), sfr_py_words.storage);
 }
 
-/* Searches for the words in samples: a list of (tensor, address of its TensorImpl, dispatch keys,
- * address of its StorageImpl, capsule with a handle of torch's C shim). 0, found or not; -1 with an
- * exception set. */
+/* Searches for the words in the samples, and sets sfr_py_words if all are found. `samples` is a
+ * list of tuples: tensor, address of its TensorImpl, dispatch keys, address of its StorageImpl,
+ * capsule with its handle of torch's C shim. 0, whether they are found or not; -1 with an exception
+ * set. */
 int sfr_py_words_learn(PyObject *samples);
 
 #endif
