@@ -185,8 +185,8 @@ static PyObject *load_open(PyObject *object, PyObject *unused)
 
 static PyMethodDef load_methods[] = {
 	{ "open", load_open, METH_NOARGS,
-	  "open(): waits for the saves and removes of the name that were submitted before, then "
-	  "opens the file that has the name at that point of the log. May be called once." },
+	  "open(): waits for the saves and removes of the path that were submitted before this load, "
+	  "then opens the file that is there. May be called once." },
 	{ "fileno", load_fileno, METH_NOARGS,
 	  "fileno() -> int: the descriptor, which the object owns and closes; -1 if it is not open." },
 	{ "close", load_close, METH_NOARGS,

@@ -62,7 +62,7 @@ out:
 	return result;
 }
 
-/* names(directory) -> (names, each ended by a zero byte, errno or 0). */
+/* names(directory) -> (bytes with all names, each ended by a zero byte; errno or 0). */
 static PyObject *names(PyObject *module, PyObject *args)
 {
 	const char *path;
@@ -85,7 +85,7 @@ static PyMethodDef functions[] = {
 	  "take_steps([(kind, path, bytes), ...]) -> (steps taken, errno of the step that failed, "
 	  "or 0)" },
 	{ "names", names, METH_VARARGS,
-	  "names(directory) -> (names, each ended by a zero byte, errno or 0)" },
+	  "names(directory) -> (bytes with all names, each ended by a zero byte; errno or 0)" },
 	{ NULL, NULL, 0, NULL },
 };
 

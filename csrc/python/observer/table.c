@@ -230,7 +230,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	}
 	storage = sfr_py_storage_of(tensor);
 	if (!storage || sfr_py_read_u64(&torch->cdata, storage, &cdata)) {
-		PyErr_Clear(); /* sparse tensors and the like have none */
+		PyErr_Clear(); /* sparse tensors, for example, have no storage */
 		self->nr_passed_over++;
 		goto out;
 	}

@@ -279,8 +279,8 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 	return list;
 }
 
-/* Makes Python tensors of new handles, which it consumes even on failure. Returns a new list, or
- * NULL with an exception set. */
+/* Makes Python tensors of new handles, which the caller must not use afterwards, even after a
+ * failure. Returns a new list, or NULL with an exception set. */
 static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *const *handles,
 			      size_t nr)
 {

@@ -269,6 +269,7 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 	put_int(out, row[SFR_ROW_OFFSET]);
 	put_tuple(out, row + SFR_ROW_HEADER, row[SFR_ROW_NDIM]);
 	put_tuple(out, row + SFR_ROW_HEADER + row[SFR_ROW_NDIM], row[SFR_ROW_NDIM]);
+	/* Inside a Parameter torch writes its `.data`, which requires no gradient. */
 	put_bool(out, tensor->requires_grad && !tensor->parameter);
 	put_hooks(out, memo);
 	put_op(out, OP_TUPLE);
@@ -276,7 +277,7 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 	if (tensor->parameter) {
 		put_bool(out, tensor->requires_grad);
 		put_hooks(out, memo);
-		put_op(out, OP_TUPLE1 + 2);
+		put_op(out, OP_TUPLE1 + 2); /* TUPLE3 */
 		put_op(out, OP_REDUCE);
 	}
 	return 0;

@@ -124,7 +124,7 @@ static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum s
  * with an exception set. */
 static int has_extras(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found)
 {
-	/* None for a tensor without attributes. Reading __dict__ instead would create the dict. */
+	/* __getstate__ gives None if there are no attributes. Reading __dict__ would create it. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
 
 	/* torch drops a Parameter's hooks silently, because it saves its `.data`. */
