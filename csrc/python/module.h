@@ -50,7 +50,8 @@ struct sfr_py_state *sfr_py_state_of(PyObject *object);
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
 /* Returns the error's message as a str; "" if nothing failed. */
 PyObject *sfr_py_error_text(const struct sfr_err *err);
-/* Does the same for a code from the operating system: -EINVAL and -ENOMEM are OSErrors too. */
+/* Does the same as sfr_py_raise, except that OSError is raised for -EINVAL and -ENOMEM too: for
+ * codes that come from the operating system. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
 /* Makes a Restore of an archive. It owns `check` (finished, with SFR_CHECK_KEEP), which is freed on
@@ -59,8 +60,8 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
-/* Does the same for a file of another format, whose records are the `nr` stretches in `v`, up to
- * offset `end`. `v` is only read in the call. */
+/* Makes a Restore of a file of another format, whose records are the `nr` stretches in `v`, up to
+ * offset `end`. `v` is only read in the call. Other arguments and results are as above. */
 struct sfr_stretch;
 PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
 				  uint64_t nr, uint64_t end, int fd, unsigned flags);

@@ -76,7 +76,7 @@ static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *s
 	return -1;
 }
 
-/* Does the same at the file's position, which it does not move. */
+/* Reads up to `len` bytes at the file's position, like read_some, without moving the position. */
 static int64_t read_here(struct sfr_py_file *self, char *to, size_t len)
 {
 	return read_some(sfr_py_state_of((PyObject *)self), &self->source, to, len, self->at);

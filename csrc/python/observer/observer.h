@@ -174,8 +174,8 @@ struct sfr_py_observer {
 	PyObject *owned;  /* dict shared by all observers: storage -> serial of the first owner */
 	PyObject *serial; /* int: this observer's name in `owned` */
 	struct sfr_py_table table;
-	unsigned char (*lines)[SFR_PY_NR_LINES]
-			      [SFR_PY_LINE]; /* for each watch, the recorded lines */
+	/* for each watch, the bytes of its cache lines at the last recording */
+	unsigned char (*lines)[SFR_PY_NR_LINES][SFR_PY_LINE];
 	uint32_t *armed; /* indices of watches that are recorded and not yet compared */
 	uint32_t nr_armed, nr_undecided;
 	uint32_t cursor; /* index of the watch with which the next recording begins */
@@ -195,7 +195,7 @@ struct sfr_py_observer {
 	int gc_was_on; /* before enter() */
 };
 
-/* Sets a storage's verdict, and counts in nr_undecided that it is decided. */
+/* Sets a storage's verdict, and corrects nr_undecided if the storage was undecided before. */
 void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
 			    enum sfr_py_verdict verdict);
 

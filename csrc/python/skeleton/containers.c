@@ -38,7 +38,7 @@ static int mark_met(PyObject *seen, PyObject *node)
  * met. 0, or -1 with an exception set. */
 static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
 
-/* Does the same for one node that is not a plain tensor. */
+/* Walks into one node that is not a plain tensor, like walk(). */
 static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
 	PyObject *inner = values_of(node);

@@ -100,7 +100,7 @@ struct sfr_py_torch_types {
 	uint8_t dtype_at[SFR_PY_MAX_NUMBERS];
 	struct sfr_py_known_keys known_keys[SFR_PY_MAX_KNOWN_KEYS];
 	uint32_t nr_known_keys;
-	PyObject *cpu;                      /* "cpu" */
+	PyObject *cpu;                      /* the str "cpu" */
 	struct sfr_py_prefetch_order order; /* of the last save */
 };
 
@@ -126,7 +126,7 @@ int sfr_py_clear_refusal(void);
  * arguments or of a function, without an attribute search. A new reference. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object);
-/* Sets *out to the same value, which is a number. 0, or -1 with an exception set. */
+/* Sets *out to what sfr_py_ask returns, a number. 0, or -1 with an exception set. */
 int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out);
 /* Adds the type TorchTypes and the function learn_words. 0, or -1 with an exception set. */

@@ -9,16 +9,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The header of rows that sfr_py_bridge_describe writes. */
+/* Indices of the words of the header that sfr_py_bridge_describe writes. */
 enum {
-	SFR_ROW_OFFSET, /* first element, in the storage */
+	SFR_ROW_OFFSET, /* of the first element in the storage */
 	SFR_ROW_NBYTES, /* length of the storage */
 	SFR_ROW_DTYPE,
 	SFR_ROW_NDIM,
-	SFR_ROW_HEADER
+	SFR_ROW_HEADER /* the number of words of the header */
 };
 
-/* The header of rows that sfr_py_bridge_make reads. */
+/* Indices of the words of the header that sfr_py_bridge_make reads. */
 enum {
 	/* index of an earlier row of the same dtype whose storage it shares; -1: a storage of its
 	 * own */
@@ -28,7 +28,7 @@ enum {
 	SFR_NEW_OFFSET,
 	SFR_NEW_DTYPE,
 	SFR_NEW_NDIM,
-	SFR_NEW_HEADER
+	SFR_NEW_HEADER /* the number of words of the header */
 };
 
 /* Keeps memory alive while storages use it: `count` is the number of these storages, plus one while
