@@ -86,19 +86,19 @@ def async_save(
     The call copies the state. With `overlap=True`, data that only the optimizer's step changes is
     copied after the call, during the next forward and backward, and the next step waits for that
     copy. Planning, writing and the commit run while training goes on, with collectives in a process
-    group of their own. Plans are kept, so the second save of a structure sends no plan. PyTorch's
-    `dcp.load` reads the checkpoint, on any number of ranks.
+    group of their own. Plans are kept: if names, types and shapes are those of an earlier save, the
+    ranks use its plan again. PyTorch's `dcp.load` reads the checkpoint, on any number of ranks.
 
-    One save is under way at a time. The next call waits for it, and raises its error unless the
-    future has already given it. A path that is saved to again always holds the complete old
-    checkpoint or the complete new one.
+    One save is under way at a time. The next call waits for that save to end. If it failed and its
+    future has not raised the error yet, the call raises it. A path that is saved to again always
+    holds the complete old checkpoint or the complete new one.
 
     Args:
         state_dict: As for DCP. `state_dict()` of each `Stateful` value is called.
         checkpoint_id: A directory, created with its parents if it is missing, or a URL such as
             "s3://bucket/step100", below which each rank sends its files.
-        process_group: The ranks that save, with a backend for the CPU; all ranks by default. If it
-            contains all ranks, only its timeout is used, for a gloo group that the first call
+        process_group: The ranks that save; all ranks by default. It needs a backend for the CPU. If
+            it contains all ranks, only its timeout is used, for a gloo group that the first call
             makes. If it has fewer ranks, nothing else may use it until the save has ended.
         planner: PyTorch's planner by default, with plans kept.
         no_dist: This process saves alone, even if there are others. Give each process a path of its
@@ -196,20 +196,22 @@ class Saver:
         self.birth = Birth("what stillframe.dcp keeps")
         self._groups = Groups()
         self._worker = Worker()
-        # Objects of saves that have ended. Freeing a tensor or a collective releases the
-        # interpreter lock. The next call frees them: another thread would then have to wait for a
-        # main thread that computes.
+        # Tensors and collectives of saves that have ended. Freeing one releases the interpreter
+        # lock, and while the main thread computes, another thread waits long to get it back. So the
+        # thread `sf-dcp` only puts them here, and the next call frees them.
         self._discarded: list[Any] = []
-        self._alone = self._new_rounds()
-        # By process group, as long as the group exists.
+        self._alone = self._new_rounds()  # of saves without other ranks
+        # The rounds of each process group, as long as the group exists.
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
-        self._last: SnapshotSave | None = None
+        self._last: SnapshotSave | None = None  # the save of the last call
         self._raises_last = False  # False if Lightning raises the last save's error itself
         self._stages = Stages()
 
     def group(
         self, process_group: dist.ProcessGroup | None, no_dist: bool
     ) -> dist.ProcessGroup | None:
+        """Return the group for a save's collectives; None if this process saves alone. For the
+        arguments see `async_save`."""
         if no_dist or not is_initialized():
             return None
         if process_group is not None:
@@ -223,8 +225,8 @@ class Saver:
         request: SaveRequest,
         storage_options: StorageOptions = None,
     ) -> SnapshotSave:
-        """Start a save: wait for the previous one, copy the state, and submit the rest to the
-        thread `sf-dcp`. See `async_save`."""
+        """Start a save: wait for the previous save, copy the state, and have the thread `sf-dcp`
+        do the rest. See `async_save`."""
         entered = time.perf_counter()
         writer = FileSystemWriter(
             target.given,
@@ -247,10 +249,11 @@ class Saver:
         work = rounds.next(target, request, save, writer)
         try:
             self._wait_for_last(work)
-            save.waited()
+            save.waited()  # the time until now is the report's `backpressure_s`
             self._discarded.clear()
             self._stage(work, _of_stateful(state_dict))
             completion.completion.start()
+            # At exit the save runs inside this call and needs no entry.
             if not completion.completion.over:
                 # A save of one file joins the log at the end of its call, and so does this one.
                 work.entry = LogEntry(target.key(follow_link=request.follow_link))
@@ -261,7 +264,7 @@ class Saver:
             raise
         finally:
             self._last, self._raises_last = save, request.error_of is None
-            # without a copy, the call waits for the end of the save instead
+            # without a copy, the caller now waits for the save's end, and that counts as its call
             if work.staged is not None:
                 save.call_is_over()
             # always, even after an error: the other ranks wait for this rank to take part
@@ -269,7 +272,12 @@ class Saver:
         return save
 
     def _stage(self, work: Round, state_dict: StateDict) -> None:
-        """Copy the state into pool memory, if it fits."""
+        """Copy the state into pool memory, and set `work.staged` and `work.tree`. If it does not
+        fit and the request allows that, set `work.tree` to the state itself.
+
+        Raises:
+            PoolExhaustedError, Exception: The state could not be copied, see `async_save`.
+        """
         request = work.request
         content = None if request.side_file is None else request.side_file.content
         tree = state_dict, content
@@ -279,7 +287,9 @@ class Saver:
         try:
             try:
                 work.staged = stage(tree)
-            except TypeError:  # ShardedTensors are rare, so they are searched for only now
+            except TypeError:
+                # A snapshot refuses ShardedTensors. They are rare, so they are searched for only
+                # now. If there are none, something else was refused.
                 tree = take_apart(state_dict), content
                 if tree[0] is state_dict:
                     raise
@@ -290,7 +300,7 @@ class Saver:
                 raise
             work.tree = tree
         else:
-            work.tree = work.staged.uploads_at_once(work.save)
+            work.tree = work.staged.begin_own_upload(work.save)
 
     def _new_rounds(self) -> Rounds:
         return Rounds(self._worker, self._discarded, self._give_up)
@@ -301,10 +311,13 @@ class Saver:
         return self._rounds.setdefault(group, self._new_rounds())
 
     def _give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
+        """Forget a group in which a collective has failed; see `Groups.give_up`."""
         self._rounds.pop(group, None)
         self._groups.give_up(group, why)
 
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
+        """Raise BusyError if a save is under way on any rank of the group, or here without a group.
+        All ranks of the group call this."""
         busy = self._last is not None and not self._last.done()
         if group is not None:
             busy = self._groups.any_rank(group, busy)
@@ -317,7 +330,7 @@ class Saver:
         """Wait for the previous save.
 
         Raises:
-            BaseException: Its error, if nobody has seen it and this call is to raise it.
+            BaseException: That save's error, if nobody has seen it and `_raises_last` is true.
         """
         last = self._last
         if last is None:
@@ -330,6 +343,7 @@ class Saver:
 
 
 def _of_stateful(state_dict: StateDict) -> StateDict:
+    """Return the state dict with the `state_dict()` of each `Stateful` value in its place."""
     return {
         name: value.state_dict() if _is_stateful(value) else value
         for name, value in state_dict.items()
@@ -337,8 +351,8 @@ def _of_stateful(state_dict: StateDict) -> StateDict:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Tell whether a value is `Stateful`. Plain types come first: an isinstance check of a protocol
-    takes longer than copying a tensor."""
+    """Return whether a value is `Stateful`. Common types are excluded first, because an isinstance
+    check of a protocol takes longer than copying a tensor."""
     plain = type(value) is dict or isinstance(value, torch.Tensor)
     return not plain and isinstance(value, Stateful)
 
@@ -347,8 +361,8 @@ _saver = Saver()
 
 
 def saver_of_this_process() -> Saver:
-    """Return the process's Saver. A forked child gets a new one: threads and groups are the
-    parent's."""
+    """Return the process's Saver. A forked child gets a new Saver, because the threads and groups
+    of the old one are the parent's."""
     global _saver
     if _saver.birth.foreign():
         _saver = Saver()

@@ -62,8 +62,8 @@ class Checked:
     Attributes:
         nr_items: The number of items that its metadata names.
         nr_unchecked: The number of items that only an extension could read.
-        nbytes: The bytes of the files that hold them.
-        bad: Pairs of an item or a file, and a description of its damage.
+        nbytes: The sum of the sizes of the data files.
+        bad: Pairs of the name of an item or a file, and a description of its damage.
     """
 
     nr_items: int
@@ -83,11 +83,12 @@ def check(
 
     Args:
         thorough: With False no CRC is compared: the files must be there, and long enough.
-        read: Reads a pickle and returns its object, made of stubs. A command may bound its memory.
+        read: Reads a pickle and returns its object, with a `Stub` for each object of a class that
+            the pickle names. A command may give a function that bounds the memory.
 
     Raises:
-        CorruptCheckpointError: Its metadata cannot be read.
-        OSError: The directory or its metadata cannot be read.
+        CorruptCheckpointError: A metadata file does not describe items.
+        OSError: The directory or a metadata file cannot be read.
     """
     found = Checked(0, 0, 0, [])
     by_file: dict[str, list[_ItemRange]] = {}
@@ -95,7 +96,8 @@ def check(
         for item in _read_items(os.path.join(directory, name), read, disk):
             by_file.setdefault(item.file, []).append(item)
             found.nr_items += 1
-            found.nr_unchecked += item.transformed
+            if item.transformed:
+                found.nr_unchecked += 1
     for file, items in sorted(by_file.items()):
         _check_file(os.path.join(directory, file), items, found, thorough, disk)
     return found
@@ -105,7 +107,9 @@ def _check_file(
     path: str, items: list[_ItemRange], found: Checked, thorough: bool, disk: Disk
 ) -> None:
     """Check the items of one file: every byte, or only that the file is long enough."""
-    holds = f"it holds {items[0].name}" + (f" and {len(items) - 1} more" if items[1:] else "")
+    holds = f"it holds {items[0].name}"
+    if len(items) > 1:
+        holds += f" and {len(items) - 1} more"
     damage_of = damage_of_item if thorough else _damage_of_range
     try:
         with disk.open(path, peek=not thorough) as file:
@@ -119,12 +123,14 @@ def _check_file(
         found.bad.append((os.path.basename(path), f"the file is missing: {holds}"))
     except OSError as error:
         if disk.is_remote:
-            raise
+            raise  # the store does not answer, which is no damage of the file
         found.bad.append((os.path.basename(path), f"{error.strerror}: {holds}"))
 
 
 @dataclass(frozen=True)
 class _ItemRange:
+    """An item and its range of a data file; an extension may have `transformed` its bytes."""
+
     name: str
     file: str
     offset: int
@@ -133,7 +139,7 @@ class _ItemRange:
 
 
 def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list[_ItemRange]:
-    """Read from a metadata file where the items are.
+    """Return the items that a metadata file names.
 
     Raises:
         CorruptCheckpointError: The file does not describe items.
@@ -152,13 +158,18 @@ def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list
             for index, info in root.state["storage_data"].items()
         ]
     except (
-        *(pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError),
+        pickle.UnpicklingError,
+        AttributeError,
         IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
     ) as error:
         raise CorruptCheckpointError(f"{path} cannot be read: {error}") from None
 
 
 def _name_of(index: dict[str, Any]) -> str:
+    """Return an item's name for messages, with the position of its shard if it is one."""
     offset = index.get("offset")
     if offset is None:
         return str(index["fqn"])
@@ -167,10 +178,10 @@ def _name_of(index: dict[str, Any]) -> str:
 
 
 def refuse_damaged_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:
-    """Check the given items.
+    """Compare the CRCs of items in a local directory.
 
     Args:
-        items: Name, file, offset and length of each.
+        items: Name, file, offset and length of each item.
 
     Raises:
         CorruptCheckpointError: An item is damaged, or its file is missing.

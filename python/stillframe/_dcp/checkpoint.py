@@ -1,19 +1,20 @@
 """The files of a checkpoint: its data files, their names, and the metadata that commits it.
 
-    __0_0.3fa9c2d1.distcp   data of rank 0; 3fa9c2d1 identifies its part of one save
-    __1_0.77b0e41a.distcp   each rank chooses an id of its own
+    __0_0.3fa9c2d1.distcp   data of rank 0; 3fa9c2d1 is the id of its files in one save
+    __1_0.77b0e41a.distcp   data of rank 1, which chooses an id of its own
     .metadata               names the data files of the current checkpoint
 
 A data file is a sequence of items, each a complete torch.save archive. For most tensors the core
 writes the archive straight from the tensor's memory. Anything it cannot describe (quantized and
 sparse tensors, types without a storage class, Python objects) is saved to memory with torch.save
-first. Files are laid out first, so that every item's offset is known, and written when all ranks
-have agreed.
+first. Each rank lays its files out before it writes them, so that every item's offset is known, and
+writes them when all ranks have agreed to save.
 
-No data file replaces another. So none is missing while the old .metadata is in place, and all new
-ones exist and are synced before the new .metadata replaces it. That is the only commit. Files that
-the new .metadata does not name are removed afterwards: those of the old checkpoint and of saves
-that died. `location.py` has what differs between a directory and a store.
+No data file replaces another. So the old checkpoint stays complete until the new .metadata replaces
+the old one, and that happens only when all new data files exist and are synced. This replacement is
+the commit. Data files that the new .metadata does not name are removed afterwards: those of the old
+checkpoint, and of saves whose process died. `location.py` has what differs between a directory and
+a store.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ log = logging.getLogger("stillframe")
 
 SUFFIX = ".distcp"
 
+# The first group is the rank. Names by PyTorch's writer have no id.
 _DATA = re.compile(r"__(\d+)_\d+(\.[0-9a-f]+)?\.distcp")
 _TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]+\.tmp")
 
-Resolve = Callable[[WriteItem], torch.Tensor | BytesIO]
+Resolve = Callable[[WriteItem], torch.Tensor | BytesIO]  # returns an item's tensor or its pickle
 
 
 # ---- names ----
@@ -68,7 +70,7 @@ def data_name(prefix: str, number: int, files_id: int) -> str:
 
 
 def renamed(name: str, ids: dict[str, str]) -> str:
-    """Return the name of a data file with its id replaced by the new one."""
+    """Return the name of a data file with the id `ids[old id]` in place of the old one."""
     prefix, old, suffix = name.split(".")
     return f"{prefix}.{ids[old]}.{suffix}"
 
@@ -108,7 +110,7 @@ class Item:
         self.row: Row | memoryview
         if isinstance(data, torch.Tensor):
             tensor, row = data, row_of(data)
-            if row is None:
+            if row is None:  # the core cannot write it as it is, but perhaps an equal tensor
                 if data.is_meta:
                     raise ValueError(
                         f"{name} is on the meta device and has no bytes to save: give it memory"
@@ -126,7 +128,8 @@ class Item:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an equal tensor on the CPU: for a strided one, contiguous and without conj and neg."""
+    """Return an equal tensor on the CPU. A strided tensor is made contiguous if its elements are
+    not adjacent, and loses its conjugate and negative bits."""
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     if tensor.layout is not torch.strided:
@@ -159,14 +162,15 @@ class DataFile:
         self._owners = []
 
     def failure(self) -> BaseException | None:
-        """Wait until the file is written; return the error, if any."""
+        """Wait until writing has ended, if it was started; return the error, if any."""
         return None if self._save is None else self._save.exception()
 
     def is_written(self) -> bool:
-        """Wait until the file is written; return whether it is."""
+        """Wait until writing has ended; return whether the whole file was written."""
         return self._save is not None and self.failure() is None
 
     def report(self) -> SaveReport:
+        """Return the report of a file that was written."""
         assert self._save is not None
         report = self._save.result()
         assert report is not None
@@ -232,7 +236,7 @@ class RankFiles:
             raise failure
 
     def settle(self) -> BaseException | None:
-        """Wait until all files have ended; return the first error, if any."""
+        """Wait until writing has ended; return the first error of a file, if any."""
         failures = [file.failure() for file in self._files]
         return next((each for each in failures if each is not None), None)
 
@@ -242,13 +246,14 @@ class RankFiles:
         self._files = []
 
     def names(self) -> list[str]:
-        """Wait until all files have ended; return the names of those that were written."""
+        """Wait until writing has ended; return the names of the files that were written."""
         return [file.name for file in self._files if file.is_written()]
 
     def reports(self) -> list[SaveReport]:
         return [file.report() for file in self._files]
 
     def results(self) -> list[WriteResult]:
+        """Return the file, the offset and the length of each item, as DCP's write results."""
         return [
             WriteResult(
                 index=item.index,
@@ -268,9 +273,9 @@ def buckets(
     items = sorted(items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
     if one_item_a_file:
         return [[item] for item in items]
-    most = -(-sum(map(_nbytes, items)) // nr_files)
+    most = -(-sum(map(_nbytes, items)) // nr_files)  # bytes of a file, rounded up
     made: list[list[WriteItem]] = []
-    room = 0
+    room = 0  # bytes left in the last file
     for item in items:
         if room <= 0:
             made.append([])
@@ -293,7 +298,8 @@ def _nbytes(item: WriteItem) -> int:
 
 @dataclasses.dataclass
 class ReadyCheckpoint:
-    """A checkpoint that is ready to be committed."""
+    """A checkpoint that is ready to be committed: its metadata is kept at `location` under the name
+    `temporary`, and the commit gives it the name `name`."""
 
     metadata: Metadata
     location: Location
@@ -331,8 +337,7 @@ def commit_metadata(new: ReadyCheckpoint, *, durable: bool) -> None:
     """Commit the checkpoint: its metadata replaces the old one.
 
     Raises:
-        OSError: The checkpoint is the one before. If only the sync of its directory failed, it is
-            the new one, which is then not known to be durable.
+        OSError: See `Location.commit`. The new checkpoint, if it is there, may not be durable.
     """
     new.location.commit(new.temporary, new.name, durable=durable)
 
@@ -343,8 +348,8 @@ def named_files(metadata: Metadata) -> set[str]:
 
 
 def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> None:
-    """Remove data files that the checkpoint does not name; for a rank that saves alone, only its
-    own. An extra file does no harm, so failures are only logged."""
+    """Remove data files that the checkpoint does not name. If a rank saves alone, remove only its
+    own files. An extra file does no harm, so failures are only logged."""
     wanted = named_files(metadata)
     try:
         names = location.names()
@@ -355,7 +360,8 @@ def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> 
 
 
 def _is_of(name: str, rank: int | None) -> bool:
-    """Tell whether a file belongs to a checkpoint, or to `rank` if that rank saves alone."""
+    """Return whether a name is that of a data file or a temporary of a checkpoint. If a rank saves
+    alone, `rank` is its number, and only the names of its data files count."""
     data = _DATA.fullmatch(name)
     if rank is not None:
         return data is not None and int(data[1]) == rank

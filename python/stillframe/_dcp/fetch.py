@@ -3,8 +3,8 @@
 Items that are close to each other in one object are fetched together, as a *stretch* of it, into a
 file in memory (`_remote/file.py`). The check of CRCs and torch.load read it like any other file.
 
-    fetched ──checked──▶ kept ──read──▶ freed          while there is memory for all items
-               └──▶ freed ··· fetched again ──checked, read──▶ freed
+    fetched, checked ──▶ kept ──read──▶ freed                          while memory is left
+                    └──▶ freed ··· fetched and checked again ──read──▶ freed      otherwise
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from stillframe.errors import CorruptCheckpointError
 
 _File: TypeAlias = io.FileIO | io.BytesIO
 
-_RANGE_BYTES = 16 << 20
-_STRETCH_BYTES = 16 << 20  # of several items
-_GAP_BYTES = 64 << 10  # fetched although nobody needs them: it is faster than another request
-_AHEAD_BYTES = 256 << 20
-_AHEAD_FILES = 64  # each has a descriptor
+_RANGE_BYTES = 16 << 20  # of one request
+_STRETCH_BYTES = 16 << 20  # the longest stretch of several items
+_GAP_BYTES = 64 << 10  # the longest gap that is fetched with its neighbours, to save a request
+_AHEAD_BYTES = 256 << 20  # of all stretches that are fetched ahead, at most
+_AHEAD_FILES = 64  # stretches that are fetched ahead, at most; each has a descriptor
 
 
 @dataclass(frozen=True, order=True)
 class Item:
-    """An item of a data file.
+    """An item of a data file. Items sort by file and offset.
 
     Attributes:
+        file: The name of the file, below the checkpoint's URL.
+        offset, length: Of the item in the file, in bytes.
+        name: The item's name, for messages.
         is_checkable: It is a plain archive, which no extension has transformed.
     """
 
@@ -55,7 +58,7 @@ class Item:
 
 @dataclass
 class Stretch:
-    """Bytes of a data file that are fetched together, with the items in them."""
+    """Bytes `start` to `end` of a data file, which are fetched together, with the items in them."""
 
     items: list[Item]
     start: int = field(init=False)
@@ -93,7 +96,8 @@ def stretches_of(items: Iterable[Item]) -> list[Stretch]:
 
 
 class Fetched:
-    """The items that one load needs.
+    """The items that one load needs, as a context manager. Its end frees the memory, and raises
+    OSError if an object was replaced meanwhile.
 
     Args:
         verify: Compare the CRCs of everything that is read.
@@ -105,6 +109,7 @@ class Fetched:
         self._verify = verify
         self._kept: dict[int, io.BytesIO] = {}  # by the number of the stretch
         self._fetcher = Fetcher()
+        # Asks the store for the sizes and versions of objects.
         self._looking_up = ThreadPoolExecutor(THREADS, thread_name_prefix="sf-look-up")
         self._objects: dict[str, Future[Object]] = {}  # by file
 
@@ -119,38 +124,41 @@ class Fetched:
             self._refuse_changed()
 
     def check(self) -> None:
-        """Check every item, and keep as many as there is memory for.
+        """Check every item, and keep the first stretches, as many as there is memory for.
 
         Raises:
             CorruptCheckpointError: An item is damaged, or its file is missing.
             OSError: The store does not answer.
         """
-        room = budget.measure(0).shared // 2
+        room = budget.measure(0).shared // 2  # a quarter of the free memory
         for number, file in self._fetch([*range(len(self._stretches))]):
             room -= self._stretches[number].nbytes
             if room >= 0:
-                self._kept[number] = io.BytesIO(file.readall())  # needs no descriptor
+                self._kept[number] = io.BytesIO(file.readall())  # which needs no descriptor
         self._refuse_changed()
 
     def open(self, file: str) -> io.RawIOBase:
-        """Return a data file that can be read at its items only, in their order."""
+        """Return a data file of which only the items can be read, in the order of their offsets."""
         numbers = [n for n, stretch in enumerate(self._stretches) if stretch.file == file]
         return _Stream(self._read(numbers))
 
     def _read(self, numbers: list[int]) -> Iterator[tuple[Stretch, _File]]:
-        """Yield stretches with a file of each, which is valid until the next one."""
+        """Yield each stretch with a file of its bytes, which is valid until the next is yielded."""
         missing = [number for number in numbers if number not in self._kept]
         with contextlib.closing(self._fetch(missing)) as fetching:
             for number in numbers:
-                file = self._kept.pop(number, None) or next(fetching)[1]
+                file: _File | None = self._kept.pop(number, None)
+                if file is None:
+                    _, file = next(fetching)
                 yield self._stretches[number], file
 
     def _fetch(self, numbers: list[int]) -> Generator[tuple[int, io.FileIO]]:
-        """Fetch stretches ahead, and yield the number of each with its file, which is valid until
-        the next one."""
+        """Fetch stretches ahead, and yield the number of each with a file of its bytes, which is
+        valid until the next is yielded."""
         waiting = deque(numbers)
         ahead: deque[tuple[Stretch, int, int]] = deque()  # with the number and fd of `Fetcher.open`
-        nbytes = 0
+        nbytes = 0  # of the stretches in `ahead`
+        # All objects are looked up at the same time, before the first one is needed.
         for file in {self._stretches[number].file for number in numbers}:
             if file not in self._objects:
                 self._objects[file] = self._looking_up.submit(self._location.object, file)
@@ -174,15 +182,17 @@ class Fetched:
                 self._fetcher.close(opened)
 
     def _ask(self, stretch: Stretch) -> tuple[int, int]:
-        """Have a stretch fetched; return the number and the descriptor of its file."""
+        """Have a stretch fetched. Return the number of its file, for `Fetcher.close`, and the
+        descriptor. Raises as `_refuse_short`."""
         data = _refuse_short(self._location, stretch, self._objects[stretch.file])
         wanted = Range(data, stretch.start, stretch.end, _RANGE_BYTES)
         number, fd = self._fetcher.open(wanted)
-        _core.arrive(fd, 0)
+        _core.arrive(fd, 0)  # asks for all of the file, and does not wait
         return number, fd
 
     def _wait(self, stretch: Stretch, fd: int) -> None:
-        """Wait until a stretch is there, and check it."""
+        """Wait until a stretch is there, and with `verify=True` compare its CRCs. Raise OSError if
+        the store did not give the bytes, and CorruptCheckpointError if an item is damaged."""
         try:
             _core.arrive(fd)
         except OSError as error:
@@ -191,6 +201,7 @@ class Fetched:
             _refuse_damaged(self._location, stretch, fd)
 
     def _refuse_changed(self) -> None:
+        """Raise OSError if an object was replaced while it was read."""
         for data in self._objects.values():
             data.result().refuse_changed()
 
@@ -199,7 +210,7 @@ def _refuse_short(location: Prefix, stretch: Stretch, found: Future[Object]) -> 
     """Return the object of a stretch.
 
     Raises:
-        CorruptCheckpointError: It is missing, or ends before the stretch does.
+        CorruptCheckpointError: The object is missing, or ends before the stretch does.
     """
     path, first = location.shown_of(stretch.file), stretch.items[0].name
     try:
@@ -217,6 +228,7 @@ def _refuse_short(location: Prefix, stretch: Stretch, found: Future[Object]) -> 
 
 
 def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
+    """Raise CorruptCheckpointError if an item is damaged. `fd` is a file of the stretch alone."""
     for item in stretch.items:
         if item.is_checkable:
             wrong = damage_of_item(fd, item.offset - stretch.start, item.length)
@@ -226,13 +238,13 @@ def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
 
 
 class _Stream(io.RawIOBase):
-    """A data file of which only the stretches can be read, in their order."""
+    """A data file of which only the stretches can be read, in order, at their own offsets."""
 
     def __init__(self, stretches: Iterator[tuple[Stretch, _File]]) -> None:
         super().__init__()
         self._stretches = stretches
-        self._now: tuple[Stretch, _File] | None = None
-        self._at = 0
+        self._now: tuple[Stretch, _File] | None = None  # the stretch that was read last
+        self._at = 0  # the offset of the next read
 
     def readable(self) -> bool:
         return True
@@ -260,12 +272,13 @@ class _Stream(io.RawIOBase):
         return done
 
     def _stretch(self) -> tuple[Stretch, _File]:
+        """Return the stretch with the next byte, and its file. Stretches before it are dropped."""
         while self._now is None or not self._now[0].start <= self._at < self._now[0].end:
             self._now = next(self._stretches)
         return self._now
 
     def close(self) -> None:
-        close = getattr(self._stretches, "close", None)
+        close = getattr(self._stretches, "close", None)  # of a generator: it frees its files
         if close is not None:
             close()
         super().close()

@@ -1,8 +1,8 @@
 """`forked`: gives each forked writer of Megatron-LM or nvidia-resiliency-ext a snapshot to write.
 
-Their caller forks a process that writes while training goes on. It writes from buffers that the
-next save uses again, so a slow writer mixes both states. Here each save has its own snapshot, which
-is kept until its writer has ended or died.
+Their caller forks a process that writes while training goes on. The process writes from buffers
+that the next save uses again, so a slow writer mixes both states. Here each save has its own
+snapshot, which is kept until its writer has ended or died.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def forked(caller_class: type[Caller], *, engine: Engine | None = None) -> type[
     Args:
         caller_class: `TemporalAsyncCaller` of Megatron-LM or of nvidia-resiliency-ext, or a class
             with the same interface. Its `schedule_async_call(request)` takes a named tuple with
-            `async_fn`, `async_fn_args` and `preload_fn`, where `preload_fn()` returns the second of
-            the arguments. Its `process` is the forked process.
+            `async_fn`, `async_fn_args` and `preload_fn`. `preload_fn()`, if given, returns the
+            second of the arguments. The caller's `process` is the forked process.
         engine: The engine whose pool is used, `stillframe.default_engine()` by default.
 
     Returns:

@@ -1,19 +1,20 @@
 """One save of all ranks: a plan, the files of each rank, one commit.
 
-This does what DCP's `save` does between a planner and a writer, with two differences. First, a plan
-that all ranks still have is used again: it is not made, compared or sent. Second, a save with such
-a plan and without errors exchanges only a few numbers (`Ranks.exchange`), three times:
+This does what DCP's `save` does between a planner and a writer, with two differences. First, if all
+ranks still have an earlier plan, they use it again: nobody makes, compares or sends a plan. Second,
+a save with such a plan and without errors exchanges only a few numbers (`Ranks.exchange`), three
+times:
 
     prepared ─numbers─▶ agreed ─▶ written ─numbers─▶ committed by rank 0 ─numbers─▶ ended
                            │         ▲
                            └─planned─┘   plans, results and metadata are sent as objects
 
-The state dict may still be being copied during all this; its bytes must be there when the files are
-written. An error of any rank before or in the commit fails the save on all ranks.
+The state dict's copy need not be complete before the files are written. An error of any rank before
+or in the commit fails the save on all ranks.
 
-A plan depends only on the names, types and shapes of all ranks. A rank whose state dict has the
-same structure as in an earlier save still has its part of that plan. If all ranks have their parts
-of the same save, nobody plans and nothing of the plan is sent.
+A plan depends only on the names, types and shapes in the state dicts of all ranks (`structure`). A
+rank whose state dict has the same structure as in an earlier save still has its part of that plan.
+The plan is used again if all ranks have their parts of the plan of one save.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ class JointSave:
         self._plans = plans
         self._number = number
         self._writer = writer
-        self._own: DefaultSavePlanner | None = None
+        self._own: DefaultSavePlanner | None = None  # PyTorch's planner; None with a user's
         if planner is None:
             planner = self._own = DefaultSavePlanner()
         self._planner: SavePlanner = planner
         self._wait = wait
-        self._structure: Hashable = None
-        self._kept: KeptPlan | None = None
+        self._structure: Hashable = None  # None: the plan of this save is not kept
+        self._kept: KeptPlan | None = None  # the plan to use again
         self._files: RankFiles | None = None
         self._metadata: Metadata | None = None  # on the coordinator, as planned
 
@@ -88,12 +89,14 @@ class JointSave:
         """
         if self._own is None:
             self._wait()  # a user's planner may read the bytes
-        first = self._ranks.is_coordinator
+        is_first = self._ranks.is_coordinator
         meta = self._writer.storage_meta()
-        self._planner.set_up_planner(state_dict=state_dict, storage_meta=meta, is_coordinator=first)
-        self._writer.set_up_storage_writer(first, rank=self._ranks.rank, use_collectives=True)
+        self._planner.set_up_planner(
+            state_dict=state_dict, storage_meta=meta, is_coordinator=is_first
+        )
+        self._writer.set_up_storage_writer(is_first, rank=self._ranks.rank, use_collectives=True)
         if self._own is None:
-            return 0, False
+            return 0, False  # only plans of PyTorch's planner are kept
         with torch.no_grad():
             self._structure = structure(self._own.state_dict, self._own.mappings)
         kept = None if self._structure is None else self._plans.of(self._structure)
@@ -104,8 +107,8 @@ class JointSave:
         return kept.number, self._files.ranges == kept.ranges
 
     def save(self, is_planned: bool, is_same: bool, files_ids: list[int]) -> Metadata:
-        """Plan if there is no plan to use again, then write and commit. Called once all ranks have
-        agreed to save.
+        """Plan if there is no plan to use again, then write and commit. Return the metadata. Called
+        once all ranks have agreed to save.
 
         Args:
             is_planned: All ranks have their parts of the same plan.
@@ -113,7 +116,7 @@ class JointSave:
             files_ids: The id in the names of each rank's files.
 
         Raises:
-            CheckpointException: The save failed on some rank.
+            CheckpointException: The save failed on some rank. All ranks raise it.
         """
         if not is_planned:
             self._kept = None
@@ -151,6 +154,7 @@ class JointSave:
         return metadata
 
     def _resolve(self, item: WriteItem) -> torch.Tensor | BytesIO:
+        """Return an item's tensor or pickle. Wait for tensors' bytes before they are pickled."""
         own = self._own
         if own is not None and item.type is WriteItemType.BYTE_IO:
             value = own.lookup_object(item.index)
@@ -184,16 +188,20 @@ class JointSave:
         return scattered
 
     def _agree_on(self, step: str, failure: BaseException | None) -> None:
+        """Tell the other ranks whether this one has failed in a step, and learn whether they have.
+
+        Raises:
+            CheckpointException: Some rank has failed. All ranks raise it.
+        """
         if any(failed for (failed,) in self._ranks.exchange(failure is not None)):
             self._ranks.raise_all(step, failure)
 
     def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.ReadyCheckpoint | None:
-        """Write the files. On the coordinator, if the layout is known already, also write the
-        metadata at the same time, and return the checkpoint to commit."""
+        """Write the data files. If the coordinator knows the layout of all files already, write the
+        metadata at the same time, and return the checkpoint to commit. Otherwise return None."""
         assert self._files is not None
-        self._writer.start()
+        self._writer.start()  # the engine's threads now write the data files
         try:
-            # The engine's threads write the data files at the same time.
             if is_same and self._ranks.is_coordinator:
                 assert self._kept is not None and self._kept.metadata is not None
                 old = self._kept.metadata
@@ -204,6 +212,8 @@ class JointSave:
             self._files.wait()
 
     def _describe(self, results: Any) -> checkpoint.ReadyCheckpoint:
+        """Write the metadata, with the files and offsets from the write results of all ranks.
+        Return the checkpoint to commit."""
         metadata = self._metadata
         if metadata is None:
             assert self._kept is not None and self._kept.metadata is not None
@@ -213,7 +223,7 @@ class JointSave:
         )
 
     def _share_metadata(self, new: checkpoint.ReadyCheckpoint | None) -> Metadata:
-        """Return the checkpoint's metadata. Only the coordinator's says where the items are."""
+        """Return the metadata; only on the coordinator it has the files and offsets of items."""
         if self._kept is None:
             whole: Metadata = self._ranks.broadcast(self._metadata)
         else:
@@ -223,6 +233,7 @@ class JointSave:
 
 
 def _is_without_tensors(value: Any) -> bool:
+    """Return whether a value consists only of plain containers, numbers and strings."""
     if isinstance(value, dict):
         return type(value) is dict and all(map(_is_without_tensors, value.values()))
     if isinstance(value, (list, tuple)):
@@ -238,14 +249,14 @@ def _renamed(
         checkpoint.id_text(old): checkpoint.id_text(new)
         for old, new in zip(old_ids, new_ids, strict=True)
     }
-    names: dict[str, str] = {}
-    found = {}
+    names: dict[str, str] = {}  # each file's new name, by its old name
+    storage_data = {}
     for index, info in metadata.storage_data.items():
         name = names.get(info.relative_path)
         if name is None:
             name = names[info.relative_path] = checkpoint.renamed(info.relative_path, renewed)
-        found[index] = _StorageInfo(name, info.offset, info.length)
-    return found
+        storage_data[index] = _StorageInfo(name, info.offset, info.length)
+    return storage_data
 
 
 # ---- plans that are kept ----
@@ -258,7 +269,7 @@ class KeptPlan:
     Attributes:
         number: The number of the save that made the plan.
         plan: This rank's part.
-        ranges: Offset and length of its items in the files of the last save.
+        ranges: Offset and length of this rank's items in the files of the last save.
         metadata: The last save's metadata; complete on the coordinator only.
         files_ids: The ids in the names of each rank's files in the last save.
     """
@@ -277,23 +288,25 @@ class Plans:
         self._kept: dict[Hashable, KeptPlan] = {}
 
     def of(self, structure: Hashable) -> KeptPlan | None:
+        """Return the plan that is kept for a structure, if any."""
         return self._kept.get(structure)
 
     def keep(self, structure: Hashable, kept: KeptPlan) -> None:
+        """Keep the plan of a structure, and drop the plans that were used longest ago."""
         self._kept.pop(structure, None)
         while len(self._kept) >= _MOST:
             del self._kept[next(iter(self._kept))]
-        self._kept[structure] = kept  # the least recently used one is dropped first
+        self._kept[structure] = kept  # at the end: the dict is in the order of use
 
 
 def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
     """Return everything that a plan of PyTorch's planner depends on.
 
     Args:
-        flat, mappings: The state dict as the planner has flattened it.
+        flat, mappings: The state dict as the planner has flattened it, and each flat key's path.
 
     Returns:
-        A hashable key; None if a value makes its own write items.
+        A hashable key; None if a value's own code makes its write items.
     """
     kinds = []
     for value in flat.values():
@@ -305,7 +318,7 @@ def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
-    """Return what a plan depends on in a value; None if the value plans its own items."""
+    """Return what a plan depends on in a value; None if the value's own code plans its items."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.shape, value.dtype, value.layout, value.requires_grad
     if isinstance(value, DTensor):
@@ -314,4 +327,4 @@ def _kind(value: Any) -> Hashable:
         return value.shape, value.dtype, value.requires_grad, local, layout
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
         return None
-    return ()
+    return ()  # of an object only its name matters

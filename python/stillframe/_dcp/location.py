@@ -48,25 +48,26 @@ class Location(ABC):
 
     @abstractmethod
     def begin(self, *, durable: bool) -> None:
-        """Make the directory, where the location has directories."""
+        """Make the directory and its parents if they are missing; a store has no directories."""
 
     @abstractmethod
-    def exists(self, name: str) -> bool: ...
+    def exists(self, name: str) -> bool:
+        """Return whether there is a file of this name."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
         """Return the bytes of a file.
 
         Raises:
-            OSError: They cannot be read.
+            OSError: The file cannot be read.
         """
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the names of all files, and of other things that are there.
+        """Return the names of all files, also of files that are not the checkpoint's.
 
         Raises:
-            OSError: They cannot be listed.
+            OSError: The location cannot be listed.
         """
 
     @abstractmethod
@@ -75,10 +76,10 @@ class Location(ABC):
 
     @abstractmethod
     def prepare(self, temporary: str, content: bytes, *, durable: bool) -> None:
-        """Keep a file's content, for `commit`.
+        """Keep the content of a file under a temporary name, for `commit`.
 
         Raises:
-            OSError: It could not be written.
+            OSError: The content could not be written.
         """
 
     @abstractmethod
@@ -86,8 +87,8 @@ class Location(ABC):
         """Make the prepared file appear, in place of an old one.
 
         Raises:
-            OSError: The old file is still there, if `failed_commit_is_over`. If only the sync of a
-                directory failed, the new one is there.
+            OSError: The old file stays, unless the commit may still take effect (see
+                `failed_commit_is_over`) or only the sync of a directory has failed.
         """
 
     @abstractmethod
@@ -107,7 +108,7 @@ def location_of(path: CheckpointPath, storage_options: StorageOptions = None) ->
     """Return the location that a path or a URL names.
 
     Raises:
-        TypeError, ValueError: It is neither, or the options are invalid; see `open_store`.
+        TypeError, ValueError: `path` is neither, or the options are invalid; see `open_store`.
         StillframeError: No client for the URL's scheme is installed.
     """
     if path.remote:
@@ -117,7 +118,7 @@ def location_of(path: CheckpointPath, storage_options: StorageOptions = None) ->
 
 
 def is_location(path: object) -> bool:
-    """Return whether a checkpoint could be there: whether it is a path or a URL."""
+    """Return whether an argument is a path or a URL, so that a checkpoint could be there."""
     try:
         if not CheckpointPath.of(path).remote:
             paths.as_text(path)
@@ -171,7 +172,7 @@ class Directory(Location):
     def commit(self, temporary: str, name: str, *, durable: bool) -> None:
         named = steps.rename(self._join(temporary), self._join(name))
         synced = steps.sync(self.path)
-        # The first sync is for the data files' entries, those of all ranks.
+        # The first sync makes the entries of all ranks' data files durable before the rename.
         steps.take([synced, named, synced] if durable else [named])
 
     def discard(self, temporary: str) -> None:
@@ -205,7 +206,7 @@ class Prefix(Location):
         self._prepared: dict[str, bytes] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self._opened_with  # another process opens the store again
+        return type(self), self._opened_with  # the process that unpickles it opens the store again
 
     def _join(self, name: str) -> str:
         return f"{self._key}/{name}" if self._key else name
@@ -215,7 +216,7 @@ class Prefix(Location):
         return self._store.shown(self._join(name))
 
     def object(self, name: str) -> Object:
-        """Return an object, to read it.
+        """Look up an object, and return it for reading.
 
         Raises:
             OSError: See `Store`.

@@ -4,8 +4,8 @@ A save without errors exchanges a few numbers per rank in one collective. While 
 computes in Python, each release of the interpreter lock may cost 5 ms. A collective of Python
 objects releases it dozens of times, a function of `torch.distributed` for tensors 12 times, and the
 group's own method over reused memory 3 times. Freeing the method's result releases the lock twice
-more, so the result is freed in the next call. Plans, results and errors are sent as pickles when
-needed.
+more, so the result is kept until the user's next call. Plans, results and errors are sent as
+pickles when needed.
 
 A save's collectives run on a thread of their own, and two threads must not use one group, so saves
 have their own groups. Only methods of a group are called: after the user's
@@ -36,8 +36,12 @@ class Ranks:
 
     Args:
         group: None for a process that saves alone. It is referenced only while a save is under way.
-        discarded: Receives objects that are no longer needed, so that the caller can free them at a
-            better time. Until then they keep the group's connections open.
+        discarded: A list that receives objects that are no longer needed, so that the caller can
+            free them at a better time. Until then they keep the group's connections open.
+
+    Attributes:
+        rank: This process's rank in the group; rank 0 is the coordinator.
+        size: The number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, discarded: list[Any]) -> None:
@@ -45,6 +49,7 @@ class Ranks:
         self._discarded = discarded
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
+        # int64, `_MAX_NUMBERS` for each rank
         self._numbers = array.array("q", bytes(8 * _MAX_NUMBERS * self.size))
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
 
@@ -53,6 +58,7 @@ class Ranks:
         self._group = None
 
     def use_group(self, group: dist.ProcessGroup | None) -> None:
+        """Use this group until `drop_group`; it has the same ranks as the first one."""
         self._group = group
 
     @property
@@ -60,7 +66,7 @@ class Ranks:
         return self.rank == 0
 
     def exchange(self, *mine: int) -> list[list[int]]:
-        """Exchange numbers: return those of all ranks. Each rank gives the same count, at most
+        """Return the numbers of all ranks, by rank. Each rank gives the same count, at most
         `_MAX_NUMBERS`. The exchange is a sum in which each rank fills its own slots."""
         if len(mine) > _MAX_NUMBERS:
             raise ValueError(f"{len(mine)} words, and there is room for {_MAX_NUMBERS}")
@@ -79,7 +85,7 @@ class Ranks:
         ]
 
     def gather(self, mine: Any) -> list[Any] | None:
-        """Return the objects of all ranks on the coordinator, and None elsewhere."""
+        """Return the objects of all ranks, by rank, on the coordinator, and None elsewhere."""
         if self._group is None:
             return [mine]
         own, longest = self._as_bytes([mine])
@@ -88,7 +94,8 @@ class Ranks:
         return _objects(held, longest) if self.is_coordinator else None
 
     def scatter(self, objects: list[Any] | None) -> Any:
-        """Return the object that the coordinator has for this rank."""
+        """Return the object that the coordinator has for this rank. `objects` has one object for
+        each rank on the coordinator, and is None elsewhere."""
         if self._group is None:
             assert objects is not None
             return objects[0]
@@ -102,9 +109,12 @@ class Ranks:
         if self._group is None:
             return own
         given, longest = self._as_bytes([own] if self.is_coordinator else [])
+        if self.is_coordinator:
+            self._group.broadcast(given[0], 0).wait()
+            return own
         held = bytearray(longest)
-        self._group.broadcast((given or _rows(held, longest))[0], 0).wait()
-        return own if given else _objects(held, longest)[0]
+        self._group.broadcast(_rows(held, longest)[0], 0).wait()
+        return _objects(held, longest)[0]
 
     def raise_all(self, step: str, mine: BaseException | None) -> None:
         """Exchange errors after a rank has reported a failure. All ranks call this.
@@ -122,8 +132,9 @@ class Ranks:
         raise CheckpointException(step, failures)
 
     def _as_bytes(self, objects: list[Any]) -> tuple[list[torch.Tensor], int]:
-        """Pickle this rank's objects and pad each to the length of the longest one of any rank.
-        Return them with that length. Unpickling ignores the padding."""
+        """Pickle this rank's objects, if any, and pad each pickle to the length of the longest
+        pickle of any rank. Return the pickles and that length. Unpickling ignores the padding. All
+        ranks call this."""
         pickled = [pickle.dumps(each) for each in objects]
         longest = max(length for (length,) in self.exchange(max(map(len, pickled), default=0)))
         filled = bytearray(b"".join(each.ljust(longest, b"\0") for each in pickled))
@@ -131,7 +142,7 @@ class Ranks:
 
 
 def _rows(held: bytearray, nbytes: int) -> list[torch.Tensor]:
-    """Divide the memory into tensors of `nbytes` each."""
+    """Return tensors over the memory, of `nbytes` each."""
     return [*torch.frombuffer(held, dtype=torch.uint8).view(-1, nbytes).unbind()] if held else []
 
 
@@ -142,8 +153,8 @@ def _objects(held: bytearray, nbytes: int) -> list[Any]:
 
 
 def _to_send(error: BaseException | None) -> Any:
-    """Return a copy of an error and its traceback in DCP's form. The copy references no frames and
-    can be pickled, even if the error itself cannot."""
+    """Return an error in DCP's form: a copy of the error, and a summary of its traceback. They
+    reference no frames and can be pickled, even if the error itself cannot."""
     if error is None:
         return None
     summary = traceback.extract_tb(error.__traceback__)
@@ -160,22 +171,23 @@ def _to_send(error: BaseException | None) -> Any:
 
 
 class Groups:
-    """Our own gloo groups of all ranks, one for each timeout. New ones are made after
+    """Our own gloo groups of all ranks, one for each timeout. New groups are made after
     `torch.distributed` was initialized again.
 
-    Of a user's group with all ranks only the timeout is used. Our own group can be destroyed when a
-    rank dies, which wakes all the others at once; in the user's group they would wait for the
-    timeout. A group of fewer ranks is used itself, since making a group needs all ranks.
+    If a user's group has all ranks, only its timeout is used, for a group of our own. When a rank
+    dies, our own group can be destroyed, which wakes the other ranks at once. In the user's group
+    they would wait for the timeout. A user's group of fewer ranks is used itself, because all ranks
+    would have to take part in making another.
     """
 
     def __init__(self) -> None:
-        self._world: object = None
-        self._saving: dict[_Timeout, dist.ProcessGroup] = {}
-        self._calling: dict[_Timeout, dist.ProcessGroup] = {}
-        self._lost: dict[_Timeout, str] = {}
+        self._world: object = None  # torch's group of all ranks, for which the others were made
+        self._saving: dict[_Timeout, dist.ProcessGroup] = {}  # for the thread that saves
+        self._calling: dict[_Timeout, dist.ProcessGroup] = {}  # for `any_rank`
+        self._lost: dict[_Timeout, str] = {}  # why the group for saves was destroyed
 
     def of_saves(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """Return the group for a save's collectives. The first call for a timeout is collective.
+        """Return the group for a save's collectives. All ranks make the first call for a timeout.
 
         Args:
             given: The user's group, if any.
@@ -197,9 +209,9 @@ class Groups:
         return self._saving[timeout]
 
     def give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
-        """Destroy our group after a collective has failed. That closes its connections and so wakes
-        the ranks that wait for this one, which would otherwise wait for the timeout. A user's group
-        is not destroyed."""
+        """Destroy our group after a collective in it has failed. That closes the connections, and
+        so wakes ranks that wait for this rank and would otherwise wait for the timeout. A user's
+        group is not destroyed."""
         for timeout, ours in list(self._saving.items()):
             if ours is group:
                 self._lost[timeout] = str(why)
@@ -227,6 +239,7 @@ class Groups:
         return bool(votes)
 
     def _check_world(self) -> None:
+        """Forget all groups if `torch.distributed` was initialized again since they were made."""
         world = dist.group.WORLD
         if world is not self._world:
             self.__init__()  # type: ignore[misc]
@@ -234,7 +247,7 @@ class Groups:
 
 
 def group_exists(group: dist.ProcessGroup) -> bool:
-    """Tell whether the group has not been destroyed."""
+    """Return whether the group has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except Exception:  # the exception's type depends on torch's version

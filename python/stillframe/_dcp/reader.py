@@ -27,10 +27,10 @@ class Reader(FileSystemReader):
     `verify=True` it compares the CRCs of everything that a rank is about to read, before any state
     is changed.
 
-    So every item is read twice, the second time mostly from the page cache. Below a URL, a quarter
-    of the free memory keeps items from the check to the load, and only what does not fit is fetched
-    twice. Checkpoints of any writer can be read. Of items without CRCs only the structure is
-    checked.
+    So every item is read twice, the second time mostly from the page cache. Below a URL, items are
+    kept in memory between the check and the load, in up to a quarter of the free memory; the others
+    are fetched twice. Checkpoints of any writer can be read. In items without CRCs only the
+    structure is checked.
 
     Args:
         path: The checkpoint's directory or URL.
@@ -55,7 +55,7 @@ class Reader(FileSystemReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Tell whether it is a path or a URL."""
+        """Return whether it is a path or a URL."""
         return is_location(checkpoint_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
@@ -98,6 +98,8 @@ class Reader(FileSystemReader):
     def _read_objects(
         self, objects: _Objects, items: list[Item], plan: LoadPlan, planner: LoadPlanner
     ) -> Future[None]:
+        """Read items from a store, in the order in which they are in its objects."""
+
         def offset(item: Any) -> tuple[str, int]:
             info = self.storage_data[item.storage_index]
             return info.relative_path, info.offset
@@ -109,14 +111,16 @@ class Reader(FileSystemReader):
             return self._read_now(plan, planner)
 
     def _read_now(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Have PyTorch's reader read the items, through `fs` and `path`."""
         done: Future[Any] = super().read_data(plan, planner)
         return done
 
     def _go_to(self, path: Path) -> None:
+        """Set `fs` and `path`, through which PyTorch's reader reads files."""
         target = CheckpointPath.of(path)
         if target.remote:
             self.fs: Any = _Objects(Prefix(target.text, self._storage_options))
-            self.path: Any = target.shown  # DCP logs it
+            self.path: Any = target.shown  # without credentials, because DCP logs it
             return
         urls.refuse_options(path, self._storage_options)
         self.fs = FileSystem()
@@ -124,7 +128,7 @@ class Reader(FileSystemReader):
 
 
 class _Objects:
-    """The files of a checkpoint below a URL: what PyTorch's reader uses of its `FileSystem`."""
+    """The files below a URL, with the methods of `FileSystem` that PyTorch's reader calls."""
 
     def __init__(self, location: Prefix) -> None:
         self._location = location
@@ -132,7 +136,7 @@ class _Objects:
 
     @contextlib.contextmanager
     def fetched(self, items: list[Item], *, verify: bool) -> Iterator[Fetched]:
-        """Read data files from these items until the block ends."""
+        """Until the block ends, have `create_stream` open data files with these items in them."""
         with Fetched(self._location, items, verify=verify) as self._fetched:
             try:
                 yield self._fetched
@@ -140,11 +144,12 @@ class _Objects:
                 self._fetched = None
 
     def concat_path(self, path: Path, suffix: str) -> str:
+        """Return a file's name below the URL, which `create_stream` takes."""
         return suffix
 
     @contextlib.contextmanager
     def create_stream(self, path: str, mode: str) -> Iterator[io.IOBase]:
-        if self._fetched is None:  # the metadata
+        if self._fetched is None:  # outside `fetched`, only the metadata is read
             yield io.BytesIO(self._location.read(path))
             return
         with self._fetched.open(path) as data:

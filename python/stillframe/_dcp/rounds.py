@@ -2,16 +2,18 @@
 
 A *round* is one save of all ranks of a group. Every call takes part in exactly one round, even if
 the call raises. A call that could not copy its state takes part with its error, and all ranks get
-that error. If a call raises the error of the previous save, the round saves nothing, because the
-other ranks have raised that error too or have seen it. So no rank waits for one that has given up,
-and no checkpoint mixes the states of different calls. The first collective exchanges the number of
-the call; if the numbers differ, all ranks fail.
+that error. If a call raises the error of the previous save, its round saves nothing, because the
+other ranks have raised that error too or have seen it. So no rank waits for a rank that has given
+up, and no checkpoint mixes the states of different calls. The first collective exchanges the number
+of the call; if the numbers differ, all ranks fail.
 
 One thread runs the rounds. It uses only public interfaces of DCP.
 
-    called ─▶ staging ─▶ may write ─▶ agreed ─▶ planned, copied, written (`JointSave`)
-       │                                                      head of the log ─▶ ended
-       └──── an error is sent along in the next exchange ───────────┘
+    called ─▶ staging ─▶ no earlier save uses the directory ─▶ all ranks agree to save
+                                                                       │
+      ended ◀─ committed at the head of the log ◀─ planned, copied, written (`JointSave`)
+
+If a rank fails in one of these steps, it reports the failure in the next exchange of numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ WhenBusy = Literal["wait", "raise"]
 
 
 class _NotSavedError(StillframeError):
-    """A rank's call raised the error of the save before."""
+    """Nothing was saved, because a rank's call raised the error of the previous save."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class SaveRequest:
         uncopied_if_full: If the pool is too small for a copy, write the state itself. The caller
             must then wait for the end of the save.
         on_durable: As for `stillframe.async_save`.
-        mirror: The upload that follows.
-        error_of: Converts an error and the path to the error for the user. If it is given, the
-            caller raises the save's error, and the next save does not.
+        mirror: The upload to a mirror that follows the save.
+        error_of: Called with an error and the path; returns the error for the user. If it is given,
+            the caller raises the save's error, and the next save does not.
     """
 
     group: dist.ProcessGroup | None
@@ -93,10 +95,11 @@ class Round:
     """One round, as this rank sees it.
 
     Attributes:
+        number: The number of this call among the process's calls for the group, from 1.
         save: The save's handle.
-        tree: The copies of the state dict and of the second file's content; their bytes may not be
-            there yet. Or the exception that has prevented the copy.
-        staged: The memory of the copy; None without one.
+        tree: The copies of the state dict and of the second file's content, which may not be
+            complete yet. Or the exception that has prevented the copy.
+        staged: The memory of the copy; None without a copy.
         group: None if this process saves alone.
         entry: The save's entry in the log; None when the interpreter exits.
         is_taken_apart: The ShardedTensors of the state dict were taken apart for the copy.
@@ -125,7 +128,8 @@ class Round:
             try:
                 self.staged.wait_until_copied()
             finally:
-                self.save.copied()  # a thread that waits for the copy gets the copy's own error
+                # Even after an error, which a thread that waits for the staging then gets.
+                self.save.copied()
 
     def wait_to_write(self) -> None:
         """Wait until no earlier entry of the log concerns the directory.
@@ -143,6 +147,7 @@ class Round:
             os.unlink(path)
 
     def report(self) -> SaveReport:
+        """Return the report of this rank's part of a save that has succeeded."""
         files = self.writer.reports()
         return self.save.report(
             sum(file.nbytes for file in files),
@@ -159,9 +164,9 @@ class _Numbers(NamedTuple):
         number: The number of the rank's call.
         raised: The call raises the error of the previous save.
         failed: The rank cannot save.
-        plan: The plan that it still has, 0 if none.
-        is_same: Every item has the offset and length that it had in the last save.
-        files_id: The id in the names of its files.
+        plan: The number of the save whose plan the rank still has; 0 without a plan.
+        is_same: Every item has the offset and length that it had in the last save with that plan.
+        files_id: The id in the names of the rank's files.
         target: A number that identifies the path.
     """
 
@@ -227,10 +232,12 @@ class Rounds:
         return Round(self._calls, target, request, save, writer, request.group)
 
     def submit(self, work: Round) -> None:
+        """Have the worker run the round. From now on the save is kept alive until its end."""
         work.save.begin()
         self._worker.put(functools.partial(self._run, work))
 
     def _run(self, work: Round) -> None:
+        """Make the save, and end its handle with the result or the error."""
         metadata: Metadata | None = None
         report: SaveReport | None = None
         failure: BaseException | None = None
@@ -238,7 +245,8 @@ class Rounds:
             metadata = self._save(work)
             report = work.report()
         except BaseException as error:
-            # CheckpointException is no Exception. The traceback's frames reference the tree.
+            # BaseException, because CheckpointException is no Exception. The traceback is dropped,
+            # because its frames would keep the tree alive.
             failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
@@ -272,17 +280,17 @@ class Rounds:
         if isinstance(failure, CheckpointException):
             work.writer.abandon()  # every rank knows that there was no commit
         group, work.group, self._ranks = work.group, None, None
-        self._discarded.clear()
-        # All ranks get these errors; any other may be known to this rank alone.
-        known = isinstance(failure, (CheckpointException, StillframeError))
-        if group is not None and not known and not group_exists(group):
+        self._discarded.clear()  # collectives in it keep the group's connections open
+        # All ranks get these errors; any other may have come to this rank alone.
+        reached_all = isinstance(failure, (CheckpointException, StillframeError))
+        if group is not None and not reached_all and not group_exists(group):
             why = failure
             failure = StillframeError(
                 f"the process group was destroyed while the save of {work.target.shown} was under"
                 " way: wait for its upload_completion before destroy_process_group()"
             )
             failure.__cause__ = why
-        if group is not None and not known:
+        if group is not None and not reached_all:
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
             # Otherwise the next call would raise this error, and that would stop its round as well.
@@ -292,18 +300,19 @@ class Rounds:
         return failure
 
     def _save(self, work: Round) -> Metadata:
+        """Make the save together with the other ranks, and return the checkpoint's metadata."""
         ranks, writer = self._ranks or Ranks(work.group, self._discarded), work.writer
         self._ranks = ranks
         ranks.use_group(work.group)
         planner = work.request.planner
         joint = JointSave(ranks, self._plans, work.number, writer, planner, work.wait)
-        # Not raised here: the call raises the same object, and its traceback would get the frames
-        # of both threads.
+        # The error is not raised here: the call raises the same object on another thread, and both
+        # would add their frames to its traceback.
         failure = work.tree if isinstance(work.tree, BaseException) else None
-        kept, is_same = 0, False
+        plan, is_same = 0, False
         if failure is None:
             try:
-                kept, is_same = joint.prepare(_copy_of(work))
+                plan, is_same = joint.prepare(_copy_of(work))
             except BaseException as error:
                 failure = error
         try:
@@ -313,12 +322,12 @@ class Rounds:
         if work.entry is not None:
             writer.before_commit = work.entry.wait_to_commit
         failed, target = failure is not None, _path_number(work.target.name)
-        ours = _Numbers(work.number, work.raised, failed, kept, is_same, writer.files_id, target)
+        ours = _Numbers(work.number, work.raised, failed, plan, is_same, writer.files_id, target)
         all_ranks = [_Numbers._make(row) for row in ranks.exchange(*ours)]
         _refuse_to_save(all_ranks, urls.shown(work.target.name), target)
         if any(each.failed for each in all_ranks):
             ranks.raise_all("plan", failure)
-        is_planned = kept != 0 and all(each.plan == kept for each in all_ranks)
+        is_planned = plan != 0 and all(each.plan == plan for each in all_ranks)
         return joint.save(
             is_planned=is_planned,
             is_same=is_planned and all(each.is_same for each in all_ranks),
@@ -327,7 +336,8 @@ class Rounds:
 
 
 def _copy_of(work: Round) -> StateDict:
-    """Return the state dict's copy, which may not be complete yet."""
+    """Return the state dict's copy, which may not be complete yet. Also give the second file the
+    copy of its content to write."""
     assert isinstance(work.tree, tuple)
     tree, content = work.tree
     if work.request.side_file is not None:

@@ -1,7 +1,7 @@
 """The data files of a rank on their way to a store.
 
-A few threads send them. A thread that waits for a file sends it itself if no other thread has begun
-to: at the interpreter's exit no thread can be started, and the system may refuse one.
+A few threads send them. A thread that waits for a file sends the file itself if no other thread has
+begun to send it: at the interpreter's exit no thread can be started, and the system may refuse one.
 
     waiting ──a thread takes it──▶ being sent ──acknowledged──▶ over
        └────────another file has failed────────────────────────▶ over, with that file's error
@@ -30,27 +30,28 @@ class Uploads:
     """The files that a rank sends in one save.
 
     Attributes:
-        error: The first error. After it no file is begun, and those being sent are given up.
+        error: The first error. After it no file is begun, and uploads under way are given up.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._lock = threading.Lock()
-        self._waiting: list[Sending] = []
+        # The lock protects `error` and these.
+        self._waiting: list[Sending] = []  # files that no thread has begun to send
         self._sent_now: list[Upload] = []
-        self._nr_threads = 0
+        self._nr_threads = 0  # that have not found the list of waiting files empty
 
     def add(self, sending: Sending) -> Sending:
         """Send a file as soon as a thread is free."""
         with self._lock:
             self._waiting.append(sending)
             starts = self._nr_threads < _AT_A_TIME
-            self._nr_threads += starts
+            if starts:
+                self._nr_threads += 1
         if starts:
             thread = threading.Thread(target=self._send_all, name="sf-upload", daemon=True)
-            with contextlib.suppress(
-                OSError, RuntimeError
-            ):  # the thread that waits for it sends it
+            # Without the thread, the caller of `Sending.exception` sends the file.
+            with contextlib.suppress(OSError, RuntimeError):
                 threads.start(thread)
         return sending
 
@@ -59,7 +60,7 @@ class Uploads:
             sending.send()
 
     def _next(self) -> Sending | None:
-        """Return the next file; without one, the thread ends."""
+        """Return the next file to send. If there is none, return None, and the thread must end."""
         with self._lock:
             if self._waiting:
                 return self._waiting.pop(0)
@@ -67,7 +68,7 @@ class Uploads:
             return None
 
     def take(self, sending: Sending) -> bool:
-        """Return whether nobody has begun to send this file. Then the caller has to send it."""
+        """Return whether no thread has begun to send this file. Then the caller has to send it."""
         with self._lock:
             is_waiting = sending in self._waiting
             if is_waiting:
@@ -75,10 +76,10 @@ class Uploads:
             return is_waiting
 
     def begin(self, upload: Upload) -> None:
-        """Register an upload, so that it is given up if another one fails.
+        """Register an upload, so that it is given up if another upload fails.
 
         Raises:
-            BaseException: One has failed already.
+            BaseException: The first error, if an upload has failed already.
         """
         with self._lock:
             if self.error is not None:
@@ -86,7 +87,7 @@ class Uploads:
             self._sent_now.append(upload)
 
     def fail(self, error: BaseException) -> BaseException:
-        """Give up all uploads; return the first error."""
+        """Record an error and give up all uploads. Return the first error."""
         with self._lock:
             self.error = first = self.error or error
             given_up, self._sent_now = self._sent_now, []
@@ -96,9 +97,10 @@ class Uploads:
 
 
 class Sending:
-    """One file, with the methods of a local file's handle (`submit_parts`) that a rank needs.
+    """One file, with those methods of a local file's handle (`submit_parts`) that a rank needs.
 
     Args:
+        key: The object's name in the store.
         owners: Objects that keep the memory of the parts alive.
     """
 
@@ -129,6 +131,8 @@ class Sending:
         return self._error
 
     def result(self) -> SaveReport | None:
+        """Wait until the file is sent; return its report, or None after an error. Call `exception`
+        first: this method does not send the file itself."""
         self._over.wait()
         return self._report
 
@@ -148,7 +152,7 @@ class Sending:
         self._uploads.begin(upload)
         save = submit_parts(self._engine, self._parts, shown, owners=self._owners, upload=upload)
         try:
-            # Its name is new, and only the metadata makes it part of a checkpoint.
+            # It may appear at once: its name is new, and only the metadata adds it to a checkpoint.
             upload.run(before_end=do_nothing)
         except BaseException as error:
             # The frames of a traceback may hold memory of the file, and the save ends only when

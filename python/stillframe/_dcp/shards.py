@@ -22,6 +22,7 @@ class _Recipe:
         self._group = whole._process_group
 
     def over(self, tensors: list[torch.Tensor], kind: Any) -> Any:
+        """Return a ShardedTensor, of the class `kind`, over these local tensors."""
         properties = self._metadata.tensor_properties
         whole = kind.__new__(
             kind,
@@ -50,14 +51,14 @@ class _Local(list[torch.Tensor]):
 
 
 def take_apart(tree: Any) -> Any:
-    """Return the tree with ShardedTensors replaced by their local tensors; the same tree if it has
-    none."""
+    """Return the tree with ShardedTensors replaced by their local tensors. If it has none, return
+    the same tree."""
     kind = _kind()
     return tree if kind is None else _replace(tree, kind, _local_tensors)
 
 
 def put_together(tree: Any) -> Any:
-    """Return the copied tree with its ShardedTensors made again."""
+    """Return a copy of `take_apart`'s tree with its ShardedTensors made again."""
     kind = _kind()
     if kind is None:
         return tree
@@ -65,13 +66,14 @@ def put_together(tree: Any) -> Any:
 
 
 def _kind() -> type[Any] | None:
-    """Return the class; None if it was never imported, since then no such tensor exists."""
+    """Return the class ShardedTensor; None if it was never imported, so that no object exists."""
     kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", 0)
     return kind if isinstance(kind, type) else None
 
 
 def _replace(tree: Any, kind: type[Any], exchange: Any) -> Any:
-    """Return the tree with each object of a kind exchanged; the same tree if it has none."""
+    """Return the tree with `exchange(object)` for each object of the class `kind`. If it has none,
+    return the same tree."""
     if isinstance(tree, kind):
         return exchange(tree)
     if type(tree) in (list, tuple):
@@ -85,6 +87,7 @@ def _replace(tree: Any, kind: type[Any], exchange: Any) -> Any:
 
 
 def _local_tensors(whole: Any) -> _Local:
+    """Return a ShardedTensor's local tensors, with the recipe to make it again."""
     local = _Local(shard.tensor.detach() for shard in whole.local_shards())
     local.recipe = _Recipe(whole)
     return local

@@ -41,7 +41,7 @@ class SideFile:
     """One save's second file.
 
     Args:
-        name: The link's name, a stem and a suffix.
+        name: The link's name, such as "meta.pt".
         content: The object that `torch.save` writes. Until the staging has copied it, this is the
             caller's object.
     """
@@ -82,8 +82,11 @@ class SideFile:
                     os.unlink(other)
 
     def _undo(self, directory: str, own: str, link: str, save_id: str) -> None:
+        """Remove this save's file and link, unless its `.metadata` is there. Then make the link to
+        the file of the checkpoint that is there."""
         if _saved_id(directory) != save_id:
-            for path in (link, own) if _is_same(own, link) else (own,):
+            unneeded = [link, own] if _is_same(own, link) else [own]
+            for path in unneeded:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         mend(directory, self.name)
@@ -111,7 +114,7 @@ def _file_of_save(directory: str, name: str, save_id: str | None) -> str:
 
 
 def _files_of_saves(directory: str, name: str) -> list[str]:
-    """List the files of all saves. The names must match exactly: the caller removes those files."""
+    """Return the paths of all saves' files; names must match exactly: a caller removes them."""
     stem, suffix = map(re.escape, os.path.splitext(name))
     of_save = re.compile(rf"{stem}\.({_SAVE_ID}){suffix}")
     return [
@@ -120,7 +123,8 @@ def _files_of_saves(directory: str, name: str) -> list[str]:
 
 
 def _saved_id(directory: str) -> str | None:
-    """Return the id of the save that the directory holds; None if it cannot be read."""
+    """Return the id of the save whose checkpoint is in the directory; None if there is none, or it
+    cannot be read."""
     try:
         with open(metadata_path(directory, None), "rb") as file:
             save_id = pickle.load(file).storage_meta.save_id
@@ -130,8 +134,7 @@ def _saved_id(directory: str) -> str | None:
 
 
 def _remove_link(directory: str, name: str) -> None:
-    """Remove the link, but make sure that its file exists under the name that contains the save's
-    id."""
+    """Remove the link, and keep its file under the name that contains the save's id."""
     link = os.path.join(directory, name)
     if not os.path.exists(link):
         return
@@ -150,6 +153,7 @@ def _write(content: Any, path: str, *, durable: bool) -> None:
 
 
 def _link(own: str, link: str) -> None:
+    """Make `link` a hard link to the file `own`, or a copy of it, in place of an old link."""
     if _is_same(own, link):
         return
     temporary = os.path.join(os.path.dirname(link), f".{os.path.basename(link)}.stillframe")
@@ -163,6 +167,7 @@ def _link(own: str, link: str) -> None:
 
 
 def _is_same(one: str, other: str) -> bool:
+    """Return whether two paths name one file, or files with the same bytes."""
     try:
         return os.path.samefile(one, other) or filecmp.cmp(one, other, shallow=False)
     except FileNotFoundError:

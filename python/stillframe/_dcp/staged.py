@@ -5,9 +5,10 @@
 stillframe's own uploads start while the state dict is still being copied: they need the tensors'
 shapes and types first, and the bytes only later.
 
-A snapshot's memory returns to the pool when its tensors are gone. Some objects of DCP keep tensors
-longer than the upload lasts: a planner keeps those of its last save, and so do the frames of an
-exception. So the end of an upload empties all tensors, and they no longer hold memory.
+A snapshot's memory returns to the pool when its tensors are gone. Some objects keep the tensors
+longer than the upload lasts: DCP's planner keeps the tensors of its last save, and an exception
+keeps them with its frames. So the end of an upload empties all tensors, and they no longer hold
+memory.
 
 Tensors are emptied by assigning `tensor.data`. An operator such as `set_` releases the interpreter
 lock, and so does freeing a tensor. While the main thread computes, thousands of releases take
@@ -49,9 +50,14 @@ class Staged:
     """The copy of one state dict. It references the tree only while the tree is copied, and while
     an upload reads it.
 
+    Args:
+        taken: The snapshot of the state dict.
+        changed: Notified when an upload takes the copy.
+
     Attributes:
         nbytes: The bytes of its storages.
-        deferred_nbytes: The bytes of them that are copied after the call.
+        deferred_nbytes: Those of these bytes that are copied after the call.
+        num_tensors: The number of its tensors.
     """
 
     def __init__(self, taken: Snapshot[Any], changed: threading.Condition) -> None:
@@ -59,14 +65,14 @@ class Staged:
         self.nbytes = taken.nbytes
         self.deferred_nbytes = taken.deferred_nbytes
         self.num_tensors = taken.num_tensors
-        self._taken: Snapshot[Any] | None = taken
-        self._tree: Any = None
+        self._taken: Snapshot[Any] | None = taken  # None after the upload
+        self._tree: Any = None  # what an upload reads
         self._made = time.monotonic()
-        self._uploading = False
+        self._uploading = False  # an upload has taken the tree
 
     def settle(self, copied: Future[Any]) -> None:
-        """Set the future's result once the tree is copied, or its error: at once if the copy has
-        ended, otherwise on the callbacks' thread."""
+        """Give the future the tree, or the error, when the copy has ended: now if it has ended
+        already, otherwise on the callback thread."""
         taken = self._taken
         assert taken is not None
         settle = functools.partial(self._settle, taken, copied)
@@ -95,10 +101,13 @@ class Staged:
         taken.wait()
         taken.release()  # the tensors keep the memory
 
-    def uploads_at_once(self, save: SnapshotSave) -> Any:
-        """Begin an upload, and return the tree, which may not be copied completely yet. The upload
-        calls `wait_until_copied` before it reads bytes. The save is notified when the copy
-        ends."""
+    def begin_own_upload(self, save: SnapshotSave) -> Any:
+        """Begin an upload of stillframe's own. Return the tree, which may not be copied completely
+        yet: the upload has to call `wait_until_copied` before it reads bytes.
+
+        Args:
+            save: The handle of the upload's save, which is notified when the copy ends.
+        """
         taken = self._taken
         assert taken is not None
         self._tree = unfinished_tree(taken)
@@ -111,8 +120,8 @@ class Staged:
         return self._tree
 
     def upload_begins(self) -> None:
-        """Record that an upload has taken the tree and will report its end. Until then a new copy
-        that needs memory waits."""
+        """Record that an upload has taken the tree, and that `upload_ended` will be called. Until
+        then a new copy that needs the memory waits for it."""
         taken = self._taken
         if taken is not None:
             will_return(taken)
@@ -121,6 +130,7 @@ class Staged:
             self._changed.notify_all()
 
     def uploads(self, tree: Any) -> None:
+        """Record the tree that the upload reads, so that its end can empty the tensors."""
         self._tree = tree
 
     def upload_ended(self) -> list[Any]:
@@ -137,9 +147,9 @@ class Staged:
         if taken is not None and is_leased(taken):
             _empty(tensors)
         if taken is not None:
-            # otherwise the process of DCP's executor would keep the last state dict that it wrote
+            # The process of DCP's executor keeps the last state dict that it wrote. End that loan.
             recall(taken)
-            will_return(taken, False)  # from now on only references of users hold its memory
+            will_return(taken, False)  # only references of users may hold the memory from now on
         self._taken = None
         return [*tensors, taken]
 
@@ -159,6 +169,7 @@ _nothing: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _empty(tensors: list[Any]) -> None:
+    """Make the tensors empty, so that they no longer hold their memory."""
     for tensor in _with_memory(tensors):
         if tensor.dtype not in _nothing:
             with torch.inference_mode(False):
@@ -167,7 +178,7 @@ def _empty(tensors: list[Any]) -> None:
 
 
 def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have memory of their own, also those in wrapper subclasses."""
+    """Yield the tensors that have memory of their own; of a wrapper subclass, its inner tensors."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
@@ -178,11 +189,11 @@ def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
 
 
 class Stages:
-    """The copies of one stager. A new one waits for memory that earlier ones will return."""
+    """The copies of one stager. A new copy waits for memory that earlier ones will return."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._before: list[Staged] = []
+        self._changed = threading.Condition()  # notified when an upload takes a copy
+        self._before: list[Staged] = []  # earlier copies that may still hold memory
 
     def stage(self, tree: Any, *, overlap: bool, engine: Engine | None) -> Staged:
         """Copy a tree with a state dict, after uploads have returned enough memory to the pool.
@@ -190,16 +201,16 @@ class Stages:
         Raises:
             PoolExhaustedError: The tree does not fit, and no upload under way would change that.
         """
-        new = self._without_upload()
+        waiting = self._without_upload()
 
         def wait_for_an_upload() -> bool:
-            """Wait for an upload to take one of the copies. The core itself waits for memory of
-            copies that are being uploaded."""
-            nonlocal new
-            if not new:
+            """Wait for an upload to take one of the copies that wait for theirs; return False if
+            there is none. The core itself waits for the memory of copies that have an upload."""
+            nonlocal waiting
+            if not waiting:
                 return False
-            self._wait_for_any(new)
-            new = self._without_upload()
+            self._wait_for_any(waiting)
+            waiting = self._without_upload()
             return True
 
         taken = snapshot_to_write(
@@ -214,9 +225,9 @@ class Stages:
         self._before = [each for each in self._before if each.holds_memory()]
         return [each for each in self._before if each.grace_s() > 0]
 
-    def _wait_for_any(self, new: list[Staged]) -> None:
+    def _wait_for_any(self, waiting: list[Staged]) -> None:
         """Wait until an upload has taken one of the copies or is no longer expected to."""
         with self._changed:
-            grace_s = min(each.grace_s() for each in new)
+            grace_s = min(each.grace_s() for each in waiting)
             if grace_s > 0:
                 self._changed.wait(grace_s)

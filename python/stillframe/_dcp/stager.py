@@ -22,7 +22,7 @@ from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe._snapshot.loans import keep_bits
 from stillframe.errors import StillframeError
 
-_thread = threading.local()
+_thread = threading.local()  # its attribute `end` is an `_End`
 
 
 class _End:
@@ -33,8 +33,8 @@ class _End:
 class _Staging(Future[StateDict]):
     """The future that DCP gets.
 
-    `dcp.async_save` assumes that a future that is already done has succeeded. So a failed one
-    reports that it is done only after a callback was added.
+    `dcp.async_save` assumes that a future that is already done has succeeded. So a failed future
+    reports that it is done only after a callback was added, which then gets the error.
     """
 
     def __init__(self, staged: Staged) -> None:
@@ -47,10 +47,10 @@ class _Staging(Future[StateDict]):
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith("torch.distributed.checkpoint.") and caller.endswith("_executor"):
             if caller.endswith("_process_executor"):
-                keep_bits()
+                keep_bits()  # this thread sends the tensors to the process
             self._staged.upload_begins()
             _thread.end = end = _End()
-            # not at the interpreter's exit: only the exit of this thread ends the upload
+            # not called at the interpreter's exit: only the exit of this thread ends the upload
             weakref.finalize(end, self._staged.upload_ended).atexit = False
             self._staged.uploads(super().result(timeout))
         return super().result(timeout)
@@ -86,7 +86,7 @@ class PinnedStager(AsyncStager):
         TypeError: `engine` is not an Engine, or `overlap` is not a bool.
     """
 
-    _synchronize_after_execute = False
+    _synchronize_after_execute = False  # DCP need not call `synchronize_staging`
 
     def __init__(self, engine: Engine | None = None, overlap: bool = True) -> None:
         if engine is not None:

@@ -51,11 +51,11 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     The engine's threads write each rank's data, with CRCs and O_DIRECT. The names of data files
     contain an id of the save, and each file is synced before it gets its name. `.metadata` comes
     last: it is synced and renamed, and its directory and the directory's parent are synced. So a
-    path that is saved to again always holds the old checkpoint or the new one, and if any rank
-    fails, the old one. Files that the new checkpoint does not need are removed afterwards.
+    path that is saved to again always holds the old checkpoint or the new one; if any rank fails,
+    it holds the old one. Files that the new checkpoint does not need are removed afterwards.
 
     Below a URL (`s3://bucket/step100`) each file is an object. It is sent from the memory of the
-    state, several parts at a time, and counts when the store has acknowledged it.
+    state, several parts at a time, and is durable when the store has acknowledged it.
 
     If you give it to `dcp.async_save` without `async_stager=`, it stages as `PinnedStager` does.
 
@@ -73,7 +73,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         per_thread_copy_ahead: Has no effect: tensors are copied from devices when they are staged.
         cache_staged_state_dict: Has no effect: the pool always reuses its memory.
         _extensions: An argument of PyTorch's writer; any other value than the default is refused.
-        serialization_format: Likewise.
+        serialization_format: The same.
         engine: The engine to use, `stillframe.default_engine()` by default.
         storage_options: For a URL, what fsspec's file system for its scheme takes. By default the
             credentials are those of the environment.
@@ -85,7 +85,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         TypeError, ValueError: An invalid argument, or one that only PyTorch's writer supports.
     """
 
-    _synchronize_after_execute = False
+    _synchronize_after_execute = False  # DCP need not call `synchronize_staging`
 
     def __init__(
         self,
@@ -123,17 +123,19 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._engine = engine
         self._stager: PinnedStager | None = None
         self.save_id = str(uuid.uuid4())
-        self.files_id = checkpoint.new_id()
+        self.files_id = checkpoint.new_id()  # in the names of this rank's files
         self._rank: int | None = None  # this rank's number if each rank saves for itself
-        self._is_begun = False
+        self._is_begun = False  # the directory was made, or existed
         self._files: RankFiles | None = None
-        self._new: checkpoint.ReadyCheckpoint | None = None
-        self._is_committing = False
-        self.side_file: SideFile | None = None
+        self._new: checkpoint.ReadyCheckpoint | None = None  # on the coordinator
+        self._is_committing = False  # see `will_commit`
+        self.side_file: SideFile | None = None  # committed together with the checkpoint
+        # The commit begins when this function returns.
         self.before_commit: Callable[[], object] = do_nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the writer for DCP's upload process, which has its own engine and file names."""
+        """Return what is pickled for DCP's upload process, which has an engine and file names of
+        its own."""
         none = dict.fromkeys(("_engine", "_stager", "_files", "_new"))
         return {
             **self.__dict__,
@@ -160,7 +162,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Tell whether it is a path or a URL."""
+        """Return whether it is a path or a URL."""
         return is_location(checkpoint_id)
 
     @property
@@ -184,7 +186,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         alone = not kwargs.get("use_collectives", True)
         self._rank = kwargs.get("rank") if alone else None
-        # A new id here, because not every caller calls `reset`, and no file name may be used twice.
+        # No file name may be used twice, so a second save needs a new id. It is made here, because
+        # not every caller calls `reset`.
         if self._files is not None:
             self.files_id = checkpoint.new_id()
 
@@ -207,7 +210,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # A planner may keep plans between saves, so they contain nothing about this save.
+        """Return the plans with the prefix of each rank's file names. The given plans stay as they
+        are, because a planner may keep them for later saves."""
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{number}_"))
             if plan.storage_data is None
@@ -246,7 +250,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         metadata.storage_meta = new.metadata.storage_meta
         self.tidy()
 
-    # ---- the steps of these two, for `JointSave` ----
+    # ---- the steps of `write_data` and `finish`, for `JointSave` ----
 
     def lay_out(
         self, plan: SavePlan, resolve: Resolve, wait: Callable[[], object] = do_nothing
@@ -267,7 +271,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return self._files
 
     def start(self) -> None:
-        """Start writing the files. Their tensors must not change until that has ended.
+        """Start writing the files. Their tensors must not change until the files are written.
 
         Raises:
             SaveError: A system call failed. No file of this rank is left.
@@ -276,7 +280,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._files.start(durable=self._durable, engine=self._engine)
 
     def reports(self) -> list[SaveReport]:
-        """Return the reports of the written files."""
+        """Return the reports of this rank's files, which must be written."""
         return [] if self._files is None else self._files.reports()
 
     def describe(
@@ -287,7 +291,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         Raises:
             OSError: See `checkpoint.write`.
         """
-        # A copy, because a kept plan uses the same metadata object for the next save.
+        # A copy, because the next save with a kept plan starts from the same metadata object.
         metadata = dataclasses.replace(
             metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
@@ -298,7 +302,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return self._new
 
     def will_commit(self) -> None:
-        """Record that all ranks have written their files, so that the commit may follow."""
+        """Record that all ranks have written their files. From now on the checkpoint may be
+        committed, even if this rank learns of a failure."""
         self._is_committing = True
 
     def commit(self, new: checkpoint.ReadyCheckpoint) -> None:
@@ -349,13 +354,15 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     @property
     def location(self) -> Location:
-        """Return where the files go; a later change of the working directory does not matter."""
+        """Return where the files go; raise ValueError if no path was given."""
         if self._location is None:
             raise ValueError("no path to save to: give checkpoint_id=")
         return self._location
 
     def _go_to(self, path: Path) -> None:
         target = CheckpointPath.of(path)
-        if target.text != self._path:  # DCP calls `reset` again, later and on its own thread
+        # DCP calls `reset` with the same path again, on a thread of its own. By then the working
+        # directory, and with it a relative path, may have changed.
+        if target.text != self._path:
             self._location = location_of(target, self._storage_options)
             self._path = target.text
