@@ -2,9 +2,9 @@
 
     started -> copying -> ended -> settled
 
-It is settled when the verdict is given, once, from the core's samples and torch's version counters
-(`_save/verdict.py`). The first caller that needs the verdict asks for it: an optimizer's step,
-`Snapshot.wait()`, the completion thread, a fork, or the end of the process.
+The copy is settled when the verdict is given, once, from the core's samples and torch's version
+counters (`_save/verdict.py`). The first caller that needs the verdict asks for it: an optimizer's
+step, `Snapshot.wait()`, the completion thread, a fork, or the end of the process.
 
 `ordinary_copy` makes a copy like `snapshot`'s in ordinary memory, for a full pool.
 """
@@ -40,15 +40,22 @@ _ALIGN = 64  # bytes; alignment of each storage, as in the pool
 
 
 class SnapshotLike(Protocol):
-    """The `Snapshot` of a copy, as far as this module needs it."""
+    """The part of `Snapshot` that this module calls."""
 
-    def _names(self, index: int) -> list[str]: ...
+    def _names(self, index: int) -> list[str]:
+        """Return the key paths of the tensors over the storage with this number."""
 
 
 class Copy:
     """The copy of one snapshot. It lives until the copy has ended, even if the Snapshot dies first.
 
+    Args:
+        core: The core's snapshot, with leased memory.
+        tree: The tree that is copied.
+        deferral: The storages that are copied after the call.
+
     Attributes:
+        devices: The numbers of the CUDA devices that have storages of the tree.
         shared: Forked children may read the memory.
         seen: The error was raised to a caller.
         gate_wait_s: How long optimizer steps have waited for the copy.
@@ -71,10 +78,10 @@ class Copy:
         self._ends: list[StillframeError | None] = []
 
     def start(self) -> None:
-        """Copy the captured storages. The others are copied later, by the lane of host memory and
-        by the devices."""
-        later = bool(self.verdict.is_needed or self.devices)
-        if later:
+        """Copy the captured storages of host memory, and hand the other storages to the lanes,
+        which copy them later."""
+        outlasts_call = bool(self.verdict.is_needed or self.devices)
+        if outlasts_call:
             completion.completion.start()
             completion.copying[self.core.number] = self
         try:
@@ -82,14 +89,15 @@ class Copy:
         finally:
             # The entry in `copying` keeps the sources alive until the core's notice of the end,
             # even if Ctrl-C ends this call. There is no notice if the copy has ended already.
-            if later and self.core.wait(0)[0]:
+            if outlasts_call and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.verdict.launched(self)
         self.settle()
 
     def gate(self) -> bool:
-        """Wait until no host memory of the tree is read any more. Have the calling thread's current
-        streams wait for the copies from devices. Return False if such copies still run."""
+        """Let the optimizer's step begin; see `gate.Pending`. Wait until no host memory of the tree
+        is read any more. Have the calling thread's current streams wait for the copies from
+        devices. Return False if such copies still run."""
         entered = time.perf_counter()
         with inside():
             if self.devices:
@@ -101,8 +109,8 @@ class Copy:
             if copied:
                 self.settle()
             else:
-                # The next step changes the version counters before the copy has ended, so they are
-                # compared now.
+                # The step is about to change the version counters, before the copy has ended. So
+                # they are compared now.
                 self.verdict.judge()
         return copied
 
@@ -119,12 +127,12 @@ class Copy:
     def settle(self) -> None:
         """Settle the copy if it has ended and is not settled yet.
 
-        This takes no lock. A signal handler may interrupt it and wait for another thread that calls
-        it too.
+        This takes no lock, because a signal handler may interrupt it and wait for another thread
+        that is in this method too.
         """
         if self.is_settled():
             return
-        ended, torn = self.core.wait(0)
+        ended, torn = self.core.wait(0)  # `torn` is the number of a changed storage, or -1
         if not ended:
             return
         failed = self.core.error()
@@ -149,7 +157,7 @@ class Copy:
         """Call `function` on the callback thread once the copy is settled."""
         self._when_settled.append(function)
         if self.is_settled():
-            with contextlib.suppress(ValueError):  # `settle` has taken it
+            with contextlib.suppress(ValueError):  # `settle` has taken the function
                 self._when_settled.remove(function)
                 completion.callbacks.put(function)
 
@@ -162,7 +170,7 @@ class Copy:
         return self._ends[0] if self._ends else None
 
     def _torn_error(self, index: int) -> TornSnapshotError:
-        """Return the error of a snapshot whose source changed during the copy."""
+        """Return the error of a snapshot whose storage number `index` changed during the copy."""
         snapshot = self.snapshot() if self.snapshot is not None else None
         names = snapshot._names(index) if snapshot is not None else []
         what = self.verdict.blame(index, names)
@@ -208,7 +216,7 @@ def ordinary_copy(tree: T) -> tuple[T, int, int]:
     Returns:
         The tree, the number of its tensors, and the bytes of its storages.
     """
-    source = Tree(tree, lanes=False)
+    source = Tree(tree, lanes=False)  # torch copies storages on devices, in `rebuild`
     offsets: list[int] = []
     end = 0
     for _, nbytes in source.sources():
@@ -218,7 +226,7 @@ def ordinary_copy(tree: T) -> tuple[T, int, int]:
     memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
-        if address:
+        if address:  # 0 for storages on devices
             ctypes.memmove(base + offset, address, nbytes)
     built, _ = source.rebuild(memory, offsets)
     return built, source.num_tensors(), source.nbytes()

@@ -39,7 +39,8 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
             function()
             return
         try:
-            # A duplicate, because the process object closes its own when it is closed.
+            # `sentinel` becomes readable when the process ends. It is duplicated, because `close()`
+            # of the process object closes it.
             end = os.dup(of.sentinel)
         except ValueError as error:
             raise ValueError(f"{of!r} has to be started before something is held for it") from error
@@ -72,6 +73,7 @@ def has_memory_of_its_own(of: Any) -> bool:
 
 
 def _wait_readable(descriptor: int) -> None:
+    """Wait until a descriptor is readable, and close it."""
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -86,7 +88,11 @@ def _wait_child(process: subprocess.Popen[Any]) -> None:
 
 
 def call_after(wait: Callable[[], None], function: Callable[[], object]) -> None:
-    """Start a thread that calls `wait()` and then `function()`, even if `wait()` raises."""
+    """Start a thread that calls `wait()` and then `function()`, even if `wait()` raises.
+
+    Raises:
+        OSError: The system refuses the thread.
+    """
 
     def run() -> None:
         try:

@@ -18,11 +18,12 @@ A borrower maps the memory privately: as in a forked child, its writes are seen 
 snapshot nor by another process.
 
 Callers that need memory of the pool wait up to two minutes for memory on loan. They do not wait
-forever, because a loop in the borrower that waits for its next item keeps the last one. After that
-time memory on loan counts as held by its user.
+forever, because a loop in the borrower keeps the tensors of its last item while it waits for the
+next. After that time memory on loan counts as held by its user.
 
-The reducers here handle storages on loan. `torch.multiprocessing` would move each of these to
-shared memory of its own. torch's reducer gets all other storages.
+A *reducer* tells multiprocessing how to pickle the objects of a class. The reducers here handle
+storages on loan, which torch's reducers would move to shared memory of their own. They pass all
+other storages to torch's.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ from stillframe.errors import StillframeError
 
 PATIENCE_S = 120.0  # how long others wait for memory on loan, in seconds
 
-_loans: list[Loan] = []  # that are offered or lent; any thread changes it, by atomic operations
-# Held while a channel is made, and by `os.fork`: a child must not get a channel not yet in
-# `_loans`.
+_loans: list[Loan] = []  # offered or lent; any thread changes the list, by atomic operations
+# Held while a channel is made, and by `os.fork`: a child closes the channels in `_loans`, and must
+# get no other channel.
 _offering = threading.RLock()
+# The lender of each memory that has tensors in this process.
 _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.WeakKeyDictionary()
 
 
@@ -62,7 +64,7 @@ _thread = _Thread()
 
 
 class Lender:
-    """The lender of one snapshot's memory, kept as long as the memory has tensors here.
+    """The lender of one snapshot's memory, kept as long as the memory has tensors in this process.
 
     Args:
         core: The core's snapshot.
@@ -77,9 +79,9 @@ class Lender:
         self.core = core
         self.descriptor, self.offset, self.begin, self.nbytes = location
         self.patience_s = patience_s
-        # Of the snapshot's storages; other snapshots' memory may be between them.
+        # The offsets of this snapshot's storages. Other snapshots may be in the memory too.
         self._offsets = set(core.offsets())
-        self._readers: list[object] = []  # a mark for each process that `reader` has registered
+        self._readers: list[object] = []  # one object for each process that `reader` has registered
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -92,8 +94,8 @@ class Lender:
         return address - self.begin in self._offsets
 
     def offer(self) -> resource_sharer.DupFd:
-        """Return the end of a new channel through which one process can ask for the memory. Serve
-        the other end on a thread."""
+        """Make a channel through which one process can ask for the memory. Serve our end of it on a
+        thread, and return the other end."""
         with _offering:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -130,7 +132,11 @@ class Lender:
 
 
 class Loan:
-    """The loan to one process, and our end of the channel to it."""
+    """The loan to one process, and our end of the channel to it. It holds the memory until `end`.
+
+    Raises:
+        StillframeError: The memory has gone back to the pool already.
+    """
 
     def __init__(self, lender: Lender, channel: socket.socket) -> None:
         self.lender = lender
@@ -142,16 +148,17 @@ class Loan:
         if not lender.core.hold():
             channel.close()
             raise StillframeError("the snapshot's memory has gone back to the pool already")
-        self._give_back = lender.core.unhold
+        self._give_back = lender.core.unhold  # what `end` calls
 
     def serve(self) -> None:
-        """Answer the borrower until the channel ends; called on a thread of its own."""
+        """Answer the borrower until the channel ends; called on a thread of its own. The borrower
+        sends one byte to ask for the memory."""
         while True:
             try:
                 message = self._channel.recv(1)
                 if not message or not self._lend():
                     return
-            except TimeoutError:
+            except TimeoutError:  # the lender's patience is over
                 self._count_as_used()
             except OSError:  # the borrower was killed meanwhile
                 return
@@ -165,8 +172,8 @@ class Loan:
         return self._asked
 
     def _count_as_used(self) -> None:
-        """Have callers that need memory no longer wait for this one: it counts as held by its user,
-        so they raise PoolExhaustedError."""
+        """Turn the hold into a view, so that the memory counts as held by its user. Callers that
+        need it no longer wait, but raise PoolExhaustedError."""
         core = self.lender.core
         core.view()
         core.will_return(False)
@@ -188,8 +195,8 @@ class Loan:
             self.recall()
 
     def forget(self) -> None:
-        """Close a forked child's copy of our end. As long as it is open, the borrower does not see
-        that the parent has closed its end."""
+        """Close the copy of our end that a forked child has. As long as that is open, the borrower
+        does not see that the parent has closed its end."""
         self._channel.close()
 
     def recall(self) -> None:
@@ -205,7 +212,8 @@ def lend(
 ) -> Lender | None:
     """Have multiprocessing pickle the tensors over `memory` by their offsets in it.
 
-    Return their lender, or None if there is nothing to lend because the memory is private or empty.
+    Return their lender, or None if the memory cannot be lent, because it is private or empty. For
+    `patience_s` see `Lender`.
     """
     location = core.file()
     if location is None:
@@ -242,8 +250,9 @@ def explanation() -> str:
 
 
 def _forked() -> None:
-    """Close the parent's channels in a forked child: our ends, and the borrowers' ends of which
-    multiprocessing keeps copies. It closes those in its own children, but not after `os.fork`."""
+    """Close the parent's channels in a forked child: our ends, and the borrowers' ends, of which
+    multiprocessing keeps copies. In its own children it closes these copies, but not after
+    `os.fork`."""
     _offering.release()
     if _loans:
         resource_sharer._resource_sharer._afterfork()  # type: ignore[attr-defined]
@@ -269,10 +278,12 @@ def _lender_of(storage: torch.UntypedStorage) -> Lender | None:
 
 
 def _reduce_lender(lender: Lender) -> Any:
+    """Pickle a lender as an offer: the borrower unpickles the mapped memory (`_borrow`)."""
     return _borrow, (lender.offer(), lender.offset, lender.nbytes)
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Any:
+    """Pickle a storage on loan as its offset in the memory."""
     lender = _lender_of(storage)
     if lender is None:
         return reductions.reduce_storage(storage)  # type: ignore[no-untyped-call]
@@ -304,7 +315,8 @@ def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
 class MemoryOnLoan(mmap.mmap):
     """The borrower's mapping of memory on loan, kept alive by the tensors over it.
 
-    When it is freed, it closes the channel. The lending process then knows that the loan has ended.
+    When the mapping is freed, it closes the channel. This tells the lending process that the loan
+    has ended.
     """
 
     channel: socket.socket
@@ -320,14 +332,14 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryO
         StillframeError: The memory is not lent any more.
     """
     descriptors: list[int] = []
-    asked = socket.socket(fileno=channel.detach())
+    ours = socket.socket(fileno=channel.detach())
     try:
-        asked.sendall(b"\0")
-        _, descriptors, _, _ = socket.recv_fds(asked, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError:  # the other end is gone
+        ours.sendall(b"\0")
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError:  # the other end is closed
         pass
     if not descriptors:
-        asked.close()
+        ours.close()
         raise StillframeError(
             "the memory of this snapshot is not lent any more: what its hold_until was given has"
             " ended, or the process that took it has"
@@ -337,17 +349,18 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryO
     try:
         memory = MemoryOnLoan(descriptors[0], nbytes, flags, access, offset=offset)
     except BaseException:
-        asked.close()
+        ours.close()
         raise
     finally:
         os.close(descriptors[0])
-    memory.channel = asked
+    memory.channel = ours
     return memory
 
 
 def _storage(memory: MemoryOnLoan, offset: int, nbytes: int) -> torch.UntypedStorage:
-    bytes_of = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
-    return bytes_of.untyped_storage()
+    """Return a storage over `nbytes` of the memory at `offset`."""
+    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
+    return tensor.untyped_storage()
 
 
 def _with_bits(

@@ -49,8 +49,8 @@ class SnapshotSave(ExternalSave):
     # ---- for users ----
 
     def progress(self) -> tuple[int, int]:
-        """Return no bytes before the end and all of them after it, because bytes that other code
-        writes are not counted."""
+        """Return (bytes written, bytes to write). Bytes that other code writes cannot be counted,
+        so the first number is 0 until the save has ended."""
         return (self._nbytes if self._outcome.settled else 0), self._nbytes
 
     def _is_staged(self) -> bool:
@@ -71,12 +71,13 @@ class SnapshotSave(ExternalSave):
     # ---- for the code that makes the save ----
 
     def copies(self, taken: Snapshot[Any]) -> None:
-        """Set the snapshot that is written. Without a call of this, the state itself is written."""
+        """Record the snapshot that is written; without it, the state itself is written."""
         self._taken = taken
         self._nbytes, self._num_tensors = taken.nbytes, taken.num_tensors
         self._deferred_nbytes = taken.deferred_nbytes
 
     def snapshot(self) -> Snapshot[Any] | None:
+        """Return the snapshot that is written; None if there is none, and after the end."""
         return self._taken
 
     def launched(self) -> None:
@@ -109,10 +110,9 @@ class SnapshotSave(ExternalSave):
         """Return the report of a successful save.
 
         Args:
-            nbytes: Bytes that were written.
+            nbytes: The number of bytes that were written.
             io_mode, fallbacks: See `SaveReport`.
-            more_pool_bytes: Memory of the pool that writing has taken, in addition to the
-                snapshot's.
+            more_pool_bytes: Bytes of the pool that writing has taken besides the snapshot's.
         """
         self.copied()
         assert self._copied_s is not None

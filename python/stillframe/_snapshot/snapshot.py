@@ -46,8 +46,8 @@ log = logging.getLogger("stillframe")
 T = TypeVar("T")
 Shared = Literal[False, True, "spawn"]
 
-# The longest wait for memory inside external work of the log: the memory may be held by saves that
-# wait for that work.
+# The longest wait for memory, in seconds, inside external work of the log. The wait has to end,
+# because saves that hold the memory may themselves wait for that work.
 _INSIDE_S = 10.0
 
 
@@ -69,7 +69,7 @@ class Snapshot(Generic[T]):
         self._copy = copy
         self._tree: T | None = tree
         self._begins = begins  # by the storage's number, the address of its copy
-        self._shared = shared
+        self._shared = shared  # with forked children
         self._lender = lender
         self._birth = Birth("this Snapshot")
         self._released = False
@@ -141,7 +141,7 @@ class Snapshot(Generic[T]):
             self._copy.settle()
         if self._copy.error is not None:
             self._copy.seen = True
-            self._tree = None  # its memory is freed now; the traceback would keep it
+            self._tree = None  # otherwise the error's traceback would keep its memory
             raise self._copy.error
 
     def release(self) -> None:
@@ -292,12 +292,12 @@ def snapshot_to_write(
     """Take a snapshot for code that pickles the tree later. Objects that are not containers or
     tensors are therefore copied too.
 
-    The core waits for memory of saves, and of snapshots that come back by themselves. If the tree
-    still does not fit, this calls `wait_for_room` and tries again.
+    The core waits for memory of saves, and of snapshots that give their memory back by themselves.
+    If the tree still does not fit, this calls `wait_for_room` and tries again.
 
     Args:
-        wait_for_room: Waits for something that may give memory back, or returns False if there is
-            nothing left to wait for. It raises only exceptions of signal handlers.
+        wait_for_room: Waits for something that may give memory back, and returns True. Returns
+            False if there is nothing to wait for. Raises only exceptions of signal handlers.
 
     Raises:
         PoolExhaustedError: The tree does not fit, and `wait_for_room` has returned False.
@@ -346,8 +346,8 @@ def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> No
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
-    """Have other callers wait for this snapshot's memory, because it comes back by itself. With
-    `yes=False` they no longer do."""
+    """Have callers that need memory wait for this snapshot's, because it comes back by itself. With
+    `yes=False`, they no longer wait for it."""
     taken._copy.core.will_return(yes)
 
 
@@ -362,12 +362,12 @@ def gate_wait_s(taken: Snapshot[Any]) -> float:
 
 
 def _most_s() -> float | None:
-    """Return how long a call may wait for memory; None for no limit."""
+    """Return how many seconds a call may wait for memory; None for no limit."""
     return _INSIDE_S if ordered.is_inside() else None
 
 
 def unfinished_tree(taken: Snapshot[T]) -> T | None:
-    """Return the tree without waiting; None after a failure or `release()`.
+    """Return the tree without waiting for the copy; None after a failure or `release()`.
 
     The contents of its tensors are undefined until `taken.wait()` has returned.
     """
@@ -393,7 +393,7 @@ def _take(
 
     Args:
         tree, overlap, shared, engine: See `snapshot`.
-        wait: Wait for memory of the pool.
+        wait: Wait for memory of the pool. With False, raise PoolExhaustedError at once.
         own_objects: Also copy objects that are neither containers nor tensors.
         patience_s: See `loans.Lender`.
     """
@@ -451,8 +451,10 @@ def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | N
     try:
         memory = core.lease(most_s)
     except PoolExhaustedError as error:
+        # A second frame in the traceback is that of a signal handler that ran inside the call. The
+        # error is then about the handler's own snapshot.
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # raised by a signal handler, whose own snapshot did not fit
+            raise
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
             f" {usage(engine)}{loans.explanation()}"
