@@ -30,7 +30,7 @@ from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
 _AHEAD = 4  # saved tensors that are prefetched ahead of backward
-_SLOTS = 2 * _AHEAD  # of each Offloader
+_SLOTS = 2 * _AHEAD  # of the Offloader of each device
 
 
 class _Saved:
@@ -42,7 +42,7 @@ class _Saved:
 
     Args:
         tensor: The tensor with these bytes.
-        number: The position in the order in which autograd saved them.
+        number: Its position in the order in which autograd saved the bytes of this device.
     """
 
     def __init__(self, tensor: Tensor, number: int) -> None:
@@ -51,23 +51,26 @@ class _Saved:
         self.ticket: Ticket | None = None
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
-        self._asked = 0  # how many of the views backward has asked for
+        self._asked = 0  # how many of the views this backward has asked for
 
     def changed(self) -> bool:
         """Return whether the bytes were written to on the device since they were saved."""
         return self.tensor is not None and self.tensor._version != self._version
 
     def check(self) -> None:
-        """Raise autograd's error if they were."""
+        """Raise autograd's error if the bytes were written to before they were offloaded."""
         if self.ticket is None and self.tensor is not None:
             what = "one of the variables needed for gradient computation"
             check_version(self.tensor, self._version, what)
 
     def count(self) -> None:
-        """Record that backward has asked for one of the views."""
-        self._asked = (self._asked + 1) % self.nr_views
-        if self._asked == 0 and self.ticket is not None:
-            self.tensor = None
+        """Record that backward has asked for one of the views. After the last view, drop the bytes
+        on the device if they are in the pool, and count again: another backward may follow."""
+        self._asked += 1
+        if self._asked == self.nr_views:
+            self._asked = 0
+            if self.ticket is not None:
+                self.tensor = None
 
 
 class _SavedView(NamedTuple):
@@ -78,6 +81,7 @@ class _SavedView(NamedTuple):
     view: View
 
     def unpack(self) -> Tensor:
+        """Return the saved tensor on the device, for backward."""
         tensor = self.view.of(self.owner._bring(self.saved))
         self.saved.count()
         return tensor
@@ -91,8 +95,8 @@ class _Traffic:
         self._keep_last = keep_last
         self._staying: deque[weakref.ref[_Saved]] = deque()  # not offloaded yet, oldest first
         self._all: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        # By a key that has the address of the StorageImpl: no other storage gets this address while
-        # the weak reference to the storage exists.
+        # The `_Saved` of each storage or range. The key has the address of the StorageImpl, which
+        # no other storage can get while the weak reference to the storage exists.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
         self._next = 0  # the number of the next `_Saved`
 
@@ -119,8 +123,8 @@ class _Traffic:
         """Offload all but the `keep_last` newest tensors."""
         while len(self._staying) > self._keep_last:
             saved = self._staying.popleft()()
-            # A tensor that was written to since then is not offloaded, so that backward reports the
-            # write.
+            # A tensor that was written to after it was saved is not offloaded, so that backward
+            # reports the write.
             if saved is not None and saved.tensor is not None and not saved.changed():
                 saved.ticket = self.offloader.offload([saved.tensor])
                 saved.tensor = None
@@ -136,13 +140,15 @@ class _Traffic:
             [saved.tensor] = self.offloader.onload(saved.ticket)
             # The slot is free now. The memory stays as long as tensors over it exist.
             self.offloader.release([saved.tensor])
-        sent = 0
-        for number in range(saved.number - 1, max(saved.number - 4 * _AHEAD, -1), -1):
+        nr_ahead = 0
+        # Some of the tensors before are gone or on the device, so more than `_AHEAD` are looked at.
+        first = max(saved.number - 4 * _AHEAD + 1, 0)
+        for number in reversed(range(first, saved.number)):
             earlier = self._all.get(number)
             if earlier is None or earlier.ticket is None or earlier.tensor is not None:
                 continue
-            sent += 1
-            if sent > _AHEAD or not self.offloader.prefetch(earlier.ticket):
+            nr_ahead += 1
+            if nr_ahead > _AHEAD or not self.offloader.prefetch(earlier.ticket):
                 break
         return saved.tensor
 
@@ -187,7 +193,7 @@ class OffloadedActivations:
             return None
         if graph.task() != graph.NO_TASK:
             # Activation checkpointing repeats a forward inside backward, which uses the saved
-            # tensor soon.
+            # tensor soon. So the tensor stays on the device.
             return Kept(tensor.detach(), tensor._version)
         traffic = self._traffic.get(tensor.device)
         if traffic is None:
@@ -202,8 +208,12 @@ class OffloadedActivations:
             return False  # parameters and other subclasses are not offloaded
         if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):
             return False
-        if _device.on_host(tensor) if self._device is None else tensor.device != self._device:
+        if self._device is None:
+            if _device.on_host(tensor):
+                return False
+        elif tensor.device != self._device:
             return False
+        # Views of parameters, and other leaves that get gradients, are not offloaded.
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, Parameter) or (base.is_leaf and base.requires_grad):
             return False
@@ -230,6 +240,7 @@ def _whole_storage(tensor: Tensor) -> tuple[Tensor, int]:
     storage, it has only that span.
     """
     tensor = tensor.detach()
+    # in elements; `rest` is the number of bytes after the last whole element
     length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
     first = int(tensor.storage_offset())
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

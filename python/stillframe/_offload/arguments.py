@@ -12,10 +12,10 @@ from torch import nn
 from stillframe._offload.layer import Layer
 from stillframe.errors import StillframeError
 
-offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of all offloaded layers
+offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules in all offloaded layers
 
-# Classes that reduce gradients when autograd adds them on the device. Gradients of offloaded
-# weights are added on the CPU, so the reduction would never run.
+# The names of torch's classes that reduce gradients when autograd adds them on the device.
+# Gradients of offloaded weights are added on the CPU, so the reduction would never run.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -39,7 +39,7 @@ def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
 
 
 def _listed(modules: object) -> list[nn.Module]:
-    """Return the modules in a list; refuse anything but modules in an order."""
+    """Return the modules in a list. Raise TypeError or ValueError if that is not possible."""
     if isinstance(modules, nn.Module):
         _refuse_wrapper(modules)
     if not isinstance(modules, Iterable) or isinstance(modules, nn.ModuleDict):
@@ -59,7 +59,12 @@ def _listed(modules: object) -> list[nn.Module]:
 
 
 def _check_each(unique: list[nn.Module]) -> None:
-    """Refuse modules that cannot be offloaded, or not together."""
+    """Refuse modules that cannot be offloaded, or cannot be offloaded together.
+
+    Raises:
+        TypeError: A module reduces gradients.
+        ValueError: A module is offloaded already, or is inside another of these modules.
+    """
     for module in unique:
         for inner in module.modules():
             _refuse_wrapper(inner)
@@ -75,7 +80,7 @@ def _check_each(unique: list[nn.Module]) -> None:
 
 
 def _refuse_wrapper(module: nn.Module) -> None:
-    """Raise TypeError if a module is of one of the `_WRAPPERS`."""
+    """Raise TypeError if a module is an object of one of the classes in `_WRAPPERS`."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
             raise TypeError(
@@ -113,8 +118,8 @@ def mark_shared(layers: list[Layer]) -> None:
 
 
 def _mark(layers: list[Layer], parts: Callable[[Layer], set[int]], name: str) -> None:
-    """Set attribute `name` of each layer to the other layers that have one of its `parts`, which
-    are ids of objects."""
+    """Set the attribute `name` of each layer to the list of other layers that share an object with
+    it. `parts(layer)` returns the ids of the layer's objects that count."""
     users: dict[int, list[Layer]] = {}
     for layer in layers:
         for each in parts(layer):

@@ -80,6 +80,11 @@ def summed(counted: OffloadStats) -> OffloadStats:
 class DevicePool:
     """A device, together with the pool that its groups use.
 
+    Attributes:
+        core: The core's engine, whose pool is used.
+        number: 0 for the host, n for CUDA device n - 1.
+        stats: The counters; the rates in it are computed by `summed`.
+
     Raises:
         ValueError: The device is neither a CUDA device nor the CPU.
         RuntimeError: There is no such device.
@@ -90,11 +95,11 @@ class DevicePool:
         self.device = _device_of(device)
         self.engine = engine
         self.core = core_of(engine)
-        self.number = _device.number_of(self.device)  # 0 means the host
+        self.number = _device.number_of(self.device)
         if self.number < 0:
             raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
         if self.number:
-            _device.begin(self.number - 1)
+            _device.begin(self.number - 1)  # makes torch's context, which the core uses
         if self.number and (why := self.core.use_device(self.number - 1)):
             raise StillframeError(f"nothing can be brought to {self.device}: {why}")
         self.stats = new_stats(slots)
@@ -108,15 +113,19 @@ class DevicePool:
         return number, _device.current_stream(number) if self.number else 0
 
     def lease(self, core: _core.Snapshot, nbytes: int) -> _core.SnapshotMemory:
-        """Take `nbytes` of the pool for the core's group. Wait for memory that comes back by
-        itself, such as that of saves.
+        """Lease the memory of a group from the pool. Wait for memory that comes back by itself,
+        such as that of saves.
+
+        Args:
+            core: The core's snapshot, which will hold the group.
+            nbytes: The length of the group, for the message.
 
         Raises:
             PoolExhaustedError: Tickets and snapshots hold too much of the pool.
         """
         note_use(self.engine)
         try:
-            return core.lease(0.0)
+            return core.lease(0.0)  # does not wait, so it does not count as a wait
         except PoolExhaustedError:
             pass
         with self.waiting():
@@ -146,7 +155,7 @@ class DevicePool:
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:
-    """Return the device that an argument names, with its index."""
+    """Return the device that an argument names; a CUDA device always with an index."""
     wanted = torch.device(device)
     if wanted.type != "cuda":
         return wanted

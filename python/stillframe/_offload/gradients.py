@@ -2,7 +2,7 @@
 
 A layer's gradients are offloaded together, and a thread adds them to the parameters' `grad` when
 their copies have completed. If a parameter has no `grad` yet, the offloaded tensor becomes its
-`grad` without another copy. The additions have the order of autograd's: if several layers use a
+`grad` without another copy. Additions have the same order as autograd's: if several layers use a
 parameter, the gradients of one backward are summed first, and the sum is added to the existing
 `grad`.
 
@@ -33,7 +33,7 @@ class Gradient(NamedTuple):
 
     parameter: Tensor
     value: Tensor
-    last: bool  # this backward adds nothing more to the parameter's gradient
+    last: bool  # this backward computes no further gradient of the parameter
 
 
 class Gradients:
@@ -46,7 +46,7 @@ class Gradients:
     def __init__(self, offloader: Offloader, most: int) -> None:
         self._offloader = offloader
         self._most = most
-        self._threads: ThreadPoolExecutor | None = None
+        self._thread: ThreadPoolExecutor | None = None  # one thread, started when it is needed
         self._under_way: deque[Future[None]] = deque()  # additions, one for each layer
         self._ending: list[Future[None]] = []  # ends of backwards that ran inside another backward
         # By backward: for each parameter that will get more gradients, their sum so far.
@@ -60,17 +60,18 @@ class Gradients:
         """
         if not gradients:
             return
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix="sf-gradients")
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="sf-gradients")
         ticket = self._offloader.offload(
             [fitting(each.value, each.parameter) for each in gradients]
         )
         owners = [(each.parameter, each.last) for each in gradients]
         while len(self._under_way) >= self._most:
             self._wait_for_first()
-        self._under_way.append(self._threads.submit(self._add_up, task, ticket, owners))
+        self._under_way.append(self._thread.submit(self._add_up, task, ticket, owners))
 
     def _wait_for_first(self) -> None:
+        """Wait until the gradients that were sent first are added; raise the error, if any."""
         first = self._under_way.popleft()
         if not first.done():
             with self._offloader._waiting():
@@ -109,8 +110,8 @@ class Gradients:
 
         This does not wait: `join` of the outer backward does.
         """
-        if self._threads is not None:
-            self._ending.append(self._threads.submit(self._end, task, succeeded))
+        if self._thread is not None:
+            self._ending.append(self._thread.submit(self._end, task, succeeded))
 
     def _end(self, task: int, succeeded: bool) -> None:
         """Add the remaining sums of a backward to the parameters' `grad`, or drop them."""
@@ -121,14 +122,15 @@ class Gradients:
                     _add(parameter, total)
 
     def join_all(self) -> None:
-        """Wait until all gradients that were sent have been added."""
+        """Wait until all gradients that were sent have been added; raise the first error."""
+        # The first join waits for everything. The others add the sums that are left.
         run_all(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])
 
     def close(self) -> None:
         """Wait until the gradients in flight are added, and end the thread."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True)
-            self._threads = None
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
 
     def _add_up(self, task: int, ticket: Ticket, owners: list[tuple[Tensor, bool]]) -> None:
         """Wait for the copies of a layer's gradients, and add them to the sums of their parameters.
@@ -151,16 +153,17 @@ class Gradients:
 
 
 def fitting(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with its parameter's strides, because autograd keeps gradients so."""
+    """Return a gradient with its parameter's strides, which autograd would also give to `grad`."""
     if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _add(parameter: Tensor, total: Tensor) -> None:
+    """Add the sum of a backward's gradients to a parameter's `grad`."""
     if parameter.grad is None:
         parameter.grad = total
     elif parameter.grad.layout is torch.strided:
         parameter.grad += total
-    else:
+    else:  # a sparse `grad` cannot be added to in place
         parameter.grad = parameter.grad + total

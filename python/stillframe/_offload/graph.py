@@ -1,20 +1,22 @@
 """Asks autograd's engine about a running backward, and calls listeners when a backward ends.
 
-A *pass* is one call of the engine, which gives it a number and calls it a *task*. Listeners, such
-as offloaded layers, join the pass that runs their nodes. They are called at its end, on the thread
-that made the call, before that thread goes on:
+A *pass* is one call of the engine. The engine numbers its calls, and its name for a pass is *task*.
+Listeners, such as offloaded layers, join the pass that runs their nodes. They are called at the end
+of the pass, on the thread that made the call, before that thread goes on:
 
     caller           backward() .............. returns or raises │ listeners are called │ goes on
     device's thread      node, node, node fails │ drops the pass ──▶ the caller waits for this
 
 The engine has callbacks of its own for the end of a pass. But it calls them only after a success,
-and drops those of a failed pass. On a device it drops them on a thread of its own, when the caller
-may be in its next forward already. So while layers are offloaded, `watch` replaces the engine
-object of `torch.autograd`, through which every call from Python goes. The engine's callback has one
-purpose left: when a failed pass drops it, no thread runs a node of the pass any more.
+and drops the callbacks of a failed pass. On a device it drops them on a thread of its own, when the
+caller may be in its next forward already. So while layers are offloaded, `watch` replaces the
+engine object of `torch.autograd`, through which every call from Python goes. `Pass.join` still
+gives the engine a callback, for one purpose: once a failed pass has dropped the callback, no thread
+runs a node of the pass any more.
 
-The pass is one of torch's thread-local objects. The engine copies those of the caller to every
-thread that runs a node. So a node finds its own pass, even if other threads run other passes.
+The pass is one of torch's thread-local objects. The engine copies the caller's thread-local objects
+to every thread that runs a node. So a node finds its own pass, even if other threads run other
+passes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ log = logging.getLogger("stillframe")
 
 NO_TASK = -1
 _MOST_S = 60.0  # the longest wait for the last node of a failed pass
-_POLL_S = 0.0005
+_POLL_S = 0.0005  # between two looks at whether it has ended
 _KEY = "stillframe.pass"  # the pass's key among the thread-local objects of torch
 
 
@@ -64,7 +66,7 @@ class Pass:
         self.number = NO_TASK
         self.listeners: dict[EndListener, None] = {}  # a set in order
         self.is_over = False
-        # To a callback that the engine drops together with the pass.
+        # A reference to a callback that the engine drops together with the pass.
         self._engines_callback: weakref.ref[Any] | None = None
 
     def join(self, listener: EndListener) -> None:
@@ -78,7 +80,8 @@ class Pass:
             self._engines_callback = weakref.ref(callback)
 
     def end(self, succeeded: bool) -> None:
-        """Call the listeners. After a failure, wait first until no node of the pass runs."""
+        """Call the listeners; raise the first error of theirs. After a failure of the pass, first
+        wait until no node of it runs."""
         if not succeeded and not self._is_dropped():
             log.error(
                 "stillframe: a backward has failed, and a node of it still runs after %.0f s",
@@ -87,12 +90,14 @@ class Pass:
         run_all([functools.partial(self._report_end, each, succeeded) for each in self.listeners])
 
     def _report_end(self, listener: EndListener, succeeded: bool) -> None:
+        """Call a listener and remove it, even if it fails. After Ctrl-C it stays, so that
+        `_end_failed` calls it again."""
         try:
             listener._pass_ended(self, succeeded)
         except Exception:
             del self.listeners[listener]
             raise
-        del self.listeners[listener]  # after Ctrl-C it stays, and is called again
+        del self.listeners[listener]
 
     def _is_dropped(self) -> bool:
         """Wait until the engine has dropped the pass; return False if it takes too long."""
@@ -105,8 +110,8 @@ class Pass:
 
 
 def current() -> Pass | None:
-    """Return the pass of which the calling thread runs a node. Return None outside a pass, and if
-    the pass was not called through `_Engine`."""
+    """Return the pass of which the calling thread runs a node. Return None if it runs no node, or
+    if the engine was not called through `_Engine`."""
     if task() == NO_TASK or not torch._C._is_key_in_tls(_KEY):
         return None
     found: Pass | None = torch._C._get_obj_in_tls(_KEY)
@@ -127,14 +132,14 @@ class _Engine(torch._C._ImperativeEngine):
     """Autograd's engine, which reports the end of each of its calls.
 
     Args:
-        engine: The engine that is called.
+        engine: The engine that it replaces, and to which it passes every call on.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        # Other code that had replaced the engine may have put this object back after `_unwatch`.
+        # Other code may have kept this object, and put it back after `_unwatch`.
         if not _nr_watching:
             return self.engine.run_backward(*args, **kwargs)
         new = Pass(current())
@@ -146,7 +151,7 @@ class _Engine(torch._C._ImperativeEngine):
                 new.is_over = True
                 _make_current(new.around)
             new.end(True)
-        except BaseException:  # Ctrl-C counts as a failure
+        except BaseException:  # of the backward, or of a listener; Ctrl-C counts as a failure
             _end_failed(new)
             raise
         return result
@@ -159,13 +164,14 @@ class _Engine(torch._C._ImperativeEngine):
 
 
 def _end_failed(failed: Pass) -> None:
+    """Call the listeners of a failed pass that are left, and log their errors."""
     try:
         failed.end(False)
     except Exception as error:  # the caller gets the error of the backward itself
         log.error("stillframe: a backward has failed, and so has its end: %r", error)
 
 
-# Protects the next. Re-entrant, because a garbage collection inside it may call `_unwatch`.
+# Protects `_nr_watching`. Re-entrant, because a garbage collection inside it may call `_unwatch`.
 _lock = threading.RLock()
 _nr_watching = 0  # how many calls of `watch` are in effect
 
@@ -188,6 +194,7 @@ def watch(listener: EndListener) -> Callable[[], object]:
 
 
 def _unwatch() -> None:
+    """End one observation. After the last, put torch's engine back."""
     global _nr_watching
     variable: Any = torch.autograd.Variable
     with _lock:
@@ -210,10 +217,10 @@ class EndListener:
 
     def __init__(self, function: Callable[[int, bool], None]) -> None:
         self._function = function
-        self._joined: dict[int, Pass] = {}
+        self._joined: dict[int, Pass] = {}  # passes that have not ended, by number
 
     def is_inside(self, number: int) -> bool:
-        """Return whether a backward that was joined runs inside another that was joined."""
+        """Return whether this backward runs inside another one that was joined."""
         found = self._joined.get(number)
         around = None if found is None else found.around
         while around is not None and self not in around.listeners:
@@ -221,10 +228,11 @@ class EndListener:
         return around is not None
 
     def join(self) -> int:
-        """Register the current backward, and return its number.
+        """Register the backward that runs on this thread, and return its number. May be called
+        again.
 
         Raises:
-            StillframeError: The call of the backward was not seen.
+            StillframeError: The backward was not called through `_Engine`.
         """
         number = task()
         if number in self._joined:
@@ -257,8 +265,8 @@ def runs_node(node: torch.autograd.graph.Node | None) -> bool:
 def accumulates(parameter: Tensor) -> bool | None:
     """Return whether the current backward adds to the `grad` of a parameter.
 
-    Return None if the gradient has to be returned to autograd instead, because of
-    `torch.autograd.grad`, or because the parameter has hooks.
+    Return None if the gradient has to be returned to autograd instead: the parameter has hooks, or
+    was given to `torch.autograd.grad`.
     """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return None

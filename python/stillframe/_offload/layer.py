@@ -35,12 +35,12 @@ class TensorRef(NamedTuple):
 
 Former = list[tuple[TensorRef, Any]]  # references, each with the tensor that it had before
 
-# For each tensor on the CPU whose copy on the device was written to by forwards: how many of the
-# writes are not copied back yet.
+# Tensors on the CPU whose copies on the device forwards have written to, each with the number of
+# forwards whose writes are not copied back yet.
 _written: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
-
-# torch's error has this text if a layer is compiled with fullgraph=True.
+# The reason why torch must not compile the hooks. torch's error has this text if a layer is
+# compiled with fullgraph=True.
 _WHY = (
     "offloaded layers get their weights between compiled graphs: compile them before"
     " offload_layers, or without fullgraph=True"
@@ -50,7 +50,8 @@ _WHY = (
 def version_of(tensor: Tensor) -> int:
     """Return the version counter that a tensor would have without offloading.
 
-    A write by a forward on the device counts from the end of that forward, not from the copy back.
+    A write by a forward on the device counts from the end of that forward on, although it is copied
+    back later.
     """
     return tensor._version + _written.get(tensor, 0)
 
@@ -59,29 +60,34 @@ class _Write(NamedTuple):
     """Tensors that a forward has changed on the device, on their way back to the CPU."""
 
     ticket: Ticket
-    targets: list[Tensor]
-    nr_counted: int  # for so many of the first targets, the write counts in the version counter
+    targets: list[Tensor]  # the tensors on the CPU
+    nr_counted: int  # a write to the first `nr_counted` targets changes their versions
 
     def copy_back(self) -> None:
         """Wait for the copies, and write them to the tensors on the CPU."""
         came = self.ticket.tensors()
         with torch.no_grad():
             for number, target in enumerate(self.targets):
+                # A write through `.data` does not change the version.
                 to = target.detach() if number < self.nr_counted else target.data
                 to.copy_(came[number])
 
 
 class Layer:
-    """One of the modules that are offloaded, with its tensors. On the device, parameters have type
-    `dtype`; None for their own.
+    """One of the modules that are offloaded, with its tensors.
+
+    Args:
+        name: The layer's name in messages.
+        dtype: The type that floating-point parameters have on the device; None for their own.
 
     Attributes:
         tensors: The parameters, then the buffers, each once.
         nr_parameters: How many of `tensors` are parameters.
         references: Every reference of the layer's modules to one of `tensors`.
-        changing: Indices of tensors that training forwards change without a change of version.
-        partners: Layers that share buffers or modules with this one. Each of these layers changes
-            the shared object when it runs, so a layer with partners is neither prefetched nor kept.
+        changing: Indices of tensors that forwards in training mode change without a change of
+            version.
+        partners: Layers that share buffers or modules with this one. A forward of any of them may
+            change what is shared, so a layer with partners is neither prefetched nor kept.
         relatives: Layers that share any tensor with this one.
         uses: The forwards whose backward may still run.
     """
@@ -92,8 +98,8 @@ class Layer:
         self.partners: list[Layer] = []
         self.relatives: list[Layer] = []
         self._dtype = dtype
-        self._sources: list[Tensor] | None = None
-        self._writes: list[_Write] = []
+        self._sources: list[Tensor] | None = None  # what `sources` returned last
+        self._writes: list[_Write] = []  # not copied back yet, oldest first
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()
         self.find_tensors()
 
@@ -112,6 +118,7 @@ class Layer:
         self.nr_parameters = len(self.tensors)
         for module in modules:
             self._add_tensors_of(module, module._buffers, indices)
+            # A forward in training mode writes to these without a change of version.
             if isinstance(module, _NormBase) and module.track_running_stats:
                 for name in ("running_mean", "running_var", "num_batches_tracked"):
                     if module._buffers.get(name) is not None:
@@ -120,7 +127,8 @@ class Layer:
     def _add_tensors_of(
         self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]
     ) -> None:
-        """Add the tensors of a module, each once, and every reference to them."""
+        """Add the tensors in `entries`, each once, and every reference to them. `indices` has the
+        index in `tensors` of each tensor found so far, by its id."""
         for name, tensor in entries.items():
             if tensor is None:
                 continue
@@ -131,7 +139,7 @@ class Layer:
             self.references.append(TensorRef(module, entries, name, index))
 
     def _check(self, tensor: Tensor, name: str) -> None:
-        """Refuse a tensor that cannot be offloaded."""
+        """Raise TypeError or StillframeError if a tensor cannot be offloaded."""
         what = f"{self.name}: {name}"
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise TypeError(f"{what} has no shape yet: run the lazy module once before")
@@ -156,9 +164,10 @@ class Layer:
         return ".".join(part for part in (self.name, inner, reference.name) if part)
 
     def sources(self, fresh: bool) -> Sequence[Tensor]:
-        """Return the tensors to copy to the device: `tensors`, or copies of them of type `dtype`.
-        With `fresh`, make such copies again."""
+        """Return the tensors to copy to the device: `tensors`, with parameters converted to
+        `dtype`. Without `fresh`, they may be those that the last call returned."""
         self.settle()
+        # Find the tensors again if other code has replaced one of them.
         if any(
             reference.entries.get(reference.name) is not self.tensors[reference.number]
             for reference in self.references
@@ -178,7 +187,7 @@ class Layer:
         return Fingerprint([reference.entries[reference.name] for reference in self.references])
 
     def lowered(self, index: int, tensor: Tensor) -> Tensor:
-        """Return a tensor in the form in which it is copied to the device."""
+        """Return a tensor as it is copied to the device: a parameter converted to `dtype`."""
         if self._dtype is None or index >= self.nr_parameters or not tensor.is_floating_point():
             return tensor.detach()
         return tensor.detach().to(self._dtype)
@@ -191,7 +200,7 @@ class Layer:
         for reference in self.references:
             former.append((reference, reference.entries[reference.name]))
             reference.entries[reference.name] = values[reference.number]
-        self._flatten()
+        self._renew_rnn_weights()
         return former
 
     def swap_back(self, former: Former, values: Sequence[Tensor]) -> Former:
@@ -203,11 +212,11 @@ class Layer:
             if found is not values[reference.number]:
                 moved.append((reference, found))
             reference.entries[reference.name] = tensor
-        self._flatten()
+        self._renew_rnn_weights()
         return moved
 
-    def _flatten(self) -> None:
-        """Rebuild the list of weights that RNNs keep besides their parameters."""
+    def _renew_rnn_weights(self) -> None:
+        """Make the list of weights again that torch's RNN modules keep besides their parameters."""
         for reference in self.references:
             if isinstance(reference.module, nn.RNNBase):
                 reference.module._flat_weights = [
@@ -222,8 +231,13 @@ class Layer:
 
         Args:
             group: The layer's tensors on the device.
-            stays: A repeated forward may write to the group again, so a copy of it is offloaded.
+            stays: The group stays on the device. A repeated forward may write to it again, so a
+                copy of it is offloaded.
+
+        Raises:
+            StillframeError: The changed tensor has a lower precision on the device.
         """
+        # Indices of tensors that were changed, with and without a change of version.
         counted = [index for index in range(len(self.tensors)) if group.changed(index)]
         silent = [
             index
@@ -246,10 +260,11 @@ class Layer:
         self._writes.append(_Write(offloader.offload(tensors), targets, len(counted)))
         for target in targets[: len(counted)]:
             _written[target] = _written.get(target, 0) + 1
-        group.note_versions()
+        group.note_versions()  # later, only new changes are copied back
 
     def settle(self) -> None:
-        """Wait until the tensors on the CPU have every change of a forward."""
+        """Wait until the tensors on the CPU have every change that a forward has made, also changes
+        by other layers that share them."""
         for layer in (self, *self.relatives):
             if layer is self or layer._writes_to(self.tensors):
                 layer._settle()
@@ -286,8 +301,8 @@ class Layer:
 
 
 class Hook:
-    """A hook of an offloaded module. In a copy of the module it is replaced by one that does
-    nothing."""
+    """A hook of an offloaded module, which calls `function(layer, *args)`. In a copy of the module,
+    or a pickle, a function that does nothing takes its place."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
         self._function = torch.compiler.disable(function, reason=_WHY)  # type: ignore[no-untyped-call]
@@ -306,14 +321,14 @@ class Hook:
 class ApplyGuard:
     """Replaces `_apply` of an offloaded module, so that moving the model leaves the layer alone.
 
-    A copy of the module gets its own `_apply` back.
+    A copy of the module gets the `_apply` of its class back.
     """
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
 
     def __call__(self, function: Any, recurse: bool = True) -> nn.Module:
-        made = function(torch.empty(1))
+        made = function(torch.empty(1))  # shows to which dtype it converts tensors
         if made.dtype != torch.float32:
             raise StillframeError(
                 f"{self._layer.name} is offloaded: its parameters cannot be made {made.dtype}."
@@ -322,18 +337,20 @@ class ApplyGuard:
         return self._layer.module
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return memo[id(self._layer.module)].__class__._apply.__get__(memo[id(self._layer.module)])
+        copy = memo[id(self._layer.module)]  # the copy of the module is there already
+        return copy.__class__._apply.__get__(copy)
 
     def __reduce__(self) -> Any:
         return getattr, (self._layer.module, "_apply")
 
 
 def _no_hook() -> Any:
+    """Return the function that takes the place of a pickled hook."""
     return _nothing
 
 
 def _nothing(*args: Any) -> None:
-    """Do nothing: a copy of a module has this in place of its hooks."""
+    """Do nothing, in place of the hooks in a copy of a module."""
 
 
 def _has_memory_of_its_own(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Implements `offload_layers`: layers live on the CPU and compute on a device, one at a time.
 
+    (l is a layer, l+1 the layer after it)
     forward    l arrives (prefetched)   l computes, l+1 is copied in      l is released
     backward   l arrives (prefetched)   l computes, l-1 is copied in,
                                         gradients of l+1 are copied out   l is released
@@ -38,7 +39,11 @@ from stillframe.errors import StillframeError
 
 class _Onload(torch.autograd.Function, Onloading):
     """The autograd function from a layer's parameters on the CPU to their copies on the device. Its
-    backward sends the gradients to the CPU."""
+    backward sends the gradients to the CPU.
+
+    Arguments of `forward`: the `OffloadedLayers`, the use, the indices of the parameters in the
+    layer, the layer's tensors on the device, and the parameters, which autograd has to see.
+    """
 
     @staticmethod
     def forward(
@@ -65,10 +70,11 @@ class OffloadedLayers:
     ) -> None:
         self._layers = layers
         self._layer_order = LayerOrder(order)
+        # Layers that stay on the device between forward and backward.
         self._kept = {each for each in order[len(order) - keep :] if not each.partners}
         self._offloader = offloader
         self._residents = Residents(offloader, layers, slots)
-        self._gradients = Gradients(offloader, slots)
+        self._gradients = Gradients(offloader, most=slots)
         self._end_listener = graph.EndListener(self._backward_ended)
         self._open: list[LayerUse] = []  # forwards that are running, outermost first
         self._current: LayerUse | None = None  # the use that backward has reached
@@ -100,7 +106,7 @@ class OffloadedLayers:
         self._stop_watching()
         steps = [self._leave, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
-        steps += [functools.partial(self._residents.give_up_others, ())]
+        steps += [functools.partial(self._residents.give_up_others, ())]  # all of them
         steps += [layer.settle for layer in self._layers]
         steps += [self._gradients.close, self._offloader.close]
         steps += [functools.partial(self._let_go, layer) for layer in self._layers]
@@ -147,26 +153,28 @@ class OffloadedLayers:
         """Bring a layer to the device before its forward."""
         arguments.refuse_reduction(layer)
         # If the module is called inside its own forward, the two forwards have one use.
-        if any(use.layer is layer for use in self._open):
-            self._open.append(next(use for use in self._open if use.layer is layer))
+        running = next((use for use in self._open if use.layer is layer), None)
+        if running is not None:
+            self._open.append(running)
             return
         is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
         before = self._layer_order.preceder(layer) if is_repeated else self._last
         use = LayerUse(self._enter, layer, before)
         if is_repeated:
-            # Now, in the outer backward, because the forward may call a backward of its own.
+            # Join this backward now, because the forward may call another one inside it.
             self._end_listener.join()
+            # If backward has reached this layer already, the use that it has reached goes on.
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
         else:
             self._leave()
             if self._layer_order.forward(layer):
-                self._residents.end_pass()
+                self._residents.expire_prefetches()
             if self._residents.get(layer) is not None:
                 self._residents.give_up(layer)  # weights of an earlier forward
             following = self._layer_order.follower()
         group = use.group = self._residents.bring(layer, fresh=not is_repeated)
-        use.tensors = layer.tensors
+        use.tensors = layer.tensors  # `bring` may have found other tensors
         self._open.append(use)
         use.put(self._on_device(use, group))
         weights.add(use, group.tensors)
@@ -188,33 +196,35 @@ class OffloadedLayers:
                 self, use, indices, group.tensors, *(layer.tensors[i] for i in indices)
             )
             use.node = weakref.ref(made[0].grad_fn)  # weak: the node refers to the use
-        else:
+        else:  # without a node; modules may still look at `requires_grad`
             made = [values[i].requires_grad_() for i in indices]
         for index, value in zip(indices, made, strict=True):
             values[index] = value
         return values
 
     def _after(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
-        """Put a layer's CPU tensors back after its forward; `output` is None if that raised."""
+        """Put a layer's CPU tensors back. `output` is None if the forward has raised."""
         if not self._open or self._open[-1].layer is not layer:
             return  # the pre-hook failed before the forward
         use = self._open.pop()
         if use in self._open:
-            return
+            return  # this forward was called inside another one of the same module
         is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
         stays = is_repeated or (torch.is_grad_enabled() and layer in self._kept)
         try:
             self._end_use(use, output, stays)
         except BaseException as error:
             run_all(self._failing(layer), error)
-        # A forward that a checkpoint repeats may end early, by an exception, without a failure.
+        # Checkpointing ends a repeated forward by an exception once it has what it needs, which is
+        # no failure.
         if output is None and not is_repeated:
             run_all(self._failing(layer))
         elif not stays:
             self._residents.give_up(layer)
 
     def _end_use(self, use: LayerUse, output: Any, stays: bool) -> None:
-        """End a forward: restore the layer, and copy back what the forward has written."""
+        """End a forward: restore the layer's CPU tensors, and copy back what the forward has
+        written. `stays`: the layer stays on the device."""
         layer = use.layer
         if use.hooks is not None:
             use.hooks.leave()
@@ -235,11 +245,17 @@ class OffloadedLayers:
         """Return the steps that clean up after a failed forward."""
         settle = [each.settle for each in self._layers]
         give_up = functools.partial(self._residents.give_up, layer)
-        return [give_up, self._residents.end_pass, self.wait, *settle]
+        return [give_up, self._residents.expire_prefetches, self.wait, *settle]
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
-        """Keep the tensors by which a forward has replaced buffers (`moved`). Refuse replaced
-        parameters."""
+        """Keep tensors that a forward has put in place of buffers, moved to the CPU.
+
+        Args:
+            moved: What `LayerUse.take_back` has returned.
+
+        Raises:
+            StillframeError: The forward has replaced a parameter.
+        """
         for reference, found in moved:
             if reference.entries is reference.module._parameters or not isinstance(found, Tensor):
                 raise StillframeError(
@@ -250,20 +266,27 @@ class OffloadedLayers:
             reference.entries[reference.name] = found.detach().to("cpu")
 
     def _prefetch(self, layer: Layer | None, fresh: bool) -> None:
+        """Prefetch a layer, unless partners may change its buffers before it is used."""
         self._residents.prefetch(None if layer is None or layer.partners else layer, fresh)
 
     def _before_state(self, layer: Layer, module: nn.Module, *args: Any) -> None:
+        """Complete the CPU's tensors before a state_dict is made of them."""
         layer.settle()
 
     # ---- backward ----
 
     def _enter(self, use: LayerUse) -> Group:
-        """Bring a layer to the device and return its tensors there, because backward has reached it
-        or asks for one of its weights."""
+        """Bring a layer to the device, because backward has reached it or asks for one of its
+        weights. Return its tensors there.
+
+        Raises:
+            StillframeError: The layer cannot be brought for this backward.
+        """
         if self._removed:
             raise StillframeError(
                 f"the backward of {use.layer.name} comes after remove(): it needs its weights"
             )
+        # Outside a backward, some code unpacks a saved tensor itself.
         if graph.task() == graph.NO_TASK or self._current is use:
             return self._residents.bring(use.layer, fresh=False)
         if torch.is_grad_enabled():
@@ -274,8 +297,9 @@ class OffloadedLayers:
         task = self._end_listener.join()
         following = self._go_back(use, leave=True)
         group = self._residents.bring(use.layer, fresh=False)
-        # A checkpoint inside the layer may repeat its part of the forward. A reentrant checkpoint
-        # runs a backward through that part, which needs a use of its own.
+        # A checkpoint inside the layer may repeat a part of the forward, with the weights of the
+        # module. A reentrant checkpoint also runs a backward through that part, which needs a use
+        # of its own.
         inside = LayerUse(self._enter, use.layer, use.before)
         inside.left = group.now()
         with torch.enable_grad():
@@ -290,7 +314,7 @@ class OffloadedLayers:
         the layer that is predicted to be next.
 
         Args:
-            leave: End the use that backward had reached before.
+            leave: End the use that backward had reached before (`_leave`).
         """
         following = self._layer_order.backward(use.layer, use.before)
         staying = {use.layer, following}
@@ -301,8 +325,8 @@ class OffloadedLayers:
         return following
 
     def _leave(self, staying: Container[Layer | None] = ()) -> None:
-        """End the use that backward has reached: write back the layer's changes and release its
-        slot, unless the layer is in `staying`."""
+        """End the use that backward has reached: copy back what was written to the layer. Release
+        its slot, unless the layer is in `staying`."""
         use, self._current = self._current, None
         if use is None:
             return
@@ -328,10 +352,10 @@ class OffloadedLayers:
         fetched: list[tuple[int, Gradient]] = []
         for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
             parameter = use.tensors[index]
-            adds = graph.accumulates(parameter)
+            adds = graph.accumulates(parameter)  # None: autograd wants the gradient itself
             if grad is None or adds is False:
                 continue
-            if grad.layout is not torch.strided:
+            if grad.layout is not torch.strided:  # only dense gradients can be offloaded
                 results[position] = grad.to(device="cpu", dtype=parameter.dtype)
             elif adds:
                 sent.append(Gradient(parameter, grad, self._is_last(use, parameter)))
@@ -348,6 +372,7 @@ class OffloadedLayers:
     def _is_last(self, use: LayerUse, parameter: Tensor) -> bool:
         """Return whether no other use that this backward reaches adds to the parameter's
         gradient."""
+        # A use with the same task has sent its gradients in this backward already.
         return not any(
             other is not use and other.task != use.task and graph.runs_node(other.node())
             for layer in self._users.get(parameter, ())
@@ -358,7 +383,7 @@ class OffloadedLayers:
         """End a backward: give up its prefetches and add up the gradients."""
         inside = self._end_listener.is_inside(task)
         steps: list[Callable[[], object]] = []
-        # Otherwise a backward inside another one ends, and the outer one has reached a layer.
+        # If `_current_task` is another one, that outer backward still computes with `_current`.
         if self._current is None or self._current_task == task:
             steps.append(self._leave)
             self._last = None

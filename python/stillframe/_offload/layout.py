@@ -2,8 +2,8 @@
 
 Only the bytes that a tensor spans are copied, not its whole storage: for one row of a large matrix,
 only that row. Tensors of a group that share bytes share them at the destination too, so views stay
-views and no byte is copied twice. A tensor whose strides leave gaps is made contiguous first. Of an
-expanded dimension, in which all rows are the same memory, one row is copied.
+views and no byte is copied twice. A tensor whose strides leave gaps is made contiguous first. If a
+dimension is expanded, so that all its rows are the same memory, one row is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COPY = struct.Struct("=QQQ")  # struct sfr_onload_copy
 
 
 class Source(NamedTuple):
-    """A range of a storage's bytes."""
+    """A range of a storage: `nbytes` from byte `offset` on."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -62,17 +62,17 @@ class Layout:
 
     Attributes:
         sources: The ranges of memory to copy; empty after `let_go`.
-        views: The tensors, as views of the sources.
+        views: The tensors, as views of the sources, in the order given.
         lengths: The length of each source in bytes.
         nbytes: The sum of the lengths.
-        room: The bytes that the sources take in one buffer, if each is rounded up to 512 bytes.
+        room: The length in bytes of a buffer for all sources, each rounded up to 512 bytes.
         offsets: The offset of each source in that buffer.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         spans = [_Span(tensor) for tensor in tensors]
         self.sources, self.views = _arrange(spans)
-        self._tensors = [span.tensor for span in spans]
+        self._tensors = [span.tensor for span in spans]  # their versions are compared
         self.lengths = [source.nbytes for source in self.sources]
         self.nbytes = sum(self.lengths)
         self.offsets: list[int] = []
@@ -130,8 +130,13 @@ class Layout:
 
 
 def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
-    """Return rows for a `_core.Onload`: copies of the sources, which are at `addresses` in host
-    memory, to a buffer at `base` on the device."""
+    """Return the rows of a `_core.Onload`, which describe copies from host memory to the device.
+
+    Args:
+        addresses: The address of each source in host memory.
+        base: The address of the buffer on the device, which gets each source at its offset.
+        layout: The layout of the sources.
+    """
     out = bytearray()
     for address, offset, nbytes in zip(addresses, layout.offsets, layout.lengths, strict=True):
         out += _COPY.pack(address, base + offset, nbytes)
@@ -141,8 +146,8 @@ def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
 def sources_in(
     memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout
 ) -> list[Source]:
-    """Return the copies of the sources that are in `memory` of the pool at `offsets`, each as a
-    storage of its own."""
+    """Return the copies that memory of the pool has of a layout's sources, each as a storage of its
+    own. `offsets` are their offsets in the memory."""
     return [
         Source(
             torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=nbytes).untyped_storage(),
@@ -188,8 +193,12 @@ def check(tensors: object, device: torch.device, what: str) -> list[torch.Tensor
 class _Span:
     """The range of bytes that a tensor spans.
 
-    A tensor whose elements do not fill that range is cloned. The shape and strides are those that a
-    copy of the tensor gets.
+    A tensor whose elements do not fill that range is cloned.
+
+    Attributes:
+        tensor: The tensor that is copied.
+        storage, begin, end: Its storage, and the range of bytes in it.
+        shape, strides, dtype: Those that a copy of the tensor gets.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -224,6 +233,7 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
     """Return the sources and the view of each span. Spans that share bytes become one source."""
     views: list[View | None] = [None] * len(spans)
     sources: list[Source] = []
+    # By storage and offset, so that spans that share bytes follow each other.
     order = sorted(range(len(spans)), key=lambda i: (spans[i].storage._cdata, spans[i].begin))
     for index in order:
         span = spans[index]

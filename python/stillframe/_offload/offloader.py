@@ -86,7 +86,7 @@ class Offloader:
         self._coming: list[Slot] = []  # slots whose copies still run, even if they were released
         # Groups on their way out whose sources are kept until they are copied, oldest first.
         self._leaving: deque[Leaving] = deque()
-        self._sent: list[Leaving] = []  # copies out whose time is not in the statistics yet
+        self._sent: list[Leaving] = []  # groups whose copies' time is not in the statistics yet
         self._warned: set[str] = set()  # the kinds of warnings that were logged
 
     def __enter__(self) -> Offloader:
@@ -111,8 +111,8 @@ class Offloader:
         Args:
             tensors: Tensors or parameters on `device`, with plain strided memory. Bytes that
                 several of them share are copied once.
-            reuse: Make the current stream wait for the copies, so that work queued on it from now
-                on may write to the tensors.
+            reuse: Make the current stream wait for the copies, so that work queued on the stream
+                from now on may write to the tensors.
 
         Returns:
             The group's ticket. The host has waited only if the pool was full.
@@ -142,8 +142,8 @@ class Offloader:
             return ticket
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> Ticket:
-        """Copy CPU tensors into the pool, from where the device can read them directly. The copy is
-        made in the call.
+        """Copy CPU tensors into the pool, where the device can read them directly. The copy is made
+        in the call. The ticket takes no slot and is not in the statistics.
 
         Args:
             tensors: As for `offload`, but on the CPU.
@@ -168,16 +168,16 @@ class Offloader:
         return Ticket(layout, leaving, memory, self.device)
 
     def _release_oldest(self) -> None:
-        """Have the current stream wait for the copies of the oldest groups, so that their sources
-        are freed. Afterwards at most `slots` groups keep their sources."""
+        """Have the current stream wait for the copies of the oldest groups, so that at most `slots`
+        groups keep their sources. Add the time of copies that have ended to the statistics."""
         while self._leaving and self._leaving[0].over:
             self._leaving.popleft()
         for leaving in [each for each in self._sent if each.over]:
             self._sent.remove(leaving)
             self._stats["offload_copy_s"] += leaving.copy_s
         while len(self._leaving) > self._most:
-            # Sources that belong to another stream are kept until they are copied, because memory
-            # that is freed there does not wait for the current stream.
+            # Sources of another stream are kept until they are copied. If they were freed now, work
+            # of that stream could get their memory without waiting for the copies.
             early = self._leaving.popleft()
             if early.stream == self._pool.stream():
                 early.order()
@@ -273,20 +273,20 @@ class Offloader:
                 self._give_up(slot)
 
     def _give_up_ahead(self, what: Ticket | Sequence[torch.Tensor]) -> None:
-        """Give up the prefetch of a group. Do nothing if another call has taken its slot since."""
+        """Give up the prefetch of a group. Do nothing if the prefetch no longer has a slot."""
         with inside(), self._lock:
             self._refuse()
             for slot in [slot for slot in self._slots if not slot.taken and slot.is_for(what)]:
                 self._give_up(slot)
 
     def _give_up(self, slot: Slot) -> None:
+        """Release a slot, which no longer counts from now on."""
         slot.give_up()
         self._slots.remove(slot)
         self._released.append(slot)
 
     def _forget_finished(self) -> None:
-        """Forget slots whose tensors are gone, prefetches whose ticket is gone, and sources that
-        are copied."""
+        """Give up prefetches without a ticket. Forget slots without tensors and copied sources."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
         self._coming = [slot for slot in self._coming if not slot.is_copied()]
@@ -295,8 +295,8 @@ class Offloader:
         self._release_oldest()
 
     def _prefetched(self, what: Ticket | Sequence[torch.Tensor]) -> Slot | None:
-        """Return the slot with a prefetch of the group. If its sources have changed since, give it
-        up and return None."""
+        """Return the slot with a prefetch of the group. Return None if there is none, or if the
+        group has changed since: then that prefetch is given up."""
         for slot in self._slots:
             if slot.taken or not slot.is_for(what):
                 continue
@@ -354,8 +354,8 @@ class Offloader:
             self._give_up(waiting[-1])
 
     def _warn(self, text: str) -> None:
-        """Log a warning, once of each kind."""
-        kind = text[-30:]  # the end of the text has no figures
+        """Log a warning, but only the first of each kind."""
+        kind = text[-30:]  # numbers, which differ, are at the beginning of the texts
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
@@ -369,7 +369,7 @@ class Offloader:
         with inside(), self._lock:
             self._coming = [slot for slot in self._coming if not slot.is_copied()]
             if self._coming:
-                self._refuse()
+                self._refuse()  # only now: without copies this is allowed even after `close`
                 with self._waiting():
                     for slot in self._coming:
                         slot.finish()

@@ -1,11 +1,12 @@
 """Implements `offload_optimizer_state`: state lives in the pool, and is on the device for a step.
 
 Steps of `torch.optim` handle one parameter group after the other, and begin a group with lookups of
-the state of its parameters. So the state becomes a dict that copies a group to the device when the
-first of the group's parameters is looked up. At that moment the group before it is copied out, and
-the group after it is prefetched. Outside a step the whole state is in the pool, where
-`state_dict()` and saves find it. State that comes back from a step gets new memory of the pool, so
-tensors that somebody took earlier are not overwritten.
+the state of its parameters. So the optimizer's `state` is replaced by a dict that notices lookups.
+When a step looks up the first parameter of a group, the group's state is copied to the device. At
+that moment the state of the group before it is copied out, and that of the group after it is
+prefetched. Outside a step the whole state is in the pool, where `state_dict()` and saves find it.
+State that comes back from a step gets new memory of the pool, so tensors that a user took earlier
+are not overwritten.
 
     step    look up group 0   update 0   look up group 1       update 1   ...   end
     in      0, then 1 .....................    2 .................
@@ -37,12 +38,13 @@ _MIN_BYTES = 4096  # smaller tensors, such as step counts, stay where the optimi
 class _Item(NamedTuple):
     """The position of a tensor in the state."""
 
-    entries: dict[Any, Any]
-    key: Any
+    entries: dict[Any, Any]  # the state of one parameter
+    key: Any  # of the tensor in it, such as "exp_avg"
 
 
 class _State(defaultdict[Any, Any]):
-    """An optimizer's state that reports lookups of parameters; copies of it are ordinary dicts."""
+    """An optimizer's state that calls `owner._looked_up` for every lookup of a parameter. Copies of
+    it, and pickles, are ordinary dicts."""
 
     def __init__(self, owner: OffloadedOptimizerState, state: dict[Any, Any]) -> None:
         super().__init__(dict, state)
@@ -61,13 +63,14 @@ class _State(defaultdict[Any, Any]):
 class _StateOwner:
     """The owner of the state's memory in the pool, for saves; see `MemoryOwner`.
 
-    Saves may defer the state if only steps change it. That is learned by observation, as for state
-    that is not offloaded (`_watch/ownership.py`): in two intervals between steps, no version
-    counter may change. After a change outside a step the state is never deferred again.
+    Saves may defer the state if only steps change it. This is learned by observation, as for state
+    that is not offloaded (`_watch/ownership.py`): the state is deferred once no version counter has
+    changed in two intervals between steps. After a change outside a step it is never deferred
+    again.
     """
 
     def __init__(self) -> None:
-        self._intervals = 0  # between steps, that were observed
+        self._intervals = 0  # how many intervals between steps were observed
         self._noted: list[tuple[Tensor, int]] = []  # tensors in the pool, with their versions
         self._ended = False  # the state is never deferred again
         memory_owners.register(self)
@@ -77,7 +80,7 @@ class _StateOwner:
         self._noted = [(pooled, pooled._version) for pooled in tensors_in_pool]
 
     def compare(self) -> None:
-        """Compare the versions with those of `note`, because a step begins or offloading ends."""
+        """Compare the versions with those of `note`, when a step begins or offloading ends."""
         noted, self._noted = self._noted, []
         self._ended = self._ended or any(pooled._version != version for pooled, version in noted)
         if noted:
@@ -100,7 +103,7 @@ class OffloadedOptimizerState:
     def __init__(self, optimizer: Optimizer, offloader: Offloader) -> None:
         self._optimizer = optimizer
         self._offloader = offloader
-        # By the number of a group, its tensors in the pool.
+        # The tensors of each group in the pool, by the group's number in `param_groups`.
         self._pooled: dict[int, list[tuple[_Item, Tensor]]] = {}
         self._group_of: dict[Any, int] = {}  # by parameter, the number of its group
         self._on_device: int | None = None  # the group that is on the device
@@ -109,7 +112,7 @@ class OffloadedOptimizerState:
         self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # groups on their way to the pool
         # (parameter, key, value) of the large tensors that `_before_load` has set aside.
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
-        self._stepping = False
+        self._stepping = False  # a step runs
         self._removed = False
         self._state_owner = _StateOwner()
         self._handles = [
@@ -156,7 +159,7 @@ class OffloadedOptimizerState:
         self._state_owner.compare()
         self._return_to_pool()  # an earlier step may have ended in an error
         if type(optimizer.state) is not _State:
-            self._take_over()
+            self._take_over()  # other code has replaced the state
         self._note_groups()
         self._stepping = True
 
@@ -174,6 +177,7 @@ class OffloadedOptimizerState:
         self._return_to_pool()
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        # Not strict, because torch refuses a state_dict of the wrong length later.
         of_number = dict(zip(numbers, parameters, strict=False))
         self._loading = []
         rest: dict[Any, Any] = {}
@@ -219,7 +223,7 @@ class OffloadedOptimizerState:
             self._wait_until_pooled(number)
 
     def _note_groups(self) -> None:
-        """Record the group of each parameter."""
+        """Record the group of each parameter, because a group may have been added."""
         self._group_of = {
             parameter: number
             for number, group in enumerate(self._optimizer.param_groups)
@@ -227,8 +231,8 @@ class OffloadedOptimizerState:
         }
 
     def _looked_up(self, key: Any) -> None:
-        """Copy the group of a parameter to the device if a step looks up its state, and prefetch
-        the next group. Outside a step, only wait until the group is in the pool."""
+        """Handle a lookup of `key`, usually a parameter. In a step, copy its group to the device,
+        and prefetch the next group. Outside a step, only wait until the group is in the pool."""
         number = self._group_of.get(key)
         if number is None or number == self._on_device:
             return
@@ -243,6 +247,7 @@ class OffloadedOptimizerState:
             self._ahead = following
 
     def _sources(self, number: int) -> list[Tensor]:
+        """Return the tensors of a group in the pool."""
         return [pooled for _, pooled in self._pooled.get(number, [])]
 
     def _onload(self, number: int) -> list[Tensor]:
@@ -260,6 +265,7 @@ class OffloadedOptimizerState:
         return tensors
 
     def _give_up_ahead(self) -> None:
+        """Give up the prefetch, if any."""
         ahead, self._ahead = self._ahead, []
         if ahead:
             self._offloader._give_up_ahead(ahead)
@@ -275,22 +281,22 @@ class OffloadedOptimizerState:
 
     def _send(self, number: int) -> None:
         """Start to copy the tensors of a group that are on the device into the pool."""
+        device = self._offloader.device
         in_pool = {id(pooled) for _, pooled in self._pooled.get(number, [])}
         state = self._optimizer.state
-        items = [
-            _Item(entries, key)
-            for parameter in self._optimizer.param_groups[number]["params"]
-            if parameter in state
-            for entries in [dict.__getitem__(state, parameter)]
-            for key, value in entries.items()
-            if _is_big(value)
-            and value.device == self._offloader.device
-            and id(value) not in in_pool
-        ]
+        items: list[_Item] = []
+        for parameter in self._optimizer.param_groups[number]["params"]:
+            if parameter in state:
+                entries = dict.__getitem__(state, parameter)  # which `_looked_up` does not notice
+                for key, value in entries.items():
+                    # With the CPU as the device, the tensors in the pool are on it too.
+                    if _is_big(value) and value.device == device and id(value) not in in_pool:
+                        items.append(_Item(entries, key))
         if not items:
             return
         ticket = self._offloader.offload([item.entries[item.key] for item in items])
         self._leaving[number] = ticket, items
+        # Forget the old values of these items in the pool; the other tensors stay.
         sent = {(id(item.entries), item.key) for item in items}
         self._pooled[number] = [
             (item, pooled)
@@ -298,7 +304,7 @@ class OffloadedOptimizerState:
             if (id(item.entries), item.key) not in sent
         ]
         for item in items:
-            item.entries[item.key] = None  # frees the device's memory for the next group
+            item.entries[item.key] = None  # frees the device's memory once the bytes are copied
 
     def _wait_until_pooled(self, number: int) -> None:
         """Wait until a group that was sent is in the pool."""
@@ -313,7 +319,7 @@ class OffloadedOptimizerState:
         self._stepping = False
         self._leave()
         self._give_up_ahead()  # a failed step may have left a prefetch
-        if self._leaving:  # wait here: code that reads the state next does not
+        if self._leaving:  # wait here, because code that reads the tensors later does not
             with self._offloader._waiting():
                 for number in list(self._leaving):
                     self._wait_until_pooled(number)

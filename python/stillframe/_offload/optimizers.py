@@ -4,9 +4,9 @@ A step waits only for layers that have its own parameters: copies of other layer
 belong to a device that has failed. So a step that a CUDA graph captures does not wait: it writes to
 device memory, where no weight of an offloaded layer is.
 
-A step also has earlier prefetches discarded (`end_pass`), because fused steps write without a
-change of version counters. A step inside a backward writes weights that the backward does not need
-any more, so it does not wait.
+A step also makes earlier prefetches of these layers expire, because fused steps write without a
+change of version counters. A step inside a backward does neither: it writes weights that the
+backward does not need any more.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Reader(Protocol):
     def wait(self) -> None:
         """Wait until it reads nothing any more."""
 
-    def end_pass(self) -> None:
-        """Discard what it has prefetched."""
+    def expire_prefetches(self) -> None:
+        """Have no prefetch used that was started before now."""
 
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
 def watch(reader: Reader) -> None:
-    """Have steps of optimizers wait for the reader and end its pass, for as long as it lives."""
+    """Have optimizers' steps wait for the reader and expire its prefetches, as long as it lives."""
     _readers.add(reader)
     _install()
     gate.readers_changed()
@@ -70,7 +70,7 @@ def _readers_of(
     optimizer: Optimizer, tensors: Callable[[Reader], Iterable[Tensor]]
 ) -> Iterator[Reader]:
     """Yield each reader for which `tensors(reader)` has a tensor that the optimizer writes."""
-    own: set[int] | None = None
+    own: set[int] | None = None  # the optimizer's storages, found when they are needed
     for reader in tuple(_readers):
         read = _storages(tensors(reader))
         if read and own is None:
@@ -95,14 +95,16 @@ class _Readers:
 
     def stepped(self, optimizer: Optimizer) -> None:
         for reader in _reading(optimizer):
-            reader.end_pass()
+            reader.expire_prefetches()
 
     def concerns(self, optimizer: Optimizer) -> bool:
-        return any(True for _ in _readers_of(optimizer, lambda reader: reader.all()))
+        first = next(_readers_of(optimizer, lambda reader: reader.all()), None)
+        return first is not None
 
 
 @functools.cache
 def _install() -> None:
+    """Make the gate ask the readers; once in a process, because of the cache."""
     gate.wait_for(_Readers())
     # In a forked child nothing reads the weights of the parent's readers.
     os.register_at_fork(after_in_child=_readers.clear)

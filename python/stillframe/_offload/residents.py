@@ -3,15 +3,15 @@
 There are few slots, and each holds one layer: while a layer computes, the next one is copied into
 another slot.
 
-A prefetch reads the weights before they are used, and they may change in between. So it records the
-*pass* in which it was started (`end_pass` begins another, for instance at an optimizer's step) and
-a fingerprint of the weights. If either has changed when the layer is used, the weights are copied
-again.
+A prefetch reads the weights before they are used, and they may change in between. So each prefetch
+has a fingerprint of the weights. If the weights have another fingerprint when the layer is used,
+they are copied again. They are also copied again if `expire_prefetches` was called in between, for
+instance by an optimizer's step.
 
 The fingerprint detects most writes without reading every byte. Most writes change a tensor's
 version counter, and replacing a tensor's memory changes its address. Writes through `.data` change
-neither. But most of those change the whole tensor, so the fingerprint also has a few elements of
-each tensor, spread evenly.
+neither. But most writes through `.data` change the whole tensor, so the fingerprint also has a few
+elements of each tensor, spread evenly.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Fingerprint:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return a view of a few evenly spread elements."""
-    span = tensor.numel() - 1
+    """Return a view of a few evenly spread elements of a tensor that has elements."""
+    span = tensor.numel() - 1  # from the first element to the last, in elements
     if not tensor.is_contiguous():
         span = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     step = max(span // _ELEMENTS, 1)
@@ -77,8 +77,8 @@ class Source(Protocol):
     nr_parameters: int
 
     def sources(self, fresh: bool) -> Sequence[Tensor]:
-        """Return the CPU tensors to copy. With `fresh` they have the present values; otherwise they
-        may be those that the last call returned."""
+        """Return the CPU tensors to copy. With `fresh` they have the present values. Otherwise they
+        may be the tensors that the last call returned."""
 
     def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the tensors as they are now."""
@@ -88,7 +88,7 @@ class _Prefetch(NamedTuple):
     """The prefetch of a layer."""
 
     what: Sequence[Tensor]  # the tensors on the CPU that are copied
-    number: int  # the pass in which it was started
+    generation: int  # how often `expire_prefetches` was called before it was started
     fingerprint: Fingerprint  # of the layer at that moment
 
 
@@ -100,7 +100,8 @@ class Group:
         nr_parameters: How many of them are parameters; the others are buffers.
 
     Attributes:
-        tensors: The same tensors, but each buffer is a storage of its own.
+        tensors: The same tensors, but each buffer has a storage object of its own (see `_apart`).
+        versions: Their version counters at the last call of `note_versions`.
     """
 
     def __init__(self, brought: list[Tensor], nr_parameters: int) -> None:
@@ -130,19 +131,19 @@ class Residents:
         self._slots = slots
         self._groups: dict[Source, Group] = {}  # oldest first
         self._coming: dict[Source, _Prefetch] = {}  # layers that are prefetched
-        self._pass = 0  # the number of the pass
+        self._generation = 0  # how often `expire_prefetches` was called
 
-    def end_pass(self) -> None:
-        """Begin a new pass, in which no earlier prefetch is used. Any thread may call it."""
-        self._pass += 1
+    def expire_prefetches(self) -> None:
+        """Have no prefetch used that was started before now. Any thread may call this."""
+        self._generation += 1
 
     def all(self) -> list[Tensor]:
         """Return the tensors of all layers."""
         return [tensor for layer in self._layers for tensor in layer.tensors]
 
     def reads(self) -> list[Tensor]:
-        """Return the tensors of all layers if some may be read now or are prefetched, otherwise
-        none."""
+        """Return the tensors of all layers if a copy may be reading some of them, or a layer is
+        prefetched; otherwise an empty list."""
         return self.all() if self._coming or self._offloader._is_reading() else []
 
     def wait(self) -> None:
@@ -157,8 +158,8 @@ class Residents:
         return layer in self._groups or layer in self._coming
 
     def bring(self, layer: Source, fresh: bool) -> Group:
-        """Return a layer's tensors on the device, and copy them there if they are not there or on
-        their way. The current stream waits for copies that still run.
+        """Return a layer's tensors on the device. Copy them there, unless they are there already or
+        a good prefetch has begun to copy them. The current stream waits for copies that still run.
 
         Args:
             fresh: See `Source.sources`.
@@ -171,7 +172,7 @@ class Residents:
                 self.give_up(layer)
                 coming, fresh = None, True
             if coming is None:
-                self._make_room(1)
+                self._make_room()
                 what = layer.sources(fresh)
             else:
                 what = coming.what
@@ -182,9 +183,13 @@ class Residents:
         return group
 
     def prefetch(self, layer: Source | None, fresh: bool) -> None:
-        """Start to copy a layer to the device, if a slot is free. Give up prefetches of earlier
-        passes."""
-        self._give_up_earlier()
+        """Start to copy a layer to the device, if a slot is free. Give up expired prefetches.
+
+        Args:
+            layer: None only gives up prefetches.
+            fresh: See `Source.sources`.
+        """
+        self._give_up_expired()
         if layer is None or self.has(layer):
             return
         if len(self._groups) + len(self._coming) >= self._slots:
@@ -193,7 +198,7 @@ class Residents:
         with torch.inference_mode(False), torch.no_grad():
             fingerprint = layer.fingerprint()
             if _has_bytes(what) and self._offloader.prefetch(what):
-                self._coming[layer] = _Prefetch(what, self._pass, fingerprint)
+                self._coming[layer] = _Prefetch(what, self._generation, fingerprint)
 
     def give_up(self, layer: Source) -> None:
         """Release a layer's slot, if it has one, after the work queued on the current stream."""
@@ -211,23 +216,26 @@ class Residents:
         run_all(functools.partial(self.give_up, layer) for layer in others)
 
     def _onload(self, what: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of CPU tensors on the device."""
         if _has_bytes(what):
             return self._offloader.onload(what)
+        # Tensors without bytes take no slot.
         return [tensor.to(self._offloader.device, copy=True) for tensor in what]
 
     def _is_good(self, layer: Source, coming: _Prefetch) -> bool:
         """Return whether a prefetch has copied the values that the weights have now."""
-        return coming.number == self._pass and coming.fingerprint == layer.fingerprint()
+        return coming.generation == self._generation and coming.fingerprint == layer.fingerprint()
 
-    def _give_up_earlier(self) -> None:
-        """Release the slots of prefetches that were started in an earlier pass."""
-        for layer in [each for each, c in self._coming.items() if c.number != self._pass]:
-            self.give_up(layer)
+    def _give_up_expired(self) -> None:
+        """Release the slots of expired prefetches."""
+        for layer, coming in list(self._coming.items()):
+            if coming.generation != self._generation:
+                self.give_up(layer)
 
-    def _make_room(self, nr: int) -> None:
-        """Release slots until `nr` are free: first of prefetches, then of the oldest layers."""
-        self._give_up_earlier()
-        while len(self._groups) + len(self._coming) > self._slots - nr:
+    def _make_room(self) -> None:
+        """Release slots until one is free: first of prefetches, then of the oldest layers."""
+        self._give_up_expired()
+        while len(self._groups) + len(self._coming) >= self._slots:
             self.give_up(next(iter(self._coming or self._groups)))
 
 
@@ -238,12 +246,12 @@ def _apart(tensor: Tensor) -> Tensor:
     torch's compilers refuse a tensor that is written to and shares its storage with others.
     """
     try:
-        lent = dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+        shared = dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
     except (BufferError, RuntimeError):  # DLPack does not support the dtype
         return tensor
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(
-        lent.untyped_storage(), int(lent.storage_offset()), tensor.shape, tensor.stride()
+        shared.untyped_storage(), int(shared.storage_offset()), tensor.shape, tensor.stride()
     )
 
 

@@ -10,7 +10,7 @@ def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None =
     errors are added as notes.
 
     Args:
-        error: An error that was caught before; it counts as the first.
+        error: An error that the caller has caught before; it counts as the first.
     """
     errors = [] if error is None else [error]
     for step in steps:
@@ -21,9 +21,9 @@ def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None =
     if not errors:
         return
     try:
-        for other in dict.fromkeys(map(repr, errors[1:])):
+        for other in dict.fromkeys(map(repr, errors[1:])):  # each text once
             if other != repr(errors[0]):
                 errors[0].add_note(f"and then: {other}")
         raise errors[0]
     finally:
-        errors.clear()  # their tracebacks refer to this frame
+        errors.clear()  # breaks the cycle: their tracebacks refer to this frame

@@ -2,11 +2,11 @@
 
 An autograd node that needs a weight for its backward would keep the weight's memory on the device
 until then. So a reference is saved instead: which weight, and which view of it. Under autocast the
-node needs a cast of the weight; backward repeats the cast, which gives the same bytes.
+node needs a cast of the weight. Backward then repeats the cast, which gives the same bytes.
 
-torch calls only the innermost pair of saved-tensor hooks. Ours passes tensors that are not weights
-on to the enclosing pair, so `torch.utils.checkpoint` and others work around an offloaded layer as
-well as inside it.
+torch calls only the innermost pair of saved-tensor hooks. Our pair passes tensors that are not
+weights on to the enclosing pair. So `torch.utils.checkpoint` and other users of such hooks work
+around an offloaded layer as well as inside it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _VIEWS = frozenset(
     for name in ("T", "Transpose", "Permute", "View", "Expand", "Squeeze", "Unsqueeze", "Select")
     for number in (0, 1)
 )
-_MOST_VIEWS = 4  # between a cast of a weight and the tensor that is saved
+_MOST_VIEWS = 4  # nodes of `_VIEWS` between a cast of a weight and the tensor that is saved
 
 
 class WeightUse(Protocol):
     """One forward of a layer, whose weights return to the device when backward asks for them."""
 
     def version(self, number: int) -> int:
-        """Return the version of a weight on the device."""
+        """Return the version of the weight with this index in its layer, on the device."""
 
     def check(self, number: int, version: int) -> None:
-        """Raise autograd's error if a weight was written to since it was saved."""
+        """Raise autograd's error if the weight was written to since it was saved with `version`."""
 
     def weight(self, number: int) -> Tensor:
-        """Return a weight on the device, with the value that it has on the CPU."""
+        """Return the weight on the device, with the value that it has on the CPU."""
 
 
 class View(NamedTuple):
@@ -47,7 +47,7 @@ class View(NamedTuple):
 
     size: torch.Size
     stride: tuple[int, ...]
-    begin: int  # bytes from the first byte of the other tensor
+    begin: int  # its first byte, counted from the first byte of the other tensor
     dtype: torch.dtype
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class _Weight(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor that is saved as it is, with its version. torch itself checks the versions only of
-    tensors that no hook has packed."""
+    """A tensor that is saved as it is. Its version is saved too, because torch checks only the
+    versions of tensors that no hook has packed."""
 
     tensor: Tensor
     version: int
@@ -114,7 +114,7 @@ def check_version(tensor: Tensor, version: int, what: str, now: int | None = Non
         )
 
 
-class _Held(NamedTuple):
+class _WeightRange(NamedTuple):
     """A weight on the device: its range of bytes in its storage, and its index in the layer."""
 
     begin: int
@@ -123,19 +123,23 @@ class _Held(NamedTuple):
 
 
 class Weights:
-    """The weights that are on the device, by storage, each with its current use."""
+    """The weights that are on the device while their layers' forwards run."""
 
     def __init__(self) -> None:
-        self._uses: dict[int, tuple[WeightUse, list[_Held]]] = {}
+        # By the address of a StorageImpl, the forward that uses it and the weights in it.
+        self._uses: dict[int, tuple[WeightUse, list[_WeightRange]]] = {}
 
     def add(self, use: WeightUse, tensors: Sequence[Tensor]) -> None:
-        """Have views of these tensors saved as references. They are the tensors of the use's layer
-        on the device."""
+        """Have views of these tensors saved as references, until `drop`.
+
+        Args:
+            tensors: The tensors of the use's layer on the device, in the layer's order.
+        """
         for index, tensor in enumerate(tensors):
             begin = int(tensor.storage_offset()) * tensor.itemsize
             end = begin + tensor.numel() * tensor.itemsize
-            held = self._uses.setdefault(tensor.untyped_storage()._cdata, (use, []))[1]
-            held.append(_Held(begin, end, index))
+            _, ranges = self._uses.setdefault(tensor.untyped_storage()._cdata, (use, []))
+            ranges.append(_WeightRange(begin, end, index))
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
         """Undo `add`."""
@@ -149,8 +153,8 @@ class Weights:
         if tensor.is_conj() or tensor.is_neg():
             return None  # its values differ from those of the weight's bytes
         begin = int(tensor.storage_offset()) * tensor.itemsize
-        use, held = self._uses.get(tensor.untyped_storage()._cdata, (None, []))
-        for each in held:
+        use, ranges = self._uses.get(tensor.untyped_storage()._cdata, (None, []))
+        for each in ranges:
             if use is not None and each.begin <= begin < each.end:
                 view = _view(tensor, begin - each.begin)
                 return _Weight(use, each.number, tensor._version, view, cast=False)
@@ -171,10 +175,8 @@ class Onloading:
     """The base class of the autograd function whose outputs are weights on the device (see
     `layers.py`). Each of its nodes has these attributes."""
 
-    # `use` is the forward that the weights are for. Output i is the weight number `indices[i]`.
-
-    use: WeightUse
-    indices: list[int]
+    use: WeightUse  # the forward that the weights are for
+    indices: list[int]  # output i is the weight with index `indices[i]` in its layer
 
 
 def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
@@ -197,7 +199,7 @@ def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
 
 
 def outer() -> Hooks | None:
-    """Return the innermost saved-tensor hooks that are in force, or None."""
+    """Return the innermost pair of saved-tensor hooks in force on this thread; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -223,6 +225,7 @@ class SavedHooks:
         self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> Any:
+        """Return the object that autograd saves in place of a tensor; its `unpack` returns it."""
         taken = weights.find(tensor)
         if taken is None:
             taken = self._take(tensor)

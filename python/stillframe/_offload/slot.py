@@ -4,6 +4,8 @@
     TAKEN    the caller's tensors own the memory; the slot has a weak reference to the storage
     GONE     the storage was freed
 
+A slot that is given up drops its memory if it is COMING. If it is TAKEN, the tensors keep it.
+
 The sources stay alive until the copies have completed: the core holds memory of the pool, and the
 slot holds other tensors.
 """
@@ -40,11 +42,12 @@ class Slot:
     """
 
     def __init__(self, pool: DevicePool, what: Ticket | Sequence[torch.Tensor]) -> None:
-        self.taken = self.given_up = False  # by the methods `take` and `give_up`
+        self.taken = self.given_up = False  # the methods `take` and `give_up` were called
         self._pool = pool
+        # The copies; None on the host, and once their times are in the statistics.
         self._core: _core.Onload | None = None
         self._ticket: weakref.ref[Ticket] | None = None
-        self._given: list[torch.Tensor] = []
+        self._given: list[torch.Tensor] = []  # the CPU tensors, if there is no ticket
         if isinstance(what, Ticket):
             self._ticket = weakref.ref(what)
             self._layout = what._layout
@@ -53,14 +56,14 @@ class Slot:
             self._given = _layout.check(what, HOST, "onload")
             self._layout = Layout(self._given)
             sources = self._layout.sources
-        self._versions = self._now(what)
+        self._versions = self._now(what)  # of the sources, when the copy was started
         self.nbytes = self._layout.nbytes
-        self._stream = pool.stream()
+        self._stream = pool.stream()  # on which the memory is allocated
         flat = _room(pool.device, self._layout.room)
         storage = flat.untyped_storage()
         self.storage = storage._cdata  # the address of the StorageImpl
         self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._flat: torch.Tensor | None = flat
+        self._flat: torch.Tensor | None = flat  # owns the memory until it is taken or given up
         if pool.number:
             self._start(what, sources, _device.address_of(storage))
         else:
@@ -115,8 +118,10 @@ class Slot:
     def is_for_or_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
         """Return whether this slot was made from the given ticket or tensors, or whether `take` has
         returned some of these tensors."""
-        if isinstance(what, Ticket) or (not self.taken and self.is_for(what)):
+        if isinstance(what, Ticket):
             return self.is_for(what)
+        if not self.taken and self.is_for(what):
+            return True
         return any(
             isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata == self.storage
             for tensor in what
@@ -136,7 +141,7 @@ class Slot:
         return not self.taken and self._ticket is not None and self._ticket() is None
 
     def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
-        """Return the state of the sources, which a write to them changes."""
+        """Return a list that differs after a write to the sources: addresses and versions."""
         if isinstance(what, Ticket):
             return what._writes()
         return [
@@ -145,7 +150,11 @@ class Slot:
         ]
 
     def take(self) -> list[torch.Tensor]:
-        """Return the tensors, and make the current stream wait for their copies."""
+        """Return the tensors, and make the current stream wait for their copies.
+
+        Raises:
+            StillframeError: The copies have failed.
+        """
         flat = self._flat
         assert flat is not None, "a group is taken once"
         self._order(self._pool.stream())
@@ -157,8 +166,8 @@ class Slot:
         return tensors
 
     def _order(self, stream: tuple[int, int]) -> None:
-        """Have a stream (device, handle) wait for the copies. If that is not possible, wait on the
-        host."""
+        """Have a stream, given as (device, handle), wait for the copies. If that is not possible,
+        wait on the host."""
         core = self._core
         if core is None or core.order(stream[1]):
             return
@@ -183,7 +192,7 @@ class Slot:
             self._order(self._pool.stream())
         elif self._pool.stream() != self._stream and not self.is_gone():
             # The caller's tensors own the memory. A new tensor over it is enough to note the use.
-            # There is no storage if they are freed at this moment.
+            # `storage` is None if the caller's tensors have been freed since `is_gone`.
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
             if storage is not None:
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -202,8 +211,8 @@ class Slot:
         return self._count()
 
     def _count(self) -> bool:
-        """Add the times to the statistics and return True. Return False if a stream may still have
-        to wait for the copies, or the times are not known yet."""
+        """Add the times of the copies to the statistics, and return True. Return False if they are
+        not known yet, or if a stream may still have to wait for the copies."""
         core = self._core
         if core is None:
             return True
@@ -223,7 +232,7 @@ class Slot:
 
 
 def _room(device: torch.device, nbytes: int) -> torch.Tensor:
-    """Allocate bytes on the device; an error gets a note that says for what."""
+    """Allocate `nbytes` on the device. If the device is full, add a note to torch's error."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:

@@ -5,9 +5,9 @@
 
 The sources are released in one of two ways. The completion thread releases them when the copies
 have completed. An `Offloader` that offloads further groups may release them before: it has the
-sources' stream wait for the copies, so that memory which the allocator hands out again on that
-stream is written only after it was read. This bounds the memory of the sources, although the host
-runs far ahead of the device.
+sources' stream wait for the copies. If the allocator then gives the memory to later work of that
+stream, this work writes only after the copies have read. So the memory of the sources is bounded,
+although the host runs far ahead of the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Leaving:
 
     Attributes:
         error: Why the copies are unusable; None if nothing is known against them.
-        over: The copies have ended, after `copy_s` seconds.
+        over: The copies have ended.
+        copy_s: How long they took, in seconds; 0 before they have ended.
     """
 
     def __init__(
@@ -54,11 +55,6 @@ class Leaving:
         self._versions = layout.versions()
         # Re-entrant, because a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
-
-    def storages(self) -> list[int]:
-        """Return the addresses of the StorageImpls that may still be read."""
-        layout = self._layout
-        return [source.storage._cdata for source in layout.sources] if layout else []
 
     def start(self) -> None:
         """Queue the copies; on the host, make them."""
@@ -78,7 +74,7 @@ class Leaving:
             if self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.settle()
-        if completion.completion.exiting:
+        if completion.completion.exiting:  # the completion thread may end before the copies
             self.core.wait(None)
             self.settle()
 
@@ -149,7 +145,7 @@ class Ticket:
         self._layout, self._leaving, self._memory = layout, leaving, memory
         self._birth = Birth("this Ticket")
         self._tensors: list[torch.Tensor] | None = None
-        self._made: list[int] = []  # versions of the tensors when they were made
+        self._made: list[int] = []  # the versions of `_tensors` when they were made
         self._released = False
         self.device = device
         """The device that the tensors were on."""
@@ -211,7 +207,7 @@ class Ticket:
         self._tensors = self._memory = None
 
     def _writes(self) -> list[int]:
-        """Return how often each tensor was written to since the tensors were made."""
+        """Return how often each tensor that `tensors` returns was written to since it was made."""
         if self._tensors is None:
             return [0] * len(self._layout.views)
         return [now._version - then for now, then in zip(self._tensors, self._made, strict=True)]
