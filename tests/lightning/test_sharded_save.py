@@ -12,7 +12,7 @@ import torch.distributed as dist
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.api import saver_of_this_process
 from stillframe._lightning import sharded
-from stillframe._lightning.sharded import Parts, as_exception, submit
+from stillframe._lightning.sharded import Contents, as_exception, submit
 from stillframe._save import ordered
 from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
@@ -33,9 +33,9 @@ def save(engine, tmp_path):
     """Return `save()`, which begins a save."""
 
     def begun(engine=engine):
-        parts = Parts({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
+        contents = Contents({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
         target = CheckpointPath.of(str(tmp_path / "c"))
-        return submit(parts, target, SaveOptions(), engine=engine)
+        return submit(contents, target, SaveOptions(), engine=engine)
 
     return begun
 

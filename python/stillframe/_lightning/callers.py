@@ -10,13 +10,14 @@ is durable depends on two facts, and only the call stack shows them:
   saves inside the handler and ends right after it. So such a save must be durable when it returns.
   A handler is recognised by its code: this module remembers the code of every Python function that
   it has found registered. It looks when a training starts, when an epoch starts, and at every save.
-  So it also knows handlers that restore the default before they save. It installs and wraps none.
+  So it also recognises a handler that has restored the default action before it saves. It neither
+  installs nor wraps a handler.
 
-`f_locals` is read only of the few frames whose name or code matches. On Python 3.11 and 3.12,
-reading it makes a copy, which keeps objects alive that the frame drops later.
+Only the few frames whose name or code matches have their `f_locals` read. On Python 3.11 and 3.12,
+that makes a copy, which keeps objects alive that the frame drops later.
 
-Some strategies do not, or cannot, give their checkpoints to a CheckpointIO. Checkpoints of some of
-these are saved nevertheless, by all ranks (`sharded.py`). Strategies are recognised by the names of
+Some strategies do not, or cannot, give their checkpoints to a CheckpointIO. `sharded.py` saves the
+checkpoints of two of them nevertheless, on all ranks. Strategies are recognised by the names of
 their classes, because their modules may not be installed.
 """
 
@@ -41,7 +42,7 @@ _handler_codes: set[CodeType] = set()  # of every signal handler that was seen
 
 _XLA = ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
 
-_warned: set[str] = set()  # the reasons that were given in a warning
+_warned: set[str] = set()  # the reasons of which `warn_if_bypassed` has warned
 
 
 class Fabric:
@@ -67,7 +68,7 @@ def calling_trainer(plugin: object, method: str) -> Any:
     for frame in stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name == method and code.co_argcount > 0:
-            holder: Any = frame.f_locals.get(code.co_varnames[0])
+            holder: Any = frame.f_locals.get(code.co_varnames[0])  # the method's `self`
             # Only a strategy has a rank; a CheckpointIO around the plugin has none.
             if hasattr(type(holder), "is_global_zero") and any(
                 io is plugin for io in io_chain(holder)
@@ -109,9 +110,10 @@ def inside_signal_handler() -> bool:
 def signal_handler_frame() -> FrameType | None:
     """Return the frame of the signal handler that this thread runs.
 
-    A registered function that the program calls itself counts too, unless it takes `*args`: that
-    code may be a decorator's, and so run for other functions too. It counts only if the interrupted
-    frame, which Python passes to a handler, is among its arguments.
+    A registered function that the program itself calls counts too. A function that takes `*args`
+    may be a decorator's wrapper, whose code also runs for other functions. So it counts only if the
+    interrupted frame, which Python passes to a handler, is among its arguments. Return None if no
+    handler runs.
     """
     if threading.current_thread() is not threading.main_thread():
         return None  # Python runs handlers in the main thread only.
@@ -121,7 +123,7 @@ def signal_handler_frame() -> FrameType | None:
         if code in _handler_codes:
             if not code.co_flags & inspect.CO_VARARGS:
                 return frame
-            name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+            name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]  # of `*args`
             interrupted = frame.f_back
             if any(argument is interrupted for argument in frame.f_locals.get(name, ())):
                 return frame
@@ -161,10 +163,11 @@ def warn_if_bypassed(strategy: Any, plugin: str) -> None:
 
 
 def sharded_as(strategy: Any) -> str | None:
-    """Return the key of the model in checkpoints of `strategy`, if it saves sharded checkpoints, of
-    which each rank saves a part.
+    """Return the key of the model in the sharded checkpoints of `strategy`, of which each rank
+    saves a part: "model" for FSDP, "state_dict" for ModelParallel.
 
-    Return None if it does not, or if its `save_checkpoint` is not Lightning's own.
+    Return None if `strategy` saves no sharded checkpoints, or if its `save_checkpoint` is not
+    Lightning's own.
     """
     kind = _sharded(strategy)
     if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
@@ -187,8 +190,8 @@ def _bypassed(strategy: Any) -> str | None:
 
 
 def _sharded(strategy: Any) -> str | None:
-    """Return the name of Lightning's class that `strategy` is of, if it is set to save sharded
-    checkpoints; otherwise None."""
+    """Return "FSDPStrategy" or "ModelParallelStrategy", whichever class `strategy` is of, if it is
+    set to save sharded checkpoints. Otherwise return None."""
     for cls in type(strategy).__mro__:
         name = cls.__name__
         if name == "FSDPStrategy" and getattr(strategy, "_state_dict_type", None) == "sharded":
@@ -201,5 +204,6 @@ def _sharded(strategy: Any) -> str | None:
 
 
 def _is_lightnings(method: Any) -> bool:
+    """Return whether Lightning's FSDPStrategy or ModelParallelStrategy defines `method`."""
     module = getattr(method, "__module__", None) or ""
     return module.endswith((".strategies.fsdp", ".strategies.model_parallel"))

@@ -15,7 +15,7 @@ After a save outside training, something needs the file at once: the learning ra
 batch size scaler read it back, a spawned worker passes its name to the parent, a script uploads it,
 or a job is requeued. The companion callback tells the plugin when training starts and ends, and
 `Trainer.state` tells it when training was interrupted. In a Trainer without the companion every
-save is durable when it returns, because nothing would delay the hooks while the state is copied.
+save is durable when it returns. Nothing would make hooks that write to the state wait for the copy.
 
 An error is raised once, by the next save (which is still made) or by `teardown`, oldest first
 (`work.py`). A save that is durable on return raises its own error. While Lightning handles an
@@ -25,9 +25,9 @@ Trainer with several ranks, all of them raise, after the barrier of the save (`r
 A remove is delayed while a link points to the file (with `save_last="link"` a new link follows
 soon), and until loggers have been notified of the file (`rotation.py`).
 
-If a save raises in its call and the plugin only warns, ModelCheckpoint does not know that and
-removes the previous file. So such a save gets a failed entry in the log, after which the log drops
-the remove.
+If a save raises in its call and the plugin only warns of the error, ModelCheckpoint believes that
+the save succeeded, and removes the previous file. So an entry for a failed save is added to the
+log, which then drops the remove.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ from stillframe._watch import gate
 
 log = logging.getLogger("stillframe")
 
-# Starts a save to a target; the last argument says whether bytes may be copied after the call.
+# Starts a save to a target and returns its handle. The last argument, `overlap`, tells whether
+# bytes may be copied after the call.
 Submit = Callable[[Work, CheckpointPath, bool], SaveHandle]
 
 
@@ -69,7 +70,7 @@ class Checkpoints:
 
     Args:
         name: The name of the plugin's class, for messages.
-        writers: Chooses the code that writes them, and has the options and the engine.
+        writers: Chooses the code that writes the checkpoints, and has the options and the engine.
 
     Attributes:
         writers: As given.
@@ -82,9 +83,10 @@ class Checkpoints:
         self._begin()
 
     def _begin(self) -> None:
+        """Set the state that belongs to this process, and so is not pickled."""
         self._work = self._new_work()
         self.trainers = Trainers()
-        self._together = False  # inside `together`
+        self._together = False  # whether a block of `together` is running
 
     def __getstate__(self) -> dict[str, Any]:
         if self.writers.options.engine is not None:
@@ -105,7 +107,8 @@ class Checkpoints:
         """Save a checkpoint, with the arguments and errors of `CheckpointPlugin.save_checkpoint`.
 
         Args:
-            trainer: Who asks for the save: a result of `callers.calling_trainer`.
+            trainer: The caller, as `callers.calling_trainer` returns it. The same holds for the
+                argument of this name in the other methods.
         """
 
         def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
@@ -121,14 +124,14 @@ class Checkpoints:
         self.save_with(submit, trainer, path)
 
     def save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
-        """Make a save, and raise the oldest error that was not reported, unless `together` will
-        raise it.
+        """Make a save, and raise the oldest error that was not reported. Inside `together`, leave
+        the raising to that method.
 
         Args:
             submit: Starts the save.
         """
-        # Before the save, because an error of the save would also count as an exception that is
-        # being handled.
+        # This is asked before the save, because an error of the save itself would also count as an
+        # exception that is being handled.
         quiet = self.trainers.failed(trainer)
         work = self._current_work()
         in_handler = inside_signal_handler()
@@ -145,13 +148,18 @@ class Checkpoints:
         if error is None:
             return
         if is_trainer(trainer) and ranks.several(trainer) and ends_in_barrier(trainer):
+            # The other ranks wait in this barrier, which this rank will not reach after the error.
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
 
     def _save_and_report(
         self, work: Work, save: Callable[[], None], path: Any, quiet: bool
     ) -> None:
-        """Make a save. Leave its error to `work`, or report it here if it must not be raised."""
+        """Make a save. Leave its error to `work`, or report it here if it must not be raised.
+
+        Args:
+            quiet: Log errors, because Lightning is handling an exception of the training.
+        """
         error: BaseException | None = None
         try:
             save()
@@ -168,10 +176,11 @@ class Checkpoints:
             work.add_failed(repr(path), error, first=True)
 
     def _save(self, work: Work, submit: Submit, trainer: Any, path: Any, in_handler: bool) -> None:
+        """Start a save, and wait until it is durable unless it may return early."""
         if is_trainer(trainer):
             refuse_strategy(trainer.strategy)
         target = CheckpointPath.of(path)
-        # whether the save may return before it is durable
+        # `early`: the save may return before it is durable.
         early = not in_handler and self.trainers.may_save_early(trainer)
         early = early and not _for_requeue(target)
         work.rotation.make_room(target)
@@ -185,6 +194,7 @@ class Checkpoints:
             wait_for_end(handle)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, as `CheckpointPlugin.load_checkpoint` describes."""
         target = CheckpointPath.of(path)
         self.wait_for(target)
         # The caller is about to write over state that saves in flight may still be copying.
@@ -193,17 +203,21 @@ class Checkpoints:
         return loaded
 
     def remove(self, trainer: Any, path: Any) -> None:
+        """Remove a checkpoint, as `CheckpointPlugin.remove_checkpoint` describes."""
         asynchronous = not inside_signal_handler() and self.trainers.may_save_early(trainer)
         rotation = self._current_work().rotation
         rotation.remove(CheckpointPath.of(path))
         if not asynchronous:
-            # While a Trainer is set up, a link's target is removed when the link is made again.
+            # While a Trainer is set up, its ModelCheckpoint soon makes the link again. Only then is
+            # the link's former target removed. At other times nothing would make the link again.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
             rotation.wait()
 
     def tear_down(self, trainer: Any) -> None:
+        """Wait for everything and raise errors, as `CheckpointPlugin.teardown` describes. Tear down
+        the wrapped CheckpointIO too."""
         quiet = self.trainers.failed(trainer) or (
-            # A user's own call in a `finally` or `except`, with no Trainer to ask.
+            # Without a Trainer this is a user's own call, here in a `finally` or `except`.
             not self.trainers.of_caller(trainer) and sys.exc_info()[0] is not None
         )
         try:
@@ -222,26 +236,29 @@ class Checkpoints:
         """Register a Trainer that was made with this plugin and has the companion."""
         self.trainers.add(trainer)
         if self._current_work().saves:
-            # The Trainer may look for the newest checkpoint in a directory before its hooks run.
+            # The Trainer may look for the newest checkpoint in a directory before its hooks run, so
+            # everything that is under way ends first.
             _core.log_drain(None)
 
     def resume_uploads(self, trainer: Any) -> None:
-        """Upload what earlier processes have left in the directories of the Trainer."""
+        """Upload the checkpoints in the Trainer's directories that earlier processes were to
+        upload, and did not before they ended."""
         options = self.writers.options
         if options.mirror is not None and trainer.is_global_zero:
             directories = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
+            # `uploads.resume` takes paths of files. Only their directories count.
             paths = [os.path.join(each, "checkpoint") for each in directories if each]
             resumed = [trainer.ckpt_path] if trainer.ckpt_path else []
             uploads.resume(options.mirror, options.storage_options, *paths, *resumed)
 
     def notify(self) -> None:
-        """Notify loggers of the checkpoints that are durable by now, and submit the removes that
-        waited for that."""
+        """Notify loggers of the checkpoints that are durable by now. Then submit the removes that
+        waited for these notifications."""
         self._current_work().rotation.notify()
 
     def finish(self, trainer: Any) -> None:
-        """Wait for saves, links and removes, and raise their errors as `tear_down` does, which some
-        strategies never call."""
+        """Wait for saves, links and removes, and raise their errors as `tear_down` does. Some
+        strategies never call the plugin's `teardown`, so the companion calls this."""
         self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
@@ -253,8 +270,8 @@ class Checkpoints:
             work.drain(close=False)
 
     def publish(self, notify: Callable[[Any], object], checkpoint_callback: Any) -> None:
-        """Call `notify(checkpoint_callback)` once the last checkpoint is durable, or now if
-        stillframe has saved none."""
+        """Call `notify(checkpoint_callback)` once the last checkpoint is durable. Call it now if
+        stillframe has saved no checkpoint, and never if the call of the last save raised."""
         work = self._current_work()
         handle = work.newest
         if handle is None:
@@ -290,9 +307,9 @@ class Checkpoints:
     def together(self, strategy: Any) -> Iterator[None]:
         """Have all ranks of `strategy` raise the error of a save in the block on any rank.
 
-        The error is raised after the block, in which all ranks pass Lightning's barrier.
+        All ranks pass Lightning's barrier inside the block. The error is raised after that.
         """
-        if self._together:
+        if self._together:  # the outer block raises the error
             yield
             return
         work = self._current_work()
@@ -306,7 +323,7 @@ class Checkpoints:
             error, call_failed = ranks.agree(strategy, None)
         else:
             error, call_failed = ranks.agree(strategy, work.next_error(), not work.is_newest_made())
-        if call_failed:
+        if call_failed:  # then the save of this rank fails too, but only `error` is to be raised
             work.forget_newest()
         if error is not None:
             raise error
@@ -314,14 +331,18 @@ class Checkpoints:
     # ---- inside ----
 
     def _current_work(self) -> Work:
+        """Return the work of this process; a forked child gets an empty one."""
         if self._work.pid != os.getpid():
             self._work = self._new_work()
         return self._work
 
     def _new_work(self) -> Work:
+        """Return a `Work` without saves."""
         return Work(self.writers.remover_of, durable=self.writers.options.durable)
 
     def _finish(self, trainer: Any, quiet: bool) -> None:
+        """Wait for everything under way and close the plugin's engine. Raise the first error, or
+        only log the errors if `quiet`."""
         work = self._current_work()
         if work.under_way():
             self._finish_in_time(work)
@@ -353,10 +374,12 @@ class Checkpoints:
         )
 
     def _report_all(self, work: Work, quiet: bool) -> None:
+        """Report the errors of all saves that have ended, instead of raising them."""
         while (error := work.next_error()) is not None:
             self._report(error, quiet)
 
     def _report(self, error: BaseException, quiet: bool) -> None:
+        """Log an error if `quiet`, otherwise warn of it."""
         if quiet:
             log_error(error)
         else:

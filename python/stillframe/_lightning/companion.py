@@ -17,16 +17,17 @@ call. If it writes only rarely, the save fails with a TornSnapshotError and neve
 file. The hooks about state (`state_dict`, `on_save_checkpoint` and their counterparts) run inside a
 save or a load, and loading waits by itself.
 
-Between `setup` and `teardown` (or the exception that ends the run) it is first in the list, and
-replaces methods of the Trainer's own objects that bypass a CheckpointIO:
+Between `setup` and `teardown` (or the exception that ends the run) the callback is first in the
+list. During this time it replaces those methods of the Trainer's objects that bypass a
+CheckpointIO:
 
     ModelCheckpoint.file_exists       sees the saves and removes in flight
     ModelCheckpoint._link_checkpoint  links in the order of saves and removes
     Logger.after_save_checkpoint      is called once the checkpoint is durable
-    Logger.finalize                   is called after all of these calls
+    Logger.finalize                   is called after all calls of `after_save_checkpoint`
     Trainer.save_checkpoint           with several ranks: an error of one rank is raised on all
     resume_start                      with several ranks: all load after rank 0's saves
-    Strategy.save_checkpoint          and others, if each rank saves a part: see `sharded.py`
+    Strategy.save_checkpoint          and others that `sharded.py` lists, if each rank saves a part
 
 The callback has no state, so it is not in checkpoints. It does nothing in a Trainer that saves with
 another plugin.
@@ -57,12 +58,14 @@ class CompanionHooks:
     """The companion's hooks, mixed in before the package's Callback."""
 
     def _wait(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Wait until saves in flight have copied their state, and notify loggers."""
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             gate.wait()
             checkpoints.notify()
 
     def _notify(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Notify loggers of checkpoints that are durable by now."""
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             checkpoints.notify()
@@ -123,6 +126,7 @@ class CompanionHooks:
         self._end(trainer)
 
     def _end(self, trainer: Any) -> None:
+        """Wait for all saves, raise their errors, and restore the replaced methods."""
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             gate.wait()
@@ -185,8 +189,8 @@ def _file_exists(
     checkpoints: Checkpoints, callback: Any, original: Method, *args: Any, **kwargs: Any
 ) -> Any:
     """Call ModelCheckpoint's `file_exists` with a file system that knows saves in flight."""
-    # Lightning's versions differ in how rank 0 tells the others, so the original method is called,
-    # but with another view of the file system.
+    # Rank 0 sends the answer to the other ranks in a way that depends on Lightning's version. So
+    # the original method is called, and only its file system is exchanged meanwhile.
     file_system = callback._fs
     callback._fs = _LogView(checkpoints, file_system)
     try:
@@ -225,7 +229,8 @@ def _finalize(checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: 
 def _save_together(
     checkpoints: Checkpoints, trainer: Any, original: Method, *args: Any, **kwargs: Any
 ) -> None:
-    """Save so that all ranks raise the error of one rank."""
+    """Save so that all ranks raise the error of one rank: the replacement of
+    `Trainer.save_checkpoint`."""
     if not ranks.several(trainer):
         original(*args, **kwargs)
         return
@@ -241,7 +246,8 @@ def _load_together(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Load on all ranks once rank 0 has no save to that path in flight."""
+    """Load on all ranks once rank 0 has no save to that path in flight: the replacement of
+    `resume_start`."""
     if checkpoint_path and ranks.several(trainer):
         if trainer.is_global_zero:
             checkpoints.wait_for(CheckpointPath.of(checkpoint_path))

@@ -6,11 +6,12 @@ keys together, so that tensors shared between them stay shared. It keeps no refe
 their memory goes back to the pool when the writer of the checkpoint has dropped them. The writer
 may be synchronous, Lightning's own `AsyncCheckpointIO`, or any thread that has the dictionary.
 
-The callback never waits for memory of the pool. A save that holds memory may be slow, and a future
-given to `hold_until` may be one that only the training thread completes. If tensors do not fit at
-once, they are copied to ordinary memory, and a line is logged. If stillframe's plugin wraps another
-CheckpointIO, the callback offloads too. The checkpoint is then copied twice, but what the class
-promises holds for any wrapped CheckpointIO.
+The callback never waits for memory of the pool. A save that holds memory may be slow. If memory is
+held until a future is done (`hold_until`), maybe only the training thread can complete the future.
+If tensors do not fit at once, they are copied to ordinary memory, and a line is logged.
+
+If stillframe's plugin wraps another CheckpointIO, both the callback and the plugin copy the
+checkpoint. The second copy keeps the promises of `OffloadHooks` true for every CheckpointIO.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from stillframe.errors import PoolExhaustedError
 log = logging.getLogger("stillframe")
 
 _DEFAULT_KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
-_SHOWN = 10  # skipped objects that are shown at either end of the list
+_SHOWN = 10  # how many skipped objects are shown from each end of the list
 
 # These are checked first, because some of them are subclasses of a compatible strategy.
 _INCOMPATIBLE = (
@@ -69,16 +70,16 @@ class OffloadHooks:
 
     Args:
         offload_keys: Keys of the checkpoint to offload; by default `state_dict`,
-            `optimizer_states` and `lr_schedulers`. A key that a checkpoint lacks is skipped. If no
-            earlier checkpoint had it, one warning says so.
+            `optimizer_states` and `lr_schedulers`. A key that a checkpoint lacks is skipped. If it
+            is no default key and no earlier checkpoint had it, one warning says so.
         log_skipped: Log every object that is left as it is, because it is neither a tensor, a
             container nor a plain value. By default the first and last 10, at level DEBUG.
 
     Raises:
         TypeError: `offload_keys` is not a list of strings, or `log_skipped` is not a bool.
 
-    Its messages go to the logger "stillframe": one line a save at level INFO, the rest at DEBUG.
-    Its state in checkpoints is `checkpoint_count` (saves seen), `total_time_saved` (seconds spent
+    Messages go to the logger "stillframe": one line for each save at level INFO, the rest at DEBUG.
+    The state in checkpoints is `checkpoint_count` (saves seen), `total_time_saved` (seconds spent
     offloading; other callbacks of this kind use this name), `total_memory_freed` (GPU memory freed
     meanwhile, in units of 10^9 bytes) and `is_enabled` (whether it works with the strategy).
     """
@@ -250,6 +251,7 @@ class OffloadHooks:
         )
 
     def _is_a(self, strategy: Any, name: str) -> bool:
+        """Return whether `strategy` is an instance of the package's class of that name."""
         kind = getattr(self._strategies, name, None)
         return isinstance(kind, type) and isinstance(strategy, kind)
 
@@ -262,7 +264,8 @@ class OffloadHooks:
         )
 
     def _warn_of_missing(self, key: str, checkpoint: dict[str, Any]) -> None:
-        """Warn once of a key of the user's that no checkpoint has had: it is probably a typo."""
+        """Warn once of a key in `offload_keys` that no checkpoint has had: it is probably a typo.
+        The default keys may be absent, so their absence is only logged."""
         if key in self._found or key in _DEFAULT_KEYS or key in self._missing:
             log.debug("CPUOffloadCallback: the checkpoint has no key %r", key)
             return
@@ -275,7 +278,7 @@ class OffloadHooks:
         )
 
     def _log_skipped(self, moved: dict[str, Any]) -> None:
-        """Log the custom objects that were not copied."""
+        """Log the custom objects in `moved`, the offloaded values, that were not copied."""
         level = logging.INFO if self.log_skipped else logging.DEBUG
         if not log.isEnabledFor(level):
             return
@@ -313,7 +316,7 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
             log.warning(
                 "CPUOffloadCallback: %r stays as it is, because it could not be copied to host"
                 " memory: %s: %s",
-                *wanted,
+                next(iter(wanted)),
                 type(error).__name__,
                 str(error),
             )
@@ -326,12 +329,15 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     if len(good) < len(wanted):
         del alone  # frees the memory of this copy before all keys are copied together
         return _offload(good)
+    # Every key can be copied alone, so these copies are used. Tensors that were shared between keys
+    # are separate in them.
     moved = {key: value for each, _, _ in alone for key, value in each.items()}
     return moved, sum(each[1] for each in alone), sum(each[2] for each in alone)
 
 
 def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
-    """Copy values into the pool, or into ordinary memory if they do not fit now."""
+    """Copy values into the pool, or into ordinary memory if they do not fit now. Return as
+    `_offload` does."""
     try:
         taken = snapshot_at_once(wanted)
         return taken.tree, taken.num_tensors, taken.nbytes
@@ -348,6 +354,7 @@ def _skipped(moved: dict[str, Any]) -> Iterable[str]:
 
 
 def _gpu_bytes() -> int:
+    """Return the bytes of GPU memory that tensors occupy; 0 if CUDA is not in use."""
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
 
 
@@ -395,7 +402,7 @@ def _state_copies(kind: type[Any], group: dict[str, Any]) -> int | None:
     if names & {"Adagrad", "ASGD", "Muon"}:
         return 1
     if "RMSprop" in names:
-        return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
+        return 1 + sum(1 for option in ("momentum", "centered") if group.get(option))
     if "SGD" in names:
         return 1 if group.get("momentum") else 0
     return None

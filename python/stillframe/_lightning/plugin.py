@@ -53,8 +53,8 @@ class CheckpointPlugin:
             cannot be durable by then is given up, and a line in the log says why. None waits for
             all of them.
         mirror: The URL of a directory in a store, to which each checkpoint is uploaded in the
-            background once it is durable; see docs/remote.md. Links are not uploaded. A checkpoint
-            is removed when it has been uploaded.
+            background once it is durable; see docs/remote.md. Links are not uploaded. The remove of
+            a checkpoint waits until the checkpoint has been uploaded.
         storage_options: For the mirror's store; see `stillframe.async_save`.
         log_metrics: Log `checkpoint/call_ms`, `checkpoint/gate_ms`, `checkpoint/durable_s` and
             `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable
@@ -173,7 +173,8 @@ CheckpointPlugin.__init__.__qualname__ = "AsyncCheckpointIO.__init__"
 
 
 def _plugin_of(trainer: Any) -> CheckpointPlugin | None:
-    """Return the stillframe plugin that `trainer` saves with, bare or wrapped; None if none."""
+    """Return the stillframe plugin that `trainer` saves with, even if another CheckpointIO wraps
+    it. Return None if there is none."""
     for io in io_chain(trainer.strategy):
         if isinstance(io, CheckpointPlugin):
             return io
@@ -195,14 +196,15 @@ def register(trainer: Any) -> bool:
     if checkpoints is not None:
         checkpoints.register(trainer)
         if not hasattr(getattr(trainer.strategy, "launcher", None), "_start_method"):
-            # Otherwise the training runs in another process, which a client of this one would
-            # disturb if it is forked.
+            # A launcher with a start method runs the training in other processes. If it forks them,
+            # they inherit this process's client of the store, which does not work in a child.
             checkpoints.resume_uploads(trainer)
     return checkpoints is not None
 
 
 def saves_by_itself(trainer: Any) -> bool:
-    """Return whether `trainer` saves with stillframe's plugin without another CheckpointIO."""
+    """Return whether `trainer` saves with stillframe's plugin, which neither wraps another
+    CheckpointIO nor is wrapped by one."""
     outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
     return isinstance(outermost, CheckpointPlugin) and outermost._checkpoints.writers.inner is None
 

@@ -3,8 +3,8 @@
 Lightning tells its loggers of a checkpoint when the save returns (`after_save_checkpoint`), and
 they upload the file then. This module keeps the call until the file is durable, and makes it on
 the main thread at the first hook after that. By then ModelCheckpoint, which the loggers read, may
-have made later checkpoints. So it gets back, for the call, the state that it had at the save:
-`best_model_path` and similar attributes then name files that exist.
+have made later checkpoints. So ModelCheckpoint has, during the call, the state that it had at the
+save: `best_model_path` and similar attributes then name files that exist.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Publication:
         return self.handle.done()
 
     def deliver(self) -> None:
-        """Make the call, with the save's report, unless the save failed. A second call of this does
-        nothing."""
+        """Make the call, with the report of the save, which has ended. Do not make it if the save
+        failed, or if this was called before."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -70,11 +70,11 @@ class Publication:
 
 def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
     """Return a function that calls `notify(callback)` while the callback has its present state."""
-    state = {
-        name: dict(value) if isinstance(value, dict) else value
-        for name, value in ((name, getattr(callback, name, None)) for name in _STATE)
-        if hasattr(callback, name)
-    }
+    state: dict[str, Any] = {}
+    for name in _STATE:
+        if hasattr(callback, name):
+            value = getattr(callback, name)
+            state[name] = dict(value) if isinstance(value, dict) else value
 
     def call(report: SaveReport) -> None:
         try:
@@ -100,7 +100,7 @@ def _with_state(callback: Any, state: dict[str, Any]) -> Iterator[None]:
 
 
 def metrics_call(trainer: Any) -> Callable[[SaveReport], object]:
-    """Return a call that logs the cost of a save to the loggers of `trainer`."""
+    """Return a function that logs the cost of a save to the loggers of `trainer`."""
 
     def call(report: SaveReport) -> None:
         metrics = {

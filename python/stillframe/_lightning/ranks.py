@@ -6,8 +6,8 @@ kept until all have passed the barrier. Then the ranks exchange one flag and, if
 error.
 
 All ranks raise together between `setup` and `teardown`. At other times rank 0 raises alone, because
-nothing of ours stays on a Trainer that was torn down. Before it raises, it enters the barrier of
-`Trainer.save_checkpoint`, in which the other ranks wait.
+the companion replaces no methods of a Trainer that was torn down. Before rank 0 raises, it enters
+the barrier of `Trainer.save_checkpoint`, in which the other ranks wait.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def agree(
         call_failed: This rank's call failed, so that no save was made.
 
     Returns:
-        The error to raise: this rank's own, or that of the first rank that has one, or None. And
-        whether `call_failed` is true on any rank; False if no rank has an error.
+        A pair. First the error to raise: this rank's own, or else that of the first rank that has
+        an error, or None. Then whether `call_failed` is true on any rank; False without an error.
     """
     if not strategy.reduce_boolean_decision(error is not None, all=False):
         return None, False
@@ -53,7 +53,8 @@ def agree(
 
 
 def _packed(error: BaseException | None) -> bytes | None:
-    """Return the pickle of an error, or of a StillframeError with its text if that fails."""
+    """Return the pickle of an error. If it cannot be pickled, return that of a StillframeError with
+    the same text. Return None for None."""
     if error is None:
         return None
     try:

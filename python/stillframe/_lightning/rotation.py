@@ -73,10 +73,11 @@ class Rotation:
         self.held: dict[CheckpointPath, None] = {}
         self.links: dict[CheckpointPath, CheckpointPath] = {}
         self.publications: deque[Publication] = deque()
-        # For a file that a link is no longer to point to, the link. Until the link is made again it
-        # still points to the file.
+        # Maps a file that was the target of a link to that link. On the disk the link still points
+        # to the file until the link is made again.
         self._linked_by: dict[CheckpointPath, CheckpointPath] = {}
-        # The name in the log of the newest link or remove. All earlier ones end before it.
+        # The name in the log of the newest link or remove. All earlier links and removes end before
+        # that one.
         self._newest_key: bytes | None = None
 
     def under_way(self) -> bool:
@@ -96,8 +97,8 @@ class Rotation:
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
-        """Submit the held removes of files that nothing needs any more, or with `all_of_them` all
-        held removes."""
+        """Submit the held removes of files that nothing needs any more. With `all_of_them`, submit
+        all held removes."""
         for file in list(self.held):
             if all_of_them or not self._needed(file):
                 self._submit_remove(file)
@@ -115,7 +116,8 @@ class Rotation:
 
     def link(self, target: CheckpointPath, link: CheckpointPath) -> None:
         """Make `link` a link to `target` when all saves submitted before have ended."""
-        # Ctrl-C may come before any line. So the remove of the former target is released last.
+        # Ctrl-C may end this method at any line. So the remove of the former target is submitted
+        # last, when the link is in the log.
         former = self.links.get(link)
         if former is not None:
             self._linked_by[former] = link
@@ -139,7 +141,8 @@ class Rotation:
         return otherwise(file.given) if known < 0 else bool(known)
 
     def notify(self) -> None:
-        """Make the calls that are due, in order, and submit removes that waited for them."""
+        """Notify loggers of checkpoints whose saves have ended, in order, up to the first save that
+        has not. Then submit the removes that waited for this."""
         for publication in list(self.publications):
             if not publication.due():
                 break
@@ -185,7 +188,8 @@ class Rotation:
 
     def _submit_remove(self, file: CheckpointPath) -> None:
         """Submit the remove of a file if it is held."""
-        if self.held.pop(file, False) is False:  # the values are None
+        # One atomic operation tells whether the file is held, and takes it: the value is then None.
+        if self.held.pop(file, False) is False:
             return
         key = file.key()
         link = self._linked_by.pop(file, None)
@@ -197,11 +201,12 @@ class Rotation:
             submit = functools.partial(ordered.submit_remove, file.name, key, remove_tree, needed)
             if inner is not None:
                 submit = functools.partial(inner.remove, file.name, key, needed)
-            if not uploads.hold(key, submit):
+            if not uploads.hold(key, submit):  # it submits after an upload, if there is one
                 submit()
         self._newest_key = key
 
     def _deliver(self, publication: Publication) -> None:
+        """Make the call of a publication, and take it off the list."""
         # The publication stays in the list until the call has returned, so that its file is not
         # removed.
         try:
@@ -212,10 +217,11 @@ class Rotation:
 
 
 def note_failed_call(path: Any) -> None:
-    """Add a failed save to the log, for a save that raised in its call and was only warned of.
+    """Add an entry for a failed save to the log. The save has raised in its call, and the plugin
+    has turned the error into a warning.
 
-    The caller does not see the failure and removes older files next. The log drops removes after a
-    failed save, until a save succeeds.
+    So the caller does not see the failure, and removes older files next. The log drops all removes
+    between a failed save and the next save that succeeds.
     """
     try:
         name = CheckpointPath.of(path).key()
@@ -263,7 +269,7 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
 
 
 def names(link: str, target: str) -> bool:
-    """Return whether `link` is a link to `target`."""
+    """Return whether `link` is a symbolic link to `target`, which is a normal absolute path."""
     try:
         there = os.readlink(link)
     except OSError:

@@ -7,14 +7,15 @@ bypass the CheckpointIO. So this module replaces methods of the strategy object:
     save_checkpoint              all ranks save through stillframe's DCP writer, during training
     load_checkpoint              waits for such saves, and refuses incomplete checkpoints
     lightning_module_state_dict  returns tensors where they are, because the save copies them
-    optimizer_state              likewise
+    optimizer_state              does the same for the state of an optimizer
 
-The checkpoints have the contents and names of Lightning's own, so Lightning can load ours and we
-can load Lightning's.
+The checkpoints have the contents and names of Lightning's own. So Lightning can load those that
+stillframe has saved, and the other way round.
 
-On every rank a save has an entry in the process's log, as saves of files have. So removes submitted
-before it are done first, and removes and links submitted after it wait for its end. The result is
-the same on all ranks. A file or link with the directory's name is removed first.
+On every rank a save has an entry in the process's log, as a save of a file has. So the save starts
+after all removes that were submitted before it, and later removes and links wait for its end. The
+save either succeeds or fails on all ranks. A file or link that has the name of the checkpoint's
+directory is removed first.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
     wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
     if sharded_as(strategy) == "state_dict":
-        # Not for FSDP, whose own hooks copy the state to the host when Lightning asks for it.
+        # This is ModelParallelStrategy; only Lightning's own methods are replaced. FSDPStrategy is
+        # left out, because its hooks copy the state to the host when Lightning asks for it.
         for name, function in (
             ("lightning_module_state_dict", _model_state),
             ("optimizer_state", _optimizer_state),
@@ -75,7 +77,7 @@ def _save(
     """Save a checkpoint: the replacement of the strategy's `save_checkpoint`."""
     strategy = trainer.strategy
     if storage_options is not None:
-        original(checkpoint, filepath, storage_options)  # raises that they are not supported
+        original(checkpoint, filepath, storage_options)  # raises: there is no support for these
         return
     target = CheckpointPath.of(strategy.broadcast(filepath))
     refuse_url(strategy, target)
@@ -83,25 +85,27 @@ def _save(
     state = {sharded_as(strategy) or "state_dict": rest.pop("state_dict")}
     for number, each in enumerate(rest.pop("optimizer_states", ())):
         state[f"optimizer_{number}"] = each
-    _save_together(checkpoints, strategy, trainer, Parts(state, rest, strategy.global_rank), target)
+    contents = Contents(state, rest, strategy.global_rank)
+    _save_together(checkpoints, strategy, trainer, contents, target)
 
 
 def _load(
     checkpoints: Checkpoints, strategy: Any, original: Original, *args: Any, **kwargs: Any
 ) -> Any:
     """Load with the strategy's own method, once the saves of all ranks to that path have ended."""
+    # The parameter's name is `path` in Fabric and `checkpoint_path` in a Trainer.
     given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
     target = CheckpointPath.of(strategy.broadcast(given))
     refuse_url(strategy, target)
     error: BaseException | None = None
     try:
         checkpoints.wait_for(target)
-        gate.wait()  # the load overwrites what saves in flight may still copy
+        gate.wait()  # the load overwrites tensors that saves in flight may still be copying
         if strategy.global_rank == 0:
             _make_ready(target.text)
     except (StillframeError, OSError) as caught:
         error = caught
-    # All ranks meet here, so their saves have ended.
+    # No rank passes this before all have called it, so the saves of all ranks have ended.
     error, _ = ranks.agree(strategy, error)
     if error is not None:
         raise error
@@ -109,7 +113,7 @@ def _load(
 
 
 def refuse_url(strategy: Any, target: CheckpointPath) -> None:
-    """Refuse a URL, of which Lightning would make the name of a local directory.
+    """Refuse a URL, because Lightning would use it as the name of a local directory.
 
     Raises:
         ValueError: The target is a URL.
@@ -123,10 +127,10 @@ def refuse_url(strategy: Any, target: CheckpointPath) -> None:
 
 
 def refuse_urls(trainer: Any) -> None:
-    """Refuse a `ModelCheckpoint` that saves to a URL under such a strategy.
+    """Refuse a `ModelCheckpoint` that saves to a URL, if the strategy takes no URLs.
 
     Raises:
-        ValueError: There is one.
+        ValueError: The Trainer has such a callback.
     """
     if takes_no_urls(trainer.strategy):
         for each in trainer.checkpoint_callbacks:
@@ -155,12 +159,14 @@ def _make_ready(path: str) -> None:
 
 
 def _model_state(strategy: Any, original: Original) -> Any:
+    """Return the model's state: the replacement of `lightning_module_state_dict`."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     return get_model_state_dict(strategy.model)
 
 
 def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
+    """Return an optimizer's state: the replacement of `optimizer_state`."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     if type(optimizer).__name__.startswith("Lightning"):
@@ -172,13 +178,13 @@ def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The contents of a checkpoint.
+class Contents:
+    """The contents of a checkpoint on one rank.
 
     Attributes:
-        state: The states of models and optimizers, for DCP.
-        rest: Everything else; only rank 0's is saved.
-        rank: This rank.
+        state: The states of models and optimizers, which DCP saves.
+        rest: Everything else. Rank 0 saves it to `meta.pt`; the other ranks do not save theirs.
+        rank: The number of this rank.
     """
 
     state: dict[str, Any]
@@ -187,24 +193,30 @@ class Parts:
 
 
 def _save_together(
-    checkpoints: Checkpoints, strategy: Any, caller: Any, parts: Parts, target: CheckpointPath
+    checkpoints: Checkpoints,
+    strategy: Any,
+    caller: Any,
+    contents: Contents,
+    target: CheckpointPath,
 ) -> None:
-    """Save a checkpoint on all ranks, which raise each other's errors. `caller` is a Trainer or
-    `Fabric`."""
+    """Save a checkpoint on all ranks. If the save fails on one rank, all ranks raise the error.
+    `caller` is a Trainer or `Fabric`."""
 
-    def submit_parts(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
+    def submit_contents(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
         writers = checkpoints.writers
         options = writers.options.save_options(target.name, overlap=overlap)
-        return submit(parts, target, options, engine=writers.engine_of(work))
+        return submit(contents, target, options, engine=writers.engine_of(work))
 
     with checkpoints.together(strategy):
-        checkpoints.save_with(submit_parts, caller, target.given)
+        checkpoints.save_with(submit_contents, caller, target.given)
 
 
 def submit(
-    parts: Parts, target: CheckpointPath, options: SaveOptions, *, engine: Engine
+    contents: Contents, target: CheckpointPath, options: SaveOptions, *, engine: Engine
 ) -> SaveHandle:
-    """Start the save. This is a collective: if it raises on one rank, the save fails on all ranks.
+    """Start the save of one checkpoint, and return its handle.
+
+    All ranks have to call this. If it raises on one rank, the save fails on all ranks.
 
     A state that does not fit into the pool is saved from its own memory, in the call.
 
@@ -217,7 +229,7 @@ def submit(
     from stillframe._dcp.rounds import SaveRequest
     from stillframe._dcp.side_file import SideFile
 
-    first = parts.rank == 0
+    first = contents.rank == 0
     saver = saver_of_this_process()
     with inside():
         ordered.refuse_inside()
@@ -228,7 +240,7 @@ def submit(
             durable=options.durable,
             engine=engine,
             when_busy="raise" if limits_of(engine).when_busy == "raise" else "wait",
-            side_file=SideFile(META, parts.rest) if first else None,
+            side_file=SideFile(META, contents.rest) if first else None,
             follow_link=options.follow_link,
             removes_file=first,
             uncopied_if_full=True,
@@ -236,13 +248,14 @@ def submit(
             mirror=options.mirror if first else None,
             error_of=as_exception,
         )
-        save: SnapshotSave = _saved(saver, parts.state, target, request)
+        save: SnapshotSave = _start(saver, contents.state, target, request)
+        # Without a snapshot, the save reads the memory of the state itself.
         if save.snapshot() is None:
             wait_for_end(save)
     return save
 
 
-def _saved(saver: Any, state: dict[str, Any], target: CheckpointPath, request: Any) -> Any:
+def _start(saver: Any, state: dict[str, Any], target: CheckpointPath, request: Any) -> Any:
     """Start a save through DCP and return its handle."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -253,8 +266,11 @@ def _saved(saver: Any, state: dict[str, Any], target: CheckpointPath, request: A
 
 
 def as_exception(error: BaseException, path: str) -> Exception:
-    """Convert an error to an Exception. DCP's own, a CheckpointException with the failures of all
-    ranks, is a BaseException, which `except Exception` would miss."""
+    """Convert an error of a save of `path` to an Exception.
+
+    DCP raises a CheckpointException, which has the failures of all ranks. It is a BaseException, so
+    `except Exception` would miss it.
+    """
     failures: dict[int, Any] = getattr(error, "failures", {})
     if not failures:
         if isinstance(error, Exception):
@@ -269,6 +285,7 @@ def as_exception(error: BaseException, path: str) -> Exception:
 
 
 def _words(cause: BaseException) -> str:
+    """Return the text of one rank's error, without the path, which the message has already."""
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
     return str(cause) if isinstance(cause, StillframeError) else repr(cause)
@@ -306,6 +323,7 @@ def sharded(strategy: Any) -> Any:
 
 
 def _refuse(strategy: Any) -> None:
+    """Raise the errors of `sharded`, if it does not support the strategy."""
     name = type(strategy).__name__
     if not hasattr(strategy, "save_checkpoint"):
         raise TypeError(f"sharded() takes a strategy of Fabric, not {strategy!r}")
@@ -342,15 +360,17 @@ def _save_fabric(
     storage_options: Any | None = None,
     filter: dict[str, Any] | None = None,
 ) -> None:
+    """Save a checkpoint: the replacement of `save_checkpoint` of a strategy of Fabric."""
     model = _only_model(strategy, state)
     target = CheckpointPath.of(strategy.broadcast(path))
     refuse_url(strategy, target)
     if storage_options is not None or filter is not None or model is None:
-        # The method of Fabric raises for what it does not support.
+        # Fabric's own method raises the error for arguments that it does not support either.
         original(path, state, storage_options=storage_options, filter=filter)
         return
     states, rest = _states(strategy, model, state)
-    _save_together(checkpoints, strategy, Fabric, Parts(states, rest, strategy.global_rank), target)
+    contents = Contents(states, rest, strategy.global_rank)
+    _save_together(checkpoints, strategy, Fabric, contents, target)
 
 
 def _only_model(strategy: Any, state: dict[str, Any]) -> Any:

@@ -25,14 +25,14 @@ _NO_COMPANION = (
     " Trainer(plugins=[...]); the callback comes through the entry points of the installed package."
 )
 
-_MISSING = object()
+_MISSING = object()  # stands for the value of an attribute that its owner did not have itself
 
 
 class _Replacement:
     """A function that replaces a method.
 
-    When it is no longer `active` it calls the original. Other code may have replaced the method
-    again since, and still call this.
+    Other code may replace the method again, and call this function after `Wraps.restore`. It is
+    then no longer `active`, and only calls the original.
     """
 
     def __init__(self, original: Method, function: Callable[..., Any]) -> None:
@@ -101,18 +101,20 @@ class Trainers:
         self._known.add(trainer)
 
     def set_up(self, trainer: Any) -> Wraps:
-        """Register a Trainer at `setup`, and return the object for its replaced methods. It counts
-        as not training, even if an earlier fit ended by an exception."""
+        """Register a Trainer at `setup`, and return the object for its replaced methods. The
+        Trainer counts as not training, even if an earlier fit ended by an exception."""
         self._known.add(trainer)
         self._training.discard(trainer)
         return self._wraps.setdefault(trainer, Wraps())
 
     def tear_down(self, trainer: Any) -> None:
+        """Restore the replaced methods of a Trainer."""
         wraps = self._wraps.pop(trainer, None)
         if wraps is not None:
             wraps.restore()
 
     def is_set_up(self, trainer: Any) -> bool:
+        """Return whether a Trainer is between `setup` and `teardown`."""
         return trainer in self._wraps
 
     def training_starts(self, trainer: Any) -> None:
@@ -140,15 +142,15 @@ class Trainers:
             self._known.add(caller)
             log.warning(_NO_COMPANION)
         trainers = self.of_caller(caller)
-        return not trainers or any(
-            each in self._training and each.state.status == "running" for each in trainers
-        )
+        if not trainers:
+            return True
+        return any(each in self._training and each.state.status == "running" for each in trainers)
 
     def failed(self, caller: Any) -> bool:
         """Return whether Lightning is handling an exception of the training.
 
-        No error of ours may replace that exception. It does not suffice that some exception is
-        being handled, because a fit may have been started inside an `except` block.
+        No error of stillframe's may replace that exception. That Python is handling an exception
+        does not suffice, because a fit may have been started inside an `except` block.
         """
         return sys.exc_info()[0] is not None and any(
             each.state.status == "interrupted" for each in self.of_caller(caller)
@@ -156,6 +158,7 @@ class Trainers:
 
 
 def is_trainer(caller: Any) -> bool:
+    """Return whether a caller is a Trainer."""
     return caller is not None and caller is not Fabric
 
 

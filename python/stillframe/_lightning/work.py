@@ -62,9 +62,11 @@ class Work:
 
     Attributes:
         rotation: The removes, links and notifications that follow the saves.
-        pid: The process.
-        engine: The plugin's own engine; None before the first save, and if it uses another one.
-        saves: Saves whose errors were not reported yet, in the order in which to report them.
+        pid: The process that has made this object.
+        engine: The plugin's own engine; None before the first save, and if the plugin saves with an
+            engine that it does not own.
+        saves: Saves whose errors were not reported yet, and those under way, in the order in which
+            to report their errors.
         newest: The last save; None before the first, `Failed` if its call raised.
         newest_returns_early: The newest save's call returns before the save has ended, so a later
             call reports its error.
@@ -84,11 +86,12 @@ class Work:
         self.ending: tuple[int, float] = 0, 0.0
 
     def under_way(self) -> bool:
+        """Return whether `drain` has anything to do or to wait for."""
         return bool(self.saves or self.engine or self.rotation.under_way())
 
     def use(self, made: Engine) -> Engine:
-        """Make `made` the plugin's own engine and return it. If a signal handler that saved
-        meanwhile has made another, close `made` and return that one."""
+        """Make `made` the plugin's own engine and return it. If a signal handler has meanwhile
+        saved and made an engine, close `made` and return the handler's engine."""
         if self.engine is None:
             self.engine = made
         else:
@@ -96,14 +99,18 @@ class Work:
         return self.engine
 
     def add(self, handle: SaveHandle, *, early: bool) -> None:
-        """Add the newest save. Its error is the next to be raised, unless its call returns early,
-        before the save has ended."""
+        """Add the newest save. Its error is the next to be raised. But if the save is `early`, so
+        that its call returns before the save has ended, its error comes after all others."""
         self.saves.insert(len(self.saves) if early else 0, handle)
         self.newest, self.newest_returns_early = handle, early
 
     def add_failed(self, what: str, error: BaseException, *, first: bool = False) -> None:
-        """Add an error that belongs to no save. It is reported after all others, or if `first`,
-        before them. `what` names it."""
+        """Add an error that belongs to no save. It is reported after all other errors, or if
+        `first`, before them.
+
+        Args:
+            what: What has failed, for messages: a path, or "a logger".
+        """
         self.saves.insert(0 if first else len(self.saves), Failed(what, error))
 
     def is_newest_made(self) -> bool:
@@ -111,17 +118,17 @@ class Work:
         return not isinstance(self.newest, Failed)
 
     def forget_newest(self) -> None:
-        """Wait for the last save and drop its error, because all ranks raise another one."""
+        """Wait for the last save and drop its error, because all ranks raise another error."""
         handle = self.newest
         if handle is not None and self._discard(handle):
-            _error_of(handle)
+            _error_of(handle)  # counts as reported now
 
     def next_error(self) -> BaseException | None:
         """Return the error to report next, and remove it. Return None if no save that has ended has
         one.
 
-        The error of the newest save is left for a later call if its own call did not wait for it,
-        however fast the save failed.
+        If the call of the newest save returns early, its error is left for a later call. That holds
+        even if the save has failed already, so that no user relies on the timing.
         """
         for handle in list(self.saves):
             if handle is self.newest and self.newest_returns_early:
@@ -133,11 +140,13 @@ class Work:
         return None
 
     def take_error(self) -> BaseException | None:
-        """Return the next error and remove all. Its notes name the others, which are logged."""
+        """Return the next error, and remove all errors. Log the others, and name them in notes of
+        the error that is returned."""
         first = self.next_error()
-        while first is not None and (error := self.next_error()) is not None:
-            first.add_note(f"Another checkpoint failed as well: {error}")
-            log_error(error)
+        if first is not None:
+            while (error := self.next_error()) is not None:
+                first.add_note(f"Another checkpoint failed as well: {error}")
+                log_error(error)
         return first
 
     def drain(self, *, close: bool) -> None:
@@ -148,10 +157,10 @@ class Work:
             close: Close the plugin's own engine too.
         """
         with WaitingLine(self.saves):
-            for handle in iter(self._first_under_way, None):
+            while (handle := self._first_under_way()) is not None:
                 wait_for_end(handle)
             for handle in list(self.saves):
-                if report_of(handle) is not None:
+                if report_of(handle) is not None:  # the save has succeeded
                     self._discard(handle)
             self.newest_returns_early = False
             self.rotation.finish()
@@ -165,16 +174,18 @@ class Work:
 
         Args:
             ending: An exception or frame, see the attribute `ending`.
-            deadline_s: Seconds from the first call for this `ending`.
+            deadline_s: The time that saves have, from the first call with this `ending`.
         """
-        now, (known, until) = time.monotonic(), self.ending
-        # Long after that deadline, the id probably belongs to another object.
+        now = time.monotonic()
+        known, until = self.ending
+        # Long after the deadline `until`, the id probably belongs to another object.
         if known != id(ending) or now > until + deadline_s:
             until = now + deadline_s
             self.ending = id(ending), until
         in_time.finish(until)
 
     def _first_under_way(self) -> SaveHandle | None:
+        """Return the first save that has not ended, or None."""
         return next((handle for handle in list(self.saves) if not handle.done()), None)
 
     def _discard(self, handle: SaveHandle) -> bool:
@@ -188,12 +199,12 @@ class Work:
 
 
 def _error_of(handle: SaveHandle) -> BaseException | None:
-    """Wait for a save and return its error. Return None if there is none, or if it was reported
-    already."""
+    """Wait for a save and return its error, which counts as reported from now on. Return None if
+    there is none, or if it was reported already."""
     if is_collected(handle):
         return None
     try:
-        if handle.done() and in_time.is_given_up(handle):
+        if handle.done() and in_time.is_given_up(handle):  # the log has reported it
             return None
         return handle.exception()
     except CancelledError as cancelled:
@@ -201,6 +212,7 @@ def _error_of(handle: SaveHandle) -> BaseException | None:
 
 
 def log_error(error: BaseException) -> None:
+    """Log an error that is not raised, because another error is being raised."""
     log.error("a checkpoint was not saved: %s", error, exc_info=error)
 
 
@@ -239,6 +251,7 @@ class WaitingLine:
             self._thread.join()
 
     def _run(self) -> None:
+        """Show the line if the wait is long. Runs on the thread."""
         if self._over.wait(DELAY_S) or sys.stderr is None:
             return
         stream = sys.stderr
@@ -275,6 +288,7 @@ class WaitingLine:
             progress.update(task, completed=done, total=total, description=self._what())
 
     def _what(self) -> str:
+        """Return the text of the line."""
         waiting = sum(not handle.done() for handle in self._handles)
         if waiting == 0:
             return "stillframe: waiting for checkpoints to be removed"
@@ -282,5 +296,6 @@ class WaitingLine:
         return f"stillframe: waiting for {waiting} {noun} to reach the disk"
 
     def _bytes(self) -> tuple[int, int]:
+        """Return how many bytes of the saves are written, and how many they have."""
         pairs = [handle.progress() for handle in self._handles]
         return sum(done for done, _ in pairs), sum(total for _, total in pairs)

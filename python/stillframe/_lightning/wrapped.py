@@ -1,13 +1,13 @@
 """Saves with another CheckpointIO: `AsyncCheckpointIO(checkpoint_io=other)`.
 
-    save    takes a snapshot in memory of the pool; `other` saves the snapshot on a thread of ours
+    save    takes a snapshot in memory of the pool; a thread of stillframe's has `other` save it
     remove  `other` removes, on the same thread
     load    `other` loads, once everything submitted before has ended
 
 Saves and removes are external work of the process's log (`_save/ordered.py`). So a remove runs
-after the saves before it, and only if the last of them succeeded, and `exists` takes saves and
-removes in flight into account. The snapshot's memory goes back when `other` has returned. `other`
-decides how durable the result is.
+after the saves that were submitted before it, and only if the last of these has succeeded. And
+`exists` takes saves and removes in flight into account. The snapshot's memory goes back to the pool
+when `other` has returned. `other` decides how durable the result is.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Inner:
                     target.text, target.given, options.on_durable, entered=entered, slot=slot
                 )
                 follow_with(save, options.mirror)
-                save.waited()
+                save.waited()  # the wait for the slot is over
                 taken = _take(checkpoint, options.overlap, engine, pending)
             except BaseException:
-                slot.give_back()  # otherwise the traceback would keep it
+                slot.give_back()  # otherwise the traceback would keep the slot
                 raise
             fallbacks, live = [self.sentence], None
             if taken is None:
@@ -109,8 +109,13 @@ class Inner:
         storage_options: Any,
         fallbacks: list[str],
     ) -> bool:
-        """Have `io` save, and end the save; called as external work. Return whether it succeeded.
-        `live` is the checkpoint itself if there is no snapshot."""
+        """Have `io` save, and end the save. Return whether it succeeded. This is external work of
+        the log, so it runs on a thread of stillframe's.
+
+        Args:
+            live: The checkpoint itself if there is no snapshot, otherwise None.
+            fallbacks: Sentences for the save's report.
+        """
         taken = save.snapshot()
         nbytes = 0
         failed: BaseException | None = None
@@ -119,11 +124,11 @@ class Inner:
             save.copied()
             self.io.save_checkpoint(tree, target.given, storage_options=storage_options)
             nbytes = _size(target.text, 0 if taken is None else taken.nbytes)
-        except BaseException as error:  # any error of the other code is the save's
-            # The frames of the traceback refer to the tree.
+        except BaseException as error:  # whatever the other code raises, the save has failed
+            # Without its traceback, because the frames in that refer to the tree.
             failed = error.with_traceback(None)
         finally:
-            tree = None
+            tree = None  # a reference to the tree would keep the snapshot's memory
             if taken is not None:
                 taken.release()
         if failed is None:
@@ -140,8 +145,8 @@ class Inner:
 def _take(
     checkpoint: Any, overlap: bool, engine: Engine, pending: list[SaveHandle]
 ) -> Snapshot[Any] | None:
-    """Take a snapshot, and wait for memory that earlier saves give back. Return None if the
-    checkpoint is too large for the pool."""
+    """Take a snapshot. While the pool is full, wait for memory that earlier saves give back. Return
+    None if the checkpoint is too large for the pool."""
 
     def wait_for_a_save() -> bool:
         """Wait for the oldest save, which may free memory; return whether there was one."""

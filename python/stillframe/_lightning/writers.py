@@ -6,8 +6,8 @@
     neither                      stillframe itself
 
 If `torch.save` was replaced by a function that is not stillframe's, TorchCheckpointIO calls that
-function, as its author expects. It does not keep stillframe's promises, so this is logged once and
-named in the report of every such save.
+function, as its author expects. The function does not keep stillframe's promises. So this is logged
+once, and the report of every such save names it.
 
 stillframe reads a checkpoint itself if the result is that of Lightning's own reader.
 """
@@ -54,6 +54,7 @@ _REPLACED = (
     "Lightning's TorchCheckpointIO wrote it, as torch.save is not torch's own and that one calls"
     " it: it is not synced."
 )
+# Environment variables with which torch.load overrides `weights_only`.
 _FORCED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 
@@ -112,6 +113,7 @@ class PluginOptions:
         }
 
     def save_options(self, path: str = "checkpoint", *, overlap: bool) -> SaveOptions:
+        """Return the options of a save to `path`. The default is for checks of the options."""
         mirror = uploads.upload_of(
             path,
             self.mirror,
@@ -154,7 +156,7 @@ class Writers:
         checkpoint_io: See `CheckpointPlugin`.
 
     Attributes:
-        inner: The CheckpointIO that was given.
+        inner: The CheckpointIO that was given; None if stillframe itself writes.
         options: The plugin's options.
 
     Raises:
@@ -179,7 +181,7 @@ class Writers:
         storage_options: Any,
         overlap: bool,
     ) -> SaveHandle:
-        """Start the save of `checkpoint`."""
+        """Start the save of `checkpoint`, and return its handle."""
         engine = self.engine_of(work)
         inner = self._writer_of(target)
         options = self.options.save_options(target.name, overlap=overlap)
@@ -199,18 +201,21 @@ class Writers:
         return self.inner
 
     def load(self, target: CheckpointPath, *args: Any, **kwargs: Any) -> Any:
+        """Load with the CheckpointIO that was given, or with `read`."""
         if self.inner is not None:
             return self.inner.io.load_checkpoint(target.given, *args, **kwargs)
         return read(self._reader().load_checkpoint, target, args, kwargs)
 
     def tear_down(self) -> None:
+        """Tear down the CheckpointIO that was given."""
         if self.inner is not None:
             self.inner.io.teardown()
 
     def _writer_of(self, target: CheckpointPath) -> Inner | None:
+        """Return the CheckpointIO that writes a file; None for stillframe itself."""
         writer = self.remover_of(target)
-        # torch.save may have been replaced by a layer that encrypts, or a test that counts. Either
-        # expects to be called.
+        # torch.save may have been replaced by code that encrypts, or by a test that counts calls.
+        # Both expect to be called.
         if writer is None and torch.save not in (torch.serialization.save, save, async_save):
             writer = Inner(self._reader(), self._reader, _REPLACED)
             if not self._has_warned:
@@ -235,10 +240,11 @@ def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
     """Refuse a stillframe plugin as the CheckpointIO of another one.
 
     Args:
-        name: The class that the user wrote, for the message.
+        ours: The class of stillframe's plugins.
+        name: The name of the class that the user has called, for the message.
 
     Raises:
-        ValueError: `checkpoint_io` is an `ours`, or wraps one.
+        ValueError: `checkpoint_io` is an instance of `ours`, or wraps one.
     """
     if any(isinstance(io, ours) for io in (checkpoint_io, *io_chain(checkpoint_io))):
         raise ValueError(
@@ -248,7 +254,8 @@ def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
 
 
 def _refuse_no_io(checkpoint_io: Any) -> None:
-    """Refuse an object that is not a CheckpointIO now, rather than in the middle of a training."""
+    """Raise TypeError at once for an object that is no CheckpointIO. Otherwise the first save would
+    fail, in the middle of a training."""
     if isinstance(checkpoint_io, type) or not all(
         callable(getattr(checkpoint_io, f"{what}_checkpoint", None))
         for what in ("save", "load", "remove")
@@ -279,13 +286,14 @@ def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: 
 def _arguments(
     reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: Any
 ) -> dict[str, Any] | None:
-    """Return the arguments for `load` that mean the same as these for the reader; None if the
-    reader itself must be called."""
+    """Return keyword arguments with which `load` does what the reader does with `args` and
+    `kwargs`. Return None if the reader itself must be called."""
     path = target.given
+    # The reader opens files through fsspec, which replaces "~" by the home directory.
     if not isinstance(path, (str, os.PathLike)) or str(path).startswith("~"):
         return None
-    # torch.load may have been replaced, to decrypt or to count. The new function expects to be
-    # called.
+    # torch.load may have been replaced by code that decrypts, or by a test that counts calls. Both
+    # expect to be called.
     if torch.load not in (torch.serialization.load, load):
         return None
     if any(name in os.environ for name in _FORCED):
@@ -303,4 +311,5 @@ def _arguments(
     # None means torch.load's own default, which is True. Older versions of Lightning pass False.
     weights_only = how.get("weights_only", False)
     how["weights_only"] = True if weights_only is None else weights_only
+    # A future reader may have parameters that `load` does not know.
     return how if how.keys() == {"map_location", "weights_only"} else None
