@@ -32,7 +32,7 @@ MapLocation: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The arguments of a load. Those not explained here are as for `load`."""
+    """The arguments of a load. `load` explains those that are not explained here."""
 
     path: str  # the name for `disk`, and for messages
     disk: Disk
@@ -43,8 +43,8 @@ class How:
 
     @property
     def runs_code(self) -> bool:
-        """Whether functions that the pickle names may be called. None, torch.load's default for
-        `weights_only`, calls only those that torch allows."""
+        """Whether all functions that the pickle names may be called. If `weights_only` is None,
+        which is torch.load's default, only those that torch allows are called."""
         return self.weights_only is not None and not self.weights_only
 
     def open_file(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
@@ -56,12 +56,18 @@ class How:
         if not self.disk.is_remote:
             return closing(ordered.open_in_order(path))
         ordered.wait_for_key(urls.key(path))
-        if path.endswith(safetensors.INDEX_SUFFIX):  # the files next to it are looked up together
+        # All files that an index names are looked up before the first of them is opened.
+        if path.endswith(safetensors.INDEX_SUFFIX):
             ordered.wait_for_key(urls.key(os.path.dirname(path)) + b"/")
         return self.disk.open(path, peek=peek)
 
     def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
-        """Call `_core.restore` for the open file, and add the file's name to an OSError."""
+        """Call `_core.restore` for the open file, and add the file's name to an OSError.
+
+        Returns:
+            What a check of the archive's directory found; and a restore of the records, which has
+            not begun, or None if the core cannot find the records.
+        """
         with named(self.path):
             return _core.restore(fd, self.verify, self.shared)
 
@@ -76,8 +82,8 @@ class TorchMustReadError(Exception):
 
 @contextmanager
 def half_written() -> Iterator[None]:
-    """Add to any exception raised inside a note that targets are half written, unless its message
-    says so already."""
+    """Add a note to any exception that is raised in the block: the targets are half written. Add
+    none if the message says so already."""
     try:
         yield
     except BaseException as error:
@@ -88,7 +94,7 @@ def half_written() -> Iterator[None]:
 
 @contextmanager
 def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
-    """Turn the exception that a restore raises inside into an error for users.
+    """Turn an exception of a restore that is raised in the block into an error for users.
 
     Args:
         fd: The open file.
@@ -118,7 +124,7 @@ def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
 
 
 def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
-    """Raise the error for a restore's failure, with `more` at its end."""
+    """Raise the error for a restore's failure, with `more` at the end of the message."""
     if failure.code == _core.ECORRUPT:
         more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
         try:
@@ -133,7 +139,8 @@ def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
             f" again, it is right: {medium} or the memory is not to be trusted"
         )
     if how.disk.is_remote:
-        more = ""  # `load` replaces this error by one of the store, with a note that says the same
+        # `load` replaces this error by the store's error, and a note then says the same as `more`.
+        more = ""
     if failure.reason is not None:
         raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"
@@ -154,12 +161,15 @@ def _tensors_in(fd: int, how: How, record: str) -> str:
         names = keypaths.of_storage(pickled, key)
     except Exception:  # a foreign pickle may raise anything; the names only help
         return ""
-    return f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
+    if not names:
+        return ""
+    others = " and others" if len(names) > 3 else ""
+    return f": {', '.join(names[:3])}{others}"
 
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Replace an OSError raised inside by one that has the file's name."""
+    """Replace an OSError that is raised in the block by one that has the file's name."""
     try:
         yield
     except OSError as error:
@@ -187,7 +197,8 @@ def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[s
 
     Raises:
         CorruptCheckpointError: The file is damaged.
-        OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
+        OSError: The file cannot be read; for a directory, IsADirectoryError. The error's `filename`
+            is `path`.
     """
     with named(path):
         found = _core.check(fd, verify, later=later)

@@ -2,9 +2,11 @@
 
 The records are read in the file's order. A record whose bytes are a target's whole memory is read
 straight into it. Any other is read into temporary memory and copied from there, as for strided
-views and parts of a storage. A tensor without a target (in a value of another kind, or for an
-object that loads its state itself) is new. In the plan it has no memory. It gets the memory that
-its record is read into, and stays the same object.
+views and parts of a storage.
+
+A tensor of the file without a target is new: it is in a value that is replaced, or belongs to an
+object that loads its state itself. In the plan it has no memory. It gets the memory that its record
+is read into, and stays the same object.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from stillframe._load import restore
 from stillframe._load.into import Plan, copy_tensor
 
 _AHEAD_BYTES = 128 << 20  # most bytes of temporary memory; a single longer storage may exceed it
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of these types wrap no other tensors
 
 
 class Fill:
     """A reader of a file's records into their targets.
 
-    A record has a number in its file. In the sets and dicts here it is the key, or the element.
+    A record has a number in its file. This number is the key in the dicts here, and the element in
+    the sets.
 
     Args:
         core: A restore of the file that has not begun.
@@ -48,14 +51,15 @@ class Fill:
                 self._wanted.setdefault(index, []).append((target, found))
         numbers = [self._number(found, first) for found in new]
         self._new = [(i, found) for i, found in zip(numbers, new, strict=True) if i is not None]
+        # The records that are read into the memory of a new tensor.
         self._kept = {index for index, found in self._new if found.numel()}
-        # The records that are read straight into their first target, and that target.
-        self._straight = {
-            index: target
-            for index, pairs in self._wanted.items()
-            for target, found in pairs[:1]
-            if index not in self._kept and _is_all_of_it(target, found, self._sizes[index])
-        }
+        # The records that are read straight into their first target, each with that target.
+        self._straight: dict[int, Tensor] = {}
+        for index, pairs in self._wanted.items():
+            target, found = pairs[0]
+            if index not in self._kept and _is_all_of_it(target, found, self._sizes[index]):
+                self._straight[index] = target
+        # The devices of those targets that are not in host memory, as `_device` numbers them.
         devices = {i: _device.number_of_tensor(target) for i, target in self._straight.items()}
         self._devices = {index: device for index, device in devices.items() if device > 0}
         self._temporary: dict[int, torch.UntypedStorage] = {}
@@ -116,7 +120,8 @@ class Fill:
         self._core.go(self._placed)
 
     def _hand_over(self, index: int) -> None:
-        """Copy a record that has been read to those targets that it was not read straight into."""
+        """Copy a record that has been read to all its targets. The target that the record was read
+        straight into has the bytes already."""
         pairs = self._wanted[index]
         if index in self._straight:
             target = pairs[0][0]
@@ -145,8 +150,8 @@ class Fill:
 
 
 def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
-    """Return whether a record's bytes, which `found` describes, can be read straight into the
-    target: they are exactly its memory."""
+    """Return whether a record can be read straight into the target: the record's bytes, which
+    `found` describes, are exactly the bytes of the target's memory."""
     return (
         type(target) in _PLAIN
         and _device.number_of_tensor(target) >= 0

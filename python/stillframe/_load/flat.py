@@ -1,8 +1,9 @@
 """Loads safetensors files: a flat dict of tensors, without a pickle.
 
-The header says where each tensor's bytes are. So the core's threads get a list of all stretches of
-bytes (`_core.restore_bare`), and read them ahead of the code that makes the tensors. An index names
-several such files, which are loaded one after the other.
+The header says where each tensor's bytes are. So the core's threads get a list of the tensors'
+byte ranges (`_core.restore_bare`), and read them ahead of the code that makes the tensors. Here a
+record is the bytes of one tensor. An index names several such files, which are loaded one after the
+other.
 
 The format has no checksums, so only the structure of a file is checked.
 """
@@ -37,7 +38,7 @@ def is_safetensors_or_index(fd: int, path: str) -> bool:
     """Return whether an open file is a safetensors file, or an index that names such files.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     with named(path):
         return path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path)
@@ -85,6 +86,7 @@ class Files:
         self._stack.__exit__(*error)
 
     def _open(self, opened: Opened, path: str) -> list[_File]:
+        """Read the header of the file, or open all files of an index and read their headers."""
         if not path.endswith(safetensors.INDEX_SUFFIX):
             return [_File(opened, path, _header(opened.fileno(), path), 0)]
         files: list[_File] = []
@@ -92,7 +94,7 @@ class Files:
             shard = os.path.join(os.path.dirname(path), name)
             opened = self._stack.enter_context(self._how.open_file(shard, peek=True))
             header = _header(opened.fileno(), shard)
-            self._how.disk.rest(opened)  # an index may name many files
+            self._how.disk.rest(opened)  # frees its memory, because an index may name many files
             safetensors.refuse_other_tensors(name, header.entries, tensors)
             first = files[-1].first + len(files[-1].header.entries) if files else 0
             files.append(_File(opened, shard, header, first))
@@ -108,6 +110,7 @@ class Files:
         return tensors
 
     def _load(self, file: _File, map_location: MapLocation) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and new tensors of one file."""
         entries = file.header.entries
         if isinstance(map_location, dict):
             # safetensors files have no devices: all tensors count as saved on the CPU
@@ -147,7 +150,7 @@ class Files:
         for file in self._files:
             # The path may name another file by now, but this name is that of the open file.
             fd, nbytes = file.opened.fileno(), file.header.nbytes
-            _core.arrive(fd)
+            _core.arrive(fd)  # waits until all bytes of a remote object are here
             name = f"/proc/self/fd/{fd}"
             whole = torch.UntypedStorage.from_file(name, False, nbytes)
             for entry in file.header.entries:
@@ -167,7 +170,7 @@ class Files:
         tensors: dict[str, Tensor] = {}
         for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
             storage = restore.new_storage(size, "meta")
-            storage._checkpoint_offset = number  # the record's, where torch keeps an offset
+            storage._checkpoint_offset = number  # torch keeps an offset in this attribute
             tensors[entry.name] = _over(storage, entry)
         return tensors, sizes
 
@@ -194,7 +197,8 @@ class Files:
 
 
 def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
-    """Return a file's tensors, and add those names of a module that are tied to one of them.
+    """Return a file's tensors. If `into` is a module, add the names of its tensors that are tied to
+    one of them.
 
     Tied tensors share memory. A safetensors file has them once, under one of their names.
     """
@@ -233,6 +237,7 @@ def _header(fd: int, path: str) -> Header:
 
 
 def _dtype(entry: Entry) -> torch.dtype:
+    """Return torch's type of an entry."""
     dtype: torch.dtype = getattr(torch, safetensors.DTYPES[entry.dtype][1])
     return dtype
 
@@ -247,6 +252,7 @@ def _shape(entry: Entry) -> tuple[int, ...]:
 def _over(storage: torch.UntypedStorage, entry: Entry) -> Tensor:
     """Return an entry's tensor over `storage`, which has exactly its bytes."""
     shape = _shape(entry)
+    # Strides of a contiguous tensor: in each dimension the product of the later sizes.
     strides = itertools.accumulate(
         (max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1
     )
@@ -268,7 +274,7 @@ def _location_rule(map_location: MapLocation) -> Any:
 
 @contextlib.contextmanager
 def _explained(file: _File, more: str = "") -> Iterator[None]:
-    """Turn the exception that a restore raises inside into an error for users, with `more` at the
+    """Turn a RestoreFailed that is raised in the block into an error for users, with `more` at the
     end of the message."""
     try:
         yield

@@ -27,7 +27,7 @@ from stillframe._tree.rebuild import (
 )
 
 _MAX_SHOWN = 8
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of these types wrap no other tensors
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _OVERLAPS = 1  # at::MemOverlap::Yes
 WAS_FREED = "its memory was freed or shrunk when it was saved"
@@ -52,8 +52,9 @@ class Plan:
     def refuse_problems(self) -> None:
         """Raise ValueError if something does not fit."""
         if self.problems:
-            more = len(self.problems) - _MAX_SHOWN
-            shown = [*self.problems[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+            shown = self.problems[:_MAX_SHOWN]
+            if len(self.problems) > _MAX_SHOWN:
+                shown.append(f"and {len(self.problems) - _MAX_SHOWN} more")
             raise ValueError("the file does not fit what into= names: " + "; ".join(shown))
 
     def refuse_short(self, sizes: list[int]) -> None:
@@ -73,9 +74,9 @@ class Plan:
         `calls`.
 
         Return None if the plan cannot be carried out from the records. Either some tensors of
-        `restore.Shapes` do not tell which bytes are theirs: they wrap others, are inside objects
-        that are no containers, or are cut short. Or the order of the tree decides which bytes a
-        target keeps.
+        `restore.Shapes` do not tell which bytes are theirs: they wrap other tensors, are inside
+        objects that are no containers, or are longer than their records. Or several targets share
+        memory, and their order in the tree decides which bytes it keeps.
 
         Args:
             sizes: The bytes of each record.
@@ -112,7 +113,8 @@ class Plan:
 
 
 def _leaves(trees: list[Any]) -> Iterator[Any]:
-    """Iterate over the objects in containers and their attributes, each once."""
+    """Yield the objects in nested containers that are no containers themselves, each once. The
+    attributes of containers and tensors are walked too."""
     stack, seen = [*trees], set()
     while stack:
         node = stack.pop()
@@ -123,7 +125,8 @@ def _leaves(trees: list[Any]) -> Iterator[Any]:
             stack.extend(attributes_of(node).values())
         if isinstance(node, _CONTAINERS):
             stack.extend(node)
-            stack.extend(node.values() if isinstance(node, dict) else ())
+            if isinstance(node, dict):
+                stack.extend(node.values())
         else:
             yield node
 
@@ -132,19 +135,20 @@ def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
     """Return whether targets share memory that different bytes of the file go to.
 
     Such memory should get the bytes of the last target in the tree. But records are read in the
-    file's order, and several at a time. Targets that only interleave, as columns do, count as
-    sharing.
+    file's order, and several at a time. Targets count as sharing memory if their address ranges
+    overlap, even if their elements only interleave, as those of columns do.
     """
-    spans: list[tuple[str, int, int, object]] = []
+    spans: list[tuple[str, int, int, object]] = []  # (device, first byte, end, source)
     for _, target, found in tensors:
         if type(target) in _PLAIN and target.numel():
             first = target.data_ptr()
             start = int(target.storage_offset()) * target.element_size()
             # `source` is equal for two targets that get the same bytes of the file wherever they
-            # share memory.
+            # share memory: from the same record, at the same distance, in the same order.
             shift = int(found.storage_offset()) * found.element_size() - first
-            strides = target.stride(), found.stride()
-            permuted = strides[0] != strides[1] and (*strides, target.shape)
+            permuted: object = None
+            if target.stride() != found.stride():
+                permuted = (target.stride(), found.stride(), target.shape)
             sign = found.is_conj(), found.is_neg()
             source: object = (restore.record_of(found), shift, permuted, sign)
             spans.append((str(target.device), first, first + reach(target) - start, source))
@@ -192,24 +196,24 @@ def match(target: Any, found: Any) -> Plan:
         for name, value in reversed(list(_items(here))):
             item_path = f"{path}.{name}" if path else str(name)
             try:
-                its = _item(there, name)
+                file_value = _item(there, name)
             except (KeyError, IndexError, TypeError):
                 plan.problems.append(f"{item_path} is not in the file")
                 continue
             if _is_walked(value):
-                stack.append((item_path, value, its))
-            elif why := _why_not_replaced(value, its):
+                stack.append((item_path, value, file_value))
+            elif why := _why_not_replaced(value, file_value):
                 plan.problems.append(f"{item_path} {why}")
             elif not isinstance(here, tuple):
-                plan.values.append((here, name, its))
+                plan.values.append((here, name, file_value))
     return plan
 
 
 def _item(found: Any, name: Any) -> Any:
-    """Return an item of a container in the file.
+    """Return an item of `found`, a container in the file.
 
     Raises:
-        KeyError, IndexError, TypeError: It has no such item, or `found` is no container.
+        KeyError, IndexError, TypeError: The file has no such item, or `found` is no container.
     """
     if isinstance(found, (Tensor, str, bytes)) or is_array(found):
         raise TypeError
@@ -219,24 +223,29 @@ def _item(found: Any, name: Any) -> Any:
 
 
 def _is_walked(value: Any) -> bool:
-    """Return whether a value is filled in place, or has parts that are. Any other value is replaced
-    by the file's, as is a tuple of such values."""
+    """Return whether a value is filled in place, or has parts that are. If not, the file's value
+    replaces it."""
     if isinstance(value, tuple):
         return any(map(_is_walked, value))
     return isinstance(value, (dict, list, Tensor)) or stateful.is_stateful(value)
 
 
-def _why_not_replaced(value: Any, its: Any) -> str:
-    """Return why the file's value `its` cannot replace `value` in the tree, or "" if it can."""
+def _why_not_replaced(value: Any, file_value: Any) -> str:
+    """Return why the file's value cannot replace `value` in the user's tree, or "" if it can."""
     if lacking := stateful.half_stateful(value):
         return f"is a {type(value).__name__}, which cannot be filled: it has no {lacking}"
     data = value is None or type(value) in ATOMS or is_atom(value) or is_array(value)
-    if data or type(value) is type(its) or isinstance(value, (*_CONTAINERS, bytearray)):
+    if data or type(value) is type(file_value) or isinstance(value, (*_CONTAINERS, bytearray)):
         return ""
     return f"is a {type(value).__name__}, which cannot be filled: it has no load_state_dict"
 
 
 def _items(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys or indices of a container of the user's tree, each with its value.
+
+    Raises:
+        TypeError: The node is no container.
+    """
     if isinstance(node, dict):
         yield from node.items()
     elif isinstance(node, (list, tuple)):
@@ -249,14 +258,16 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _match_stateful(plan: Plan, path: str, node: Any, found: Any) -> None:
+    """Add to the plan how to fill an object with a state_dict, or why this cannot be done."""
     filling = stateful.filling(path, node, found)
     plan.problems += filling.problems
     plan.calls += filling.calls
-    for item_path, target, its in filling.pairs:
-        _match_tensor(plan, item_path, target, its)
+    for item_path, target, file_tensor in filling.pairs:
+        _match_tensor(plan, item_path, target, file_tensor)
 
 
 def _match_tensor(plan: Plan, path: str, target: Tensor, found: Any) -> None:
+    """Add to the plan how to fill a tensor, or why this cannot be done."""
     if not isinstance(found, Tensor):
         plan.problems.append(f"{path} is a tensor, and {type(found).__name__} in the file")
     elif not (_is_strided(target) and _is_strided(found)):
@@ -287,6 +298,7 @@ def _why_not_written_to(target: Tensor) -> str:
 
 
 def _words(tensor: Tensor) -> str:
+    """Return the type and shape for a message, such as "float32 (2, 3)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
@@ -299,8 +311,10 @@ def copy(plan: Plan) -> None:
 def copy_tensor(target: Tensor, found: Tensor) -> None:
     """Copy without recording it in autograd's graph.
 
-    This does not use `torch.no_grad()`, because a Ctrl-C while that ends would leave gradients off
-    for good. Only a target that requires grad is detached: for some kinds of tensors detach()
+    This does not use `torch.no_grad()`. A Ctrl-C at the end of that block would leave gradients
+    off for good. Only a target that requires grad is detached: for some kinds of tensors detach()
     returns a copy, or a tensor with a scale of its own.
     """
-    (target.detach() if target.requires_grad else target).copy_(found.detach())
+    if target.requires_grad:
+        target = target.detach()
+    target.copy_(found.detach())

@@ -186,8 +186,10 @@ def _open_records(fd: int, how: How) -> tuple[int, _core.Restore | None, str]:
         the reason for that.
     """
     found, core = how.open(fd)
-    if found["format"] == "foreign" and (words := file_kinds.guess(fd, how.path)) is not None:
-        found["error"] = f"it is not a torch.save file; it looks like {words}"
+    if found["format"] == "foreign":  # neither an archive nor torch's legacy format
+        words = file_kinds.guess(fd, how.path)
+        if words is not None:
+            found["error"] = f"it is not a torch.save file; it looks like {words}"
     refuse_damaged(found, how.path)
     why = PACKED if found["format"] == "archive" else "it is in the legacy format"
     if core is not None and (reason := restore.why_not(core, how.map_location)) is not None:
@@ -220,16 +222,16 @@ def _load_fd(fd: int, how: How) -> Any:
 def _load_into(fd: int, into: Any, how: How) -> Any:
     """Load an open file into the tensors and objects of `into`."""
     nbytes, core, why = _open_records(fd, how)
-    ahead = None if core is None else _plan_ahead(core, into, how)
+    planned = None if core is None else _plan_ahead(core, into, how)
     if core is None:
         plan = _copy_into(fd, into, how, why, _load_by_torch)
-    elif ahead is None:
+    elif planned is None:
         plan = _copy_into(fd, into, how, "its pickle does not tell what goes where", _load_fd)
     else:
-        gate.wait()  # saves may still copy out of these tensors
+        gate.wait()  # because saves may still be copying from the tensors of `into`
         with half_written():
             try:
-                plan = _fill(*ahead, fd, how, nbytes)
+                plan = _fill(*planned, fd, how, nbytes)
             except TorchMustReadError as error:
                 plan = _copy_into(fd, into, how, str(error), _load_by_torch)
     plan.finish()
@@ -237,7 +239,7 @@ def _load_into(fd: int, into: Any, how: How) -> Any:
 
 
 def _load_safetensors(opened: Opened, into: Any, how: How, *, mmap: bool) -> Any:
-    """Load a safetensors file, or all that an index names."""
+    """Load a safetensors file, or all files that an index names."""
     with flat.Files(opened, how) as files:
         if into is None:
             return files.mapped(how.map_location) if mmap else files.load(how.map_location)
@@ -255,7 +257,7 @@ def _load_safetensors(opened: Opened, into: Any, how: How, *, mmap: bool) -> Any
                 lambda _fd, how: flat.with_ties(files.load("cpu"), into),
             )
         else:
-            gate.wait()  # saves may still copy out of these tensors
+            gate.wait()  # because saves may still be copying from the tensors of `into`
             with half_written():
                 files.fill(plan, new)
     plan.finish()
@@ -281,7 +283,7 @@ def _copy_into(fd: int, into: Any, how: How, why: str, other: Callable[[int, How
     _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
     plan = match(into, other(fd, replace(how, map_location="cpu")))
     plan.refuse_problems()
-    gate.wait()  # saves may still copy out of these tensors
+    gate.wait()  # because saves may still be copying from the tensors of `into`
     with half_written():
         copy(plan)
     return plan
@@ -322,7 +324,7 @@ def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
     Args:
         mmap: The storages are pages of the file.
     """
-    _core.arrive(fd)
+    _core.arrive(fd)  # waits until all bytes of a remote object are here
     if mmap:
         found, core = how.open(fd)
         if core is not None:
@@ -339,7 +341,7 @@ def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
             file.seek(0)
             return _torch_load(file, how)
     try:
-        # No slower than a path, which torch.load would open as a Python object too.
+        # This is no slower than to pass a path, which torch.load would open as a Python file.
         loaded = _torch_load(_core.File(fd, found["nbytes"]), how)
     except Exception as error:
         try:
@@ -353,6 +355,7 @@ def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
 
 
 def _torch_load(file: Any, how: How, *, mmap: bool = False) -> Any:
+    """Call torch.load. If the archive lacks a record, raise CorruptCheckpointError."""
     # mmap is always given, because torch's configuration may make True its default, and then the
     # tensors would depend on the file.
     try:

@@ -1,16 +1,16 @@
 """Finds the devices that a checkpoint's records go to, according to torch.load's map_location.
 
-torch decides on the device of each storage when it unpickles the storage. But records are read
-ahead of that, straight to their devices, which have to be known then. If map_location names one
-device, all records go there. Otherwise the device depends on where each storage was saved, which
-only the pickle says. So the pickle is read first, by a reader that imports and runs nothing.
+torch decides on the device of each storage when it unpickles the storage. But the records are read
+earlier, straight to their devices, so the devices have to be known earlier too. If map_location
+names one device, all records go there. Otherwise the device depends on where each storage was
+saved, and only the pickle says that. So the pickle is read first, by a reader that imports and runs
+nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import itertools
 import logging
 import sys
 from typing import Any
@@ -28,8 +28,8 @@ _BYTEORDER = sys.byteorder.encode()
 
 
 def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
-    """Return, by number, the records that are to be read straight to a CUDA device. Return none if
-    torch has to decide for each storage itself.
+    """Return the records that are to be read straight to a CUDA device: their numbers, each with
+    its device. Return none if torch has to decide for each storage itself.
 
     Args:
         peek: A restore of the file that has not begun; it is closed here.
@@ -50,15 +50,15 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
 
 
 def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device | None]:
-    """Return the CUDA device of each storage, or None, by the storage's key. Return no storages if
-    torch has to swap their bytes, because the file has another byte order."""
+    """Return the key of each storage with its CUDA device, or with None if it goes to the host.
+    Return no storages if the file has another byte order, because torch then has to swap bytes."""
     if isinstance(map_location, (str, torch.device)):
-        # All storages go there, so the pickle need not be read: torch numbers them from 0 on.
+        # All storages go there, so the pickle need not be read: their keys are "0", "1", ...
         (byteorder,) = records.read(peek, ("byteorder",))
         device = _device.of_location(str(map_location))
-        keys = itertools.takewhile(
-            lambda key: peek.find(f"data/{key}") >= 0, map(str, itertools.count())
-        )
+        keys: list[str] = []
+        while peek.find(f"data/{len(keys)}") >= 0:
+            keys.append(str(len(keys)))
         return dict.fromkeys(keys, device) if byteorder == _BYTEORDER else {}
     pickle, byteorder = records.read(peek, ("data.pkl", "byteorder"))
     if byteorder != _BYTEORDER:
@@ -84,8 +84,9 @@ def may_find(map_location: Any) -> bool:
 def _is_torchs_rule_known() -> bool:
     """Return whether torch restores the location "cuda" by its own rule, which this module follows.
 
-    It does not if other code has registered a rule before torch's.
+    Return False if other code has registered a rule before torch's.
     """
+    # Each row has a priority, a function for saving and one for loading; the lowest comes first.
     registry = serialization._package_registry
     device_of = getattr(registry[1][2], "func", None) if len(registry) > 1 else None
     return (

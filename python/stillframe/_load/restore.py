@@ -1,7 +1,7 @@
 """Reads an archive's storages on threads while torch's unpickler reads its pickle.
 
-torch.load has two halves. `torch.load` itself opens the file. `_load` runs an unpickler, and asks
-an object for the archive's records by name. `Archive` is such an object.
+torch.load has two halves. `torch.load` itself opens the file. `torch.serialization._load` runs an
+unpickler, and asks an object for the archive's records by name. `Archive` is such an object.
 
 Threads of the core read the records in the file's order, ahead of the unpickler, into memory that
 torch allocated. A request for a record waits until it is read and its CRC is compared. So no object
@@ -10,7 +10,7 @@ is ever made from bytes that were not checked.
     the core's threads   record 0 | record 1 | record 2 | record 3 | ...
     the unpickler             asks for 0 ....... for 1 ... for 2 ...
 
-If a file needs anything else that torch.load does, it is left to torch.load: see `why_not`.
+Files that need more than this, such as TorchScript, are left to torch.load: see `why_not`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from stillframe._base import device as _device
 from stillframe._base import records
 from stillframe.errors import StillframeError
 
-EVERYTHING = 1 << 62  # bytes
+EVERYTHING = 1 << 62  # bytes; more than any file has
 _BATCH_BYTES = 64 << 20  # bytes of memory that are allocated at a time
 _AHEAD_BYTES = 1 << 30  # bytes of memory that are allocated ahead of the unpickler
 # The same if torch copies each storage from host memory to a device afterwards.
 _DEVICE_AHEAD_BYTES = 256 << 20
 _Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
 _BYTEORDER = sys.byteorder.encode()
-_KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
+_KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")  # contents of the record "version"
 
 
 class _Loaded:
@@ -77,12 +77,12 @@ class Ahead:
         self._core = core
         self._ahead = ahead
         self._devices = devices
-        # The memory of the first records, by number; None for those that were taken.
+        # The memory of the first records, by number; None once a caller has taken it.
         self._storages: list[torch.UntypedStorage | None] = []
         self._waiting_nbytes = 0  # bytes of allocated memory that no caller has taken yet
 
     def begin(self) -> None:
-        """Begin to read."""
+        """Allocate memory for the first records and start the threads."""
         for device in {*self._devices.values()}:
             new_storage(1, device)  # makes torch create a context
         open_devices(self._core, numbers_of(self._devices.values()))
@@ -90,13 +90,15 @@ class Ahead:
 
     def take(self, index: int) -> torch.UntypedStorage | None:
         """Wait until a record is read and checked, and return its bytes, which the caller then
-        owns. Return None at a second request."""
-        reach = self._core.reach(index)  # neighbours in the same chunk of the file need memory too
+        owns. Return None if the record was taken before."""
+        # Records in the same chunk of the file are read together, so all of them need memory.
+        reach = self._core.reach(index)
         if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
             self._find_memory(reach)
         records.wait(self._core, index)
         storage, self._storages[index] = self._storages[index], None
-        self._waiting_nbytes -= 0 if storage is None else storage.nbytes()
+        if storage is not None:
+            self._waiting_nbytes -= storage.nbytes()
         return storage
 
     def finish(self) -> None:
@@ -112,16 +114,16 @@ class Ahead:
     def _find_memory(self, least: int) -> None:
         """Allocate memory for records: for the first `least` at least, and for as many as may be
         read ahead."""
-        first = found = len(self._storages)
-        while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
-            sizes = self._core.sizes(first, _BATCH_BYTES)
-            self._storages += give_memory(self._core, first, sizes, self._devices)
+        before = count = len(self._storages)  # records that have memory
+        while count < least or (count < self._core.nr and self._waiting_nbytes < self._ahead):
+            sizes = self._core.sizes(count, _BATCH_BYTES)
+            self._storages += give_memory(self._core, count, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
-            first += len(sizes)
+            count += len(sizes)
         # The threads start after all batches, not after each. Threads that fill new memory hold the
         # kernel's lock of the address space, and an allocation would wait for it.
-        if first > found:
-            self._core.go(first)
+        if count > before:
+            self._core.go(count)
 
 
 class Archive:
@@ -136,7 +138,7 @@ class Archive:
     def __init__(
         self, core: _core.Restore, fd: int, nbytes: int, ahead: int, devices: _Devices
     ) -> None:
-        self.is_native = False  # the file has this machine's byte order
+        self.is_native = False  # whether the file is known to have this machine's byte order
         self._core = core
         self._fd = fd
         self._nbytes = nbytes
@@ -168,11 +170,14 @@ class Archive:
             self._records.close()
         return loaded
 
-    def storage(self, kind: Any, key: str, numel: int) -> Any:
+    def storage(self, kind: Any, key: Any, numel: int) -> Any:
         """Return a storage of class `kind` on the CPU as `_load` would, or None if torch has to
         make it. The record data/<key> has `numel` elements, according to the pickle."""
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        if not isinstance(key, str) or self._core.find(name := f"data/{key}") < 0:
+        if not isinstance(key, str):
+            return None
+        name = f"data/{key}"
+        if self._core.find(name) < 0:
             return None
         storage = self._take(name)
         if storage.nbytes() != numel * dtype.itemsize:
@@ -180,7 +185,7 @@ class Archive:
         self._note_given(name, storage)
         return _typed(wrap_storage=storage, dtype=dtype)
 
-    # ---- called by `_load` ----
+    # ---- the methods of torch's PyTorchFileReader, which `_load` calls ----
 
     def has_record(self, name: str) -> bool:
         return self._core.find(name) >= 0
@@ -212,11 +217,13 @@ class Archive:
     # ---- records ----
 
     def _note_given(self, name: str, storage: torch.UntypedStorage) -> None:
+        """Remember the length of a storage that torch gets, for `refuse_short`."""
         self._given.append((weakref.ref(storage), name, storage.nbytes()))
 
     def refuse_short(self) -> None:
-        """Raise CutShort if a tensor reached beyond its record. torch has then made the storage
-        grow, and the new bytes are undefined. (The storages of torch.load cannot grow.)"""
+        """Raise CutShort if a tensor reaches beyond its record. When torch made this tensor, the
+        storage grew, and the new bytes are undefined. (In torch.load itself storages cannot grow,
+        so it raises an error.)"""
         for alive, name, nbytes in self._given:
             storage = alive()
             if storage is not None and storage.nbytes() != nbytes:
@@ -234,7 +241,7 @@ class Archive:
         if index < 0:
             raise Missing(name)
         storage = self._records.take(index)
-        if storage is None:  # a second request, which torch makes for empty storages only
+        if storage is None:  # torch asks twice for empty records only
             return _storage_of(self._torch.get_record(name))
         return storage
 
@@ -257,8 +264,8 @@ def new_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.Untype
 def give_memory(
     core: _core.Restore, first: int, sizes: list[int], devices: _Devices
 ) -> list[torch.UntypedStorage]:
-    """Allocate memory of these `sizes` for the records from `first` on, each on its device, and
-    make it their destination.
+    """Allocate memory for the records from `first` on, each on its device, and make it the
+    destination of the record. `sizes` has the bytes of each record. Return the memory.
 
     Raises:
         torch.OutOfMemoryError, RuntimeError: There is not enough memory.
@@ -268,7 +275,7 @@ def give_memory(
         new_storage(size, devices.get(number, "cpu"))
         for number, size in zip(numbers, sizes, strict=True)
     ]
-    addresses = [
+    addresses = [  # 0: the record has no destination in host memory
         0 if number in devices else storage.data_ptr()
         for number, storage in zip(numbers, storages, strict=True)
     ]
@@ -284,7 +291,8 @@ def give_memory(
 
 
 def numbers_of(devices: Iterable[torch.device]) -> set[int]:
-    """Return the indices of CUDA devices."""
+    """Return the indices of CUDA devices, which the core counts from 0. `_base/device.py` counts
+    them from 1, and 0 is the host."""
     return {_device.number_of(device) - 1 for device in devices}
 
 
@@ -303,18 +311,21 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
 def _stays_on_cpu(all_do: bool) -> Callable[[str], bool]:
     """Return a function that takes the location of a saved storage, and returns whether the storage
     is loaded to the CPU. With `all_do` it always returns True."""
-    return (lambda _: True) if all_do else "cpu".__eq__
+    if all_do:
+        return lambda location: True
+    return lambda location: location == "cpu"
 
 
 def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None) -> Any:
     """Return a subclass of torch's unpickler that makes storages on the CPU itself, which is
     faster.
 
-    For every storage `_load` finds out three times whether tensors are to be fake, and to which
-    device it goes. With many small tensors that is a quarter of the whole load.
+    For every storage, `_load` finds out three times whether tensors are to be fake, and to which
+    device the storage goes. With many small tensors that is a quarter of the whole load.
 
-    A class is part of a reference cycle and lives until garbage is collected. So it has only a weak
-    reference to the archive: after a Ctrl-C it would keep the archive's threads and memory.
+    A class is part of a reference cycle and lives until garbage is collected. So this class has
+    only a weak reference to the archive. A strong one would keep the archive's threads and memory
+    after a Ctrl-C.
 
     Args:
         base: torch's unpickler, which reads the pickle.
@@ -339,9 +350,10 @@ def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None)
 def _short_cut(
     archive: Archive, stays: Callable[[str], bool], theirs: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a `persistent_load` that makes storages on the CPU itself. For all others it calls
-    torch's (`theirs`)."""
-    made: dict[str, Any] = {}
+    """Return a `persistent_load`, the unpickler's function that turns a reference to a storage into
+    the storage. It makes storages on the CPU itself, and calls torch's (`theirs`) for all others.
+    """
+    made: dict[str, Any] = {}  # the storages made so far, by key
 
     def persistent_load(saved: Any) -> Any:
         if type(saved) is tuple and len(saved) == 5 and saved[0] == "storage":
@@ -359,6 +371,7 @@ def _short_cut(
     return persistent_load
 
 
+# `_internal` suppresses torch's warning that TypedStorage is deprecated.
 _typed: Any = functools.partial(torch.storage.TypedStorage, _internal=True)
 
 
@@ -372,7 +385,7 @@ def _is_cpu_rule_torchs() -> bool:
 
 
 class Shapes:
-    """An archive of which only the pickle is read: every tensor is on the meta device.
+    """A reader of an archive's pickle alone, which makes every tensor on the meta device.
 
     In such a load, torch asks for the offset of each record and keeps it in the storage. This class
     answers with the record's number instead, so `record_of` can tell the record of a tensor.
@@ -414,7 +427,7 @@ class Shapes:
         return index
 
     def serialization_id(self) -> str:
-        return ""  # the record is the last one of the file
+        return ""  # its record is at the end of the file, and nothing here needs it
 
 
 def record_of(tensor: torch.Tensor) -> int | None:

@@ -8,9 +8,9 @@ without a second copy of the state:
     anything else    its part of the file is loaded into new memory, then `load_state_dict`
 
 "Plain" means that torch's own `load_state_dict` would only copy tensors. The last row covers
-modules with hooks or methods of their own, and optimizers without state (in a new process). It also
-covers schedulers, scalers, and users' objects. As in torch.distributed.checkpoint and Fabric, such
-an object gets the loaded dictionary.
+modules with hooks or methods of their own, and optimizers that have no state yet. It also covers
+schedulers, scalers, and users' objects. As in torch.distributed.checkpoint and Fabric, such an
+object gets the loaded dictionary.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from torch.optim import Optimizer
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN_TENSORS = (Tensor, Parameter)
-# An instance may replace these methods of its class.
+# An object that has replaced one of these methods of its class is not plain.
 _STATE_METHODS = {
     "state_dict",
     "load_state_dict",
     "_save_to_state_dict",
     "_load_from_state_dict",
 }
+# A module with hooks in one of these attributes is not plain.
 _MODULE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-# Hooks that may replace the optimizer's own tensors.
+# The same for an optimizer: such hooks may replace its tensors.
 _OPTIMIZER_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -65,7 +66,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """How one object is filled, or the problems because of which it cannot be."""
+    """How one object is filled, or the problems that prevent it."""
 
     pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()  # (path, target, the file's tensor)
     calls: tuple[Call, ...] = ()
@@ -86,6 +87,7 @@ def half_stateful(node: object) -> str:
 
 
 def _has(node: object, name: str) -> bool:
+    """Return whether a node has a method of this name. Classes and tensors count as having none."""
     return not isinstance(node, (type, Tensor)) and callable(getattr(node, name, None))
 
 
@@ -103,10 +105,12 @@ def filling(path: str, node: Any, found: Any) -> Filling:
 
 
 def _by_load_state_dict(path: str, node: Any, found: Any) -> Filling:
+    """Return a filling that calls the node's `load_state_dict` with the file's object."""
     return Filling(calls=(Call(path, node.load_state_dict, found, (found,)),))
 
 
 def _below(path: str, name: Any) -> str:
+    """Return the path of the item `name` of the object at `path`."""
     return f"{path}.{name}" if path else str(name)
 
 
@@ -133,7 +137,7 @@ def _of_module(path: str, module: Module, found: dict[str, Any]) -> Filling:
     extra = [name for name in live if name.rpartition(".")[2] == _EXTRA_STATE]
     names = [name for name in live if name not in extra]
     pairs = [(_below(path, name), live[name], found[name]) for name in names]
-    if not all(_is_copied(target, its) for _, target, its in pairs):
+    if not all(_is_copied(target, file_value) for _, target, file_value in pairs):
         return _by_load_state_dict(path, module, found)
     calls = (_set_extra_state(path, module, name, found[name]) for name in extra)
     return Filling(tuple(pairs), tuple(calls))
@@ -144,6 +148,7 @@ def _quoted(name: Any) -> str:
 
 
 def _set_extra_state(path: str, module: Module, name: str, value: Any) -> Call:
+    """Return the call that gives extra state to the submodule that `name` begins with."""
     owner = module.get_submodule(name.rpartition(".")[0])
     return Call(_below(path, name), owner.set_extra_state, value, (value,))
 
@@ -163,7 +168,8 @@ def _is_plain(module: Module) -> bool:
 
 
 def _takes_other_keys(module: Module) -> bool:
-    """Return whether some submodule accepts keys of older versions of itself, as BatchNorm does."""
+    """Return whether some submodule may accept other keys than its own. BatchNorm, for example,
+    accepts the keys of its older versions."""
     plain = Module._load_from_state_dict
     return any(type(each)._load_from_state_dict is not plain for each in module.modules())
 
@@ -178,9 +184,10 @@ def _is_copied(target: Any, found: Any) -> bool:
     if not isinstance(found, Tensor):
         return True
     if target.shape != found.shape:
-        # load_state_dict accepts a tensor of one element for a scalar, as old versions saved it.
+        # load_state_dict accepts a tensor of one element for a scalar, because old versions of
+        # torch saved scalars in this form.
         return target.dim() > 0 or found.shape != (1,)
-    strided_both = target.layout is found.layout is strided
+    strided_both = target.layout is strided and found.layout is strided
     return type(target) in _PLAIN_TENSORS and strided_both and target.dtype == found.dtype
 
 
