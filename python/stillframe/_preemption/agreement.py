@@ -9,12 +9,12 @@ store of the process group, so a training step costs nothing:
     rank 0                     posts the first boundary that no rank has passed
     every rank                 lets its loop go on to that boundary, and stops there
 
-A rank's counts are posted by the thread, not by the training loop, which may be inside a collective
+The thread posts a rank's counts. The training loop could not, because it may be inside a collective
 with a rank that already waits at its boundary.
 
 The first decision in the store counts (`compare_set`), so no two ranks stop at different
-boundaries. A rank that does not answer in time is left out. If it has passed the decided boundary
-by then, it ends and saves nothing.
+boundaries. A rank that does not answer in time is left out. If such a rank has already passed the
+decided boundary when it answers, it ends and saves nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Counts(NamedTuple):
         stops: Calls of `should_stop`.
         steps: Ends of an optimizer's step.
         saves: Calls of `save`.
-        registered: `steps` at the last call of `save`; -1 if there was none.
+        registered: `steps` at the last call of `save`; -1 if there was none. A limit does not use
+            this field.
     """
 
     stops: int
@@ -62,14 +63,17 @@ class Counts(NamedTuple):
 
 def next_boundary(counts: list[Counts]) -> Counts:
     """Return the first boundary that no rank has passed, from the counts of all ranks. A rank stops
-    when any of its counts reaches the one here.
+    when any of its counts reaches the count of the same name in the result.
 
     The boundaries are the loop's calls of `should_stop`, if there were any. Otherwise they are its
     calls of `save`. If it has called `save` only once, to register what to save, the end of an
-    optimizer's step is a boundary too. Not the end of the first step after that call, because a
-    second call could follow it.
+    optimizer's step is a boundary too. The first step after that call is an exception, because a
+    second call of `save` could follow it.
     """
-    stops, steps, saves, registered = (max(each[at] for each in counts) for at in range(4))
+    stops = max(each.stops for each in counts)
+    steps = max(each.steps for each in counts)
+    saves = max(each.saves for each in counts)
+    registered = max(each.registered for each in counts)
     by_steps = stops == 0 and saves < 2 and registered >= 0
     return Counts(
         stops + 1,
@@ -124,6 +128,7 @@ class Agreement:
         self._thread = threading.Thread(target=self._run, name="sf-preempt-ranks", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         threads.start(self._thread)
 
     def ask(self, signum: int, moment: float) -> None:
@@ -133,12 +138,13 @@ class Agreement:
     def leave(self, until: float | None) -> None:
         """Wait for the other ranks until the moment `until`, or leave at once if it is None.
 
-        The end of one rank may end the others, because torchrun ends them all, and because one of
-        the processes has the store.
+        The end of one rank may end the others, because torchrun then ends all of them, and because
+        the store is in one of the processes.
         """
         self._asked.put(None)
         try:
             if until is None:
+                # This rank reaches no more boundaries. Others may still wait for its counts.
                 over = Counts(NEVER, NEVER, NEVER, -1)
                 self._store.set(f"{self._prefix}/counts/{self._rank}", json.dumps(over))
                 self._store.set(f"{self._prefix}/done/{self._rank}", "1")
@@ -150,6 +156,8 @@ class Agreement:
     # ---- the thread ----
 
     def _run(self) -> None:
+        """Wait until a rank is asked to stop, agree with the others, and set `limit` or `failed`.
+        Runs on the thread."""
         try:
             asked = self._wait_until_asked()
             if asked is None:
@@ -166,8 +174,10 @@ class Agreement:
 
     def _wait_until_asked(self) -> tuple[int, float] | None:
         """Wait until this or another rank is asked to stop. Return the signal and the moment, or
-        None if this rank leaves the block. Moments of another machine's clock cannot be compared,
-        so ranks post how long ago the signal came."""
+        None if this rank leaves the block.
+
+        The clocks of two machines cannot be compared. So a rank posts how long ago the signal came.
+        """
         asked_key = f"{self._prefix}/asked"
         interval_s = max(_INTERVAL_S, self._size / _MOST_QUERIES)
         while True:
@@ -193,8 +203,8 @@ class Agreement:
         """Post this rank's value `mine`, and return the decision (called `name` in the store) that
         `decide` makes from the values of all ranks.
 
-        Rank 0 decides, when all ranks have answered or `wait_s` has passed. Another rank decides if
-        rank 0 does not. A rank that has failed to answer once is not waited for again.
+        Rank 0 decides when all ranks have answered or `wait_s` seconds have passed. If rank 0 does
+        not, another rank decides. A rank that has failed to answer once is not waited for again.
         """
         name = f"{self._prefix}/{name}"
         self._store.set(f"{name}/{self._rank}", mine)
@@ -221,6 +231,7 @@ class Agreement:
 
 
 def _decide(answers: Mapping[int, str]) -> str:
+    """Return the boundary to stop at, as JSON, from the counts that ranks have posted."""
     return json.dumps(next_boundary([Counts(*json.loads(each)) for each in answers.values()]))
 
 

@@ -1,8 +1,8 @@
 """Forked children of a process that handles a preemption.
 
-In a child the signal handlers from before the block are restored. It never runs the parent's
+In a child the signal handlers from before the block are restored. A child never runs the parent's
 handlers, which would act on a copy of the parent's state. The signals are blocked during the fork,
-so that a child receives none before that.
+so that a child receives none before its handlers are restored.
 
 A daemonic child of multiprocessing, such as a worker of a DataLoader, must stay alive as long as
 its parent: without it the parent could not reach its next boundary. So it ignores these signals
@@ -36,13 +36,15 @@ class _Masks(threading.local):
     """The state of a fork, for the thread that forks."""
 
     def __init__(self) -> None:
-        self.before: list[set[int]] = []  # the signals that were blocked before; a stack
-        self.is_main = False  # the main thread of the parent forks
+        # The signals that were blocked before each fork that has begun. It is a stack, in case
+        # another fork begins inside the hooks of a fork.
+        self.before: list[set[int]] = []
+        self.is_main = False  # whether the thread that forks is the parent's main thread
 
 
 _masks = _Masks()
 _active: list[Watched] = []  # the blocks that are running
-_installed = False  # the hooks of os.fork are registered
+_installed = False  # whether the hooks of os.fork are registered
 
 
 def watch(block: Watched) -> None:
@@ -55,6 +57,7 @@ def watch(block: Watched) -> None:
 
 
 def unwatch(block: Watched) -> None:
+    """End what `watch` began. May be called again."""
     if block in _active:
         _active.remove(block)
 
@@ -65,11 +68,13 @@ def _numbers() -> set[int]:
 
 
 def _block() -> None:
+    """Block the signals of all blocks, right before a fork."""
     _masks.is_main = threading.current_thread() is threading.main_thread()
     _masks.before.append({*signal.pthread_sigmask(signal.SIG_BLOCK, _numbers())})
 
 
 def _unblock() -> None:
+    """Restore the signal mask from before the fork."""
     if _masks.before:  # empty if the hooks were installed during this fork
         signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before.pop())
 
@@ -101,7 +106,7 @@ def _serves_its_parent() -> bool:
 
 def _leave_again_in_workers(numbers: Iterable[int]) -> None:
     """Have a worker of a DataLoader leave the signals again after it has installed torch's
-    handlers. Those are then called for signals that the parent sends."""
+    handlers. torch's handlers are then called for signals that the parent sends."""
     handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if handling is None:
         return

@@ -1,9 +1,10 @@
 """Saves that have to be durable by a given moment, because the process is killed soon after it.
 
-Which saves can be durable in time is estimated from the process's own last saves. If not all can,
-the newest save is chosen first, because it holds the most training. Then come older saves that
-still fit into the time. The others are given up: their old files stay, and a line in the log says
-why. If no save of a similar size was measured, there is no estimate, and all saves are tried.
+How long a save takes is estimated from the process's own last saves. If the time does not suffice
+for all, the newest save is chosen first, because it holds the most training. Then come older saves
+that still fit into the time. The other saves are given up: their old files stay, and a line in the
+log says why. If no save of a similar size was measured, there is no estimate, and all saves are
+tried.
 
 An integration calls `finish` where its framework ends after a signal. Moments are those of
 `time.monotonic()`.
@@ -33,7 +34,7 @@ from stillframe._tree import skeleton
 
 log = logging.getLogger("stillframe")
 
-# Saves that were given up. They may take a while to end.
+# Saves that were given up. They may still take a while to end.
 _given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()
 # A measured save gives an estimate only for saves that are at most this many times as large.
 _SIMILAR = 4
@@ -55,7 +56,7 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
             del tree
             if not _choose(under_way, until, (str(path), nbytes)):
                 return None
-        # Nothing is deferred: this thread cannot step before the call returns.
+        # Deferring would gain nothing, because this thread waits for the save anyway.
         options = SaveOptions(overlap=False, wait_for_slot=True)
         handle = submit(engine_or_default(None), state, path, options)
         try:
@@ -64,7 +65,7 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
         except TimeoutError:
             _give_up(handle, _too_late(handle))
     except CancelledError:
-        pass  # the thread that cancelled it has logged that
+        pass  # the thread that cancelled the save has logged why
     except Exception as error:
         log.error("stillframe: %s was not saved: %s", path, error, exc_info=error)
     return None
@@ -90,7 +91,7 @@ def give_up() -> bool:
 
 
 def is_given_up(handle: object) -> bool:
-    """Return whether a save was given up, so that the log says so already."""
+    """Return whether a save was given up. Then the log says so already."""
     return handle in _given_up
 
 
@@ -98,7 +99,7 @@ def refuse_deadline(deadline: object) -> float:
     """Return a deadline in seconds.
 
     Raises:
-        TypeError, ValueError: It is not a positive number.
+        TypeError, ValueError: `deadline` is not a positive number.
     """
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
         raise TypeError(f"deadline has to be a number of seconds, not {deadline!r}")
@@ -111,7 +112,7 @@ def refuse_deadline(deadline: object) -> float:
 def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
     """Choose the saves to finish; return a bool for each.
 
-    If none fits into the time, the one that needs least is tried.
+    If no save fits into the time, the save that needs the least time is tried.
 
     Args:
         needs_s: The seconds that each save needs, the newest save first.
@@ -123,13 +124,14 @@ def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
         kept.append(fits)
         spent_s += need_s if fits else 0.0
     if kept and not any(kept):
-        kept[min(range(len(needs_s)), key=needs_s.__getitem__)] = True
+        kept[needs_s.index(min(needs_s))] = True
     return kept
 
 
 def estimate_s(nbytes: int) -> float | None:
     """Return how many seconds a save of so many bytes takes, judging by this process's last saves.
     Return None if none of them was of a similar size."""
+    # The time of a smaller save is scaled up; that of a larger save is taken as it is.
     durations = [
         took_s * max(1.0, nbytes / size) for size, took_s in measured if size * _SIMILAR >= nbytes
     ]
@@ -137,6 +139,7 @@ def estimate_s(nbytes: int) -> float | None:
 
 
 def _under_way() -> list[InFlight]:
+    """Return the saves that have neither ended nor been given up, oldest first."""
     return [
         handle
         for handle in list(completion.in_flight.values())
@@ -156,12 +159,12 @@ def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None
         Whether to make the new save.
     """
     left_s = until - time.monotonic()
-    # (the save, or the path of the new one, and its bytes that are not written yet), newest first.
+    # Pairs, newest first: a save or the path of the new save; and how many bytes are to be written.
     all_of_them: list[tuple[InFlight | str, int]] = [new] if new is not None else []
     for handle in reversed(under_way):
         written, total = handle.progress()
         all_of_them.append((handle, total - written))
-    needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in all_of_them]
+    needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in all_of_them]  # 0: there is no estimate
     kept = chosen(needs_s, left_s)
     for (each, nbytes), need_s, keep in zip(all_of_them, needs_s, kept, strict=True):
         if not keep:
@@ -174,6 +177,7 @@ def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None
 
 
 def _too_late(handle: InFlight) -> str:
+    """Return the reason for giving up a save when the time is over."""
     written, total = handle.progress()
     return f"{sizes.decimal(written)} of {sizes.decimal(total)} were written when time was up"
 

@@ -7,11 +7,11 @@
 A *boundary* is a point at which training can stop: a call of `should_stop` or `save`, or the end of
 an optimizer's step.
 
-The signal handlers run on the main thread and only set flags, so they may interrupt any call of
-ours. The training loop, on the same thread, reads the flags at its boundaries. A thread of the
-block (`_watch`) keeps the time. It learns of signals at once, through Python's wake-up descriptor,
-even while the main thread computes in C. Shortly before the deadline it gives up, and at the
-deadline it ends a process that is still in the block.
+The signal handlers run on the main thread and only set flags, so they may interrupt any call into
+stillframe. The training loop, on the same thread, reads the flags at its boundaries. A thread of
+the block (`_watch`) keeps the time. It learns of signals at once, through Python's wake-up
+descriptor, even while the main thread computes in C. Shortly before the deadline the thread gives
+up the saves, and at the deadline it ends a process that is still in the block.
 
 Several ranks agree on one boundary (`agreement.py`), and leave the block together.
 """
@@ -46,17 +46,18 @@ log = logging.getLogger("stillframe")
 MakeState = Callable[[], object]
 Event = Literal["stop", "step", "save"]
 
-# A signal that comes so soon after the first does not count as a second one. torchrun passes on the
-# signal that it received itself, which may come later.
+# A signal that comes so soon after the first does not count as a second one.
 _REPEATED_S = 0.1
+# The same under torchrun. It passes on the signal that it has received itself, and this copy may
+# come later.
 _PASSED_ON_S = 2.0
-_POLL_S = 0.005
-_LOOK_S = 1.0  # between two looks at whether another rank was asked to stop
+_POLL_S = 0.005  # how often the main thread checks whether the ranks have agreed
+_LOOK_S = 1.0  # how often the watching thread checks whether another rank was asked to stop
 _OVER = 0  # the byte that ends the watching thread: no signal has this number
 
 
 def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.0) -> Preemption:
-    """Save the last step boundary when a scheduler is about to take the machine away.
+    """Save the state after the last step when a scheduler is about to take the machine away.
 
     Use it as a context manager around the training loop, in the main thread:
 
@@ -93,7 +94,7 @@ def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.
 
 
 class _End(SystemExit):
-    """The exception with which a block ends the process, so that it is told apart from others."""
+    """The exception with which a block ends the process; no other SystemExit has this class."""
 
 
 class Preemption:
@@ -106,26 +107,26 @@ class Preemption:
     def __init__(self, signals: Iterable[int], deadline: float) -> None:
         self.signals = _numbers(signals)
         self._deadline_s = in_time.refuse_deadline(deadline)
-        # the last part of the deadline, for the end of the block after the saves
+        # The last seconds before the deadline are for the end of the block after the saves.
         self._reserve_s = min(1.0, self._deadline_s / 5)
         self._birth = Birth("this preemption")
-        # one bound method, so that it can be compared with the installed handler
+        # One bound method object, so that it can be compared with the installed handler.
         self._handler = self._on_signal
         self._previous: dict[int, Any] = {}  # the handlers before the block, by signal
         self._entered = self._inside = False
-        self._leaving = False  # the saves at the block's end were begun
+        self._leaving = False  # the saves of the block's end are made, the rest is waiting
         # Signals.
-        self._pipe = (-1, -1)  # ends to read and to write numbers of signals
+        self._pipe = (-1, -1)  # the read end and the write end, for numbers of signals
         self._wakes = False  # Python writes each signal's number to the pipe
         self._received: int | None = None  # the signal that this process got itself
         self._asked: tuple[int, float] | None = None  # the signal of any rank, and when it came
-        self._raise = False  # the next run of the handler raises SystemExit
+        self._raise = False  # the next call of the handler raises `_End`
         # Boundaries.
         self._must_check = True  # the next boundary must check whether to stop
-        self._joined = False  # it is known whether there are other ranks
+        self._joined = False  # `_join` has found out whether there are other ranks
         self._ranks: agreement.Agreement | None = None
         self._stops = self._steps = self._saves = 0  # see `agreement.Counts`
-        self._saved_at = -1  # `_steps` at the last call of `save`
+        self._saved_at = -1  # `_steps` at the last call of `save`; -1 before the first
         self._stopping = False  # the boundary at which to stop was reached
         self._registered: dict[str, MakeState] = {}  # by path
         # By path: the report of its save, and `_stops` and `_steps` at that time.
@@ -175,7 +176,8 @@ class Preemption:
             self._registered[name] = make_state
             return None
         if name in self._saved and not self._stopping and self._stops == 0:
-            # The loop calls `save` at each step and never `should_stop`, so it can end only here.
+            # The loop calls `save` at each step and never `should_stop`. The call before this one
+            # has saved after the signal, so the block ends here.
             raise _End(self._status())
         self._registered[name] = make_state
         self._save_registered("save")
@@ -218,7 +220,7 @@ class Preemption:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._birth.foreign():
+        if self._birth.foreign():  # in a forked child
             return
         try:
             if self._asked is not None:
@@ -229,6 +231,8 @@ class Preemption:
             self._restore()
         if self._asked is not None and not self._leaving:  # the signal has come just now
             self._finish(error)
+        # If only another rank got a signal, the program goes on after the block. An error or an
+        # exit status of the block stays as it is.
         if self._received is None or not _is_plain_end(error):
             return
         previous = self._previous[self._received]
@@ -281,7 +285,7 @@ class Preemption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Note a signal. This may interrupt any line of the main thread, so it only sets flags."""
-        # After the block, a handler that was installed inside it may still call this one.
+        # A handler that was installed inside the block may still call this one after the block.
         if not self._inside:
             previous = self._previous.get(number)
             if callable(previous):
@@ -310,10 +314,10 @@ class Preemption:
         self._must_check = True
 
     def _watch(self) -> None:
-        """Give up shortly before the deadline, and end the process at the deadline or at a second
-        signal. Runs on the block's own thread."""
+        """Give up the saves shortly before the deadline. End the process at the deadline or at a
+        second signal. This runs on the block's own thread."""
         repeated_s = _PASSED_ON_S if "TORCHELASTIC_RUN_ID" in os.environ else _REPEATED_S
-        first: float | None = None
+        first: float | None = None  # when this process got its first signal
         given_up = False
         while True:
             number = self._next_signal(given_up)
@@ -339,7 +343,7 @@ class Preemption:
 
     def _next_signal(self, given_up: bool) -> int | None:
         """Wait for a byte of the pipe, and return it: one of `signals`, or `_OVER`. Return None if
-        it is time to look at the clock, or at the other ranks, first."""
+        none has come and it is time to check the clock or the other ranks."""
         poll = select.poll()  # select() refuses descriptors above 1023
         poll.register(self._pipe[0], select.POLLIN)
         while True:
@@ -405,11 +409,14 @@ class Preemption:
 
     def _is_last(self, event: Event) -> bool:
         """Return whether training stops at this boundary, which comes after a signal. With several
-        ranks, wait first until they have agreed. Raise `_End` if this rank has no part in that."""
+        ranks, wait first until they have agreed. Raise `_End` if they have agreed without this
+        rank."""
         if self._ranks is None:
-            return event != "step" or self._counts().reaches(
-                agreement.next_boundary([self._counts()._replace(steps=self._steps - 1)])
-            )
+            if event != "step":
+                return True
+            # The end of a step is not always a boundary: ask from the counts before this step.
+            before = self._counts()._replace(steps=self._steps - 1)
+            return self._counts().reaches(agreement.next_boundary([before]))
         while self._ranks.limit is None and self._ranks.failed is None:
             time.sleep(_POLL_S)
         if self._ranks.failed is not None:
@@ -434,7 +441,8 @@ class Preemption:
         """
         for name, make_state in list(self._registered.items()):
             _, stops, steps = self._saved.get(name, (None, -1, -1))
-            # A call of `should_stop` may follow a save at the end of the same step.
+            # A call of `should_stop` may follow the end of the optimizer's step at which the same
+            # state was saved.
             is_done = steps == self._steps and (
                 stops == self._stops or (steps > 0 and event == "stop")
             )
@@ -445,18 +453,20 @@ class Preemption:
     def _join(self) -> None:
         """Join the other ranks, if there is a process group by now."""
         self._ranks = agreement.join(self._deadline_s, self._ask, self._counts)
-        # A group may be made inside the block. So if there is none at its entry, the first boundary
-        # tries once more, and what it finds is final.
+        # A process group may be made inside the block. So if there is none when the block is
+        # entered, the first boundary calls this once more, and that result is final.
         self._joined = self._inside or self._ranks is not None
         if self._ranks is not None and self._asked is not None:
             self._ranks.ask(*self._asked)
 
     def _counts(self) -> agreement.Counts:
+        """Return the boundaries that this rank has reached."""
         return agreement.Counts(self._stops, self._steps, self._saves, self._saved_at)
 
     # ---- the signal and its deadlines ----
 
     def _signal(self) -> int:
+        """Return the signal that any rank got first; before it, the first of `signals`."""
         return self.signals[0] if self._asked is None else self._asked[0]
 
     def _moment(self) -> float:
@@ -473,6 +483,7 @@ class Preemption:
         return self._until() + self._reserve_s / 4
 
     def _status(self) -> int:
+        """Return the exit status of the process."""
         return 128 + (self._received or self._signal())
 
 
@@ -482,8 +493,8 @@ _blocks: dict[int, Preemption] = {}  # the blocks that are running, by their ids
 
 
 class _Steps:
-    """Tells the running blocks when an optimizer's step ends. It is one of the gate's readers, but
-    no step waits for it."""
+    """Tells the running blocks when an optimizer's step ends. It is a `gate.Readers` for which no
+    step waits."""
 
     def wait(self, optimizer: Optimizer) -> None:
         pass

@@ -24,7 +24,8 @@ class Sources(Protocol):
     rows: bytearray
 
 
-# The calls whose save is not launched yet: by the id of a deferral, its call's thread and itself.
+# The calls whose save is not launched yet. By the id of a deferral: the thread of its call, and a
+# weak reference to the deferral.
 calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}
 
 
@@ -34,7 +35,7 @@ class Deferral:
     Attributes:
         indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
         fallbacks: Sentences for the report: whose storages are captured instead, and why.
-        overtaken: A step has written before the save was launched, so its copy may be torn.
+        overtaken: A step has written before the save was launched, so the copy may be torn.
     """
 
     __slots__ = (
@@ -58,7 +59,8 @@ class Deferral:
         self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []  # for each of `_tensors`, its version counter at the call
-        # Each owner's storages are adjacent in `indices`: (the index after its last, the owner).
+        # Each owner's storages are adjacent in `indices`. For each owner, in this order: the
+        # position after its last storage, and the owner.
         self._parts: list[tuple[int, Owner | MemoryOwner]] = []
         self.overtaken = False
 
@@ -101,7 +103,8 @@ class Deferral:
         calls.pop(id(self), None)
 
     def ask(self, sources: Sources) -> None:
-        """Ask every owner which storages may be copied after the call, and why others may not."""
+        """Ask every owner which of its storages may be copied after the call. Set `indices` and
+        `fallbacks`."""
         lists = self.indices, self._numbers, self._tensors, self._versions
         marks = Marks(sources.numbers, sources.rows, *lists)
         owners = list(ownership.living())

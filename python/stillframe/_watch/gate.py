@@ -5,7 +5,7 @@ that save until it is staged, and `hold_back` is that wait. `step_hooks.py` call
 optimizer's step.
 
 A step in another thread may begin between `defer` and `track`, when there is no save to wait for
-yet. It waits for that call to end, at most 30 s.
+yet. Such a step waits for the end of the call that asks for the save, at most 30 s.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 # How long a step waits for another thread's call that has deferred storages but not launched its
-# save. Such a call normally ends soon; the limit is for one that raised and whose traceback, with
-# the deferral in it, is kept alive.
+# save. Such a call normally ends soon. But if the call raised, its traceback may keep the deferral
+# alive for a long time.
 _CALL_TIMEOUT_S = 30.0
 _CALL_POLL_S = 0.0005
 
@@ -56,20 +56,20 @@ class Readers(Protocol):
     """Copies, other than those of saves, that read what optimizers write."""
 
     def wait(self, optimizer: Optimizer) -> object:
-        """Wait until none of them reads what the optimizer's step is about to write."""
+        """Wait until no copy reads what the optimizer's step is about to write."""
 
     def stepped(self, optimizer: Optimizer) -> object:
         """Record that the optimizer's step has written."""
 
     def concerns(self, optimizer: Optimizer) -> bool:
-        """Return whether a step of the optimizer may ever have to wait for them."""
+        """Return whether a step of the optimizer may ever have to wait for these copies."""
 
 
 _pendings: dict[int, Pending] = {}  # the saves that steps wait for, by their ids
 _deferrals: dict[int, Deferral] = {}  # the deferral of each such save, by the save's id
 _readers: list[Readers] = []
-# The serials of optimizers whose compiled steps have no hooks, although they have to wait for
-# `_readers` now. Compiled steps guard on this string, so torch compiles them again when it changes.
+# The serials of optimizers whose compiled steps have no hooks, although these steps have to wait
+# for `_readers` by now. When this string changes, torch compiles the steps again.
 must_wait = ""
 
 
@@ -88,8 +88,8 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
         return deferral
     key = id(deferral)
     calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: calls.pop(key, None)))
-    # Checked after the entry above is visible: a step that began earlier is active, and a later one
-    # finds the call.
+    # This check comes after the entry in `calls`, so no step is missed: a step that began earlier
+    # is active here, and a step that begins later finds the entry.
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():
@@ -109,7 +109,7 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
 
     Args:
         pending: The save.
-        deferral: Its deferral; by default the last that this thread made.
+        deferral: The save's deferral; by default the last one that this thread made.
     """
     _pendings[id(pending)] = pending
     if deferral is None:
@@ -134,8 +134,8 @@ def wait() -> None:
 
     On devices the calling thread's current streams wait instead. Errors of saves are not raised.
     """
-    asked: list[Pending] = []
-    while True:
+    asked: list[Pending] = []  # saves that still have to be asked by later steps
+    while True:  # until no new save has been tracked meanwhile
         new = [each for each in list(_pendings.values()) if each not in asked]
         if not new:
             return
@@ -190,8 +190,8 @@ def _wait_for_calls() -> None:
 def hold_back(optimizer: Optimizer) -> None:
     """Wait for saves, right before an optimizer's step writes.
 
-    It waits even for an optimizer whose bookkeeping has failed. It raises only what a signal
-    handler or the readers raise.
+    This waits even for an optimizer whose bookkeeping has failed. Only a signal handler or the
+    readers can make it raise an exception.
     """
     if calls:
         _wait_for_calls()
@@ -224,11 +224,11 @@ def concerns(optimizer: Optimizer) -> bool:
 def readers_changed() -> None:
     """Have torch compile those steps again that have no hooks and must now wait for readers."""
     global must_wait
-    serials = [
-        str(owner.serial)
-        for owner in ownership.living()
-        if owner.unseen and (optimizer := owner.ref()) is not None and concerns(optimizer)
-    ]
+    serials: list[str] = []
+    for owner in ownership.living():
+        optimizer = owner.ref()
+        if owner.unseen and optimizer is not None and concerns(optimizer):
+            serials.append(str(owner.serial))
     must_wait = " ".join(serials)
 
 

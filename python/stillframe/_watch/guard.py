@@ -5,7 +5,7 @@ have a `state` property that raises, or refuse weak references. The hooks may al
 memory. None of this may end the user's step: failed bookkeeping is abandoned, and storages that
 cannot be watched are copied during the call.
 
-An exception that a signal handler raised is not ours and always propagates.
+An exception that a signal handler raised is no failure of the bookkeeping, and always propagates.
 """
 
 from __future__ import annotations

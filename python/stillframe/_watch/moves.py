@@ -1,18 +1,19 @@
 """Wrappers of the torch functions that free or move a storage's memory: they wait for its copies.
 
-A save keeps each storage alive until it is copied, but torch can replace the storage's memory
-nevertheless. A storage moves to shared memory with `share_memory`, or when a tensor goes through a
+A save keeps each storage alive until it is copied. Even so, torch can replace the storage's memory.
+A storage moves to shared memory with `share_memory`, or when a tensor goes through a
 queue between processes. FSDP and offloading of activations resize storages to free memory. torch
-then frees the old memory at once, while a thread of ours may read it. All of this goes through
-three methods of `torch.UntypedStorage`. The wrappers of these wait for copies of that storage.
+then frees the old memory at once, while a thread of stillframe's may read it. All of this goes
+through three methods of `torch.UntypedStorage`. Their wrappers wait for copies of the storage.
 
 Growth inside a torch operator (`Tensor.resize_`, an `out=` that is too small) calls none of the
 three, so it does not wait.
 
 `torch.utils.swap_tensors` exchanges the contents of two tensor objects; `module.to()` does so for
-DTensors and quantized parameters. It refuses tensors with weak references, so its wrapper has the
-observers drop theirs; they observe the optimizer again from its next step on. A swap also exchanges
-the version counters that verdicts compare, so the wrapper first waits for all copies.
+DTensors and quantized parameters. The function refuses tensors with weak references. So its wrapper
+has the observers drop their weak references; they watch the optimizer again from its next step on.
+A swap also exchanges the version counters that verdicts compare, so the wrapper first waits for all
+copies.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `swap_tensors`, so that it first waits for copies and drops our weak references."""
+    """Wrap `swap_tensors`, so that it first waits for copies and drops the observers' weak
+    references."""
 
     @functools.wraps(swap)
     def swap_tensors(*args: Any, **kwargs: Any) -> Any:
@@ -56,6 +58,7 @@ def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_referred_to(tensor: Any) -> bool:
+    """Return whether there are weak references to a tensor."""
     return isinstance(tensor, torch.Tensor) and weakref.getweakrefcount(tensor) > 0
 
 

@@ -1,9 +1,9 @@
 """Owners: what is known of every optimizer that has stepped, and of its storages.
 
-An `Owner` represents one optimizer and is found through a weak reference. It knows whether the
-optimizer `qualifies` (its step is known, see `stillframe._watch.steps`) and whether a step of it is
-running. Its ``Observer`` (C) knows which of its storages change in steps only. Nothing here keeps
-an optimizer or a tensor alive.
+An `Owner` represents one optimizer, to which it has a weak reference. It knows whether the
+optimizer `qualifies` (its step is known, see `stillframe._watch.steps`) and whether a step of the
+optimizer is running. The owner's ``Observer`` (C) knows which of the optimizer's storages change in
+steps only. Nothing here keeps an optimizer or a tensor alive.
 
 Code that reads an optimizer is decorated with `bookkeeping`: if it raises, every later save
 captures all storages of that optimizer. An optimizer for which no owner can be made is only marked
@@ -42,7 +42,7 @@ from stillframe._watch.memory_owners import Marks
 log = logging.getLogger("stillframe")
 
 _MIN_NBYTES = 4096  # smaller storages are always captured
-# how many parameters of an optimizer are looked up to find one that is in a save
+# How many parameters of an optimizer are looked up, at most, to find one that is in a save.
 _MOST_EXAMINED = 64
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
@@ -52,8 +52,8 @@ _active: dict[int, threading.Thread] = {}
 _first_owners: dict[int, int] = {}
 _serials = itertools.count(1)
 _logged: set[str] = set()  # sentences that were logged
-# A frame with one of these codes is a step: torch's wrapper that runs the hooks, or the one that
-# `step_hooks` puts around other methods that write.
+# A frame with one of these codes is a step. The codes are those of torch's wrapper that runs the
+# hooks, and of the wrappers that `step_hooks` puts around other methods that write.
 step_codes: set[CodeType] = {steps.HOOKED}
 
 
@@ -65,7 +65,8 @@ def log_once(sentence: str) -> None:
 
 
 def _give_up(subject: Any, error: Exception) -> None:
-    """Distrust an optimizer after an exception in `bookkeeping`; `subject` is it or its owner."""
+    """Distrust an optimizer after an exception in `bookkeeping`. `subject` is the optimizer or its
+    owner."""
     owner = subject if isinstance(subject, Owner) else _owners.get(id(subject))
     if owner is not None:
         owner.distrust(f"it cannot be watched ({type(error).__name__}: {error})")
@@ -85,15 +86,16 @@ class Owner:
 
     Attributes:
         closure_index: The index of the closure among a step's positional arguments, if it has one.
-        ungated: A step has not called the closure that it was given. From then on the gate is
-            before the step, never after the closure.
-        gated: In the present step, the closure with the gate in it has been called.
+        ungated: Some step has not called the closure that it was given. Since then the gate is
+            before each step, never after the closure.
+        gated: The present step has called its closure, which has the gate at its end. True as well
+            if the gate is before the step.
         kind: The optimizer's class.
         observer: Knows which of the optimizer's storages change in steps only.
         ref: A weak reference to the optimizer.
         serial: A number that no other owner has.
-        unseen: Its steps may run without hooks and then wait for no copy, so nothing that they
-            write is deferred.
+        unseen: The optimizer's steps may run without hooks, and then wait for no copy. So nothing
+            that they write is deferred.
     """
 
     __slots__ = (
@@ -118,10 +120,10 @@ class Owner:
         self.serial = next(_serials)
         self._steps_nested = 0  # steps that are running, one inside the other
         self._known = False  # the last result of `qualifies`
-        self._rests = False  # `Observer.rests` at the end of the last step
-        # The step function that `_known` is for, and how many classes were registered then.
+        self._rests = False  # after the last step, the observer had nothing to record or compare
+        # The step function that `_known` was found for, and how many classes were registered then.
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
-        self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()  # owners of a storage it owns too
+        self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()  # other owners of its storages
         self._why = ""  # the reason of `distrust`
         self.closure_index: int | None = None
         self.ungated = False
@@ -141,14 +143,14 @@ class Owner:
         self._why = self._why or why
 
     def run_unseen(self, why: str) -> None:
-        """Record that steps may run without hooks, and have saves capture what those write."""
+        """Record that steps may run without hooks, and have saves capture what such steps write."""
         self.distrust(why)
         self.unseen = True
         self.capture_for_others()
 
     @bookkeeping
     def capture_for_others(self) -> None:
-        """Have its parameters captured, even if other optimizers own them too."""
+        """Have saves capture this optimizer's parameters, even if other optimizers own them too."""
         optimizer = self.ref()
         rivals = [each for each in living() if each is not self]
         if optimizer is None or not rivals:
@@ -210,13 +212,15 @@ class Owner:
         return True
 
     def _record(self, groups: Any, state: Any) -> None:
-        """Record samples after a step, and capture storages that another optimizer owns too."""
+        """Record samples after a step. If another optimizer owns a storage too, have saves capture
+        that storage."""
         # A torch function mode, such as a default device, would run Python code at each read.
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []  # (serial of the other owner, storage)
+            # True: the observer has to find the optimizer's storages again.
             if self.observer.stepped(groups, state):
                 kind = dtensor()
-                if kind is not None:
+                if kind is not None:  # of a DTensor, its local tensor is watched
                     _core.Observer.see_through(kind, "_local_tensor")
                 try:
                     clashes = self.observer.enrol(groups, state)
@@ -232,8 +236,8 @@ class Owner:
 
     @bookkeeping
     def compare(self) -> None:
-        """Compare the storages with the samples after the last step: the next step's gate is
-        reached, so none of them should have changed."""
+        """Compare the storages with the samples that were recorded after the last step. This is
+        called at the gate of the next step, so no storage should have changed."""
         if self._rests:
             return
         with torch._C.DisableTorchFunction():
@@ -316,8 +320,9 @@ class _OwnerRemoval:
 def _steps_on_stack(optimizer: Optimizer) -> int:
     """Return how many steps of the optimizer this thread is in."""
     return sum(
-        frame.f_code in step_codes and frame.f_locals.get("self") is optimizer
+        1
         for frame in stack(sys._getframe(1))
+        if frame.f_code in step_codes and frame.f_locals.get("self") is optimizer
     )
 
 
@@ -356,14 +361,15 @@ def living() -> Iterator[Owner]:
 
 
 def forget_all() -> None:
-    """Drop every reference to tensors; each optimizer is learned again at its next step."""
+    """Drop every reference to tensors. The observers find the storages again after each
+    optimizer's next step."""
     for owner in living():
         owner.observer.forget()
 
 
 def enter(optimizer: Any) -> None:
-    """Mark an optimizer as active: a step of it begins. Until it ends, every save captures
-    everything, whatever is known of the optimizer."""
+    """Mark an optimizer as active, because a step of it begins. Until the step ends, every save
+    captures everything, whatever is known of the optimizer."""
     _active[id(optimizer)] = threading.current_thread()
 
 
@@ -397,5 +403,5 @@ def _may_step(frame: FrameType) -> bool:
     return (
         code in step_codes
         or code.co_filename == steps.HOOKED.co_filename
-        or code.co_name.startswith("torch_dynamo_resume")
+        or code.co_name.startswith("torch_dynamo_resume")  # the rest after a graph break
     )

@@ -52,6 +52,7 @@ def eager(function: _F) -> _F:
 
 @eager
 def _after_closure(optimizer: Optimizer, owner: Owner) -> None:
+    """Wait at the gate, because the closure has run and the step is about to write."""
     owner.gated = True
     owner.compare()
     gate.hold_back(optimizer)
@@ -60,7 +61,7 @@ def _after_closure(optimizer: Optimizer, owner: Owner) -> None:
 def _gated_closure(
     closure: Callable[..., Any], optimizer: Optimizer, owner: Owner
 ) -> Callable[..., Any]:
-    """Return the closure with the gate after each call of it."""
+    """Return a function that calls the closure and then waits at the gate."""
 
     @functools.wraps(closure)
     def gated(*args: Any, **kwargs: Any) -> Any:
@@ -77,8 +78,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @bookkeeping
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Begin a step. Return its arguments, in which the closure is replaced by one with the gate at
-    its end. Return None if there is no such closure; then the caller has to wait at the gate now.
+    """Begin a step. Return its arguments, with the closure replaced by one that has the gate at its
+    end. Return None if the gate cannot be in a closure; then the caller has to wait there now.
     """
     owner = ownership.find(optimizer)
     if owner is None:
@@ -102,7 +103,7 @@ def _with_gated_closure(
 ) -> Arguments | None:
     """Return a step's arguments with the gate at the end of the closure, or None if the gate has to
     be before the step."""
-    # Another pre-hook may write. It runs before the closure, so the gate must be there too.
+    # Another pre-hook may write, and it runs before the closure. Then the gate must be before it.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
     closure, index = kwargs.get("closure"), owner.closure_index
@@ -126,7 +127,8 @@ def _end(optimizer: Optimizer) -> bool:
 
 @eager
 def _before_writing(optimizer: Optimizer) -> None:
-    """Begin a step in a method that is not `step`: it takes no closure, so the gate is now."""
+    """Begin a step in a method that is not `step`. Such a method takes no closure, so the gate is
+    here."""
     ownership.enter(optimizer)
     _begin(optimizer, (), {})
     gate.hold_back(optimizer)
@@ -160,14 +162,15 @@ def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Wait at the gate, or return arguments whose closure will: torch's pre-hook of every step."""
+    """Wait at the gate, or return arguments with a closure that will wait there. This is the
+    pre-hook of every step."""
     if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
         return None
     return _step_begins(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the end of the step: torch's post-hook of every step."""
+    """Note the end of the step. This is the post-hook of every step."""
     if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
         return
     _step_ends(optimizer)
@@ -177,6 +180,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 def _step_begins(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
+    """Do the work of `_before_step`, outside compiled graphs."""
     _core.trace_step_begins(optimizer)
     ownership.enter(optimizer)
     arguments = _begin(optimizer, args, kwargs)
@@ -187,6 +191,7 @@ def _step_begins(
 
 @eager
 def _step_ends(optimizer: Optimizer) -> None:
+    """Do the work of `_after_step`, outside compiled graphs."""
     if _end(optimizer) is not False:
         ownership.leave(optimizer)
     gate.stepped(optimizer)
@@ -196,9 +201,10 @@ def _step_ends(optimizer: Optimizer) -> None:
 def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
     """Return whether a step that is being traced has to become one graph, without hooks.
 
-    The compiler calls this function while it traces, treats the answer as a constant and guards on
-    the optimizer's identity and on `must_wait`, which is `gate.must_wait`. Before it returns True,
-    it has later saves capture what the optimizer writes, and waits for the copies in flight.
+    The compiler calls this function while it traces, and treats the answer as a constant. It traces
+    again for another optimizer, or when `must_wait` (`gate.must_wait`) has changed. Before this
+    function returns True, it has later saves capture what the optimizer writes, and waits for the
+    copies in flight.
     """
     if not _has_to_be_whole() or gate.concerns(optimizer):
         return False
@@ -223,6 +229,7 @@ def _has_to_be_whole() -> bool:
 
 @bookkeeping
 def _capture_all_of(optimizer: Optimizer) -> None:
+    """Have saves capture everything that an optimizer with a compiled step writes."""
     ownership.find_or_make(optimizer).run_unseen(
         "its step is compiled with fullgraph=True, so that nothing in it can wait for a copy"
     )
@@ -231,7 +238,7 @@ def _capture_all_of(optimizer: Optimizer) -> None:
 def install() -> None:
     """Register the hooks; called once, when the package is imported."""
     handle = register_optimizer_step_pre_hook(_before_step)
-    # Ours becomes the first of the pre-hooks, so that what others write comes after the gate.
+    # This hook becomes the first of the pre-hooks, so what other hooks write comes after the gate.
     hooks = handle.hooks_dict_ref()
     if isinstance(hooks, OrderedDict):
         hooks.move_to_end(handle.id, last=False)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 # The code of torch's wrapper that runs a step's hooks and then the step.
 HOOKED = Optimizer.profile_hook_step(lambda *_: None).__code__
-_MAX_LAYERS = 32  # of wrappers around a step; more means a cycle
+_MAX_LAYERS = 32  # wrappers around a step; more of them mean a cycle
 _VARARGS = 0x04  # inspect.CO_VARARGS
 
 vouched: set[Any] = set()  # the step functions of registered classes
@@ -30,10 +30,11 @@ class Package:
     """One package whose optimizers are listed.
 
     Attributes:
-        distribution: Its name on PyPI.
+        distribution: The name of the package on PyPI.
         versions: The versions that were read and tried; "1.4" means every 1.4.x.
         classes: Names of the classes, by module.
-        writers: Methods other than `step` in which its classes write. A class may lack them.
+        writers: Methods other than `step` in which the classes write parameters or state. A class
+            may lack them.
     """
 
     distribution: str
@@ -47,6 +48,7 @@ class Package:
 
 
 def _load(path: Path) -> dict[str, Package]:
+    """Return the listed packages, by the name that is imported."""
     return {
         name: Package(
             table["distribution"],
@@ -72,7 +74,7 @@ def register_optimizer(optimizer_class: type[Optimizer]) -> None:
         optimizer_class: A subclass of ``torch.optim.Optimizer``.
 
     Raises:
-        TypeError: `optimizer_class` is anything else, for instance an optimizer.
+        TypeError: `optimizer_class` is no such class, but for instance an optimizer.
     """
     given: object = optimizer_class
     if not (isinstance(given, type) and issubclass(given, Optimizer)):
@@ -114,14 +116,19 @@ def _layers(step: Any) -> list[Any]:
 
 
 def _module(function: Any) -> str:
-    # A wrapper's `__module__` is that of the wrapped function; its globals are those of its own.
+    # functools.wraps copies `__module__` from the wrapped function, so a wrapper's own module is
+    # known only by its globals.
     name = getattr(function, "__globals__", {}).get("__name__", "")
     return name if isinstance(name, str) else ""
 
 
 def is_known(kind: type[Any], step: Any) -> bool:
-    """Return whether `step`, of a class or of one optimizer of it, is known to call the closure
-    first and to be the only code that writes."""
+    """Return whether `step` is known to call the closure first and to be the only code that writes.
+
+    Args:
+        kind: The class of the optimizer.
+        step: The step function of the class, or of one optimizer of the class.
+    """
     layers = _layers(step)
     if not layers:
         return False
@@ -135,8 +142,12 @@ def is_known(kind: type[Any], step: Any) -> bool:
 
 
 def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
-    """Return whether `kind` is a listed class, or inherits from one all methods that write. The
-    step, with its wrappers, is `outermost`; its function is of module `defined_in`."""
+    """Return whether `kind` is a listed class, or inherits all methods that write from one.
+
+    Args:
+        defined_in: The module of the step's function.
+        outermost: The step with its wrappers.
+    """
     for each in kind.__mro__:
         package = _package_of(each)
         if package is None or each.__qualname__ not in package.classes.get(each.__module__, ()):
@@ -151,6 +162,7 @@ def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
 
 
 def _package_of(kind: type[Any]) -> Package | None:
+    """Return the listed package that defines a class, or None."""
     return PACKAGES.get(kind.__module__.partition(".")[0])
 
 
