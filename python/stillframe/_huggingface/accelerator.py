@@ -1,9 +1,9 @@
 """`save_state` and `load_state` for Accelerate.
 
 Accelerate writes its own files. Its `save_state` runs on a checkpoint directory under a temporary
-name, and `redirect` sends the files that it saves there to stillframe's writers. This module adds
-what belongs to the directory: its name, what may be replaced, and which one is loaded.
-`accelerator_saves.py` has the ranks that fill it, and the removal of old ones.
+name, and `redirect` sends the files that it saves there to stillframe's writers. This module
+handles the directories: their names, which of them may be replaced, and which one is loaded.
+`accelerator_saves.py` has the ranks that fill a directory, and the removal of old ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stillframe._save.handle import SaveHandle
 from stillframe._save.options import OnDurable
 from stillframe.errors import SaveError, StillframeError
 
-# The methods of the class itself, because a subclass may override them by methods that call ours.
+# Accelerate's own methods. A subclass may have overridden them by methods that call this module.
 _accelerates_save = Accelerator.save_state
 _accelerates_load = Accelerator.load_state
 
@@ -77,8 +77,8 @@ def save_state(
         **save_model_func_kwargs: Passed on to Accelerate.
 
     Returns:
-        The handle of the save. On every rank its `result()` waits until the checkpoint is durable;
-        the report is the writing rank's, and None on others.
+        The handle of the save. On every rank its `result()` waits until the checkpoint is durable.
+        It returns the report on the rank that writes, and None on other ranks.
 
     Raises:
         ValueError: FSDP, DeepSpeed, Megatron-LM, XLA or tensor parallelism is in use; no directory
@@ -104,7 +104,7 @@ def save_state(
     try:
         handle = saves.save(path, opened, write)
     except BaseException:
-        config.iteration = iteration  # on every rank: the next call takes this name
+        config.iteration = iteration  # on every rank, so that the next call takes the same name
         raise
     if is_automatic and saves.is_leader and handle.state != "skipped":
         saves.rotate(path, config.total_limit)
@@ -135,6 +135,7 @@ def load_state(
     looks_for_one = input_dir is None and is_automatic
     directory = _checkpoints(accelerator) if looks_for_one else input_dir
 
+    # Both functions return a text, because `share` sends the result to other ranks.
     def wait() -> str:
         if directory is not None:
             with contextlib.suppress(OSError):  # Accelerate says what is missing
@@ -152,6 +153,7 @@ def load_state(
 
 
 def _refuse_unsupported(accelerator: Accelerator) -> None:
+    """Raise ValueError for a kind of training whose checkpoints cannot be redirected."""
     kind = _UNSUPPORTED.get(accelerator.distributed_type)
     parallel = accelerator.parallelism_config
     if kind is None and parallel is not None and parallel.tp_enabled:
@@ -186,7 +188,8 @@ def _directory(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
 
 @contextlib.contextmanager
 def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Checkpoint]:
-    """Open the checkpoint, and refuse to replace a directory that is no checkpoint."""
+    """Open the checkpoint. At the end of the block, refuse to replace a directory that has other
+    files than a checkpoint of Accelerate."""
     if is_automatic and api.exists(path):
         raise ValueError(
             f"{path} exists already: set ProjectConfiguration(iteration=...) to the number of the"
@@ -227,7 +230,7 @@ def _newest(accelerator: Accelerator) -> str:
 
 def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) -> str | None:
     """Return which file a checkpoint lacks that the accelerator would load."""
-    # the unsupported ones name their files differently
+    # The kinds of training that are not supported name their files differently.
     if accelerator.distributed_type not in _UNSUPPORTED:
         for stem, parts in (
             ("optimizer", accelerator._optimizers),
@@ -237,8 +240,9 @@ def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) ->
                 name = f"{stem}_{number}.bin" if number else f"{stem}.bin"
                 if name not in names:
                     return f"it has no {name}"
-    needs_none = [] if accelerator._optimizers else ["optimizer.bin"]
-    return kinds.incomplete(path, names + needs_none, disk)
+    # Without optimizers a checkpoint needs no optimizer.bin, so this file counts as present.
+    not_needed = [] if accelerator._optimizers else ["optimizer.bin"]
+    return kinds.incomplete(path, names + not_needed, disk)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The saves of one Accelerator: which rank opens the directory, and how others learn of its end.
 
-One rank leads. It opens the directory, gets the save's own handle, and removes old checkpoints. The
-others write into the leader's directory and get a handle that asks the leader how the save ended.
+One rank is the leader. It opens the directory, gets the save's own handle, and removes old
+checkpoints. The other ranks write into the leader's directory, and get a handle that asks the
+leader how the save has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stillframe._save.handle import Deadline, SaveHandle, State, error_of
 from stillframe.errors import StillframeError
 
 _NAME = re.compile(r"checkpoint_(\d+)")
-# Each rank of Accelerate writes these under one name. The leader's stay.
+# Every rank of Accelerate writes files of these names. Only the leader's are kept.
 _LEADERS = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
 _POLL_S = 0.01
 
@@ -44,17 +45,19 @@ class Saves:
             local_process_index=accelerator.local_process_index,
             save_on_each_node=False,
         )
+        # All ranks, and the ranks that write into the same directory. None for a process alone.
         self._all = self._ranks = ranks_of(arguments)
         if accelerator.project_configuration.save_on_each_node:
             arguments.save_on_each_node = True
             self._ranks = ranks_of(arguments)
         self._is_elsewhere = arguments.process_index != arguments.local_process_index
         self._number = 0  # the number of the call, the same on all ranks
-        self._in_flight: list[SaveHandle] = []
+        self._in_flight: list[SaveHandle] = []  # on the leader, oldest first
         self.is_leader = self._ranks is None or self._ranks.is_leader
 
     def share(self, wait: Callable[[], str], find: Callable[[], str]) -> str:
-        """Return what `find()` returns on rank 0; the leader of this rank calls `wait()` first."""
+        """Return, on all ranks, what `find()` returns on rank 0. If the ranks have several leaders,
+        each leader calls `wait()` first."""
         self._number += 1
         key = f"load/{self._number}"
         if self._ranks is None or self._all is None:
@@ -73,8 +76,11 @@ class Saves:
 
         Args:
             path: The directory.
-            opened: Opens it, on the leader.
+            opened: Called on the leader; returns a context manager that opens the directory.
             write: Called with the open checkpoint, on each rank.
+
+        Returns:
+            The handle of the save.
         """
         self._number += 1
         ranks, number = self._ranks, self._number
@@ -128,11 +134,12 @@ class Saves:
             return
         directory, new = os.path.split(path)
         names = {*os.listdir(directory), *(os.path.basename(each.path) for each in self._in_flight)}
-        numbers = {
-            int(matched[1]): name
-            for name in names - {new}
-            if (matched := _NAME.fullmatch(name)) and api.exists(os.path.join(directory, name))
-        }
+        numbers: dict[int, str] = {}
+        for name in names - {new}:
+            matched = _NAME.fullmatch(name)
+            if matched and api.exists(os.path.join(directory, name)):
+                numbers[int(matched[1])] = name
+        # The new checkpoint counts too.
         for number in sorted(numbers)[: max(0, len(numbers) + 1 - limit)]:
             api.remove(os.path.join(directory, numbers[number]))
 
@@ -162,7 +169,8 @@ _followers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def _stop_followers() -> None:
-    """End the threads before the interpreter: one that is in the store then aborts the process."""
+    """End the threads before the interpreter ends. A thread that is then in a call of the store
+    would abort the process."""
     _exiting.set()
     for thread in list(_followers):
         thread.join()
@@ -172,7 +180,8 @@ atexit.register(_stop_followers)
 
 
 class Followed(SaveHandle):
-    """The handle of a save on a rank that does not lead it. A thread asks how it has ended."""
+    """The handle of a save on a rank that is not the leader. A thread asks the leader how the save
+    has ended."""
 
     def __init__(self, path: str, ranks: Ranks, number: int) -> None:
         super().__init__(path, path)
@@ -202,6 +211,7 @@ class Followed(SaveHandle):
             raise self._timeout_error(deadline, "durable")
 
     def _follow(self) -> None:
+        """Ask until the save has ended, and settle the handle. Runs on the thread."""
         error: Exception | None
         try:
             while not self._ranks.has_ended(self._number):
@@ -213,6 +223,7 @@ class Followed(SaveHandle):
             error = StillframeError(
                 f"the rank that saves {self._path} did not tell how the save ended: {lost}"
             )
-        self._outcome.settle(None, error, is_known=True)  # because the leader's process reports it
+        # `is_known`, because the leader's process reports the error already.
+        self._outcome.settle(None, error, is_known=True)
         self._outcome.notify()
         self._over.set()

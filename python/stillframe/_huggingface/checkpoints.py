@@ -5,8 +5,9 @@
                                               ├─▶ rotation
                                               └─▶ `_failed`: raised by the next save or at the end
 
-The Trainer joins "checkpoint-N" to its output directory by itself, and so do subclasses. While they
-write, `_get_output_dir` returns a directory with a link of that name to the temporary directory.
+The Trainer and its subclasses append "checkpoint-N" to the result of `_get_output_dir` themselves.
+So while they write, that method returns another directory, in which a link of this name points to
+the temporary directory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 _RUN = ".stillframe-run"  # the directory with the link, inside the temporary directory
-_SENTINEL = "checkpoint-is-incomplete.txt"
+_SENTINEL = "checkpoint-is-incomplete.txt"  # see `remove_sentinel`
 
 
 @dataclass
@@ -47,11 +48,11 @@ class Checkpoint:
     """One checkpoint under way.
 
     Attributes:
-        number: Counts the Trainer's checkpoints.
-        path: The directory that it will be.
-        run_dir: The directory that it is in.
+        number: The number of the checkpoint, from 0; the same on all ranks.
+        path: The directory of the checkpoint when it is durable.
+        run_dir: The output directory, which has `path` in it.
         state: A copy of the Trainer's state at the call.
-        push: It is to be pushed to the Hub.
+        push: Whether to push the checkpoint to the Hub.
         handle: The save; None if another rank makes it.
     """
 
@@ -72,27 +73,30 @@ class Checkpoints:
     Attributes:
         staging: The directory that stands for the output directory while the Trainer writes a
             checkpoint; None at other times.
-        wants_push: The Trainer was about to push what it writes.
+        wants_push: The Trainer has asked to push the checkpoint that it writes.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._waiting: deque[Checkpoint] = deque()
+        self._waiting: deque[Checkpoint] = deque()  # those that `follow` has not handled yet
         self._unheard: deque[Checkpoint] = deque()  # other ranks have yet to call `on_save`
-        self._failed: list[SaveHandle | StillframeError] = []
-        self._ours: defaultdict[str, list[str]] = defaultdict(list)  # by their run_dir
+        self._failed: list[SaveHandle | StillframeError] = []  # errors that are still to be raised
+        # The paths of this training's checkpoints, oldest first, by the run_dir.
+        self._ours: defaultdict[str, list[str]] = defaultdict(list)
         self._count = 0
-        self._ranks: Ranks | None = None
-        # The checkpoint whose `on_save` the Trainer is about to call, too early.
+        self._ranks: Ranks | None = None  # known from the first save on
+        # The checkpoint for which the Trainer is about to call `on_save`, before it is durable.
         self._submitted: Checkpoint | None = None
         self.staging: str | None = None
         self.wants_push = False
         self._resume_uploads()
 
     def _resume_uploads(self) -> None:
-        """Upload what earlier processes have left in the output directory."""
+        """Upload the checkpoints in the output directory that earlier processes were to upload, and
+        did not before they ended."""
         trainer = self._trainer
         if trainer.args.should_save:
+            # `uploads.resume` takes paths of checkpoints. Only their directory counts.
             path = os.path.join(trainer.args.output_dir, "checkpoint")
             uploads.resume(trainer.mirror, trainer.storage_options, path)
 
@@ -102,7 +106,7 @@ class Checkpoints:
         """Write one checkpoint with `write()`, and return when it is copied.
 
         Args:
-            run_dir: The output directory; with several trials, that of this one.
+            run_dir: The output directory; with several trials, that of the current trial.
             write: Writes the files to the directory that `_get_output_dir` returns.
 
         Raises:
@@ -134,9 +138,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _led(self, made: Checkpoint) -> Iterator[None]:
-        """Open the directory, wait for the other ranks' files, and submit it."""
+        """Open the directory on the leader. At the end of the block, wait for the other ranks'
+        files, and submit the save."""
         with contextlib.ExitStack() as stack:
-            files: Any = None
+            files: Any = None  # the open `checkpoint`
 
             def open_it() -> str:
                 nonlocal files
@@ -170,6 +175,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _staged(self, directory: str) -> Iterator[None]:
+        """Inside the block, have `_get_output_dir` return the directory with the link."""
         self.staging = os.path.join(directory, _RUN)
         try:
             yield
@@ -208,7 +214,7 @@ class Checkpoints:
             made = self._waiting.popleft()
             if self._note_failure(made):
                 continue
-            self._tell(made)
+            self._announce(made)
             if made.handle is None:
                 assert self._ranks is not None
                 self._ranks.tell_heard(made.number)
@@ -234,6 +240,7 @@ class Checkpoints:
         self._raise_failed()
 
     def _wait_and_follow(self) -> None:
+        """Wait for every save, and handle the checkpoints that have become durable."""
         for made in list(self._waiting):
             if made.handle is not None:
                 wait_for_end(made.handle)
@@ -242,25 +249,27 @@ class Checkpoints:
             self.follow()
 
     def to_resume(self, asked: str | bool) -> str:
-        """Return the checkpoint to resume from, once nothing of this process is under way.
+        """Return the path of the checkpoint to resume from, once nothing of this process is under
+        way.
 
         Args:
             asked: A path, or True for the newest whole checkpoint of the output directory.
 
         Raises:
-            ValueError: There is none. The words are those of transformers.
+            ValueError: There is no such checkpoint. The message is that of transformers.
         """
         drain()
         if not isinstance(asked, bool):
             return asked
         directory = self._trainer.args.output_dir
         for path in reversed(sort_checkpoints(directory)):
-            # `latest` may also find one of the files in a directory.
+            # If the directory itself is no checkpoint, `latest` may return a file in it.
             if path.rpartition("-")[2].isdigit() and latest(path) == Path(path):
                 return path
         raise ValueError(f"No valid checkpoint found in output directory ({directory})")
 
     def _has_ended(self, made: Checkpoint) -> bool:
+        """Return whether a checkpoint is durable or has failed."""
         if made.handle is not None:
             return made.handle.done()
         assert self._ranks is not None
@@ -283,6 +292,7 @@ class Checkpoints:
         return failed
 
     def _raise_failed(self) -> None:
+        """Raise the first error that nobody has seen yet; its notes name the others."""
         failed, self._failed = self._failed, []
         errors = [
             each if isinstance(each, StillframeError) else take_unseen_error(each)
@@ -294,7 +304,7 @@ class Checkpoints:
         if unseen:
             raise unseen[0]
 
-    def _tell(self, made: Checkpoint) -> None:
+    def _announce(self, made: Checkpoint) -> None:
         """Push a durable checkpoint to the Hub and call `on_save`, with the state at its step."""
         trainer = self._trainer
         live, trainer.state = trainer.state, made.state
@@ -316,16 +326,22 @@ class Checkpoints:
             handler.on_save = functools.partial(self._on_save, handler.on_save)
 
     def _on_save(self, theirs: Any, args: Any, state: Any, control: Any) -> Any:
+        """The replacement of `callback_handler.on_save`: call `on_save_submitted` of callbacks now.
+        `_announce` calls `on_save` later, when the checkpoint is durable.
+
+        Args:
+            theirs: The method that is replaced.
+        """
         made, self._submitted = self._submitted, None
-        if made is None:  # a subclass has saved by itself, without this module
+        if made is None:  # a subclass has written a checkpoint without this module
             return theirs(args, state, control)
         control.should_save = False
         trainer = self._trainer
         for callback in trainer.callback_handler.callbacks:
             hook = getattr(callback, "on_save_submitted", None)
             if hook is not None:
-                left = hook(args, made.state, control, model=trainer.model, handle=made.handle)
-                control = control if left is None else left
+                changed = hook(args, made.state, control, model=trainer.model, handle=made.handle)
+                control = control if changed is None else changed
         if state.global_step >= state.max_steps or control.should_training_stop:
             trainer.control = control
             self._wait_and_follow()  # `on_save` comes before the end of the epoch and the training
@@ -333,11 +349,13 @@ class Checkpoints:
         return control
 
     def _forget(self, made: Checkpoint) -> None:
+        """Remove a checkpoint from the list of this training's checkpoints."""
         path = _normal(made.path)
         ours = self._ours[made.run_dir]
         ours[:] = [each for each in ours if each != path]
 
     def _rotate(self, made: Checkpoint) -> None:
+        """Remove old checkpoints next to `made`."""
         if self._ranks is not None:
             heard = self._ranks.heard()
             while self._unheard and self._unheard[0].number <= heard:
@@ -354,8 +372,8 @@ class Checkpoints:
 def remove_sentinel(path: str) -> None:
     """Remove the file by which `enable_jit_checkpoint` marks a checkpoint as incomplete.
 
-    transformers writes it into `checkpoint-N` itself, before the save. Here the directory appears
-    whole, so without this it would be there too early, with nothing but this file.
+    transformers writes the file into `checkpoint-N` before the save. With stillframe this directory
+    has to appear with all its files at once, so the file and the empty directory go first.
     """
     with contextlib.suppress(OSError):
         os.remove(os.path.join(path, _SENTINEL))
@@ -379,9 +397,10 @@ def _rotate(
         run_dir: The directory with the checkpoints.
         limit: `save_total_limit`; None or 0 keeps all.
         best: `state.best_model_checkpoint`.
-        ours: The checkpoints that this training has saved, the oldest first, as `_normal` gives
-            them. Those that are gone leave the list.
-        unreported: Those of them for which `on_save` has not been called. They stay until then.
+        ours: The checkpoints that this training has saved, oldest first, as `_normal` gives them.
+            Checkpoints that no longer exist are removed from the list.
+        unreported: The checkpoints of `ours` for which `on_save` has not been called. They stay
+            until then.
     """
     if limit is None or limit <= 0:
         return

@@ -1,20 +1,22 @@
 """Messages between the ranks of a training about their checkpoints.
 
 Each rank writes files of its own into a checkpoint (`rng_state_1.pth`). One rank, the leader, opens
-the directory and publishes it, so it has to know that the files of the others are there. All ranks
-are in the same call, so they use the key-value store of the process group and no collective:
+and publishes the directory, so the leader has to know when the files of the other ranks are there.
+The ranks exchange messages through the key-value store of the process group, without a collective:
 
     leader                               the others
     opens the directory ──"opened"────▶  wait for its path
     writes its files                     write their files
     waits for them     ◀──"written"────
     closes the directory
-    later: it is durable ──"ended"────▶  ask at the end of each step until they have the answer
-    may remove it      ◀──"heard"─────   have called `on_save`
+    later: has ended the ──"ended"────▶  ask at the end of each step until they have the answer
+           checkpoint
+    may remove the     ◀──"heard"─────   have called `on_save`
+    checkpoint
 
-An error travels in place of an answer, so a rank that fails does not leave the others waiting. If a
-rank never makes the call, the log names it, and after the process group's timeout the call fails on
-the others.
+A value in the store is "+" and an answer, or "-" and an error. So a rank that fails does not leave
+the others waiting. If a rank never makes the call, the log names that rank, and after the process
+group's timeout the call fails on the others.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-_PATIENCE_S = 30.0  # a rank that is later is named in the log
+_PATIENCE_S = 30.0  # if an answer takes longer, the log names the rank
 _LATE = "It is slow, or it never comes to this call, which all ranks have to make"
-_names = itertools.count()  # every rank makes the same Ranks in the same order
+# A number for each Ranks. All ranks make them in the same order, so the numbers agree.
+_names = itertools.count()
 
 
 class Ranks:
-    """The ranks that write checkpoints together, seen by one of them.
+    """The ranks that write checkpoints together, as one rank sees them.
 
     Args:
         rank: This rank.
@@ -62,12 +65,19 @@ class Ranks:
         self._others = others
         name = f"stillframe/checkpoints/{next(_names)}/{leader}"
         self._store: Any = PrefixStore(name, _get_default_store())
+        # The leader has reported these: the last checkpoint that has ended (-1 before the first),
+        # the errors by the number of the checkpoint, and the checkpoints that were skipped.
         self._ended = -1
         self._failed: dict[str, str] = {}
         self._skipped: list[int] = []
 
     def share(self, what: str, make: Callable[[], str]) -> str:
-        """Return what `make()` returns on the leader; an error of it is raised on all ranks."""
+        """Return, on all ranks, what `make()` returns on the leader. If it raises an error, raise
+        that on all ranks.
+
+        Args:
+            what: The key in the store.
+        """
         if not self.is_leader:
             return self._answer(what)
         try:
@@ -117,7 +127,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def lead(self, number: int, open_it: Callable[[], str]) -> Iterator[str]:
-        """See the function `lead`."""
+        """Do the work of the function `lead` for several ranks."""
         opened = f"{number}/opened"
         directory = self.share(opened, open_it)
         try:
@@ -132,7 +142,8 @@ class Ranks:
         self._store.delete_key(opened)
 
     def report_ended(self, number: int, error: str | None, *, is_skipped: bool = False) -> None:
-        """Report to the others that checkpoint `number` and all before it have ended."""
+        """Report to the others that checkpoint `number` and all earlier ones have ended. `error` is
+        the text of its error, or None."""
         if error is not None:
             self._failed[str(number)] = error
         if is_skipped:
@@ -151,19 +162,21 @@ class Ranks:
         self._store.set(f"heard/{self._rank}", str(number))
 
     def heard(self) -> int:
-        """Return the latest checkpoint of which all other ranks have heard; -1 before the first."""
+        """Return the number of the latest checkpoint for which all other ranks have called
+        `on_save`; -1 before the first."""
         keys = [f"heard/{rank}" for rank in self._others]
         if not self._store.check(keys):
             return -1
         return min(int(self._store.get(key)) for key in keys)
 
     def wait_heard(self, number: int) -> None:
-        """Wait until all other ranks have heard of checkpoint `number`; give up, with a line in the
-        log, when the group's timeout has passed."""
+        """Wait until all other ranks have called `on_save` for checkpoint `number`. Give up, with a
+        line in the log, when the group's timeout has passed."""
         if not poll(lambda: self.heard() >= number, self._store.timeout.total_seconds()):
             log.warning("stillframe: a rank has not ended its training. Its checkpoints stay")
 
     def wait_ended(self, number: int) -> None:
+        """Wait until the leader has reported the end of checkpoint `number`."""
         poll(lambda: self.has_ended(number))
 
     def error_of(self, number: int) -> StillframeError | None:
@@ -176,6 +189,8 @@ class Ranks:
         return number in self._skipped
 
     def _answer(self, key: str, of: int | None = None) -> str:
+        """Wait for the answer of rank `of`, by default the leader, under a key of the store, and
+        return it. Raise StillframeError if it is an error, or does not come in time."""
         rank = self._leader if of is None else of
         longest = self._store.timeout.total_seconds()
         if not poll(lambda: self._store.check([key]), _PATIENCE_S):
@@ -198,11 +213,11 @@ def lead(ranks: Ranks | None, number: int, open_it: Callable[[], str]) -> Iterat
 
     Args:
         ranks: The ranks, or None for a process alone.
-        open_it: Opens the directory and returns its path. The caller removes the directory if
-            the block raises; the others know by then.
+        open_it: Opens the directory and returns its path. If the block raises, the caller removes
+            the directory. The other ranks have been told by then.
 
     Raises:
-        StillframeError: Another rank could not write.
+        StillframeError: Another rank could not write its files.
     """
     if ranks is None:
         yield open_it()
@@ -217,7 +232,8 @@ class LeaderDirectory:
 
     Attributes:
         path: The directory.
-        durable: Sync them here. The leader's own syncs reach them only on the same machine.
+        durable: Sync the files on this rank. The leader's own syncs reach files of other ranks on
+            its machine only.
     """
 
     path: str
@@ -258,4 +274,5 @@ def ranks_of(args: Any) -> Ranks | None:
 
 
 def _words(error: BaseException) -> str:
+    """Return an error as text for the other ranks."""
     return f"{type(error).__name__}: {error}"

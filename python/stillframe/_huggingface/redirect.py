@@ -20,7 +20,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-# Where libraries look the functions up at each call. Only modules that are loaded are touched.
+# The names (module, attribute) that libraries look up at each call. Modules that are not loaded are
+# left alone.
 _NAMES = (
     ("torch", "save"),
     ("safetensors.torch", "save_file"),
@@ -51,11 +52,14 @@ class _Redirection:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # Replaced, not changed, by each block, so that calls read it without the lock.
+        # The real path and the checkpoint of each open block. A new tuple replaces the old one, so
+        # that calls read it without the lock.
         self.blocks: tuple[tuple[str, Files], ...] = ()
+        # (module, attribute, its function before, our function) of each replaced function.
         self.replaced: list[tuple[Any, str, Any, Any]] = []
 
     def open(self, files: Files) -> tuple[str, Files]:
+        """Add a block, and return it for `close`. The first block replaces the functions."""
         block = os.path.realpath(files.path), files
         with self.lock:
             self.blocks = (*self.blocks, block)
@@ -64,6 +68,7 @@ class _Redirection:
         return block
 
     def close(self, block: tuple[str, Files]) -> None:
+        """Remove a block. The last one restores the functions."""
         with self.lock:
             self.blocks = tuple(each for each in self.blocks if each is not block)
             if not self.blocks:
@@ -85,15 +90,15 @@ class _Redirection:
             module = sys.modules.get(module_name)
             original = getattr(module, name, None)
             if original is not None:
-                ours = (_save if name == "save" else _save_file)(original)
+                ours = _save(original) if name == "save" else _save_file(original)
                 self.replaced.append((module, name, original, ours))
                 setattr(module, name, ours)
 
     def _restore(self) -> None:
         while self.replaced:
             module, name, original, ours = self.replaced.pop()
-            # If somebody has wrapped our function meanwhile, it stays: without an open block it
-            # calls the original.
+            # If other code has wrapped our function, the wrapper stays. Our function calls the
+            # original while no block is open.
             if getattr(module, name) is ours:
                 setattr(module, name, original)
 

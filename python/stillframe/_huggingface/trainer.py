@@ -1,6 +1,6 @@
 """`AsyncCheckpointMixin`: the methods of transformers' Trainer that have to know of checkpoints.
 
-The methods say where the Trainer's own code has to wait, or has to look elsewhere.
+The methods make the Trainer's own code wait, or use another directory, where this is necessary.
 `checkpoints.py` does the work.
 """
 
@@ -16,15 +16,15 @@ from stillframe._huggingface.checkpoints import Checkpoints
 
 
 def _into_one_directory(save: Callable[..., None]) -> Callable[..., None]:
-    """Make everything that a `_save_checkpoint` writes, before and after that of its base class,
-    one checkpoint."""
+    """Wrap a method `_save_checkpoint`, so that everything that it writes is one checkpoint. That
+    includes what a subclass writes before and after it calls the method of its base class."""
 
     @functools.wraps(save)
     def save_checkpoint(self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         write = functools.partial(save, self, model, trial, *args, **kwargs)
         if self._stillframe.staging is None:
             self._stillframe.save(self._get_output_dir(trial), write)
-        else:
+        else:  # a subclass has called the method of its base class
             write()
 
     return save_checkpoint
@@ -48,8 +48,9 @@ class AsyncCheckpointMixin:
     once, at the next checkpoint or at the end of the training. `resume_from_checkpoint=True`
     resumes from the newest checkpoint that is whole.
 
-    With `mirror`, each checkpoint is uploaded to a store in the background once it is durable, and
-    removed only then; see docs/remote.md. Set it in the class, or on the Trainer before `train`:
+    With `mirror`, each checkpoint is uploaded to a store in the background once it is durable. The
+    rotation removes a checkpoint only after its upload; see docs/remote.md. Set `mirror` in the
+    class, or on the Trainer before `train`:
 
         trainer.mirror = "s3://bucket/run/"
 
@@ -71,6 +72,7 @@ class AsyncCheckpointMixin:
         if "_save_checkpoint" in vars(cls):
             cls._save_checkpoint = _into_one_directory(cls._save_checkpoint)  # type: ignore[method-assign]
 
+    # The Trainer's constructor calls this.
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         refuse(self)
@@ -84,6 +86,7 @@ class AsyncCheckpointMixin:
         self._stillframe.attach()
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
+    # The training loop calls this at the end of each step, and of each epoch.
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self._stillframe.follow()
         return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
@@ -92,26 +95,29 @@ class AsyncCheckpointMixin:
     def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(model, trial, **kwargs)  # type: ignore[misc]
 
+    # The Trainer calls this to learn in which directory to make `checkpoint-N`.
     def _get_output_dir(self, trial: Any) -> Any:
         staging = self._stillframe.staging
         return staging or super()._get_output_dir(trial)  # type: ignore[misc]
 
+    # Pushes a checkpoint to the Hub; while it is being written, only notes that.
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._stillframe.staging is None:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
         else:
             self._stillframe.wants_push = True
 
+    # The training loop calls this last.
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._stillframe.finish()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
 
 def refuse(trainer: Any) -> None:
-    """Refuse what writes checkpoints in a way that cannot be redirected.
+    """Refuse a Trainer whose checkpoints are written in a way that cannot be redirected.
 
     Raises:
-        ValueError: The Trainer uses it.
+        ValueError: The Trainer uses DeepSpeed, FSDP, XLA or SageMaker's model parallelism.
     """
     unsupported = (
         ("DeepSpeed", trainer.is_deepspeed_enabled),
