@@ -1,1 +1,1 @@
-"""Checks of checkpoints: of which kind they are, whether they are whole, which is the newest."""
+"""Checks of checkpoints: their kind, whether they are whole, and which one is the newest."""

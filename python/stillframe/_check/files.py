@@ -44,8 +44,8 @@ class Finding:
     error: str | None = None
     nbytes: int | None = None
     num_records: int = 0
-    num_unchecked: int = 0
-    num_compressed: int = 0  # among the unchecked
+    num_unchecked: int = 0  # records that are compressed or have no CRC
+    num_compressed: int = 0  # those of the unchecked records that are compressed
     num_trailing: int = 0  # bytes after the archive's end
     num_bad: int = 0
     format: str = "archive"
@@ -65,6 +65,7 @@ class Finding:
         return self.error or ""
 
     def as_json(self) -> dict[str, object]:
+        """Return the object that `stillframe verify --json` prints."""
         return {
             "path": self.path,
             "ok": self.ok,
@@ -108,6 +109,7 @@ def check(
 def _check_opened(
     file: Opened, path: str, thorough: bool, progress: Progress | None, bound: Bound
 ) -> Finding:
+    """Check an open file that is no index. An error of its bytes becomes a finding."""
     fd = file.fileno()
     try:
         if file_kinds.is_safetensors(fd, path):
@@ -128,6 +130,7 @@ def _check_opened(
 def _check_file(
     fd: int, path: str, thorough: bool, progress: Progress | None, bound: Bound
 ) -> Finding:
+    """Check an open file that is neither safetensors nor an index."""
     # A thorough check bypasses the page cache; any other reads the archive's directory only.
     found = _core.check(fd, thorough, progress, direct=thorough, directory=not thorough)
     reason = None if found["ok"] else file_kinds.no_checkpoint(fd, path, found)
@@ -177,9 +180,8 @@ def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Fin
 
 
 def _check_index(path: str, disk: Disk) -> Finding:
-    """Check that the files of an index are there, and have the tensors that it names.
-
-    CRCs are left to a check of the files themselves.
+    """Check that the files of an index are there, and that each has the tensors that the index
+    names. No CRC is compared here: a check of each file does that.
     """
     files = safetensors.read_index(disk, path)
     for name, tensors in files.items():

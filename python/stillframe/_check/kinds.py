@@ -43,15 +43,15 @@ from stillframe._base.disk import LOCAL, Disk
 from stillframe._base.file_kinds import MARKER
 from stillframe._check import pickles
 
-# The names of checkpoints. Other programs write .bin and .pkl files too, so files with these
-# suffixes count only under a name of Hugging Face's.
+# The names of files that count as checkpoints. Other programs write .bin and .pkl files too, so
+# files with these suffixes count only under the names that Hugging Face gives them.
 CHECKPOINT_NAME = re.compile(
     r".*\.(ckpt|pt|pth|safetensors|(safetensors|bin)\.index\.json)"
     r"|(.*pytorch_model.*|adapter_model|training_args|optimizer(_\d+)?|scheduler(_\d+)?"
     r"|sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin"
     r"|(random_states|custom_checkpoint)_\d+\.pkl"
 )
-# Files of a Hugging Face checkpoint, and shards of a file. None is a checkpoint by itself.
+# Names of files of a Hugging Face checkpoint, and of shards. Such a file alone is no checkpoint.
 PART_NAME = re.compile(
     r"(model|adapter_model)(_\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     r"|.*-\d+-of-\d+\.(safetensors|bin)|.*\.distcp"
@@ -63,8 +63,9 @@ PART_NAME = re.compile(
 _TRAINER = re.compile(r"checkpoint-(\d+)")
 _ACCELERATE = re.compile(r"checkpoint_\d+")
 _TRAINER_STATE, _TRAINING_ARGS = "trainer_state.json", "training_args.bin"
-_UNFINISHED = "checkpoint-is-incomplete.txt"  # while a Trainer answers SIGTERM
+_UNFINISHED = "checkpoint-is-incomplete.txt"  # is there while a Trainer saves after SIGTERM
 _OF_TRAINER = {_TRAINER_STATE, _TRAINING_ARGS, _UNFINISHED, "config.json"}
+# Names of the files and directories that each library writes for a model, an optimizer, ...
 _MODEL = re.compile(
     r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_model\.(safetensors|bin)"
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?|global_step\d+|pytorch_model(_\d+)?"
@@ -114,7 +115,7 @@ def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | Non
     are there, only JSON files are checked.
 
     Raises:
-        OSError: A file of it cannot be read.
+        OSError: A file in the directory cannot be read.
     """
     if MARKER in names and (wrong := _without_listed(path, disk)):
         return wrong
@@ -148,6 +149,7 @@ def _without_listed(path: str, disk: Disk) -> str | None:
 
 
 def _of_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
+    """Return `incomplete` for a checkpoint of the transformers Trainer."""
     step = int(_name(path).rpartition("-")[2])
     if _UNFINISHED in names:
         return f"it has {_UNFINISHED}"
@@ -168,6 +170,7 @@ def _of_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
         "RNG state": any(map(_RNG.fullmatch, names)),
     }
     args: dict[str, Any] = {}
+    # A whole checkpoint of one rank needs no look into this file.
     if _TRAINING_ARGS in names and not (all(has.values()) and "rng_state.pth" in names):
         args = _training_args(os.path.join(path, _TRAINING_ARGS), disk)
     if args.get("save_only_model", not any(has.values())):
@@ -181,6 +184,7 @@ def _of_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
 
 
 def _of_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
+    """Return `incomplete` for a checkpoint of Accelerate."""
     tag, wrong = _deepspeed(path, names, disk)
     if wrong := wrong or _without_model(path, names, disk, by_hooks=True):
         return wrong
@@ -212,7 +216,7 @@ def _without_model(
     if "adapter_model.safetensors" in names or "adapter_model.bin" in names:
         return None if "adapter_config.json" in names else "it has no adapter_config.json"
     models = [name for name in names if _MODEL.fullmatch(name)]
-    # transformers writes these files for its own models, and a configuration with them.
+    # transformers writes a generation_config.json or an index only with a config.json.
     has_config = "generation_config.json" in names or any(n.endswith(".json") for n in models)
     if has_config and not by_hooks and "config.json" not in names:
         return "it has no config.json"
@@ -223,15 +227,16 @@ def _without_model(
     for name in names:
         below = os.path.join(path, name)
         if not name.startswith(".") and disk.is_directory(below):
-            inside = disk.names(below)  # adapters besides the default one, the models of a pipeline
+            # Such directories have further adapters, or the models of a pipeline.
+            inside = disk.names(below)
             if any(_MODEL.fullmatch(each) or each.endswith(safetensors.SUFFIX) for each in inside):
                 return None
     return "it has no model"
 
 
 def _deepspeed(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None, str | None]:
-    """Return the name of the directory with DeepSpeed's state, and a sentence about what is wrong
-    with it; None for either if there is none."""
+    """Return the name of the directory with DeepSpeed's state, or None without DeepSpeed; and a
+    sentence about what is wrong with that directory, or None."""
     named = os.path.join(path, _DEEPSPEED)
     if _DEEPSPEED not in names or disk.is_directory(named):
         return None, None
@@ -258,6 +263,7 @@ def _without_ranks(names: Sequence[str], of_rank: re.Pattern[str], least: int) -
 
 
 def _unreadable_json(path: str, names: Sequence[str], disk: Disk) -> str | None:
+    """Return a sentence about a JSON file that cannot be read, or None."""
     for name in names:
         if name.endswith(".json"):
             try:
@@ -272,8 +278,8 @@ def _json(path: str, disk: Disk) -> Any:
 
 
 def _training_args(path: str, disk: Disk) -> dict[str, Any]:
-    """Return `save_only_model`, and `ranks`: how many saved to this directory, or 0 if each node
-    has a directory of its own.
+    """Return `save_only_model`, and `ranks`: how many ranks saved to this directory, or 0 if each
+    node has a directory of its own.
 
     A value that cannot be read is left out. The CRC is compared, so no damaged pickle is read.
     """
@@ -286,7 +292,7 @@ def _training_args(path: str, disk: Disk) -> dict[str, Any]:
                 (data,) = records.read(core, ("data.pkl",))
             finally:
                 core.close()
-        state = pickles.read(io.BytesIO(data)).state
+        state = pickles.read(io.BytesIO(data)).state  # the attributes of the TrainingArguments
         found: dict[str, Any] = {"save_only_model": bool(state["save_only_model"])}
         processes = getattr(state.get("distributed_state"), "state", None) or {}
         if state.get("save_on_each_node"):
@@ -331,6 +337,8 @@ def checkpoints_in(
 
 
 def _lacks_something(path: str, names: list[str], failures: list[OSError], disk: Disk) -> bool:
+    """Return whether a directory is a checkpoint that lacks a file. False if it cannot be read;
+    the error is then in `failures`."""
     try:
         return incomplete(path, names, disk) is not None
     except OSError as error:

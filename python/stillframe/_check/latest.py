@@ -39,19 +39,19 @@ def latest(
 ) -> Path | str | None:
     """Return the newest whole checkpoint in a directory, or None if there is none.
 
-    It finds files of `torch.save`, `save`, `async_save` and Lightning, and `.safetensors` files. It
-    finds directories of `torch.distributed.checkpoint`, Lightning's sharded ones, and those of the
-    Hugging Face Trainer (`checkpoint-500`) and Accelerate. A directory of other files, such as
-    `step-500`, counts if it has a number in its name; in a store it must also have the marker that
-    `checkpoint` writes last. A checkpoint that is truncated, unfinished or
-    damaged is passed over, and a warning with the reason is logged.
+    Checkpoints are files of `torch.save`, `save`, `async_save` and Lightning, and `.safetensors`
+    files. Directories of `torch.distributed.checkpoint`, Lightning's sharded directories, and those
+    of the Hugging Face Trainer (`checkpoint-500`) and Accelerate are checkpoints too. A directory
+    of other files, such as `step-500`, counts if it has a number in its name; in a store it must
+    also have the marker that `checkpoint` writes last. A checkpoint that is truncated, unfinished
+    or damaged is passed over, and a warning with the reason is logged.
 
     This waits for the saves and removes in the directory that were submitted before, as `load` does
     for its path. Subdirectories that are no checkpoints are not searched.
 
     Names that differ only in a step, in an epoch, or in the only number that they contain are a
     series. In a series the highest number is the newest. Between series, such as `last.ckpt` and
-    `epoch=1-step=200.ckpt`, the modification time of the newest of each decides.
+    `epoch=1-step=200.ckpt`, the modification times of their newest members decide.
 
     Args:
         directory: A directory, or the URL of one (`s3://bucket/run`). If it is a checkpoint itself,

@@ -52,13 +52,14 @@ def find(
     incomplete: Callable[[str, list[str], Disk], str | None] = kinds.incomplete,
     disk: Disk = LOCAL,
 ) -> str | None:
-    """Return the path of the newest whole checkpoint, or None. Each one that is passed over is
-    logged with the reason.
+    """Return the path of the newest whole checkpoint, or None. For each checkpoint that is passed
+    over, log the reason.
 
     Args:
         thorough: Compare every CRC.
-        incomplete: Called with a directory, the names in it and the disk; returns what it lacks, or
-            None.
+        bound: Limits the memory for each pickle that is read; see `pickles.Bound`.
+        incomplete: Called with a directory, the names in it and the disk; returns what the
+            directory lacks, or None.
 
     Raises:
         OSError: The directory cannot be listed, or the store does not answer.
@@ -82,9 +83,10 @@ def find(
 
 
 def series_of(name: str) -> tuple[str, int]:
-    """Return a name without its number, and the number: names of one series differ only in it.
+    """Return a name without its number, and the number. Names of one series differ only in that.
 
-    A name without a number, or with several numbers that have no labels, is a series of its own.
+    A number may have a label, such as "step". A name without a number, or with several numbers that
+    have no label, is a series of its own.
     """
     labelled: dict[str, int] = {}
 
@@ -98,7 +100,9 @@ def series_of(name: str) -> tuple[str, int]:
         if label in labelled:
             return series, labelled[label]
     numbers = re.findall(r"\d+", name)
-    return (re.sub(r"\d+", "#", name), int(numbers[0])) if len(numbers) == 1 else (name, 0)
+    if len(numbers) != 1:
+        return name, 0
+    return re.sub(r"\d+", "#", name), int(numbers[0])
 
 
 def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
@@ -109,11 +113,11 @@ def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
             continue
         series, number = series_of(name)
         by_series.setdefault(series, []).append((number, name))
-    # A heap of (minus the time of the series' newest, the newest's path, the series).
+    # A heap of series: (minus the time of the newest member, the path of that member, all members).
     waiting: list[tuple[float, str, list[tuple[int, str]]]] = []
 
     def enter(series: list[tuple[int, str]]) -> None:
-        """Push a series with the time of its newest, which is last in it. If there is only one
+        """Push a series with the time of its newest member, which is the last. If there is only one
         series, the time is not needed and not looked up."""
         path = os.path.join(directory, series[-1][1])
         time = disk.modified_s(path) if len(by_series) > 1 else 0.0
@@ -147,7 +151,7 @@ def _why_not_whole(
     """Return why a candidate is not whole, or None.
 
     Raises:
-        _NoCheckpointError: It is no checkpoint, or it does not exist any more.
+        _NoCheckpointError: The candidate is no checkpoint, or it does not exist any more.
         OSError: The store does not answer. Then no older checkpoint may be returned instead.
     """
     failures: list[OSError] = []
@@ -174,14 +178,15 @@ def _why_not_whole(
     if failures:
         return f"{failures[0].filename}: {files.reason_of(failures[0])}"
     for part in parts:
-        if not (found := _check(part, thorough, bound, disk)).ok:
-            return (
-                found.reason if part == path else f"{os.path.relpath(part, path)}: {found.reason}"
-            )
+        found = _check(part, thorough, bound, disk)
+        if not found.ok:
+            where = "" if part == path else f"{os.path.relpath(part, path)}: "
+            return f"{where}{found.reason}"
     return None
 
 
 def _why_file_is_bad(path: str, thorough: bool, bound: Bound, disk: Disk) -> str | None:
+    """Return `_why_not_whole` for a candidate that is a file."""
     if not (disk.exists(path) or os.path.islink(path)) or not kinds.is_checkpoint(path, disk):
         raise _NoCheckpointError
     found = _check(path, thorough, bound, disk)
@@ -189,8 +194,14 @@ def _why_file_is_bad(path: str, thorough: bool, bound: Bound, disk: Disk) -> str
 
 
 def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding:
+    """Check one path; check it again if a save has replaced it meanwhile.
+
+    Raises:
+        Exception: The store does not answer.
+    """
     found = files.check(path, disk, thorough=thorough, bound=bound)
-    if getattr(found.cause, "errno", 0) == errno.ESTALE:  # a save has replaced it meanwhile
+    # ESTALE: the object has been replaced since its size was looked up.
+    if getattr(found.cause, "errno", 0) == errno.ESTALE:
         disk.forget(path)
         found = files.check(path, disk, thorough=thorough, bound=bound)
     is_gone = isinstance(found.cause, FileNotFoundError)

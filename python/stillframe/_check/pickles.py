@@ -22,12 +22,13 @@ from stillframe._base import records
 from stillframe._tree import keypaths
 from stillframe._tree.keypaths import Storage
 
-# A function that limits the process's new memory to what a pickle of so many bytes needs. CPython's
-# unpickler has a table of objects that is as long as the largest index in the pickle: one flipped
-# bit there makes it allocate 64 GB. The limit is for the whole process, so only commands set one.
+# A function that takes the length of a pickle and returns a context manager. Inside it the process
+# may take only as much new memory as such a pickle needs. The limit is necessary because CPython's
+# unpickler has a table of objects that is as long as the largest index in the pickle. One flipped
+# bit there makes it allocate 64 GB. The limit holds for the whole process, so only commands set it.
 Bound: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
-MOST_BYTES = 1 << 63
+MOST_BYTES = 1 << 63  # every tensor and storage is shorter than this
 # The errors of zipfile for archives that it cannot read.
 UNZIPPABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError)
 _STORAGES = {  # torch's storage classes, and the types of their elements
@@ -58,6 +59,7 @@ _DTYPE = re.compile(
 
 
 def unbounded(_nbytes: int) -> AbstractContextManager[None]:
+    """Return a `Bound`'s context manager that sets no limit."""
     return contextlib.nullcontext()
 
 
@@ -94,8 +96,8 @@ def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> 
     In the legacy format three other pickles precede that of the object.
 
     Raises:
-        pickle.UnpicklingError: It is no pickle, or it is cut short.
-        MemoryError: It needs more memory than `bound` allows a pickle of its length.
+        pickle.UnpicklingError: There is no pickle at this position, or it is cut short.
+        MemoryError: The pickle needs more memory than `bound` allows for its length.
     """
     return _read(file, legacy, bound)[0]
 
@@ -168,6 +170,8 @@ def truncated(fd: int, bound: Bound = unbounded) -> str | None:
 def _lacking(
     data: bytes, nbytes_of: Callable[[str], int | None], bound: Bound
 ) -> list[tuple[str, str]]:
+    """Return `lacking` for the pickle in `data`. `nbytes_of` returns the length of a record, or
+    None if the archive lacks it."""
     wrong = []
     for key, storage in _read(io.BytesIO(data), False, bound)[1].items():
         nbytes, least = nbytes_of(f"data/{key}"), _storage_nbytes(storage)
@@ -179,6 +183,7 @@ def _lacking(
 
 
 def _nbytes_in(core: _core.Restore, name: str) -> int | None:
+    """Return the length of a record, or None if the archive lacks it."""
     number = core.find(name)
     return None if number < 0 else core.sizes(number, 1)[0]
 
@@ -195,7 +200,8 @@ def _storage_nbytes(storage: Storage) -> int:
 def dtype(name: str) -> tuple[str, int]:
     """Return the type named by a storage's class or a dtype, and the bytes of its elements.
 
-    Such names are ``torch.FloatStorage`` and ``torch.int8``.
+    Args:
+        name: For example ``torch.FloatStorage`` or ``torch.int8``.
 
     Raises:
         ValueError: There is no such type.

@@ -32,10 +32,10 @@ _WRITE_S = 1.0  # what one raw write should take
 _BUDGET_S = 15.0  # after so long no new round begins
 _ROUNDS = 5
 # How many times the state's bytes are needed. In memory: two buffers, the state, its gradients, the
-# pool, the loaded state, and a margin.
+# pool, the loaded state, and a margin. On the disk: the raw file, the checkpoint, and a margin.
 _MEMORY_TIMES = 7
 _DISK_TIMES = 3
-_TENSOR_NUMEL = 512 << 10
+_TENSOR_NUMEL = 512 << 10  # elements of each weight, about
 
 
 class BenchError(Exception):
@@ -52,6 +52,7 @@ class _State:
     def __init__(self, nbytes: int) -> None:
         import torch
 
+        # An element has 4 bytes, and there is one in the weight and in each of two moments.
         count = max(1, nbytes // (3 * 4 * _TENSOR_NUMEL))
         numel = nbytes // (3 * 4 * count)
         self.weights = [torch.nn.Parameter(torch.full((numel,), 0.5)) for _ in range(count)]
@@ -66,8 +67,13 @@ class _State:
 
 
 class _Bench:
-    """The measurements of one run with a state of `nbytes`, in files in `directory`. `progress` is
-    called with the name of each measurement that begins."""
+    """The measurements of one run, a context manager that ends a save that is still under way.
+
+    Args:
+        directory: Gets the files that are written.
+        nbytes: The bytes of the state.
+        progress: Called with the name of each measurement that begins.
+    """
 
     def __init__(self, directory: Path, nbytes: int, progress: Callable[[str], None]) -> None:
         from stillframe._save.engine import Engine
@@ -90,6 +96,7 @@ class _Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # There is a handle only if an exception has interrupted a save.
         if self._handle is not None:
             self._handle.cancel()
         self._engine.close()
@@ -99,23 +106,25 @@ class _Bench:
 
     @property
     def pool_bytes(self) -> int:
+        """The cap of the engine's pool."""
         return int(self._engine.stats()["pool_bytes"])
 
     def _add(self, name: str, seconds: float) -> None:
+        """Record the result of one measurement."""
         self.values.setdefault(name, []).append(seconds)
 
     def median(self, name: str) -> float:
         return statistics.median(self.values[name])
 
     def first_save(self) -> None:
-        """Make the first save. It does not count for the medians, because the pool takes its memory
-        during it."""
+        """Make the first save. It does not count for the medians, because the pool still has to
+        take its memory."""
         self._progress("first save")
         self.first_durable_s = self._save().durable_after_s
 
     def round(self) -> None:
-        """Measure everything once, in turn, so that a slow moment of the machine affects all
-        alike."""
+        """Make each measurement once. A slow moment of the machine then affects one value of each
+        median, rather than all values of one median."""
         self._progress("raw memcpy")
         self._add("memcpy", raw.copy_seconds(self._source, self._target))
         self._progress("raw write + sync")
@@ -134,6 +143,7 @@ class _Bench:
         self._load()
 
     def _save(self) -> Any:
+        """Save the state, wait until it is durable, and return the report."""
         from stillframe._save.api import async_save
 
         path = self._directory / "save.pt"
@@ -145,6 +155,7 @@ class _Bench:
         return self.report
 
     def _load(self) -> None:
+        """Load the saved file from the disk, and record the time."""
         from stillframe._load.load import load
 
         path = self._directory / "save.pt"
@@ -186,8 +197,12 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
 def measure(directory: Path, asked: int | None, progress: Callable[[str], None]) -> Result:
     """Measure in `directory`, which is empty; leave files there.
 
+    Args:
+        asked: The bytes of the state; None chooses them.
+        progress: Called with the name of each measurement that begins.
+
     Raises:
-        BenchError: Too little memory or room.
+        BenchError: There is too little memory or disk space.
         OSError, SaveError: The file system failed.
     """
     started, others = time.monotonic(), raw.Others()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-CALL_BYTES = 4 << 20  # bytes of one write or read; larger ones gain nothing
+CALL_BYTES = 4 << 20  # bytes of one write or read call; larger calls gain nothing
 PAGE_BYTES = mmap.PAGESIZE
 
 # Types of file systems whose files are in memory, and of those whose files are on other machines.
@@ -35,8 +35,8 @@ NETWORK = frozenset(
 
 
 def is_network(file_system: str) -> bool:
-    """Return whether the files of a file system of this type are on another machine. Those of FUSE
-    may be, so FUSE counts too."""
+    """Return whether the files of a file system of this type are on another machine. FUSE counts
+    too, because its files may be on another machine."""
     return file_system in NETWORK or file_system.split(".")[0] in ("fuse", "fuseblk")
 
 
@@ -59,12 +59,14 @@ def mount_of(path: Path) -> tuple[str, str, str]:
     real = str(path.resolve())
     best = -1
     for line in lines:
+        # id, parent, device, root, mount point, options, ... - type, source, ...
         left, _, right = line.partition(" - ")
         fields, fields_after = left.split(), right.split()
         point = fields[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
-        # The path's mount has its device. Of several, it is the one with the longest mount point.
+        # The mount of the path has the device of the path. Of several such mounts, it is the one
+        # with the longest mount point.
         score = len(point) + (1 << 20 if same else 0)
         if inside and score >= best:  # a later mount hides an earlier one on the same point
             best, found = score, (fields_after[0], fields_after[1], fields[5])
@@ -72,7 +74,8 @@ def mount_of(path: Path) -> tuple[str, str, str]:
 
 
 def free_memory() -> int:
-    """Return how many bytes of memory the system and our cgroup still allow us to take."""
+    """Return how many bytes of memory the system and the cgroup of this process still allow it to
+    take."""
     left = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -81,8 +84,10 @@ def free_memory() -> int:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             node = Path("/sys/fs/cgroup") / group.lstrip("/")
-            if not controllers and (limit := (node / "memory.max").read_text().strip()) != "max":
-                left = min(left, int(limit) - int((node / "memory.current").read_text()))
+            if not controllers:  # the line of cgroup v2
+                limit = (node / "memory.max").read_text().strip()
+                if limit != "max":
+                    left = min(left, int(limit) - int((node / "memory.current").read_text()))
     except (OSError, ValueError):
         pass  # no cgroup, or no limit
     return max(left, 0)
@@ -92,7 +97,8 @@ class Others:
     """The share of the machine that other processes take, from the object's creation on.
 
     This counts the user time of other processes, and the time that the hypervisor gives to other
-    machines. Time in the kernel is not counted, because its threads may work for us.
+    machines. Time in the kernel is not counted, because the kernel's threads may work for this
+    process.
     """
 
     def __init__(self) -> None:
@@ -100,6 +106,7 @@ class Others:
         self._before = self._seconds()
 
     def _seconds(self) -> float:
+        """Return the CPU seconds that others have used since the system started; 0 if unknown."""
         try:
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
             everyone = sum(int(fields[i]) for i in (1, 2, 8))  # user, nice, steal
@@ -182,7 +189,7 @@ def make_buffer(nbytes: int) -> mmap.mmap:
 def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> float:
     """Return the seconds that a memcpy of `source` to `target` takes with `nr_threads` threads."""
     from_, to = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (source, target))
-    part = -(-len(source) // nr_threads)
+    part = -(-len(source) // nr_threads)  # bytes for each thread, rounded up
 
     def copy(off: int) -> None:  # ctypes releases the interpreter lock meanwhile
         ctypes.memmove(to + off, from_ + off, min(part, len(source) - off))
@@ -206,14 +213,15 @@ def write_seconds(
     open and close.
 
     Args:
-        direct: Bypass the page cache; by default if the file system can.
+        direct: Bypass the page cache (O_DIRECT). None does so if the file system has O_DIRECT.
         nbytes: The length of the file, by default that of `source`. A shorter source is repeated.
 
     Returns:
         The seconds, and whether the page cache was bypassed.
 
     Raises:
-        OSError: (EINVAL, EOPNOTSUPP) `direct` is True, and the file system cannot.
+        OSError: The file cannot be written. EINVAL or EOPNOTSUPP: `direct` is True, and the file
+            system has no O_DIRECT.
     """
     length = len(source) if nbytes is None else nbytes
 

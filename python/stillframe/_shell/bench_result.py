@@ -11,7 +11,7 @@ from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
 
 _SLOW_SHARE = 0.6  # a save below this share of the raw write gets advice
-_BUSY_SHARE = 0.1  # a machine of which others take this share gets advice
+_BUSY_SHARE = 0.1  # if other processes take this share of the machine, the user gets advice
 
 
 @dataclass
@@ -111,6 +111,7 @@ def advice(result: Result) -> list[str]:
 
 
 def _as_clause(sentence: str) -> str:
+    """Return a sentence in the form that it has inside another one."""
     text = sentence.rstrip(". ")
     return text[:1].lower() + text[1:]
 
@@ -172,11 +173,9 @@ def show(result: Result) -> None:
         justify: Literal["left", "right"] = "left" if column in ("", "share") else "right"
         table.add_column(column, justify=justify, overflow="fold")
     for name, seconds, share in rows:
-        rate = (
-            ""
-            if name.endswith("the call returns after")
-            else f"{decimal(result.nbytes / seconds)}/s"
-        )
+        rate = f"{decimal(result.nbytes / seconds)}/s"
+        if name.endswith("the call returns after"):  # the call copies only some of the bytes
+            rate = ""
         table.add_row(Text(name), _time(seconds), rate, share)
     console.print(table)
     for sentence in advice(result):

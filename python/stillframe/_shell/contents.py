@@ -21,14 +21,14 @@ from stillframe._tree.keypaths import Storage, Stub
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-# The bytes of memory that any pickle may take, plus those that it may take for each of its own
-# bytes. Pickles of tensors take a fifth of that.
+# A pickle may take _ALWAYS bytes of memory, and in addition _FOR_A_BYTE bytes for each of its own
+# bytes. Pickles of tensors take a fifth of this limit.
 _ALWAYS, _FOR_A_BYTE = 256 << 20, 64
 
 
 class Tensor(NamedTuple):
-    """A tensor as a pickle describes it. `nbytes` are those of its elements. `storage` is the key
-    of the record with its storage, which has `storage_nbytes`."""
+    """A tensor as a pickle describes it. `nbytes` is the size of its elements. `storage` is the key
+    of its storage, which has `storage_nbytes` bytes."""
 
     path: str
     kind: str
@@ -56,9 +56,10 @@ def read(file: IO[bytes], *, legacy: bool = False) -> Any:
 
 @contextlib.contextmanager
 def bounded(nbytes: int) -> Iterator[None]:
-    """Limit, inside the block, the memory that the process may take in addition, to what a pickle
-    of so many bytes needs. This is a `pickles.Bound`."""
+    """Inside the block, let the process take only as much new memory as a pickle of `nbytes` bytes
+    needs. This is a `pickles.Bound`."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
+    # The sixth field is the size of the process's data and stack, in pages.
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     most = in_use + _ALWAYS + _FOR_A_BYTE * nbytes
     if limits[0] == resource.RLIM_INFINITY or most < limits[0]:
@@ -79,7 +80,7 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
         if isinstance(node, _PLAIN):
             yield Value(type(node).__name__)
             continue
-        if isinstance(node, type):
+        if isinstance(node, type):  # a class or function that the pickle names
             yield Value(getattr(node, "_name", "type"))
             continue
         if id(node) in seen and not isinstance(node, Storage):
@@ -93,11 +94,14 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
             continue
         if isinstance(node, Stub) and node._name != "collections.OrderedDict":
             yield Value(node._name.removeprefix("__builtin__."))
-        parts = [
-            ((path, suffix) if suffix else path, child)
-            for suffix, child in keypaths.children(node)
-            if suffix or isinstance(child, (Stub, Storage, dict, list, tuple))
-        ]
+        parts: list[tuple[_Path, Any]] = []
+        for suffix, child in keypaths.children(node):
+            if suffix:
+                parts.append(((path, suffix), child))
+            elif isinstance(child, (Stub, Storage, dict, list, tuple)):
+                # Users have no name for this child, such as the argument of a stub. It has the path
+                # of its parent. Plain values of this kind are left out.
+                parts.append((path, child))
         stack.extend(reversed(parts))
 
 
@@ -121,19 +125,19 @@ def _as_tensor(node: Any) -> Tensor | None:
         function = node._name.rpartition(".")[2]
         if function in _PARAMETERS:
             inner = _as_tensor(node.args[0])
-            return inner and inner._replace(kind="parameter")
-        if function == "_rebuild_from_type_v2":
+            return None if inner is None else inner._replace(kind="parameter")
+        if function == "_rebuild_from_type_v2":  # a subclass of Tensor: function, class, arguments
             made = Stub(*node.args[2])
             made._name = node.args[0]._name
             inner = _as_tensor(made)
-            return inner and inner._replace(kind=node.args[1]._name)
+            return None if inner is None else inner._replace(kind=node.args[1]._name)
         if function in _TENSORS:
             storage, _, size = node.args[:3]
             dtype = node.args[6] if function == "_rebuild_tensor_v3" else None
             kind = "quantized" if function == "_rebuild_qtensor" else "tensor"
             return _tensor(kind, storage, size, dtype)
     except (AttributeError, IndexError, TypeError, ValueError):
-        pass  # torch does not write it so: it is shown as a value, not as a tensor
+        pass  # torch writes no such tensor, so this is shown as a value
     return None
 
 

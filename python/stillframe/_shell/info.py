@@ -20,7 +20,7 @@ from stillframe._shell import bench_raw as raw
 
 GOOD, UNUSABLE = 0, 2
 _PACKAGES = ("lightning", "pytorch-lightning", "numpy", "rich", "fsspec", "obstore")
-_SAVED_NBYTES = 1 << 20
+_SAVED_NBYTES = 1 << 20  # the length of the save that is tried
 _VARIABLES = ("STILLFRAME_POOL_BYTES", "STILLFRAME_LIBCUDA", "LOCAL_WORLD_SIZE")
 
 
@@ -52,6 +52,7 @@ def _processor() -> str:
 
 
 def _machine() -> dict[str, Any]:
+    """Return facts about CPUs and memory."""
     from stillframe._base import cpus  # needs the core
 
     found = cpus.inspect()
@@ -66,6 +67,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _engine() -> dict[str, Any]:
+    """Return facts about an engine with default options, and the variables that it reads."""
     from stillframe._save.engine import Engine
 
     with Engine() as engine:
@@ -134,6 +136,7 @@ def _threads(machine: dict[str, Any]) -> str:
 def _ranges(cpus: list[int]) -> str:
     """Return "0-2,5" for [0, 1, 2, 5]."""
     ranges: list[str] = []
+    # In a range of adjacent CPUs, the difference of the CPU's number and its index is the same.
     for _, group in itertools.groupby(enumerate(cpus), lambda pair: pair[1] - pair[0]):
         numbers = [cpu for _, cpu in group]
         ranges.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")

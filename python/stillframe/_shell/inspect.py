@@ -32,10 +32,10 @@ from stillframe._shell.contents import Tensor, Value
 from stillframe.errors import StillframeError
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
-_LOCAL = 30  # bytes of a record's header before its name
+_HEADER_NBYTES = 30  # the length of a zip record's header before its name
 _INDENT = "  "
 _DEEPEST = 24  # levels of a tree; the rest of a deeper tensor's path is in its name
-_WIDEST = 200  # letters of a table's column, so that a few longer paths do not widen all lines
+_WIDEST = 200  # characters of a table's column, so that a few longer paths do not widen all lines
 _COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
@@ -44,13 +44,13 @@ class Found:
     """The facts about a file."""
 
     path: str
-    status: int = GOOD
-    error: str | None = None
+    status: int = GOOD  # the exit status
+    error: str | None = None  # what is wrong, as a sentence about the file
     nbytes: int = 0
     format: str = "unknown"
     tensors: list[Tensor] = field(default_factory=list)
-    others: Counter[str] = field(default_factory=Counter)
-    metadata: dict[str, str] = field(default_factory=dict)  # of safetensors
+    others: Counter[str] = field(default_factory=Counter)  # how many other values of each type
+    metadata: dict[str, str] = field(default_factory=dict)  # from the header of safetensors
 
     def totals(self, depth: int = 1) -> dict[str, int]:
         """Return the bytes of the storages under each prefix of the tensors' paths; the prefix ""
@@ -72,6 +72,7 @@ class Found:
         return list(dict.fromkeys(each.path.partition(".")[0] for each in self.tensors))
 
     def as_json(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
         totals = self.totals()
         return {
             "path": self.path,
@@ -109,7 +110,8 @@ def _examine(disk: Disk, found: Found) -> None:
             if path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path):
                 _read_safetensors(fd, disk, found)
                 return
-            # The headers of an object's records are far apart, and would be fetched one by one.
+            # In a store only the directory is checked. The headers of records are far apart there,
+            # and would be fetched one by one.
             checked = _core.check(fd, False, directory=disk.is_remote)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
             reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
@@ -121,7 +123,9 @@ def _examine(disk: Disk, found: Found) -> None:
             with pickles.reading(fd) as file:
                 _read(fd, file, found)
             if found.status == GOOD and found.format == "archive":
-                for name, reason in pickles.lacking(fd, contents.bounded)[:1]:
+                lacking = pickles.lacking(fd, contents.bounded)
+                if lacking:
+                    name, reason = lacking[0]
                     found.status, found.error = DAMAGED, f"record {name}: {reason}"
         except MemoryError:
             found.status, found.error = UNUSABLE, "not enough memory to read its pickle"
@@ -170,7 +174,7 @@ def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
     # If its CRC is wrong, read it again without a check, to show as much as possible.
     for verify in (True, False):
         core = _core.restore(fd, verify)[1]
-        if core is None:
+        if core is None:  # the core cannot find the records
             break
         try:
             (data,) = records.read(core, ("data.pkl",))
@@ -193,11 +197,11 @@ def _note(found: Found, failure: records.Failure) -> None:
 
 
 def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
-    """Return the pickle of an archive that another program packed, or whose directory is lost. In
-    that case it must be the first record.
+    """Return the pickle of an archive that another program packed, or whose directory is lost. If
+    the directory is lost, only a pickle that is the first record can be found.
 
     Raises:
-        pickle.UnpicklingError: There is none.
+        pickle.UnpicklingError: The pickle cannot be found.
     """
     file.seek(0)
     try:
@@ -207,7 +211,7 @@ def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
     except pickles.UNZIPPABLE:
         pass
     file.seek(0)
-    head = file.read(_LOCAL)
+    head = file.read(_HEADER_NBYTES)  # has the lengths of the name and the extra field at its end
     name_len, extra_len = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
     if head[:4] != b"PK\3\4" or not file.read(name_len).endswith(b"/data.pkl"):
         raise pickle.UnpicklingError("its pickle cannot be found")
@@ -223,11 +227,16 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _show(found: Found, *, as_tree: bool) -> None:
+    """Print the facts, in lines that are no wider than the terminal."""
     # A file or a pipe has no width.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in _lines(found, _tree(found) if as_tree else _table(found, width), as_tree):
-        for part in [line] if width is None or len(line) <= width else _folded(line, width):
-            print(part)
+    tensors = _tree(found) if as_tree else _table(found, width)
+    for line in _lines(found, tensors, as_tree):
+        if width is None or len(line) <= width:
+            print(line)
+        else:
+            for part in _folded(line, width):
+                print(part)
 
 
 def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
@@ -240,8 +249,9 @@ def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]
         totals = found.totals()
         total = f"{len(found.tensors)} tensors, {decimal(totals[''])} of storages"
         yield f"{total} in a file of {decimal(found.nbytes)}"
-        for prefix in found.prefixes() if not as_tree and len(totals) > 2 else []:
-            yield f"  {printable(prefix)}: {decimal(totals[prefix])}"
+        if not as_tree and len(totals) > 2:  # several prefixes, and "" for all
+            for prefix in found.prefixes():
+                yield f"  {printable(prefix)}: {decimal(totals[prefix])}"
     if found.others:
         others = ", ".join(f"{nr} {printable(kind)}" for kind, nr in found.others.most_common())
         yield f"other values: {others}"
@@ -251,14 +261,15 @@ def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]
 
 
 def _folded(line: str, width: int) -> Iterator[str]:
-    """Break a line. Further lines are indented, and a component that is wider than a line is
-    broken."""
+    """Break a line that is wider than the terminal, after spaces, slashes and dots if possible.
+    Every line after the first is indented."""
     indent = len(line) - len(line.lstrip()) + 4
     for part in folded(line, width, " " * min(indent, width // 2), break_after=" /."):
         yield from (part[at : at + width] for at in range(0, len(part), width))
 
 
 def _rows(found: Found) -> Iterator[list[str]]:
+    """Yield the cells of `_COLUMNS` for each tensor."""
     for each in found.tensors:
         cells = (each.path, _shape(each.shape), each.dtype, each.device, decimal(each.nbytes))
         yield [printable(cell) for cell in (*cells, each.kind)]
@@ -273,19 +284,19 @@ def _table(found: Found, width: int | None) -> Iterator[str]:
             yield path
             yield f"    {'  '.join(about)}"
         return
-    row_format = "  ".join(
-        f"{{:{'>' if name == 'bytes' else ''}{width}}}"
-        for name, width in zip(_COLUMNS, widths, strict=True)
-    )
     for row in rows:
-        yield row_format.format(*row).rstrip()
+        cells = [
+            cell.rjust(width) if name == "bytes" else cell.ljust(width)
+            for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
 
 
 def _tree(found: Found) -> Iterator[str]:
     """Iterate over lines: one for each prefix and each tensor, indented by its depth."""
     totals = found.totals(_DEEPEST)
-    # By prefix, the lines directly below it: (text, the prefix that the line is for, or None for a
-    # tensor).
+    # For each prefix the lines directly below it. A line is a pair: its text; and the prefix that
+    # it stands for, or None for a tensor.
     under: dict[str, list[tuple[str, str | None]]] = {"": []}
     for each in found.tensors:
         *above, last = each.path.split(".", _DEEPEST)

@@ -23,6 +23,9 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+# ---- the arguments of each command -------------------------------------------------------------
+
+
 def _verify(verify: argparse.ArgumentParser) -> None:
     words = "a file, a directory of files, or a URL"
     verify.add_argument("paths", nargs="+", metavar="PATH", help=words)
@@ -143,15 +146,18 @@ def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str
     return words, {each.dest: str(each.help) for each in commands._choices_actions}
 
 
-def _options(of: argparse.ArgumentParser) -> list[str]:
-    return [text for action in of._actions for text in action.option_strings if text[:2] == "--"]
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long options of a command, such as "--json"."""
+    texts = [text for action in parser._actions for text in action.option_strings]
+    return [text for text in texts if text.startswith("--")]
 
 
 def _bash(words: dict[str, list[str]]) -> str:
-    cases = "".join(
-        f"    {name or chr(39) * 2}) words={chr(34)}{' '.join(found)}{chr(34)} ;;\n"
-        for name, found in words.items()
-    )
+    """Return the script for bash; for `words` see the function `_words`."""
+    cases = ""
+    for name, found in words.items():
+        pattern, joined = name or "''", " ".join(found)
+        cases += f'    {pattern}) words="{joined}" ;;\n'
     return f"""_stillframe() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} command='' words='' each
     for each in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
@@ -170,6 +176,7 @@ complete -o default -F _stillframe stillframe
 
 
 def _zsh(words: dict[str, list[str]], helps: dict[str, str]) -> str:
+    """Return the script for zsh; for the arguments see the function `_words`."""
     commands = "\n".join(f"        '{name}:{summary}'" for name, summary in helps.items())
     cases = "".join(
         f"        {name}) words_of=({' '.join(found)}) ;;\n"

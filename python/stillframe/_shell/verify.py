@@ -58,6 +58,7 @@ def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
 
 
 def _verify(argument: str, disk: Disk, show: _Display) -> Iterator[Finding]:
+    """Check a file, or the checkpoints under a directory. Show and yield each result."""
     if not disk.is_directory(argument):
         yield show.verify(argument, disk)
         return
@@ -148,12 +149,12 @@ def _records(number: int) -> str:
 
 
 def _total(findings: Sequence[Finding]) -> str:
-    words = {GOOD: "ok", DAMAGED: "damaged", UNUSABLE: "not checked"}
-    counts = [
-        f"{number} {word}"
-        for status, word in words.items()
-        if (number := sum(each.status == status for each in findings))
-    ]
+    """Return the last line of the output, which counts the results."""
+    counts = []
+    for status, word in ((GOOD, "ok"), (DAMAGED, "damaged"), (UNUSABLE, "not checked")):
+        number = len([each for each in findings if each.status == status])
+        if number:
+            counts.append(f"{number} {word}")
     nbytes = sum(each.nbytes or 0 for each in findings)
     return f"{len(findings)} paths, {decimal(nbytes)}: {', '.join(counts)}"
 
@@ -176,8 +177,8 @@ def _print(finding: Finding) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    found = _Display(quiet=options.json)
-    findings = verify_paths(options.paths, found)
+    display = _Display(quiet=options.json)
+    findings = verify_paths(options.paths, display)
     if options.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=2))
     elif len(findings) > 1:
