@@ -189,13 +189,14 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	}
 	sfr__seg_iter_init(&it, &t->plan.img, extent, blk);
 	while (sfr__seg_next(&it, &seg)) {
-		const char *src = t->plan.img.entries[seg.entry].src;
 		char *dst = block->mem + seg.pos;
+		const char *src;
 
 		if (seg.kind != SFR__SEG_DATA) {
 			sfr__stage_non_data(t, &seg, dst);
 			continue;
 		}
+		src = t->plan.img.entries[seg.entry].src; /* padding has no entry */
 		sfr__transfer_add(tr, (uint64_t)(uintptr_t)dst, (uint64_t)(uintptr_t)src + seg.off,
 				  seg.len, pinned);
 	}
