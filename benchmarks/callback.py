@@ -64,6 +64,7 @@ def _callback_hook(way: str) -> Any:
     from stillframe.lightning import CPUOffloadCallback
 
     callback = CPUOffloadCallback()
+    # No Trainer is needed: the callback reads only these two of its attributes.
     trainer = SimpleNamespace(global_rank=0, strategy=None)
     return lambda checkpoint: callback.on_save_checkpoint(trainer, None, checkpoint)
 
@@ -107,7 +108,8 @@ class Saves:
 def run_state(name: str, rounds: int) -> dict[str, Any]:
     """Return the figures of every way for one state.
 
-    The first round fills pools and heaps. It is in "first_s", not in the medians.
+    The first round fills pools and heaps. It is in "first_s", not in the medians. "others" is the
+    share of the machine that other processes took.
     """
     nbytes, nr_tensors = STATES[name]
     answers: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
@@ -137,6 +139,7 @@ def run_state(name: str, rounds: int) -> dict[str, Any]:
 
 
 def rows(results: dict[str, dict[str, Any]], on_gpu: bool) -> list[list[str] | None]:
+    """Return the rows of the table: a heading for each state, then a row for each way."""
     table: list[list[str] | None] = []
     for name, result in results.items():
         memcpy = result["ways"]["memcpy"]["seconds"].median
@@ -172,6 +175,7 @@ def main() -> int:
     import torch
 
     check_memory(7 * 10**9 if "1GB" in options.only else 10**9)
+    # "1GB" on the command line chooses "1 GB in 1,200 tensors".
     wanted = {name for name in STATES if name.split(" in ")[0].replace(" ", "") in options.only}
     results = {name: run_state(name, options.rounds) for name in STATES if name in wanted}
     facts = machine_facts(Path.cwd())

@@ -119,7 +119,7 @@ class Series:
 def rotated(ways: Sequence[T], round_number: int) -> list[T]:
     """Return the ways in the order of one round: round n begins with the n-th way.
 
-    So no way always runs right after the way that disturbs the machine most.
+    The first way changes from round to round, so the same way does not always run first or last.
     """
     first = round_number % len(ways) if ways else 0
     return [*ways[first:], *ways[:first]]
@@ -141,6 +141,7 @@ class Stamp:
         self.at_ns = 0
 
     def __call__(self, *_: object) -> None:
+        """Note the present time as the end of the save."""
         self.at_ns = time.perf_counter_ns()
 
 
@@ -169,9 +170,9 @@ def tick(stop: Stamp, start_ns: int, until_ns: int, *, busy: bool) -> Ticks:
     Ticking begins at `start_ns` and ends when `stop` is called, or when the clock passes
     `until_ns`.
 
-    busy: The thread runs pure Python without a pause, so it needs the interpreter lock all the
-        time. Each iteration of its loop is a tick. Otherwise each tick is a sleep of 1 ms, and a
-        gap is by how much the thread overslept.
+    busy: If true, the thread runs pure Python without a pause, so it needs the interpreter lock all
+        the time. Each iteration of its loop is a tick. If false, each tick is a sleep of 1 ms, and
+        a gap is how much longer than that the thread slept.
     """
     clock, sleep, pause_ns = time.perf_counter_ns, time.sleep, int(IDLE_TICK_S * 1e9)
     count = worst = 0
@@ -203,10 +204,10 @@ TENSOR_BYTES = 4 * 472 * 472  # 1.07 GB in 3 x 400 tensors
 class Spec:
     """A description of the state that a measured process makes and saves.
 
-    nbytes: parameters and optimizer state together. kind: a key of `states.KINDS`. nr_params: the
-    number of weights, which for "mlp" are a third of the tensors and for "few" and "plain" all; for
-    "lightning" the number of layers. threads: for torch.set_num_threads. pool_bytes: for
-    STILLFRAME_POOL_BYTES, 0 for the default.
+    nbytes: parameters and optimizer state together. kind: a key of `states.KINDS`. nr_params: for
+    "mlp" the number of weights, each with two moments; for "few" and "plain" the number of all
+    tensors; for "lightning" the number of layers. threads: for torch.set_num_threads. pool_bytes:
+    for STILLFRAME_POOL_BYTES, 0 for the default.
     """
 
     nbytes: int

@@ -3,26 +3,28 @@
     python benchmarks/dcp.py --dir DIR [--state 256MB] [--layers 64] [--ranks 2] [--rounds 2]
 
 Each rank has its part of an FSDP2 model and its AdamW. Each way to save has rank processes of its
-own, which live until the end. They make one save that is not counted, and then the ways take turns.
-In its turn a way saves while the main thread is idle, while it is busy in Python, and in a training
-loop.
+own, which live until the end of the run. Each way first makes one save that is not counted, and
+then the ways take turns. A turn has three scenarios: saves while the main thread is idle, saves
+while it is busy in Python, and saves in a training loop.
 
 When our save has finished, files and directory are synced. PyTorch syncs the files but not the
 directory; torch_checkpointing, Meta's package, syncs nothing. The column "bound" is a lower bound
 for any way: each rank saves the same bytes into one file, and then the ranks make two collectives.
 
 The time that a save costs a loop is the time of its call and of the steps until it has ended, less
-the time of as many plain steps. A plain step takes the median of the plain steps around the save.
-The same is computed for steps without a save, and a row of its own shows this noise.
-get_state_dict, which every way needs, is left out. A turn that has taken --turn-s seconds makes no
-second save of a kind. After --most-s seconds no turn begins, except each way's first.
+the time of as many plain steps. A plain step is taken to last as long as the median of the plain
+steps around the save. The same figure is computed for steps without a save: the row "the same of
+steps without one" shows this noise. The time of get_state_dict, which every way needs, is not
+counted. A turn that has taken --turn-s seconds makes no second save of a scenario. After --most-s
+seconds no turn begins, except each way's first.
 
 After an error or an interrupt, the table still shows what was measured until then. A line names
 what was not measured.
 
---lightning adds two ways. One is that of Lightning's sharded strategies: DCP's save, in the call.
-The other is DistributedAsyncCheckpointIO(no_dist=False) from Lightning's open pull request 21515.
-It saves in a process, with plans kept, and each save waits for the one before.
+--lightning adds two ways. The first is that of Lightning's sharded strategies: DCP's save, which
+ends before the call returns. The second is DistributedAsyncCheckpointIO(no_dist=False) from
+Lightning's open pull request 21515: a separate process saves and keeps the save plans, and each
+save first waits until the previous one has ended.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class RankProcesses:
         self.turn_s = 0.0  # seconds of the last turn
         context = multiprocessing.get_context("forkserver")
         for rank in range(options.ranks):
-            ours, theirs = context.Pipe()
+            ours, theirs = context.Pipe()  # the parent's end, and the rank's
             given = (theirs, name, rank, options, directory)
             process = context.Process(target=serve, args=given)
             process.start()
@@ -108,6 +110,11 @@ class RankProcesses:
         return answers
 
     def _answers(self) -> list[Any]:
+        """Return the next answer of each rank: None if it is ready, or the figures of a turn.
+
+        Raises:
+            WayError: See `turn`. A rank that failed sends its error as a text.
+        """
         until, answers = time.monotonic() + self._limit_s, []
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -124,13 +131,16 @@ class RankProcesses:
         return answers
 
     def _last_log_line(self, rank: int) -> str:
+        """Return ": " and the last line of a rank's stderr, or "" if there is none."""
         with contextlib.suppress(OSError):
-            lines = (self._directory / f"rank{rank}.log").read_text(errors="replace").split("\n")
-            return "".join(f": {line}" for line in [line for line in lines if line][-1:])
+            text = (self._directory / f"rank{rank}.log").read_text(errors="replace")
+            lines = [line for line in text.split("\n") if line]
+            if lines:
+                return f": {lines[-1]}"
         return ""
 
     def end(self) -> None:
-        for pipe in self._pipes:
+        for pipe in self._pipes:  # a rank's process ends when its pipe is closed
             pipe.close()
         for process in self._processes:
             process.join(5)
@@ -140,7 +150,11 @@ class RankProcesses:
 
 
 class Run:
-    """The measurements of all ways, and the reasons why some are missing."""
+    """The measurements of all ways.
+
+    Attributes:
+        failed: Why a way has no more figures, by its name. After Ctrl-C it also has "the run".
+    """
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
         self.figures, self.failed = Figures(), dict[str, str]()
@@ -149,6 +163,7 @@ class Run:
         self._ways: dict[str, RankProcesses] = {}
 
     def measure(self) -> None:
+        """Start all ways, measure them in turns, and end their processes."""
         try:
             for number, name in enumerate(self._options.ways):
                 self._print_progress(f"{name} starts")
@@ -165,14 +180,15 @@ class Run:
             self.failed["the run"] = "interrupted"
         finally:
             # A second Ctrl-C must not prevent the table.
-            calls = (signal.SIGINT, signal.SIGTERM)
-            before = [(each, signal.signal(each, signal.SIG_IGN)) for each in calls]
+            ignored = (signal.SIGINT, signal.SIGTERM)
+            before = [(each, signal.signal(each, signal.SIG_IGN)) for each in ignored]
             for way in self._ways.values():
                 way.end()
             for each, handler in before:
                 signal.signal(each, handler)
 
     def _turn(self, name: str, number: int) -> None:
+        """Let one way measure round `number`, and add its figures; give it up if it fails."""
         way, text = self._ways[name], f"round {number + 1} of {self._options.rounds}: {name}"
         past_s = time.monotonic() - self._began
         if number > 0 and past_s + way.turn_s > self._options.most_s:
@@ -205,6 +221,7 @@ class Run:
 
 
 def show(run: Run, options: argparse.Namespace, facts: dict[str, Any]) -> None:
+    """Print the table and the verdicts on stdout, and save the figures as --json."""
     print("\n".join(facts_lines(facts)))
     print(f"{format_size(options.state)} in {6 * options.layers} DTensors on {options.ranks} ranks")
     ways = ways_of(run.figures)
@@ -238,9 +255,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=list(ALL), default=list(WAYS))
     parser.add_argument("--lightning", action="store_true", help="Lightning's ways too")
-    parser.add_argument("--most-s", type=float, default=240.0, help="then no later round begins")
-    parser.add_argument("--turn-s", type=float, default=20.0, help="then a turn leaves out saves")
-    parser.add_argument("--limit-s", type=float, default=90.0, help="of one way's turn")
+    parser.add_argument("--most-s", type=float, default=240.0, help="no new round after this")
+    parser.add_argument("--turn-s", type=float, default=20.0, help="a turn saves less after this")
+    parser.add_argument("--limit-s", type=float, default=90.0, help="a longer turn has failed")
     add_directory_options(parser)
     options = parser.parse_args(argv)
     if options.lightning:

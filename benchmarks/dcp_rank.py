@@ -21,11 +21,12 @@ from dcp_ways import ALL
 from machine import keep_memory, reset_peak_rss, status_bytes
 from peers import OURS
 
-# The most saves of a turn with an idle main thread, and as many with a busy one. A turn that is
-# late makes one of each kind.
+# The most saves of a turn with an idle main thread, and as many with a busy one. A turn that has
+# taken --turn-s seconds makes only one of each.
 SAVES = 2
 LOOP_SAVES = 3  # the most saves in a turn's training loop
-# DTensors of 256 bytes. Storages up to 4 KiB are always copied during the call, so all are.
+# The DTensors of `measure_dtensors` have 256 bytes. The call copies all of them, because it always
+# copies storages of up to 4 KiB.
 NR_DTENSORS = 1200
 LOOP_STEPS = 4  # plain steps before a save and after it, and the least number of steps during it
 UNITS = 4  # FSDP units; their collectives, not the layers, take a step's time
@@ -62,18 +63,18 @@ class Rank:
         self.batch = torch.ones(4, self.width)
         self.is_first, self.is_ours = rank == 0, way == OURS
         self.dtensors_path = directory / f"dtensors{rank}"
-        # After `late_at` (time.monotonic) the turn makes no second save of a kind.
+        # After `late_at` (time.monotonic) the turn makes no second save of a scenario.
         self.turn_s, self.late_at = options.turn_s, 0.0
         self.path = directory / "checkpoint"
-        self.save = ALL[way]()
+        self.save = ALL[way]()  # save(state, path): see dcp_ways.py, also for its result
         self.started = 0.0  # the time of the last save's call
         self.rss = 0  # resident bytes of the process just before that call
         self.state_s = 0.0  # seconds of get_state_dict before that call
         for _ in range(4):
             self.step()
         self.nbytes = options.state / options.ranks
-        # The first save makes pools, plans and processes, so its times are not counted. Its memory
-        # is the only one that is: later the training's own heap grows as well.
+        # The first save makes pools, save plans and processes, so its times are not counted. Extra
+        # memory is taken from this save alone, because later the training's own heap grows as well.
         self.memory = self.measure_save(busy=False)["memory"]
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
@@ -86,8 +87,8 @@ class Rank:
         """Begin a save.
 
         Returns:
-            The result of the call; its wall time and processor time in seconds; a stamp that is
-            called when the save has ended.
+            The result of the call (see dcp_ways.py); its wall time and processor time in seconds;
+            a stamp that is called when the save has ended.
         """
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -97,7 +98,7 @@ class Rank:
         stamp = Stamp()
         self.barrier()
         self.rss = status_bytes("VmRSS")
-        reset_peak_rss()  # here, because other steps allocate memory too
+        reset_peak_rss()  # just before the call, because what comes before allocates memory too
         cpu, start = time.thread_time(), time.perf_counter()
         self.started = start
         response = self.save({"model": model, "optimizer": optimizer}, self.path)
@@ -156,7 +157,7 @@ class Rank:
     def _steps_during_a_save(self, found: dict[str, list[float]]) -> tuple[float, list[float]]:
         """Save, and train until all ranks have saved.
 
-        It appends to the lists "state_s" and "finished_s" of `found`.
+        Append this save's values to the lists "state_s" and "finished_s" of `found`.
 
         Returns:
             Seconds of the call, and of each step.
@@ -220,7 +221,7 @@ class Rank:
             found.append(time.thread_time() - cpu)
             response.upload_completion.result()
         shutil.rmtree(self.dtensors_path)
-        return {"call_cpu_s": found[1:]}
+        return {"call_cpu_s": found[1:]}  # the first call is slower: nothing is in the caches
 
     def turn(self) -> Turn:
         """Measure every scenario once; return its figures."""
@@ -235,7 +236,7 @@ class Rank:
                     break
                 for metric, value in self.measure_save(busy=scenario == "busy").items():
                     figures.setdefault(metric, []).append(value)
-            del figures["memory"]
+            del figures["memory"]  # only that of the first save counts: see __init__
         found["idle"]["memory"] = [self.memory]
         found["loop"] = self.measure_loop()
         if self.is_ours:

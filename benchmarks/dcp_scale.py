@@ -131,6 +131,7 @@ def estimate(
 ) -> dict[str, float]:
     """Return the coordinator's seconds, the bytes, and the disk's seconds of one checkpoint."""
     count = nr_ranks * options.items
+    # A commit of stillframe syncs a directory three times.
     commit = count * (cost["receive_result_s"] + cost["write_s"]) + 3 * cost["directory_s"]
     return {
         "first_s": count * (cost["receive_plan_s"] + cost["merge_s"]) + commit,
@@ -163,7 +164,7 @@ def show(options: argparse.Namespace, cost: dict[str, float]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 with a sentence on stderr where it cannot run."""
+    """Run the command line; return 0, or 2 if it cannot run: then stderr says why."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--items", type=int, default=400, help="tensors that each rank has a shard of"

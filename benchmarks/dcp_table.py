@@ -11,7 +11,7 @@ from goals import ABSENT, Goal
 from measured import Figures
 from peers import OURS
 
-ROWS = (
+ROWS = (  # scenario, metric, title
     ("idle", "call_s", "main thread idle: the call blocks"),
     ("idle", "call_cpu_s", "processor time of the call's thread"),
     ("idle", "finished_s", "finished after"),
@@ -26,7 +26,7 @@ ROWS = (
     ("loop", "finished_s", "finished after"),
     ("idle", "memory", "extra memory of a rank's process at its first save, x its state"),
 )
-DIFFERENCES = ("lost_s", "noise_s")
+DIFFERENCES = ("lost_s", "noise_s")  # metrics that are shown with their standard error
 SHORT = {  # the columns of the docs
     DEFAULT: "DCP `async_save`",
     STAGER: "with a DefaultStager kept",
@@ -67,6 +67,7 @@ def figures_of(document: dict[str, Any]) -> Figures:
 
 
 def ways_of(figures: Figures) -> list[str]:
+    """Return the ways that have figures, in the order of the columns."""
     return [way for way in SHORT if figures.series("idle", way, "call_s")]
 
 
@@ -81,6 +82,7 @@ def _cell(metric: str, series: Series | None) -> str:
 
 
 def rows(figures: Figures, ways: list[str]) -> list[list[str]]:
+    """Return the rows of the table: a title, and a cell for each way."""
     return [
         [title, *(_cell(metric, figures.series(scenario, way, metric)) for way in ways)]
         for scenario, metric, title in ROWS
@@ -94,6 +96,7 @@ def verdicts(figures: Figures) -> list[str]:
 
 
 def _compared(goal: Goal, figures: Figures) -> str:
+    """Return "; " and the medians that the goal compares, or "" if they were not measured."""
     if goal.judge(figures) == ABSENT:
         return ""
     found = [figures.series(goal.scenario, OURS, goal.metric)]
@@ -105,6 +108,7 @@ def _compared(goal: Goal, figures: Figures) -> str:
 def _with_error(metric: str, series: Series) -> str:
     if metric == "memory":
         return f"{series.median:.2f} ± {series.error:.2f} x"
+    # Three significant digits.
     digits = max(0, 2 - math.floor(math.log10(max(series.median * 1e3, 1e-3))))
     return f"{series.median * 1e3:.{digits}f} ± {series.error * 1e3:.{digits}f} ms"
 

@@ -1,7 +1,9 @@
 """The ways of saving on many ranks that dcp.py compares.
 
-Each rank calls a way's factory once. It returns a function `save(state, path)`, whose result is a
-future of the save's end, or has two: `staging_completion` (copied) and `upload_completion` (ended).
+A way is a factory, which each rank calls once. The factory returns a function `save(state, path)`.
+The result of a call of that function is a future that is done when the save has ended, or an object
+with two futures: `staging_completion` (the state is copied) and `upload_completion` (the save has
+ended).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 from peers import OURS
 
+# The names of the ways, as the table on the terminal shows them.
 DEFAULT, STAGER, PROCESS = "DCP async_save", "DCP, DefaultStager kept", "DCP, PROCESS executor"
 META = "torch_checkpointing"
 BOUND = "bound: a file a rank, two collectives"
@@ -37,7 +40,7 @@ def _dcp_stager() -> Callable[..., Any]:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     group = dist.new_group(backend="gloo")
-    # It copies on a thread into memory that is used again. Pinned memory would need a device.
+    # It copies on a thread, into memory that it uses again. Pinned memory would need a device.
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=False,
@@ -66,14 +69,14 @@ def _dcp_process() -> Callable[..., Any]:
 
 
 class _Meta:
-    """A save of torch_checkpointing, in the form that dcp_rank.py expects: two futures."""
+    """A save of torch_checkpointing with two futures; it is its own `staging_completion`."""
 
     def __init__(self, manager: Any, write: Future[Any]) -> None:
         self.upload_completion, self.staging_completion = write, self
         self._manager = manager
 
     def result(self) -> None:
-        """Wait until the state is copied, as the lock around an optimizer's step does."""
+        """Wait until the state is copied: a training takes this lock around its optimizer step."""
         with self._manager.lock():
             pass
 
@@ -81,9 +84,9 @@ class _Meta:
 def _meta() -> Callable[..., Any]:
     """Return the save of Meta's package, configured for a machine without an accelerator.
 
-    Version 0.1.1 gathers through CUDA what a load on another number of ranks needs, so a checkpoint
-    made here loads only on as many ranks. Its O_DIRECT writes of this state fail with EINVAL on
-    ext4, so direct I/O is off.
+    Version 0.1.1 uses CUDA to gather the data that a load on another number of ranks needs.
+    Therefore a checkpoint made here loads only on the same number of ranks. Its O_DIRECT writes of
+    this state fail with EINVAL on ext4, so direct I/O is off.
     """
     import torch_checkpointing as meta
     from torch_checkpointing.staging import CheckpointStagerConfig
@@ -114,11 +117,12 @@ def _bound() -> Callable[..., Any]:
     begun: queue.SimpleQueue[tuple[Any, Future[None]]] = queue.SimpleQueue()
 
     def local(node: Any) -> Any:
+        """Return `node` with each DTensor replaced by this rank's part of it."""
         if isinstance(node, dict):
             return {name: local(each) for name, each in node.items()}
         return getattr(node, "_local_tensor", node) if isinstance(node, torch.Tensor) else node
 
-    def end() -> None:
+    def end() -> None:  # on a thread: ends each save that `save` has begun
         while True:
             handle, done = begun.get()
             handle.result()
@@ -149,12 +153,12 @@ def _sharded() -> Callable[..., Any]:
 
 
 def _peer() -> Callable[..., Any]:
-    """Return what Lightning's DistributedAsyncCheckpointIO does: see --lightning in dcp.py."""
+    """Return the save of Lightning's DistributedAsyncCheckpointIO: see --lightning in dcp.py."""
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     planner = stock.DefaultSavePlanner(enable_plan_caching=True)
-    before: list[Any] = []
+    before: list[Any] = []  # the future of the previous save, if there was one
 
     def save(state: Any, path: Path) -> Any:
         for each in before:

@@ -13,8 +13,7 @@ from measured import Figures, Settings
 from peers import DCP, DCP_STAGER, OURS, RAW
 from scenarios import SCENARIOS, Scenario, title_of
 
-# ---- the table -----------------------------------------------------------------------------
-
+# A function that formats (median,) or (median, smallest, largest).
 Format = Callable[[Sequence[float]], str]
 
 
@@ -37,6 +36,7 @@ def _sizes(values: Sequence[float]) -> str:
     return format_size(values[0]) if values[0] > 0 else "none"
 
 
+# The rows of each kind of scenario: metric, title, format.
 SAVE_ROWS = (
     ("call_s", "call blocks", TIME),
     ("finished_s", "finished after", TIME),
@@ -55,8 +55,6 @@ LOOP_ROWS = (
     ("finished_s", "finished after", TIME),
     ("step_s", "(a step without saves)", TIME),
 )
-
-
 GATE_ROWS = (
     ("gate_at_once_s", "wait of a step at once", TIME),
     ("gate_late_s", "wait of a step a second later", TIME),
@@ -75,6 +73,10 @@ def _rows_of(scenario: Scenario) -> tuple[tuple[str, str, Format], ...]:
 
 
 def _sections(s: Settings) -> list[tuple[str, str, tuple[Any, ...]]]:
+    """Return (scenario, title, rows) for each section of the table.
+
+    The first save of each process, which no median includes, has a section of its own.
+    """
     sections = []
     for scenario in SCENARIOS:
         title = title_of(scenario, s)
@@ -117,8 +119,8 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
             rows.append([f"  {label}", *cells, _cell(raw, form) if raw else "", first])
             rows.extend([["", *[""] * (len(peers) + 1), verdict] for verdict in verdicts[1:]])
             if metric == "lost_s":
-                noise = [figures.series(scenario, p, metric) for p in peers]
-                errors = [f"± {format_seconds(n.error)}" if n and n.n > 2 else "-" for n in noise]
+                lost = [figures.series(scenario, p, metric) for p in peers]
+                errors = [f"± {format_seconds(s.error)}" if s and s.n > 2 else "-" for s in lost]
                 rows.append(["  (standard error of that median)", *errors, "", ""])
     return rows
 
@@ -132,7 +134,9 @@ def print_results(
     """
     print("\n".join(facts_lines(facts)))
     if small:
-        print("A smaller run than the full one: the goals are set for that, on two quiet cores.")
+        print(
+            "A smaller run than the full one: the goals are set for a full run on two quiet cores."
+        )
     print()
     print_table(
         "Medians (min..max)",

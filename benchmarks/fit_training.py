@@ -37,6 +37,8 @@ class Model(LightningModule):
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
+    """A data set for `steps` batches, which all have the same rows."""
+
     def __init__(self, width: int, batch: int, steps: int) -> None:
         self.rows = torch.randn(batch, width)
         self.length = batch * steps
@@ -62,7 +64,7 @@ class Times(Callback):
 
 
 class Training:
-    """Fits a model whose checkpoints are saved in one way: "stillframe", "lightning" and so on.
+    """A model to fit, whose checkpoints are saved in one way of lightning_fit.py's WAYS.
 
     The model and its optimizer's state take about `nbytes`.
     """
@@ -81,9 +83,13 @@ class Training:
         return AsyncCheckpointIO() if self.way == "lightning" else TorchCheckpointIO()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
-        """Fit once, with a checkpoint every `every` steps (0: none); return the figures.
+        """Fit once, with a checkpoint every `every` steps (0: none).
 
         batch: Rows of a batch. steps: Steps of the fit.
+
+        Returns:
+            Figures of the steps after SKIPPED: their number a second, median and longest time. Also
+            the time from the end of the last step to the end of the fit, and the peak of memory.
         """
         torch.manual_seed(1)
         times = Times()
@@ -99,7 +105,7 @@ class Training:
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            enable_checkpointing=len(callbacks) > 1,
+            enable_checkpointing=len(callbacks) > 1,  # whether there is a ModelCheckpoint
             default_root_dir=self.directory,
             plugins=[self._plugin()],
             callbacks=callbacks,

@@ -1,4 +1,4 @@
-"""The goals for the figures of vs_peers.py, and the class of those for dcp.py."""
+"""The class of a goal, and the goals for the figures of vs_peers.py. dcp_table.py has dcp.py's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ MET, MISSED, UNCLEAR, ABSENT = "met", "missed", "within the error", "not measure
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A bound on stillframe's median, or on the ratio of that median to others of the same run.
+    """A limit for stillframe's median of one metric in one scenario.
 
-    With `others` the median is compared with the least of theirs, multiplied by `bound`. The goal
-    is met or missed if the distance to the limit exceeds its standard error, and unclear otherwise.
-    Lost times are differences, so the least median may be zero or negative. Then a multiple of it
-    is no sensible limit, and stillframe's median has to be below that median itself.
+    The limit is `bound`. If `others` names other figures of the same run, it is `bound` times the
+    least of their medians. The goal is met or missed if stillframe's median differs from the limit
+    by more than the standard error of the difference; otherwise the goal is unclear. Lost times are
+    differences, so the least median may be zero or negative. Then a multiple of it is no sensible
+    limit, and the limit is the least median itself.
 
     at_most: False makes the bound a lower one. row: the metric whose row of the table shows the
     verdict, if that is not `metric`.
@@ -36,7 +37,10 @@ class Goal:
     row: str = ""
 
     def _sides(self, figures: Figures) -> tuple[Series, Series | None] | None:
-        """Return our series, and the least of the others; None if the run has no such figures."""
+        """Return our series, and that of `others` with the least median (None without others).
+
+        Return None if our figure, or all of the others, are missing in this run.
+        """
         ours = figures.series(self.scenario, OURS, self.metric)
         found = [figures.series(*key) for key in self.others]
         least = min((each for each in found if each), key=lambda each: each.median, default=None)
@@ -88,6 +92,7 @@ class Goal:
         return value / self.bound if self.bound > 0 else float("inf")
 
     def verdict(self, figures: Figures) -> str:
+        """Return one line: the goal's text, the ratio if there is one, and whether it is met."""
         judged, value = self.judge(figures), self.value(figures)
         miss = self.times_the_bound(figures)
         if judged == ABSENT:
@@ -117,6 +122,7 @@ def count(figures: Figures) -> str:
 
 
 def _goals() -> tuple[Goal, ...]:
+    """Return the goals. session.py computes "call_of_budget": the call's time over that allowed."""
     goals = []
     for state, busy, idle in (
         ("main", "busy", "idle"),
@@ -154,7 +160,7 @@ def _goals() -> tuple[Goal, ...]:
     memcpy = (("gate", RAW, "memcpy_s"),)
     goals.append(Goal("gate", "gate_at_once_s", 1.3, "≤ 1.3 x raw memcpy", memcpy))
     goals.append(Goal("gate", "gate_late_s", 0.001, "≤ 1 ms"))
-    # 200 saves. The kernel's own bookkeeping takes less than a page for each.
+    # The scenario makes 200 saves. The kernel's bookkeeping takes less than a page for each save.
     goals.append(Goal("growth", "growth_nbytes", 1 << 20, "no growth (≤ 1 MiB)"))
     return tuple(goals)
 

@@ -108,6 +108,7 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
     until = time.monotonic() + options.until_s
 
     def run(part: str, what: str, *arguments: Any) -> Any:
+        """Print `what` as progress, and measure a part in the time that is left."""
         print(what, file=sys.stderr, flush=True)
         return in_process(part, until - time.monotonic(), options, *arguments, directory)
 
@@ -121,7 +122,7 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
             ways[name] = run("saves", f"saves, {size}: {name}", size, name)
             results[f"saves {size}"] = ways
             keep()
-            for each in directory.iterdir():
+            for each in directory.iterdir():  # so that the next way starts with an empty one
                 if each.is_dir():
                     shutil.rmtree(each)
                 else:
@@ -137,7 +138,10 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
 
 
 def has_failed(results: dict[str, Any]) -> bool:
-    """Return whether stillframe's saves or another part has failed; peers may fail."""
+    """Return whether stillframe's saves or another part has failed; peers may fail.
+
+    The result of a failed measure is a sentence in place of figures.
+    """
     found = {**results, **results.get("saves small", {}), **results.get("saves large", {})}
     return any(isinstance(found.get(name), str) for name in (OURS, *PARTS))
 

@@ -3,9 +3,10 @@
     python benchmarks/gpu_counts.py [--dir DIR]
 
 It needs no GPU and measures no time. A model of 400 parameters with AdamW's state, 1,200 tensors
-and 576 MiB, trains on the CPU, but stillframe takes its tensors for a CUDA device's. The script
-counts the steps until the tensors are deferred, the driver calls inside `async_save` and inside the
-gate of the next step, and the calls that take samples. Only calls of the training thread count.
+and 576 MiB, trains on the CPU, but stillframe treats its tensors like those of a CUDA device. The
+script counts the steps until the tensors are deferred, the driver calls inside `async_save` and
+inside the gate of the next step, and the calls that take samples. Only calls of the training thread
+count.
 
 The exit status is 1 if a figure exceeds its bound.
 """
@@ -39,11 +40,14 @@ class CallCounter:
         self._before = self._now()
 
     def _now(self) -> dict[str, int]:
-        names = ("*", "cuEventQuery", *SAMPLES, *COPIES)
+        names = ("*", "cuEventQuery", *SAMPLES, *COPIES)  # "*": all calls
         return {name: self._driver.calls_here(name) for name in names}
 
     def take(self) -> dict[str, int]:
-        """Return the calls since the last `take`: all but event queries, samples, and copies."""
+        """Return three numbers of calls since the last `take`.
+
+        "calls" are all calls except event queries. "samples" and "copies" are those among them.
+        """
         now, before = self._now(), self._before
         self._before = now
         found = {name: now[name] - before[name] for name in now}
@@ -72,7 +76,7 @@ def stream_of_its_own(driver: Any) -> Iterator[None]:
 
 
 def training(nr: int, nbytes: int) -> tuple[Any, Any, Any]:
-    """Return parameters, their AdamW, and a step."""
+    """Return `nr` parameters of `nbytes`, their AdamW, and a function that makes one step."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.zeros(nbytes // 4)) for _ in range(nr)]
@@ -95,9 +99,15 @@ def count(
 ) -> dict[str, Any]:
     """Train and save; return the counts.
 
-    The caller is inside `stillframe.testing.host_as_device()`.
+    Call it inside `stillframe.testing.host_as_device()`.
 
-    nbytes: Of each tensor.
+    Args:
+        nbytes: The bytes of each tensor.
+
+    Returns:
+        The counts of `CallCounter.take` for the steps, a call, its gate, and a call that captures
+        everything; "call_blocks" and "captured_blocks": the most blocks that the captured bytes
+        fill.
     """
     import stillframe
     from stillframe import testing

@@ -26,9 +26,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
-FAKE_DEVICE = 1 << 54
+FAKE_DEVICE = 1 << 54  # the fake driver takes an address with this bit for device memory
 
 
+# The driver's structures: CUmemLocation, CUmemcpyAttributes, CUmemcpy3DOperand (of a pointer),
+# CUDA_MEMCPY3D_BATCH_OP and CUDA_MEMCPY2D, with shorter names of their fields.
 class Location(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
@@ -94,7 +96,7 @@ class Driver:
         else:
             torch.zeros(1, device="cuda")
         stream = ctypes.c_void_p()
-        self.call("cuStreamCreate", ctypes.byref(stream), 1)
+        self.call("cuStreamCreate", ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING
         self.stream = stream
         self.host_bytes = (1 if rehearse else 1024) * MIB
         host = ctypes.c_void_p()
@@ -105,6 +107,7 @@ class Driver:
         self.device = self.memory.data_ptr() | (FAKE_DEVICE if rehearse else 0)
 
     def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver; raise RuntimeError if it fails."""
         code = getattr(self.cuda, name)(*arguments)
         if code != 0:
             raise RuntimeError(f"{name}: {code}")
@@ -112,9 +115,9 @@ class Driver:
     def finish(self) -> None:
         """Wait for the stream."""
         event = ctypes.c_void_p()
-        self.call("cuEventCreate", ctypes.byref(event), 2)
+        self.call("cuEventCreate", ctypes.byref(event), 2)  # CU_EVENT_DISABLE_TIMING
         self.call("cuEventRecord", event, self.stream)
-        while self.cuda.cuEventQuery(event) == 600:
+        while self.cuda.cuEventQuery(event) == 600:  # CUDA_ERROR_NOT_READY
             pass
         self.call("cuEventDestroy_v2", event)
 
@@ -125,7 +128,7 @@ class Driver:
         torch = self.torch
         stream = torch.cuda.ExternalStream(self.stream.value)
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(int(seconds * 1.5e9))
+            torch.cuda._sleep(int(seconds * 1.5e9))  # in cycles, of a clock of 1.5 GHz
 
     # ---- ways to copy ----
 
@@ -133,6 +136,8 @@ class Driver:
         """Copy spans of (to, from, length) with one cuMemcpyBatchAsync."""
         nr = len(spans)
         arrays = [(ctypes.c_uint64 * nr)(*column) for column in zip(*spans, strict=True)]
+        # In stream order, and preferably at the same time as kernels. `at` is the index of the
+        # first copy that has these attributes.
         attributes, at = Attributes(order=1, flags=1), ctypes.c_size_t(0)
         self.call(
             "cuMemcpyBatchAsync_v2",
@@ -145,11 +150,16 @@ class Driver:
         )
 
     def single(self, spans: list[tuple[int, int, int]]) -> None:
+        """Copy spans of (to, from, length) with one call each."""
         copy, stream = self.cuda.cuMemcpyDtoHAsync_v2, self.stream
         for to, source, length in spans:
             copy(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(length), stream)
 
     def rows_batch(self, nr: int, rows: int) -> None:
+        """Make `nr` copies of `rows` rows of 64 bytes with one call.
+
+        The rows begin 128 bytes from each other on the device, and 80 bytes on the host.
+        """
         copies = (Copy3D * nr)()
         for i, copy in enumerate(copies):
             copy.src = Operand(type=1, ptr=self.device + i * rows * 128, row_len=128)
@@ -160,6 +170,8 @@ class Driver:
         )
 
     def rows_single(self, nr: int, rows: int) -> None:
+        """Make the copies of `rows_batch` with one call each."""
+        # Memory type 1 is host memory, 2 is device memory.
         copy = Copy2D(src_type=2, src_pitch=128, dst_type=1, dst_pitch=80, width=64, height=rows)
         for i in range(nr):
             copy.src_device = self.device + i * rows * 128
@@ -229,7 +241,10 @@ def large(driver: Driver) -> dict[str, Any]:
 
 
 def queue(driver: Driver) -> dict[str, Any]:
-    """Queue copies after a kernel of half a second until one call takes a millisecond."""
+    """Queue copies after a kernel of half a second until one call takes a millisecond.
+
+    It stops after 5,000 copies.
+    """
     driver.finish()
     driver.sleep(0.5)
     slowest, taken = 0.0, 0

@@ -40,8 +40,9 @@ ROOT = Path(__file__).parents[1]
 PART_S = 590  # each part ends within ten minutes
 LOG_BYTES = 512 << 10
 OUT_BYTES = 15 << 20
-GRACE_S = 5
+GRACE_S = 5  # seconds of PART_S that are left for ending a part's processes
 
+# $1 is the directory of --dir, and $2 is Python. A tool that is missing must not fail the part.
 FACTS = """
 nvidia-smi; nvidia-smi topo -m; nvidia-smi -q | head -150
 uname -a; nproc; free -g; lscpu | head -30; ulimit -a
@@ -66,6 +67,7 @@ class Part:
 
 
 def parts(options: argparse.Namespace) -> list[Part]:
+    """Return all parts, in the order in which they run."""
     python, out = sys.executable, options.out
     rehearse = ["--rehearse"] if options.rehearse else []
     pytest = [python, "-m", "pytest", "-c", os.devnull, f"--rootdir={ROOT}", "-ra"]
@@ -73,6 +75,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
     config = "expandable_segments:True"
 
     def gpu(name: str, part: str, *more: str, busy: int = 0) -> Part:
+        """Return a part that runs gpu.py for one of its own parts, with `more` options."""
         script = [python, str(ROOT / "benchmarks" / "gpu.py"), "--dir", str(options.dir)]
         script += ["--json", str(out / f"{name}.json"), "--parts", part, "--until-s", "560"]
         return Part(name, [*script, *more, *rehearse], {}, busy)

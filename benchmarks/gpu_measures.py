@@ -1,4 +1,4 @@
-"""The measures of `gpu.py`. It runs each in a process of its own."""
+"""The measures of `gpu.py`, which runs each of them in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ RAW_BYTES = 2 << 30
 
 @contextlib.contextmanager
 def _device(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the device of the training: "cuda", or "cpu" over the fake driver in a rehearsal."""
     if not options.rehearse:
         yield "cuda"
         return
@@ -61,6 +62,7 @@ def plain_copy(train: Train) -> float:
             target.copy_(source, non_blocking=True)
         train.synchronize()
         best = min(best, time.perf_counter() - start)
+    # Whole multiples of `length` were copied, so the time is scaled to `nbytes`.
     return best * nbytes / (max(nbytes // length, 1) * length)
 
 
@@ -302,7 +304,7 @@ def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> An
         return {"nbytes": nbytes, "alone": alone, "saving": saving}
 
 
-SYNCHRONISES = ("Synchronize",)
+SYNCHRONISES = ("Synchronize",)  # words in the names of calls that wait for the device
 
 
 def measure_profile(options: argparse.Namespace, size: str, directory: Path) -> Any:
@@ -343,8 +345,8 @@ def read_profile(events: list[dict[str, Any]]) -> dict[str, Any]:
     after the last are not counted.
 
     Returns:
-        Their number, their time in microseconds, the share of that time in which a kernel ran, and
-        the names of the calls that waited for the device.
+        The number of copies, their time in microseconds, the share of that time in which a kernel
+        ran (None without copies), and the names of the calls that waited for the device.
     """
     kernels = sorted(
         (event["ts"], event["ts"] + event["dur"])
@@ -367,7 +369,7 @@ def read_profile(events: list[dict[str, Any]]) -> dict[str, Any]:
     covered = total = 0.0
     for begin, end in copies:
         total += end - begin
-        at = begin
+        at = begin  # time before `at` is counted already; kernels may overlap each other
         for kernel_begin, kernel_end in kernels:
             if kernel_end <= at or kernel_begin >= end:
                 continue

@@ -9,7 +9,10 @@ from typing import Any
 from common import Series, format_seconds, format_size
 from gpu_ways import OURS
 
-Rows = list[list[str] | None]  # None draws a line
+Rows = list[list[str] | None]  # None is an empty line
+
+
+# In the functions below, a last cell of " " keeps `print_table` from showing a row as a heading.
 
 
 def verdict(good: bool, what: str) -> str:
@@ -17,6 +20,7 @@ def verdict(good: bool, what: str) -> str:
 
 
 def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
+    """Return the rows of part "saves"; the result of a way that failed is a sentence."""
     rows: Rows = [[f"saves, {size} state"] + [""] * 8]
     for name, result in ways.items():
         if isinstance(result, str):
@@ -29,6 +33,7 @@ def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
         step = Series.of([statistics.fmean(each["step_s"]) for each in warm]).median
         item, idle = Series.of(result["item_s"]), Series.of(result["item_idle_s"])
         staged = [each["report"].get("staged_after_s") for each in warm]
+        # Of the fastest copy; ways other than stillframe do not report when it ended.
         speed = result["nbytes"] / min(s for s in staged if s) / 1e9 if staged[0] else 0.0
         plain = result["nbytes"] / result["plain_copy_s"] / 1e9
         end = Series.of([each["end_s"] for each in warm]).median
@@ -61,7 +66,7 @@ def goal_row(
     allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3
     most = max(max(each["allocated"], each["reserved"]) for each in warm)
     extra = max(result["item_s"]) - Series.of(result["item_idle_s"]).median
-    raw = result["raw_disk_s"]
+    raw = result["raw_disk_s"]  # nan without O_DIRECT, which differs from itself
     return [
         "    goals",
         verdict(blocked <= allowed, f"<= {allowed * 1e3:.1f} ms"),
@@ -76,6 +81,7 @@ def goal_row(
 
 
 def other_rows(name: str, size: str, result: Any) -> Rows:
+    """Return the rows of a part other than "saves"; `result` is a sentence if the part failed."""
     blank = [""] * 8
     head: Rows = [[f"{name}, {size} state", *blank]]
     if isinstance(result, str):
@@ -124,6 +130,7 @@ def profile_rows(result: dict[str, Any], blank: list[str]) -> Rows:
     return [[f"  {result['nr_copies']} copies, {seen}", *blank[:-1], verdict_text]]
 
 
+# Each function gets the result of its part and eight empty cells, and returns the part's rows.
 ROWS: dict[str, Callable[[dict[str, Any], list[str]], Rows]] = {
     "sweep": sweep_rows,
     "pinning": pinning_rows,

@@ -60,12 +60,13 @@ class Train:
     def step(self) -> None:
         self.forward_backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad(set_to_none=False)  # gradients keep their device memory
 
     def tree(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def nbytes(self) -> int:
+        """Return the bytes of all tensors in the tree; a tensor that is in it twice counts once."""
         torch, seen, total = self.torch, set(), 0
         stack: list[Any] = [self.tree()]
         while stack:

@@ -40,6 +40,8 @@ class Way:
 
 
 class DetachCpu(Way):
+    """A way that copies each tensor to the host in the call, and calls torch.save in it."""
+
     def start(self, tree: Any, path: Path) -> None:
         import torch
         from torch.utils import _pytree
@@ -60,8 +62,8 @@ class LightningAsync(Way):
         self._io: Any = None
 
     def start(self, tree: Any, path: Path) -> None:
-        self._io = self._make()
-        if hasattr(self._io, "setup"):
+        self._io = self._make()  # a new one for each save, because `finish` tears it down
+        if hasattr(self._io, "setup"):  # not in every version of Lightning
             self._io.setup()
         self._io.save_checkpoint(tree, path)
 
@@ -71,6 +73,8 @@ class LightningAsync(Way):
 
 
 class DcpStager(Way):
+    """DCP with a stager whose thread copies into pinned memory; `gate` waits for that copy."""
+
     def __init__(self) -> None:
         import torch.distributed as dist
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -169,7 +173,7 @@ WAYS: dict[str, type[Way]] = {
 }
 
 
-MOST_TIMES = 1000  # times that are kept of one series
+MOST_TIMES = 1000  # quantiles that are kept of one series, besides the shortest time
 
 
 class ItemTimer:
@@ -186,14 +190,15 @@ class ItemTimer:
             self._value.sum().item()
         else:
             with self._torch.cuda.stream(self._stream):
-                self._value[3].item()
+                self._value[3].item()  # a copy of four bytes, without a kernel
         return time.perf_counter() - start
 
     def times(self, seconds: float, until: Any = None) -> list[float]:
         """Call `.item()` until `seconds` are over or `until()` returns true.
 
-        Returns: The seconds of the calls, sorted. Of more than MOST_TIMES calls only so many are
-        kept, evenly spaced in that order, with the shortest and the longest.
+        Returns:
+            MOST_TIMES + 1 quantiles of the seconds of the calls, from the shortest to the longest.
+            If there were fewer calls, values repeat. One call or none gives a list as short.
         """
         found, end = [], time.perf_counter() + seconds
         while time.perf_counter() < end and not (until is not None and until()):

@@ -23,6 +23,8 @@ LAYERS, HEADS, WORDS, LENGTH = 12, 8, 512, 32
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
+    """A data set of `rows` random rows of LENGTH tokens."""
+
     def __init__(self, rows: int) -> None:
         self.rows = torch.randint(0, WORDS, (rows, LENGTH))
 
@@ -34,7 +36,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 
 class Times(transformers.TrainerCallback):
-    """A record of when each step began and the last step ended, and of stillframe's handles."""
+    """A callback that records when steps begin, when the last ends, and stillframe's handles."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -89,9 +91,14 @@ class Training:
         transformers.logging.disable_progress_bar()
 
     def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
-        """Train once, with a checkpoint every `every` steps (0: none); return the figures.
+        """Train once, with a checkpoint every `every` steps (0: none).
 
         batch: Rows of a batch. steps: Steps of the training.
+
+        Returns:
+            "counted_s" and "step_s": total and median time of the steps after SKIPPED, checkpoints
+            included. "saves": the checkpoints within that time. "blocked_s": median time that a
+            checkpoint blocked. "end_s": from the last step to the end of all saves. "peak_rss".
         """
         self.directory.mkdir(exist_ok=True)
         times = Times()
@@ -104,7 +111,7 @@ class Training:
         blocked = by_hand.blocked
         save = trainer._save_checkpoint
 
-        def timed(*args: Any, **kwargs: Any) -> None:
+        def timed(*args: Any, **kwargs: Any) -> None:  # replaces the Trainer's method that saves
             start = time.perf_counter()
             save(*args, **kwargs)
             blocked.append(time.perf_counter() - start)

@@ -5,8 +5,8 @@
 The same training of a GPT-2 saves with transformers' Trainer, with stillframe's Trainer, and with
 one plain `async_save` of the same tensors in a callback. Each way has a process of its own. In its
 turn a process trains once without checkpoints and once with them. The time lost by a checkpoint is
-the difference of the two, divided by the number of checkpoints. README.md says how each figure is
-counted.
+the difference between these two times, divided by the number of checkpoints. README.md says how
+each figure is counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAYS = ("transformers", "async_save", "stillframe")
 STEP_S = 0.15  # the batch is made so large that a step takes about so long
 SKIPPED = 3  # steps at the start of each training that are not counted
 BLOCKED_GOAL = 1 / 20  # most time that a checkpoint may block, relative to transformers
-LOST_GOAL = 1.5  # most time that it may cost the training, relative to one plain async_save
+LOST_GOAL = 1.5  # most time that a checkpoint may cost, relative to one plain async_save
 
 
 class Fits:
@@ -80,15 +80,17 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def verdict(share: float, error: float, goal: float) -> str:
+    """Return whether `share` is at most `goal`, if the difference exceeds `error`."""
     if share + error <= goal:
         return "met"
     return "MISSED" if share - error > goal else "within the error"
 
 
 def rows(fits: dict[str, list[dict[str, float]]]) -> list[list[str] | None]:
+    """Return a row for each way; ours has the verdicts on the goals."""
     series = {
-        way: {name: Series.of([fit[name] for fit in of]) for name in of[0]}
-        for way, of in fits.items()
+        way: {name: Series.of([fit[name] for fit in turns]) for name in turns[0]}
+        for way, turns in fits.items()
     }
     table: list[list[str] | None] = []
     for way in WAYS:
@@ -140,8 +142,8 @@ def main() -> int:
     if result["others"] >= 0.03:
         print(f"disturbed: other processes took {result['others']:.0%} of the machine")
     kept = {
-        way: {name: Series.of([fit[name] for fit in of]).to_json() for name in of[0]}
-        for way, of in result["fits"].items()
+        way: {name: Series.of([fit[name] for fit in turns]).to_json() for name in turns[0]}
+        for way, turns in result["fits"].items()
     }
     pictures.save_and_draw(options.json, {"machine": facts, "results": {**result, "fits": kept}})
     return 0

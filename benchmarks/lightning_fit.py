@@ -2,11 +2,12 @@
 
     python benchmarks/lightning_fit.py --dir DIR [--state 160MB ...] [--every 20 5] [--json FILE]
 
-The same `Trainer.fit` runs with no checkpoints, with Lightning's synchronous saving, with its
-AsyncCheckpointIO, and with stillframe's. ModelCheckpoint saves every N steps (`save_top_k=1`). Each
-way has a process of its own. In its turn a process runs a fit without checkpoints and one with
-them, and the cost of saving is the difference between the two. Fits of two processes cannot be
-compared, because their memory differs, and the machine's speed changes from minute to minute.
+The same `Trainer.fit` runs with no checkpoints, with Lightning's synchronous saving, with
+Lightning's AsyncCheckpointIO, and with stillframe's. ModelCheckpoint saves every N steps
+(`save_top_k=1`). Each way has a process of its own. In its turn a process runs a fit without
+checkpoints and a fit with them, and the cost of saving is the difference between these two. Fits of
+two processes cannot be compared, because their memory differs, and the machine's speed changes from
+minute to minute.
 README.md says how each figure is counted.
 """
 
@@ -29,7 +30,7 @@ from process import Worker
 WAYS = ("none", "synchronous", "lightning", "stillframe")
 STEP_S = 0.12  # the batch is made so large that a step takes about so long
 SKIPPED = 3  # steps at the start of each fit that are not counted
-GOAL = 0.02  # most share of the steps per second to lose, with 160 MB and a save every 20 steps
+GOAL = 0.02  # the largest share of the steps per second that saving may cost, in the run below
 GOAL_BYTES, GOAL_EVERY = 160 * 10**6, 20
 
 
@@ -61,7 +62,13 @@ def find_batch(none: Worker) -> int:
         batch = max(batch + 8, int(batch * min(4.0, STEP_S / step)))
 
 
-def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, directory: Path) -> Any:
+def run_state(nbytes: int, intervals: list[int], rounds: int, saves: int, directory: Path) -> Any:
+    """Return the batch, the share of other processes, and the figures of each fit.
+
+    Args:
+        intervals: Numbers of steps from save to save; each has a fit in each turn.
+        saves: The saves in a fit with the longest interval.
+    """
     with contextlib.ExitStack() as stack:
         workers = [
             stack.enter_context(Worker(way, Fits, way, nbytes, directory)).ready() for way in WAYS
@@ -71,11 +78,11 @@ def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, director
             worker.call("fit", batch, 2 * SKIPPED + 4, SKIPPED)
         others = Others()
         found: dict[int, dict[str, list[dict[str, float]]]] = {}
-        steps = SKIPPED + max(everies) * saves
+        steps = SKIPPED + max(intervals) * saves
         for number in range(rounds):
             for worker in rotated(workers, number):
                 plain = worker.call("fit", batch, steps, 0)["steps_per_s"]
-                for every in rotated(everies, number):
+                for every in rotated(intervals, number):
                     fit = worker.call("fit", batch, steps, every)
                     fit["lost"] = 1 - fit["steps_per_s"] / plain
                     found.setdefault(every, {}).setdefault(worker.name, []).append(fit)
@@ -92,7 +99,8 @@ def judge(shares: dict[str, Series], goal: float | None) -> str:
         goal: The most that stillframe may lose, or None if there is no such goal for this run.
     """
     ours = shares["stillframe"]
-    least_lead = min(  # by how many standard errors the better of the other ways loses more
+    # By how many standard errors another way loses more than ours: the least of both numbers.
+    least_lead = min(
         (shares[way].median - ours.median) / (shares[way].error + ours.error or 1e-9)
         for way in ("synchronous", "lightning")
     )
@@ -113,6 +121,7 @@ def judge(shares: dict[str, Series], goal: float | None) -> str:
 
 
 def rows(nbytes: int, result: Any) -> list[list[str] | None]:
+    """Return the rows of one state: a heading for each interval, then a row for each way."""
     table: list[list[str] | None] = []
     for every, fits in result["every"].items():
         table.append([f"{format_size(nbytes)}, a save every {every} steps", "", "", "", "", "", ""])
@@ -139,8 +148,8 @@ def kept(result: dict[str, Any]) -> dict[str, Any]:
     """Return `result` with the statistics of each figure in place of one value for each fit."""
     every = {
         number: {
-            way: {name: Series.of([fit[name] for fit in of]).to_json() for name in of[0]}
-            for way, of in fits.items()
+            way: {name: Series.of([fit[name] for fit in turns]).to_json() for name in turns[0]}
+            for way, turns in fits.items()
         }
         for number, fits in result["every"].items()
     }

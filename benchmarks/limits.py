@@ -26,7 +26,7 @@ class RawDisk:
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._directory = directory
-        self._nbytes = -(-nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
+        self._nbytes = -(-nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES  # rounded up to whole pages
         self._source = raw.make_buffer(min(self._nbytes, LONGEST_SOURCE))
 
     def _write(self, name: str, *, direct: bool) -> float:
@@ -53,7 +53,7 @@ class RawDisk:
 def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> list[float]:
     """Return the seconds of each of `rounds` copies of `nbytes`.
 
-    One more copy comes first and is not counted: it brings the memory into existence.
+    One more copy comes first and is not counted, because the system allocates the pages during it.
     """
     nbytes = -(-nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
     source, target = raw.make_buffer(nbytes), raw.make_buffer(nbytes)

@@ -58,6 +58,7 @@ def keep_memory() -> None:
 def _user_ticks(pid: int | None) -> int:
     """Return the user time of a process in clock ticks, 0 if it has just ended."""
     try:
+        # Field 14 of proc(5). The name, field 2, is in brackets and may contain spaces.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
     except FileNotFoundError:
         return 0
@@ -67,6 +68,7 @@ class Others(raw.Others):  # type: ignore[misc,name-defined]
     """The share of the machine that other processes take; our own children do not count."""
 
     def _own_seconds(self) -> float:
+        """Add the time of our children, running and ended, to that of this process."""
         children = multiprocessing.active_children()
         live = sum(_user_ticks(child.pid) for child in children) / os.sysconf("SC_CLK_TCK")
         ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -77,13 +79,14 @@ class Others(raw.Others):  # type: ignore[misc,name-defined]
 
 
 def _block_device(path: Path) -> str:
+    """Return model, scheduler and kind of the disk that has `path`; "" if nothing is known."""
     device = os.stat(path).st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     facts = []
     for name in ("device/model", "../device/model", "queue/scheduler", "queue/rotational"):
         with contextlib.suppress(OSError):
             text = (node / name).read_text().strip()
-            active = re.search(r"\[(.+)\]", text)
+            active = re.search(r"\[(.+)\]", text)  # the scheduler in use is in brackets
             facts.append(f"{name.rsplit('/', 1)[-1]} {active.group(1) if active else text}")
     return ", ".join(facts)
 

@@ -16,7 +16,7 @@ class Settings:
 
     state, many, large, transformer, loop_state, growth_state: bytes of the states that scenarios.py
     describes. rounds: warm saves of each scenario. pairs: rounds of a training loop, each with
-    steps with a save and steps without. *_steps, *_batch: of such a loop.
+    steps with a save and steps without. *_steps, *_batch: the steps and the rows of a batch there.
     """
 
     state: int
@@ -55,6 +55,7 @@ class Figures:
         self._kept[scenario, who, metric] = series
 
     def series(self, scenario: str, who: str, metric: str) -> Series | None:
+        """Return the statistics of a metric, or None if it was not measured."""
         values = self._values.get((scenario, who, metric))
         return Series.of(values) if values else self._kept.get((scenario, who, metric))
 
@@ -67,6 +68,7 @@ class Figures:
         return [v for key, values in self._values.items() if key[2] == metric for v in values]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the statistics of all values of `add`, by scenario, way and metric."""
         tree: dict[str, Any] = {}
         for (scenario, who, metric), values in self._values.items():
             metrics = tree.setdefault(scenario, {}).setdefault(who, {})

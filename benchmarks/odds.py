@@ -2,10 +2,10 @@
 
 A deferred storage is cut into strata of equal length, as many as it has samples. In each stratum
 one cache line, chosen at random, is compared with the copy. A contiguous write whose length is x
-strata covers parts of one to three neighbouring strata, whose lines are chosen independently. So no
-line of it is compared with the probability 1 - x + x³/6 if x <= 1, and (2 - x)³/6 if x <= 2. A
-longer write is always noticed. `tests/c/stage/test_samples.c` compares these formulas with what the
-core's samples notice.
+strata covers parts of one to three neighbouring strata, whose lines are chosen independently. The
+probability that the write contains no chosen line is 1 - x + x³/6 if x <= 1, and (2 - x)³/6 if
+1 < x <= 2. A longer write is always noticed. `tests/c/stage/test_samples.c` compares these formulas
+with what the core's samples notice.
 """
 
 from __future__ import annotations

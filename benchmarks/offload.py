@@ -68,8 +68,7 @@ from stillframe.offload import Offloader  # noqa: E402
 def synchronised(way: Callable[[], Results], own: dict[str, int]) -> dict[str, int]:
     """Return how often a way makes each call that waits for the device, from its profile.
 
-    The ways by hand wait once, at their end, because they cannot know otherwise that their copies
-    are complete.
+    Every way but stillframe's waits once, at its end: only then are its copies complete.
 
     Args:
         own: The number of such calls that the profiler itself makes; they are subtracted.
@@ -88,7 +87,7 @@ def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
     Both directions run at the same time.
     """
     spans = []
-    for nr, way in ((2, "in"), (1, "out")):
+    for nr, way in ((2, "in"), (1, "out")):  # a step needs each weight twice, and has one result
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         spans.append(
             (nr * len(pinned) * pinned[0].nbytes, way, begin, end, torch.cuda.Stream(device))
@@ -116,39 +115,40 @@ def goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     None stands for a figure that was not measured.
     """
-    # name -> (figure, bound, whether the bound is a lower one)
-    found: dict[str, tuple[float | None, float, bool]] = {
-        "share hidden": (None, 0.90, True),
-        "speed inward, of the copies alone": (None, 0.95, True),
-        "speed outward, of the copies alone": (None, 0.95, True),
-        "step, of the longer of compute and copies": (None, 1.05, False),
-        "calls that wait for the device": (None, 0, False),
+    bounds: dict[str, tuple[float, bool]] = {  # name -> (bound, whether it is a lower one)
+        "share hidden": (0.90, True),
+        "speed inward, of the copies alone": (0.95, True),
+        "speed outward, of the copies alone": (0.95, True),
+        "step, of the longer of compute and copies": (1.05, False),
+        "calls that wait for the device": (0, False),
     }
+    found: dict[str, float | None] = dict.fromkeys(bounds)
     if "seconds" in figures.get("resident", {}):
         compute, step = (statistics.median(figures[way]["seconds"]) for way in ("resident", "ours"))
         alone, stats = figures["copies"], figures["ours"]["stats"]
         hidden = stats["share_hidden"] if compute >= alone["seconds"] else None
-        values = (
+        values = (  # in the order of `bounds`
             hidden,
             stats["onload_gb_per_s"] / alone["in_gb_per_s"],
             stats["offload_gb_per_s"] / alone["out_gb_per_s"],
             step / max(compute, alone["seconds"]),
             sum(figures["ours"]["synchronised"].values()),
         )
-        found = {
-            name: (value, *rest[1:])
-            for (name, rest), value in zip(found.items(), values, strict=True)
-        }
+        found = dict(zip(bounds, values, strict=True))
     judged: dict[str, dict[str, Any]] = {}
-    for name, (value, bound, least) in found.items():
-        met = None
+    for name, (bound, is_lower) in bounds.items():
+        value, met = found[name], None
         if value is not None:
-            met = value >= bound if least else value <= bound
-        judged[name] = {"found": value, "at least" if least else "at most": bound, "met": met}
+            met = value >= bound if is_lower else value <= bound
+        judged[name] = {"found": value, "at least" if is_lower else "at most": bound, "met": met}
     return judged
 
 
 def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all ways on the device; return their figures, after a check of their results.
+
+    The first step of each way warms up and is not counted.
+    """
     device = torch.device(options.device)
     host = weights(options.layers, options.side)
     pinned = [weight.pin_memory() for weight in host]
@@ -179,16 +179,17 @@ def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
             took = time.perf_counter() - began
             if step:
                 figures[name]["seconds"].append(took)
+            # The weights of "resident" are on the device all the time.
             others = 0 if name == "resident" else sum(weight.nbytes for weight in here)
             figures[name]["peak_device_bytes"] = torch.cuda.max_memory_allocated(device) - others
-            if name != "save_on_cpu":  # its gradients differ
+            if name != "save_on_cpu":  # its results are gradients
                 assert all(map(torch.equal, (each.cpu() for each in got), wanted)), name
             del got
         alone.append(copy_speeds(pinned, device))
         if step == 0:
             before = offloader.stats()
     figures["ours"]["stats"] = stats_between(before, offloader.stats())
-    own = synchronised(list, {})
+    own = synchronised(list, {})  # a way that does nothing
     for name, way in ways.items():
         figures[name]["synchronised"] = synchronised(way, own)
         figures[name]["steps_per_s"] = 1 / statistics.median(figures[name]["seconds"])

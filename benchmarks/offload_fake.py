@@ -107,20 +107,24 @@ class FakeStreams(Streams):
         """
         if self.only is None:
             self.only = self.stream()
-        for before, after in ((self.compute, self.only), (self.only, self.compute)):
-            reached = self.event()
-            self.record(reached, before)
-            self.wait(after, reached)
-            if before is self.compute:
-                copy(to, source, self.only)
+        self._order(self.compute, self.only)
+        copy(to, source, self.only)
+        self._order(self.only, self.compute)
+
+    def _order(self, before: Any, after: Any) -> None:
+        """Let the stream `after` wait for what is queued on the stream `before`."""
+        reached = self.event()
+        self.record(reached, before)
+        self.wait(after, reached)
 
     def synchronize(self) -> None:
         self._check(self.call.cuStreamSynchronize(self.only))
 
     def _copy(self, call: Any, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        places = [to.data_ptr(), source.data_ptr()]
-        places[call is self.call.cuMemcpyDtoHAsync_v2] |= testing._DEVICE
-        self._check(call(*map(ctypes.c_uint64, places), ctypes.c_size_t(to.nbytes), stream))
+        addresses = [to.data_ptr(), source.data_ptr()]
+        on_device = 1 if call is self.call.cuMemcpyDtoHAsync_v2 else 0
+        addresses[on_device] |= testing._DEVICE
+        self._check(call(*map(ctypes.c_uint64, addresses), ctypes.c_size_t(to.nbytes), stream))
         self.used.add(stream.value)
 
     def _check(self, code: int) -> None:
@@ -143,6 +147,7 @@ def copies(host: Weights, streams: FakeStreams) -> None:
     streams.finish()
 
 
+# The calls that are counted. "sync" stands for all calls that wait for the device.
 COPIES = ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "sync")
 CALLS = (*COPIES, "cuEventRecord", "cuStreamWaitEvent", "cuMemHostRegister_v2")
 
@@ -178,6 +183,7 @@ def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Res
         left = streams.host(source.shape)
         streams.in_stream_order(streams.send, left, source)
         streams.synchronize()
+        # The result has the strides of `tensor`, which may be a transposed weight.
         return left.view_as(source) if tensor.is_contiguous() else left.t().contiguous().t()
 
     def unpack(left: torch.Tensor) -> torch.Tensor:
@@ -202,7 +208,8 @@ def counted(
     """Run a way; return how often it made each driver call in `names`.
 
     Raises:
-        AssertionError: Its results are not `wanted`, or it broke a rule that the fake driver knows.
+        AssertionError: The way's results are not `wanted`, or it broke a rule that the fake driver
+            checks.
     """
     driver.reset()
     got = way()
@@ -222,6 +229,7 @@ def count_driver_calls(options: argparse.Namespace) -> dict[str, Any]:
     x = torch.randn(options.batch, options.side, generator=torch.Generator().manual_seed(2))
     wanted = resident(host, x)
     block = MIB
+    # The pool has room for each weight, for each result, and for partly filled blocks.
     room = 4 * options.layers * (host[0].nbytes + 2 * block)
     with (
         testing.host_as_device() as driver,
@@ -248,4 +256,5 @@ def count_driver_calls(options: argparse.Namespace) -> dict[str, Any]:
         }
         assert calls["streams"]["sync"] == calls["ours"]["sync"] == 0, calls
         stats = dict(offloader.stats())
+    # A group is what is moved at once: each weight comes twice, and one result leaves a layer.
     return {"groups": 3 * options.layers, "calls": calls, "stats": stats}

@@ -14,8 +14,9 @@ Way = Callable[[Weights, torch.Tensor, torch.device], Results]
 
 
 def weights(layers: int, side: int) -> Weights:
-    made = torch.Generator().manual_seed(1)
-    return [torch.randn(side, side, generator=made) / side**0.5 for _ in range(layers)]
+    """Return a random square weight for each layer, in ordinary host memory."""
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(side, side, generator=random) / side**0.5 for _ in range(layers)]
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,10 @@ def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
 
 
 def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
-    """Copy all weights first; autograd keeps what it saves for the backward on the host."""
+    """Copy all weights first, and let autograd keep the tensors that it saves in host memory.
+
+    Unlike the other ways, it returns gradients.
+    """
     with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
         given = [weight.to(device, non_blocking=True).requires_grad_() for weight in host]
         for weight in given:
@@ -99,11 +103,12 @@ def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
     """Overlap by hand with two buffers: one is filled while the computation uses the other."""
     compute, inward, outward = streams.compute, streams.stream(), streams.stream()
     buffers = [torch.empty_like(host[0], device=streams.device) for _ in range(2)]
+    # Events of each buffer: its weight has come, and the computation has used it.
     come, used = ([streams.event() for _ in range(2)] for _ in range(2))
     order = [*range(len(host)), *reversed(range(len(host)))]
     out: Results = []
 
-    def bring(turn: int) -> None:
+    def bring(turn: int) -> None:  # the weight that the computation needs in this turn
         slot = turn % 2
         streams.wait(inward, used[slot])
         streams.bring(buffers[slot], host[order[turn]], inward)
@@ -132,6 +137,7 @@ def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
 
 
 def ours(offloader: Offloader, tickets: list[Any], x: torch.Tensor) -> Results:
+    """Let an Offloader move weights and results; `tickets` are what `adopt` returned."""
     order = [*tickets, *reversed(tickets)]
     sent = []
     for index, ticket in enumerate(order):

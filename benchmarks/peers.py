@@ -15,6 +15,7 @@ from typing import Any
 
 from common import Stamp
 
+# The names of the ways in tables and JSON; RAW is the disk's or the memory's own speed.
 OURS, LIGHTNING, TORCH, RAW = "stillframe", "Lightning", "torch.save", "raw"
 TORCH_NO_CRC, DCP, DCP_STAGER = "torch.save, no CRC", "DCP", "DCP + DefaultStager"
 
@@ -94,7 +95,7 @@ class _WatchedExecutor(ThreadPoolExecutor):
 class LightningAsync(Peer):
     """Lightning's AsyncCheckpointIO over its TorchCheckpointIO, as a Trainer sets it up.
 
-    Only its executor is replaced, by one of the same kind and size that stamps the end.
+    Only its executor is replaced: a _WatchedExecutor has as many threads and also calls the stamp.
     """
 
     def __init__(self) -> None:
@@ -234,8 +235,10 @@ class Stillframe(Peer):
         return facts
 
     def progress(self, directory: Path) -> int:
-        """Return the bytes written, from the handle: the file has its full length from the
-        start."""
+        """Return the bytes written as the handle reports them.
+
+        The file's length does not show them: it is the full length from the start.
+        """
         return int(self._handle.progress()[0])
 
     def close(self) -> None:

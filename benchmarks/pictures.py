@@ -73,8 +73,8 @@ def draw_document(
     """Draw `document` into a PNG with the name of `json_path`, next to it or in the directory
     `out`.
 
-    Return its path, or None if there is nothing to draw or matplotlib is missing. In the second
-    case stderr says so.
+    Return the PNG's path. Return None if there is nothing to draw, or if matplotlib is missing,
+    which stderr reports.
     """
     try:
         import matplotlib
@@ -106,7 +106,10 @@ def _title(document: dict[str, Any]) -> str:
 
 
 def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return a (function, arguments after the axes) for each diagram of a document's picture."""
+    """Return (function, its arguments after the axes) for each diagram of a document's picture.
+
+    The keys of the document tell which script has made it.
+    """
     panels: list[tuple[Any, tuple[Any, ...]]] = []
     if "seconds" in document:  # limits.json
         return [(_rates, (document["seconds"], document["nbytes"]))]
@@ -139,6 +142,7 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def _names(found: Any) -> list[str]:
+    """Return the ways of vs_peers.py that `found` has, in the order of the table's columns."""
     return [peer for peer in PEERS if peer in found]
 
 
@@ -231,7 +235,7 @@ def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
         for number, way in enumerate(FITS):
             lost, error = (100 * fits[way]["lost"][name] for name in ("median", "error"))
             at = index + 0.26 * (number - 1)
-            label = FITS[way] if index == 0 else "_" + way
+            label = FITS[way] if index == 0 else "_" + way  # with "_" it is not in the legend
             axes.bar(at, lost, width=0.24, color=_colour(way), label=label)
             axes.errorbar(at, lost, yerr=error, color="#222222", capsize=3, lw=1.2)
     axes.axhline(0, color="#222222", lw=0.8)
@@ -308,7 +312,7 @@ def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
 def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
     """Draw the work in the background: copying dark, writing lighter.
 
-    Other ways than ours record no spans, and get one bar from the call's return to the end.
+    Ways other than ours record no spans. They get one bar, from the call's return to the end.
 
     Args:
         right: The time at which the picture ends. A longer bar is cut there, and its label has an
@@ -380,7 +384,7 @@ def _loads(axes: Any, states: dict[str, Any]) -> None:
     for state, figures in states.items():
         for situation, series in figures["loads"].items():
             for number, (way, found) in enumerate(series.items()):
-                label = "_" + way if way in named else way  # once in the legend
+                label = "_" + way if way in named else way  # with "_" it is not in the legend
                 named.add(way)
                 height = 0.8 / len(series)
                 level = len(labels) + height * (number + 0.5) - 0.4
@@ -438,7 +442,8 @@ def main(arguments: list[str]) -> int:
         except (OSError, ValueError, KeyError) as error:
             print(f"pictures.py: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             drawn = None
-        status = status if drawn else 2
+        if drawn is None:
+            status = 2
     return status
 
 

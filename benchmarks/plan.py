@@ -3,8 +3,8 @@
     python benchmarks/plan.py --tensors 1600
 
 Planning is what `async_save` does before it copies. A training step and a write to 64 MiB of other
-memory come before each measurement, so the tensors are in no cache. To compare two builds, set
-`PYTHONPATH` to one and the other in turns.
+memory come before each measurement, so the tensors are in no cache. To compare two builds, run the
+script several times, with `PYTHONPATH` set to each of them in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVICTED_BYTES = 64 << 20
 
 def plan_ms(nr_tensors: int, rounds: int) -> list[float]:
     """Return the milliseconds of processor time of planning a save, for each of `rounds`."""
-    nr_params = max(1, nr_tensors // 4)
+    nr_params = max(1, nr_tensors // 4)  # AdamW keeps three tensors for each weight
     state = states.make(Spec(3 * nr_params * WIDTH * WIDTH * 4, "mlp", nr_params, 1))
     other = torch.zeros(EVICTED_BYTES // 4)
     found = []
@@ -35,7 +35,7 @@ def plan_ms(nr_tensors: int, rounds: int) -> list[float]:
         began = time.thread_time_ns()
         skeleton.build(tree)
         found.append((time.thread_time_ns() - began) / 1e6)
-    return found[1:]  # the first one is not counted: nothing is prefetched in it
+    return found[1:]  # the first is not counted: only later ones prefetch the tensors of the last
 
 
 def main() -> int:

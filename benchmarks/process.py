@@ -1,6 +1,6 @@
 """A separate process for each measured way, and the parent's handle on it.
 
-So the memory, allocator and thread pools of one way cannot affect the figures of another. The
+The memory, allocator and thread pools of one way then cannot affect the figures of another way. The
 process answers one request at a time and sleeps in between.
 """
 
@@ -22,7 +22,8 @@ GIVE_UP_S = 660.0  # a request that takes longer has hung
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Make the object and call the methods that the parent names, until the parent closes the pipe.
 
-    This is the main function of the child.
+    This is the main function of the child. Each answer is (True, result), or (False, (error,
+    traceback)), after which the child ends.
     """
     # on Ctrl-C the parent ends this process and removes the files
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -41,9 +42,10 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[An
 
 
 class Worker:
-    """A new spawned process that has called `make(*arguments)`, and calls methods of the result.
+    """A new process, which calls `make(*arguments)` and then methods of the object returned.
 
-    A context manager, which ends the process. `make` runs while the parent goes on, until `ready`.
+    It is a context manager, which ends the process. The constructor does not wait for `make`;
+    `ready` does.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._connection.close()
-        self._process.join(30 if kind is None else 0)
+        self._process.join(30 if kind is None else 0)  # after an error it may be in a long call
         if self._process.is_alive():
             self._process.kill()
         self._process.join()

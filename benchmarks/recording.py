@@ -49,7 +49,7 @@ text{font:14px ui-monospace,Menlo,Consolas,'Liberation Mono',monospace;white-spa
 
 
 class Run(NamedTuple):
-    """A piece of a line: adjacent letters in one style, from `column` on."""
+    """Adjacent letters of a line that have the same style; the first is in `column`."""
 
     column: int
     text: str
@@ -102,6 +102,7 @@ def record(command: list[str]) -> tuple[list[tuple[float, Screen]], float]:
 
 
 def _read_screen(screen: object) -> Screen:
+    """Return the present rows of a pyte.Screen, without those that are empty."""
     found: Screen = {}
     for row in range(ROWS):
         if line := _line(screen.buffer[row]):  # type: ignore[attr-defined]
@@ -110,6 +111,7 @@ def _read_screen(screen: object) -> Screen:
 
 
 def _line(cells: dict[int, object]) -> Line:
+    """Return the runs of a row; a single space between letters of one style is part of the run."""
     runs: list[Run] = []
     for column in range(COLUMNS):
         cell = cells[column]
@@ -126,6 +128,7 @@ def _line(cells: dict[int, object]) -> Line:
 
 
 def _colour(name: str) -> str:
+    """Return the colour in CSS for a name of pyte's, which may also be six hexadecimal digits."""
     if name == "default":
         return FOREGROUND
     return COLOURS.get(name.removeprefix("bright"), f"#{name}" if len(name) == 6 else FOREGROUND)
@@ -198,15 +201,18 @@ def _stretches(
 
 
 def _text(row: int, line: Line, look: str) -> str:
+    """Return the SVG element of one line in `row`; `look` is its CSS style, or ""."""
     y = MARGIN + (row + 0.75) * LINE
     style = f' style="{look}"' if look else ""
-    spans = "".join(
+    return f'<text y="{y:.1f}"{style}>{"".join(map(_span, line))}</text>'
+
+
+def _span(run: Run) -> str:
+    weight = ' class="b"' if run.bold else ""
+    return (
         f'<tspan x="{MARGIN + run.column * GLYPH:.1f}" textLength="{len(run.text) * GLYPH:.1f}"'
-        f' fill="{run.colour}"{" class=" + chr(34) + "b" + chr(34) if run.bold else ""}>'
-        f"{html.escape(run.text, quote=False)}</tspan>"
-        for run in line
+        f' fill="{run.colour}"{weight}>{html.escape(run.text, quote=False)}</tspan>'
     )
-    return f'<text y="{y:.1f}"{style}>{spans}</text>'
 
 
 def main() -> int:

@@ -2,9 +2,9 @@
 
     python benchmarks/remote.py [--state 200MB 1GB] [--json FILE]
 
-Each way has a process of its own. All save to one S3 server on loopback (`s3_server.py`), which
-discards the bytes that it receives. They take turns, first without added latency and then with
-20 ms added to each request. README.md in this directory says how each figure is counted.
+Each way has a process of its own. All ways save to one S3 server on loopback (`s3_server.py`),
+which discards the bytes that it receives. The ways take turns, first without added latency and then
+with 20 ms added to each request. README.md in this directory says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run(
 
 
 def rows(latency: str, figures: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
-    """Return the rows of the table for one latency."""
+    """Return the rows of the table for one latency; ratios are to stillframe's figures."""
     lines = [[f"{latency} for each request", "", "", "", "", "", ""]]
     ours = figures.get("stillframe")
     for way, found in figures.items():

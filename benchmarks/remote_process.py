@@ -11,9 +11,9 @@ from machine import Others, keep_memory, reset_peak_rss, status_bytes
 from peers import LIGHTNING, OURS, TORCH, LightningAsync, Peer
 
 BUCKET = "bkt"
-EIGHTH = f"{OURS}, pool of an eighth"
+EIGHTH = f"{OURS}, pool of an eighth"  # of the state's bytes
 LIGHTNING_ASYNC = f"{LIGHTNING}, asynchronous"
-BLOCK_BYTES = 16 << 20  # the least that a pool has
+BLOCK_BYTES = 16 << 20  # a pool has at least one block
 WARM_STEPS = 5
 GIVE_UP_S = 600.0
 

@@ -1,4 +1,4 @@
-"""How long does a training that died take until it has made a step again?
+"""How long does a training that died take until it has made its first step again?
 
     python benchmarks/restart.py --dir DIR
 
@@ -50,11 +50,11 @@ SECONDS = 600  # the longest that one process may take
 
 
 def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
-    """Run one training: with MAKE as the way it saves `path`, otherwise it resumes from it.
+    """Run one training, which resumes from the checkpoint `path`; with MAKE as `way`, save it.
 
     Returns:
-        "at": the time (time.monotonic) at which its first step ended. "peak_nbytes": the peak of
-        resident memory when training began, beyond that with the model alone.
+        "at": the time (time.monotonic) at which the first step ended. "peak_nbytes": the peak of
+        resident memory when training began, less the resident memory with the model alone.
     """
     import lightning as L
     import torch
@@ -107,7 +107,8 @@ def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
     """Call `run` in a new process.
 
     Returns:
-        "seconds" from the start of the process to the end of its first step, and "peak_nbytes".
+        "seconds" from the start of the process to the end of its first step, and the
+        "peak_nbytes" of `run`.
     """
     start = time.monotonic()
     child = subprocess.run(

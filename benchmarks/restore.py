@@ -136,8 +136,8 @@ def raw_seconds(path: Path, nr_threads: int) -> float:
 def new_process() -> Iterator[Callable[..., Any]]:
     """Start a new process that has imported everything, and end it after the block.
 
-    Yield a function that calls another one there: `ask(name, *arguments)` calls the function of
-    that name of restore_process.py and returns its result.
+    Yield a function `ask(name, *arguments)`. It calls the function `name` of restore_process.py in
+    that process and returns its result.
     """
     with Worker("a measured process", import_module, "restore_process") as process:
         process.ready().call("prepare")
@@ -161,7 +161,10 @@ def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]
         for way in ways:
             with new_process() as ask:
                 for each in files_of(path):
-                    (raw.forget if situation == COLD else _bring_into_page_cache)(each)
+                    if situation == COLD:
+                        raw.forget(each)
+                    else:
+                        _bring_into_page_cache(each)
                 values[situation][way].append(ask("load", str(path), way))
                 if situation == FIRST:
                     values[AGAIN][way].append(ask("load", str(path), way))
@@ -173,6 +176,7 @@ def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]
 def _verify_round(
     path: Path, number: int, ask: Callable[..., float], values: dict[str, list[float]]
 ) -> None:
+    """Verify the file once, read it once in both raw ways, and add the seconds to `values`."""
     calls = {
         VERIFY: lambda: ask("verify", str(path)),
         RAW_ONE: lambda: raw_seconds(path, 1),
@@ -263,8 +267,9 @@ def _times(series: dict[str, Any], nbytes: int) -> list[str]:
 
 
 def _goal(ratio: dict[str, Any], bound: float, *, at_most: bool) -> str:
+    """Return the text for a ratio with a goal: median, spread, bound, and whether it is met."""
     value = ratio["median"]
-    if value != value:
+    if value != value:  # nan: the file system has no O_DIRECT
         return "-"
     met = value <= bound if at_most else value >= bound
     spread = f"{value:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
@@ -272,6 +277,10 @@ def _goal(ratio: dict[str, Any], bound: float, *, at_most: bool) -> str:
 
 
 def _load_row(figures: dict[str, Any], situation: str, way: str, series: Any) -> list[str]:
+    """Return the row of one way in one situation.
+
+    Its last cell says how many times as fast ours is, with a verdict if there is a goal for that.
+    """
     large = figures["nbytes"] >= LARGE
     bound = None
     if large:

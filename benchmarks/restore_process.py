@@ -90,6 +90,7 @@ def load(path: str, way: str) -> Load:
 
 
 def verify(path: str) -> float:
+    """Return the seconds that `stillframe verify` needs for the file, without its start."""
     from stillframe._shell.verify import verify_file
 
     start = time.perf_counter()
@@ -119,6 +120,7 @@ def _safetensors() -> Any:
 
 
 def _read_dcp(path: str) -> Any:
+    """Load with DCP, which fills tensors that the caller has made."""
     import torch
     from torch.distributed import checkpoint as dcp
 

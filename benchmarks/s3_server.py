@@ -24,7 +24,7 @@ _XML = '<?xml version="1.0" encoding="UTF-8"?>'
 class Server:
     """The server, on threads of the process that makes it.
 
-    It has the length of each object, and of the parts of each upload under way.
+    It keeps only lengths: of each object, and of the parts so far of each upload under way.
 
     Attributes:
         latency_s: How long each request waits before it is handled, in seconds.
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _discard_body(self) -> int:
         """Read and discard the body; return how many of its bytes belong to the object.
 
-        The others belong to the encoding (aws-chunked).
+        In a body that is encoded as aws-chunked, the other bytes belong to the encoding.
         """
         if "aws-chunked" in self.headers.get("Content-Encoding", ""):
             nbytes = int(self.headers["X-Amz-Decoded-Content-Length"])
@@ -178,6 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             left -= taken
 
     def _discard_chunks(self) -> None:
+        """Discard a body with Transfer-Encoding: chunked, and the trailers after it."""
         while size := int(self.rfile.readline().partition(b";")[0], 16):
             self._discard(size)
             self.rfile.readline()

@@ -8,7 +8,7 @@ from common import TENSOR_BYTES, Spec, format_size
 from measured import Settings
 from peers import OURS
 
-LEAST_POOL_BYTES = 16 << 20  # one block of an engine with default options
+LEAST_POOL_BYTES = 16 << 20  # a pool has at least one block, by default of this size
 FEW_TENSORS = 24
 MANY_TENSORS = 20_000
 LAYERS = 6  # in the transformer
@@ -34,7 +34,7 @@ class Scenario:
 
     @property
     def cold(self) -> str:
-        """Return the name under which its first round is kept, since no median includes that."""
+        """Return the name under which the first round is kept: the medians do not include it."""
         return f"{self.name}_cold" if self.kind == "save" else f"{self.name}_first"
 
 

@@ -18,7 +18,7 @@ from machine import Others, keep_memory, reset_peak_rss, status_bytes
 from peers import PEERS, Peer
 
 CALIBRATE_NS = 400_000_000  # for this long the main thread's own speed is measured before each save
-TAIL_NS = 50_000_000  # stalls are counted for this long after the end, while memory is freed
+TAIL_NS = 50_000_000  # stalls are counted for this long after a save, while its memory is freed
 WARM_STEPS = 5  # real steps before the first save
 SAVE_BATCH = 8  # rows a step between the saves of the idle and busy scenarios
 GIVE_UP_NS = 600 * 10**9  # a save that takes longer has hung
@@ -26,8 +26,7 @@ GIVE_UP_NS = 600 * 10**9  # a save that takes longer has hung
 LATE_STEP_S = 1.0
 SAMPLE_S = 0.002  # pause between two readings of the bytes written
 
-# The result of a measurement: numbers, and lists of numbers for the pictures.
-Answer = dict[str, float]
+Answer = dict[str, float]  # the result of a measurement: metric -> value
 
 
 class Session:
@@ -67,7 +66,8 @@ class Session:
         check: load the file afterwards and compare its first, middle and last tensor. computing:
         the number of threads that need the interpreter lock all the time until the save has ended.
         """
-        self._state.step(SAVE_BATCH)  # before the threads start: with them it takes half a minute
+        # Before the threads start, because next to them a step takes half a minute.
+        self._state.step(SAVE_BATCH)
         tree = self._state.tree()
         with _computing(computing):
             figures, path = self._timed_save(tree, busy)
@@ -77,6 +77,11 @@ class Session:
         return figures
 
     def _timed_save(self, tree: Any, busy: bool) -> tuple[Answer, Path]:
+        """Save once; return the figures and the file's path.
+
+        The main thread ticks for CALIBRATE_NS before the call, then until the save has finished,
+        and for TAIL_NS after that.
+        """
         state, path, stamp = self._state, self._next_path(), Stamp()
         time.sleep(0.2)
         begin = time.perf_counter_ns()
@@ -105,7 +110,7 @@ class Session:
             "file_nbytes": float(_length(path)),
             **{f"report_{k}": v for k, v in self._peer.collect().items()},
         }
-        if stamp.at_ns > returned:
+        if stamp.at_ns > returned:  # otherwise the call did all, and nothing ran during the save
             figures |= {
                 "speed": during.rate / alone.rate,
                 "stall_s": max(during.worst_ns, tail.worst_ns) / 1e9,
@@ -194,9 +199,11 @@ class Session:
         return answer
 
     def growth(self, saves: int) -> dict[str, Any]:
-        """Make `saves` saves, with a step before each; return the process's memory after each.
+        """Make `saves` saves, with a step before each.
 
-        "growth_nbytes" is its growth from the end of the first tenth to the last save.
+        Returns:
+            "resident_nbytes": the process's memory after each save. "growth_nbytes": how much that
+            memory grew from the end of the first tenth of the saves to the last save.
         """
         resident = []
         for _ in range(saves):
@@ -212,7 +219,10 @@ class Session:
         return {"growth_nbytes": float(resident[-1] - warm), "resident_nbytes": resident}
 
     def watch(self) -> dict[str, Any]:
-        """Save once, and read every SAMPLE_S how many bytes are written; return these curves."""
+        """Save once, and read every SAMPLE_S how many bytes are written.
+
+        Return the readings as two lists: "times_s" from the call on, and "nbytes".
+        """
         self._state.step(SAVE_BATCH)
         tree, path, stamp = self._state.tree(), self._next_path(), Stamp()
         time.sleep(0.2)

@@ -1,7 +1,7 @@
 """The states that are saved: a model in training, and the tree that a training would save.
 
-Each is made in the measured process. Peers save what `tree()` returns. `nbytes` is the size of the
-tensors in it and `num_tensors` their number.
+Each state is made in the measured process. Peers save what `tree()` returns. `nbytes` and
+`num_tensors` are the size and the number of the tensors in the tree.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 
 
 class State(Protocol):
+    """The methods and attributes that all states have."""
+
     nbytes: int
     num_tensors: int
 
@@ -82,9 +84,9 @@ class _Residual(torch.nn.Module):
 class Few:
     """`nr_params` weights under plain SGD; the first has 0.55 of `nbytes` (2.2 of 4 GB).
 
-    The state is to have a tensor of more than 2 GB without taking three times its memory, so the
-    optimizer keeps no moments. The gradients take no memory (one number each, expanded), and a step
-    has no forward.
+    The state has a tensor of more than 2 GB and still fits into the machine's memory. Therefore the
+    optimizer keeps no moments, each gradient is one number in memory, expanded to the weight's
+    shape, and a step has no forward.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -131,8 +133,8 @@ class Plain:
 class LightningTransformer:
     """A transformer with AdamW that a Trainer has fitted; the tree is the Trainer's checkpoint.
 
-    It is what `trainer.save_checkpoint` would save, with loops, callbacks, hyperparameters and the
-    scheduler. `nr_params` is the number of encoder layers; their width follows from `nbytes`.
+    The tree is what `trainer.save_checkpoint` would save, with loops, callbacks, hyperparameters
+    and the scheduler. `nr_params` is the number of encoder layers; `nbytes` determines their width.
     """
 
     LENGTH = 32  # tokens a row

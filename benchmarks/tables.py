@@ -55,6 +55,7 @@ def time_format(*, spread: bool) -> Callable[[dict[str, Any]], str]:
 
 
 def memory(figure: dict[str, Any]) -> str:
+    """Format a figure of extra memory; noise below zero is shown as zero."""
     return f"{max(figure['median'], 0.0):.1f} x the state"
 
 
@@ -110,6 +111,7 @@ def loads(document: dict[str, Any]) -> list[str]:
 def lost_time(document: dict[str, Any]) -> list[str]:
     """Return the table of the time that a training loop loses by a save."""
     found = document["figures"]["loop"]
+    # First the ways of WAYS in their order, then the others.
     cells, ways = [], sorted(found, key=[*WAYS, *found].index)
     for way in ways:
         cells.append(lost(found[way]["lost_s"]))
@@ -177,8 +179,11 @@ PICTURES = {  # name of the file of results and of the picture -> caption
 
 def pictures() -> list[str]:
     """Return links to the pictures that `make pictures` draws from the figures in the tree."""
-    there = [name for name in PICTURES if (RESULTS / f"{name}.json").exists()]
-    return [line for name in there for line in (f"![{PICTURES[name]}](assets/{name}.png)", "")][:-1]
+    lines = []
+    for name, caption in PICTURES.items():
+        if (RESULTS / f"{name}.json").exists():
+            lines += [f"![{caption}](assets/{name}.png)", ""]
+    return lines[:-1]  # without the empty line after the last picture
 
 
 def recording() -> list[str]:
@@ -193,12 +198,14 @@ COMPUTED = {"pictures": pictures, "recording": recording, "odds": odds.table}
 
 
 def not_measured(source: str) -> list[str]:
+    """Return the text in place of a table whose file of results, `source`, is not in the tree."""
     script = source.removesuffix(".json")
     where = "" if script == "remote" else " --dir DIR"
     command = f"python benchmarks/{script}.py{where} --json benchmarks/results/{source}"
     return [f"Not measured since the script was changed: `{command}`, then `make tables`."]
 
 
+# name -> (file of results, function that makes the table from it)
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "saves": ("saves.json", lambda document: saves(document, spread=False)),
     "saves with their spread": ("saves.json", lambda document: saves(document, spread=True)),

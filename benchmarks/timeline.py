@@ -1,11 +1,11 @@
-"""What does a save do to the training steps around it? The first picture of README, way by way.
+"""What does a save do to the training steps around it? Draws the first picture of README.
 
     python benchmarks/timeline.py --dir DIR --json benchmarks/results/timeline.json
 
 The same training is saved in four ways that take turns, each turn in a process of its own. In a
 turn the process makes a warm-up save, plain steps, one save with steps until it has ended, and
-plain steps again. It notes when each call, each forward and backward, and each optimizer step
-begins and ends. `stillframe.trace` records what our threads do meanwhile.
+plain steps again. The process notes when each call, each forward and backward, and each optimizer
+step begins and ends. `stillframe.trace` records what our threads do meanwhile.
 
 For each way the turn with the fastest plain steps is drawn, since it was disturbed least. Next to
 it is the lost time: the median of all turns, with the smallest and largest. If the lost time cannot
@@ -45,7 +45,7 @@ BACKGROUND = {  # spans of our threads, and their names in the picture
     "commit": "sync",
     "gate": "wait",
 }
-MOST_S = 120.0
+MOST_S = 120.0  # a save that takes longer has hung
 
 Spans = list[tuple[str, float, float]]
 
@@ -74,6 +74,7 @@ class _Training:
         self.spans += [("optimizer.step()", middle, time.perf_counter())]
 
     def steps(self, number: int) -> float:
+        """Make steps; return the seconds that all of them took."""
         start = time.perf_counter()
         for _ in range(number):
             self.step()
@@ -98,14 +99,16 @@ def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dic
     training.steps(BEFORE)
     trace = Path(directory, "trace.json")
     with _traced(way, trace):
-        took, start, returned, ended, waited = _measured(training, peer, f"{directory}/save")
+        measured = _measured(training, peer, f"{directory}/save")
+    nr_steps, total, start, returned, ended, waited = measured
     plain += training.steps(PLAIN)
     peer.close()
     step = plain / (2 * PLAIN)
-    spans = [("call", start, returned), *training.spans[: 2 * (BEFORE + took[0])]]
+    # Each step has two spans; those of the plain steps after the save are left out.
+    spans = [("call", start, returned), *training.spans[: 2 * (BEFORE + nr_steps)]]
     return {
         "step_s": step,
-        "lost_s": took[1] - took[0] * step,
+        "lost_s": total - nr_steps * step,
         "call_s": returned - start,
         "wait_s": waited,
         "ended_s": ended - start,
@@ -129,12 +132,14 @@ def _wait(stamp: Stamp) -> None:
         time.sleep(0.002)
 
 
-def _measured(training: _Training, peer: Any, path: str) -> tuple[Any, float, float, float, float]:
+def _measured(
+    training: _Training, peer: Any, path: str
+) -> tuple[int, float, float, float, float, float]:
     """Make a save, with steps until it has ended.
 
     Returns:
-        The number of steps, with the seconds of the save and these steps; the times at which the
-        call began, the call returned and the save ended (perf_counter); the seconds that a step
+        The number of steps; the seconds of the call and these steps together; the times at which
+        the call began, the call returned and the save ended (perf_counter); the seconds that a step
         waited for the copy.
     """
     stamp = Stamp()
@@ -149,8 +154,9 @@ def _measured(training: _Training, peer: Any, path: str) -> tuple[Any, float, fl
         number += 1
         if returned + MOST_S < time.perf_counter():
             raise BenchError(f"a save has not ended after {MOST_S:.0f} s")
-    took = number, time.perf_counter() - begun
-    return took, start, returned, stamp.at_ns / 1e9, peer.collect().get("gate_wait_s", 0.0)
+    total = time.perf_counter() - begun
+    waited = peer.collect().get("gate_wait_s", 0.0)
+    return number, total, start, returned, stamp.at_ns / 1e9, waited
 
 
 def _traced(way: str, path: Path) -> Any:

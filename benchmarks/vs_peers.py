@@ -2,8 +2,8 @@
 
     python benchmarks/vs_peers.py --dir DIR --json vs_peers.json
 
-In each round every way saves once, in a process of its own, and then as many bytes are written to
-the disk by a plain loop ("raw"). README.md in this directory says how each figure is counted.
+In each round every way saves once, in a process of its own. Then a plain loop writes as many bytes
+to the disk ("raw"). README.md in this directory says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Run:
         self._disk: RawDisk | None = None
 
     def all(self, names: list[str]) -> None:
-        """Run the scenarios of these names. Scenarios of one state share its processes."""
+        """Run the scenarios of these names. Scenarios of one state run in the same processes."""
         wanted = [s for s in SCENARIOS if s.name in names and peers_of(s, self._peers)]
         for state in dict.fromkeys(s.state for s in wanted):
             here = [s for s in wanted if s.state == state]
@@ -75,11 +75,12 @@ class Run:
             self._disk = None
 
     def _scenarios(self, state: str, scenarios: list[Scenario], peers: list[str]) -> None:
+        """Run scenarios of one state, in a process for each peer that some of them need."""
         peers = [p for p in peers if any(p in peers_of(s, peers) for s in scenarios)]
-        with self._fleet(state, peers) as fleet:
+        with self._start_workers(state, peers) as workers:
             saved = False
             for scenario in scenarios:
-                here = [w for w in fleet if w.name in peers_of(scenario, peers)]
+                here = [w for w in workers if w.name in peers_of(scenario, peers)]
                 if scenario.kind == "save":
                     self._saves(here, scenario, cold=not saved)
                     saved = True
@@ -91,31 +92,33 @@ class Run:
                     self._once(here, scenario)
 
     @contextlib.contextmanager
-    def _fleet(self, state: str, peers: list[str]) -> Iterator[list[Worker]]:
+    def _start_workers(self, state: str, peers: list[str]) -> Iterator[list[Worker]]:
         """Start a process for each way to save, all with the same state; end them after the
         block."""
         spec = spec_of(state, self.settings)
         self._progress(f"{state}: building {format_size(spec.nbytes)} in {len(peers)} processes")
         with contextlib.ExitStack() as stack:
-            fleet = [
+            workers = [
                 stack.enter_context(Worker(peer, Session, peer, spec, self._directory))
                 for peer in peers
             ]
-            for worker in fleet:
+            for worker in workers:
                 self.figures.add(f"state {state}", worker.name, worker.ready().call("info"))
-            yield fleet
-            for worker in fleet:
+            yield workers
+            for worker in workers:
                 worker.call("close")
 
-    def _saves(self, fleet: list[Worker], scenario: Scenario, *, cold: bool) -> None:
+    def _saves(self, workers: list[Worker], scenario: Scenario, *, cold: bool) -> None:
         """Run the rounds of a scenario of kind "save".
+
+        The rounds after the first FEW_ROUNDS warm ones leave out the slow ways.
 
         cold: The processes have not saved yet, so the first round is kept under another name.
         """
         names = ([scenario.cold] if cold else []) + [scenario.name] * self.settings.rounds
         slow: set[str] = set()
         for number, name in enumerate(names):
-            for worker in rotated(fleet, number):
+            for worker in rotated(workers, number):
                 if worker.name in slow and number >= FEW_ROUNDS + cold:
                     continue
                 self._progress(f"{name}, round {number + 1} of {len(names)}: {worker.name}")
@@ -133,7 +136,7 @@ class Run:
             raw = {"finished_s": self._disk.direct(), "buffered_s": self._disk.buffered()}
             self.figures.add(name, RAW, raw)
 
-    def _loop(self, fleet: list[Worker], scenario: Scenario) -> None:
+    def _loop(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run the rounds of a scenario of kind "loop": steps with a save, and steps without.
 
         The first round warms up and is kept under another name.
@@ -144,13 +147,13 @@ class Run:
             "lightning": (s.pairs, s.loop_steps, s.loop_batch_transformer),
         }.get(scenario.state, (s.pairs_large, s.loop_steps_large, s.loop_batch_large))
         for number in range(pairs + 1):
-            for worker in rotated(fleet, number):
+            for worker in rotated(workers, number):
                 name = scenario.name
                 self._progress(f"{name}, round {number + 1} of {pairs + 1}: {worker.name}")
                 answer = worker.call("pair", steps=steps, batch=batch)
                 self.figures.add(name if number else scenario.cold, worker.name, answer)
 
-    def _gate(self, fleet: list[Worker], scenario: Scenario) -> None:
+    def _gate(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run the rounds of a scenario of kind "gate", after plain copies of as many bytes.
 
         The first round warms up and is kept under another name.
@@ -161,13 +164,14 @@ class Run:
         for value in measure_copy(nbytes, s.rounds):
             self.figures.add(scenario.name, RAW, {"memcpy_s": value})
         for number in range(s.rounds + 1):
-            for worker in rotated(fleet, number):
+            for worker in rotated(workers, number):
                 self._progress(f"{scenario.name}, round {number + 1} of {s.rounds + 1}")
                 answer = worker.call("gate")
                 self.figures.add(scenario.name if number else scenario.cold, worker.name, answer)
 
-    def _once(self, fleet: list[Worker], scenario: Scenario) -> None:
-        for worker in fleet:
+    def _once(self, workers: list[Worker], scenario: Scenario) -> None:
+        """Run a scenario of kind "watch" or "growth", which has one round."""
+        for worker in workers:
             self._progress(f"{scenario.name}: {worker.name}")
             if scenario.kind == "watch":
                 worker.call("save", busy=False, check=False)  # so that no way is cold
@@ -235,8 +239,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _need_memory(settings: Settings, names: list[str], nr_peers: int) -> int:
     """Return the bytes of memory that the processes of the largest scenario need together.
 
-    Each process has weights, optimizer state, gradients and torch. On top come the largest clone,
-    pool and file in the page cache, and the source of the raw writes.
+    Each process has weights, optimizer state, gradients and torch. The clone, the pool and the file
+    in the page cache of the largest save are added, and the source of the raw writes.
     """
     most = 0
     for scenario in SCENARIOS:

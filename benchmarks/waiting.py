@@ -2,11 +2,11 @@
 
     python benchmarks/waiting.py [--dir DIR] [--megabytes 400] [--rounds 9] [--only QUESTION ...]
 
-It answers four questions. For each the ways that are compared take turns in this process:
+It answers four questions. For each question the ways that are compared take turns in this process:
 
-gate: Is a save with a step right after it as fast as a call that copies everything? A model and its
-AdamW are saved. The time of a deferred `async_save` and of the wait before the step is divided by
-the time of a call with `overlap=False`. The goal is at most 1.05.
+gate: Is a deferred save with a step right after it as fast as a call that copies everything? A
+model and its AdamW are saved. The time of a deferred `async_save` and of the wait before the step
+is divided by the time of a call with `overlap=False`. The goal is at most 1.05.
 
 growth: What do calls 1 to 4 of a new engine cost, whose pool has no memory yet? The state has no
 optimizer, so each call copies it. Each call is compared with one plain copy into existing memory.
@@ -17,7 +17,7 @@ unowned: How fast does a call copy a state without an optimizer if the pool is w
 is at most 1.3.
 
 snapshot: How long does an optimizer step right after a deferred snapshot take, while `--busy`
-processes compute? It is compared with the same step without a snapshot.
+processes compute? The step is compared with the same step without a snapshot.
 """
 
 from __future__ import annotations
