@@ -2,10 +2,10 @@
 
     python examples/demo/demo.py [--size 300MB] [--dir DIR] [--steps N]
 
-The demo trains a small Lightning model on the handwritten digits that ship with scikit-learn. It
-does so without saves, with Lightning's own AsyncCheckpointIO and with stillframe's, twice each.
-Then it resumes from a checkpoint in the middle and reads one with plain torch.load. It prints the
-cost of a save in each run.
+The demo trains a small Lightning model on the handwritten digits that ship with scikit-learn: twice
+without saves, twice with Lightning's own AsyncCheckpointIO, and twice with stillframe's. Then it
+resumes from a checkpoint in the middle, and reads the last one with plain torch.load. It prints
+what a save costs with each plugin.
 
 Exit status: 0 every check passed; 1 one failed; 2 the demo cannot run here; 130 Ctrl-C.
 """
@@ -33,9 +33,9 @@ from stillframe._shell import bench_raw as raw
 if TYPE_CHECKING:
     from story import Story
 
-# Memory needed, as a multiple of the checkpoint, measured with Lightning 2.6: the clone that
-# Lightning makes, its writer's buffer and a copy of that; weights, gradients, AdamW's moments and a
-# step.
+# Memory needed, as a multiple of the checkpoint, measured with Lightning 2.6. It holds the clone
+# that Lightning makes, its writer's buffer and a copy of that buffer, and the training itself:
+# weights, gradients, AdamW's moments and the temporaries of a step.
 MEMORY_FACTOR = 6
 MEMORY_BASE = 700 << 20  # torch, Lightning and scikit-learn
 
@@ -79,6 +79,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _import_story() -> type[Story]:
+    """Return the class Story; raise CannotRun if a package that it imports is missing."""
     try:
         from story import Story
     except ModuleNotFoundError as error:
@@ -95,7 +96,11 @@ def _import_story() -> type[Story]:
 
 @contextmanager
 def _directory(wanted: Path | None) -> Iterator[Path]:
-    """Give the directory for checkpoints: the user's, which stays, or a temporary one."""
+    """Yield the directory for checkpoints: `wanted`, which stays, or a temporary one on a disk.
+
+    Raises:
+        CannotRun: `wanted` cannot be made, or has checkpoints already.
+    """
     if wanted is not None:
         try:
             wanted.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 The data are the 1,797 handwritten digits that scikit-learn ships (8 x 8 pixels each). The network
 is an ordinary stack of linear layers. Their width determines the size of a checkpoint: 12 bytes for
-each weight, because AdamW keeps two more values beside it.
+each weight, because AdamW keeps two more float32 values for it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from stillframe._base import sizes
 
 SAVES = 6  # in a training run
 MOST_STEPS = 96
-LEAST_STEPS = 4 * SAVES  # a save defers only storages that were observed for a few steps
+LEAST_STEPS = 4 * SAVES  # a save defers only storages that were watched for a few steps before
 LEAST_NBYTES = 1 << 20
 
 
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def steps(text: str) -> int:
-    """Parse a number of steps, and round it down to whole windows of a save.
+    """Parse a number of steps, and round it down to a multiple of SAVES.
 
     Raises:
         argparse.ArgumentTypeError: The text is not a number, or the number is too small.

@@ -7,12 +7,13 @@ within one run. The figures are
     lost time of a save  = its window - as many steps of the adjacent windows without a save
     slowdown             = lost time - call - wait before the step
 
-so every effect of a save on the training is in one of them. If a save has not finished when its
-window ends, the next window counts as part of that save's window, not as one without a save.
+so the call, the wait and the slowdown together contain every effect of a save on the training. If a
+save has not finished when its window ends, the next window counts as part of that save's window,
+not as a window without a save.
 
 Depending on earlier allocations, glibc returns freed gradients to the system or keeps them, so two
 runs may differ in page faults alone. To prevent that, the allocator always keeps freed memory. Each
-run begins after a sync, so that it does not wait for the writes of an earlier one.
+run begins after a sync, so that it does not wait for the writes of an earlier run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from stillframe import Engine, SaveReport
 from stillframe._shell import bench_raw as raw
 from stillframe.lightning import AsyncCheckpointIO
 
-Tick = Callable[[], None]
+Tick = Callable[[], None]  # called once in each step; it draws the progress bar
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -68,11 +69,14 @@ class Run:
     model: DigitsModel | None = None
 
     def _plain_step(self, number: int, period: int) -> float | None:
-        """Return the seconds of a step in the window without a save after save `number`.
+        """Return the mean seconds of a step in the window without a save after save `number`.
 
-        Number 0 means before the first save. None means that the save had not finished.
+        Number 0 means the window before the first save. None means that the save had not finished
+        when the window began.
         """
         half = period // 2
+        # The step that ends in save n has the index n * period - 1. It begins the save's window of
+        # `half` steps; the window without a save fills the rest of the period.
         begin = number * period - 1 + half
         if number:
             save = self.saves[number - 1]
@@ -83,8 +87,8 @@ class Run:
     def lost(self, period: int) -> list[float]:
         """Return the lost time of each save in seconds, for a save every `period` steps.
 
-        The first save is left out because its memory is new, and the last because the run ends
-        there. The list is empty if no window was without a save.
+        The first save is left out because its memory is new, and the last two because the run ends
+        soon after them. The list is empty if no window was without a save.
         """
         numbers = range(len(self.starts) // period - 1)
         steps = {n: step for n in numbers if (step := self._plain_step(n, period)) is not None}
@@ -94,6 +98,7 @@ class Run:
         for number in numbers[2:]:
             adjacent = [steps[n] for n in (number - 1, number) if n in steps]
             usual = statistics.mean(adjacent or steps.values())
+            # Without a window of its own, the next one belongs to this save too.
             length = period // 2 if number in steps else period
             start = number * period - 1
             found.append(self.starts[start + length] - self.starts[start] - length * usual)
@@ -101,7 +106,7 @@ class Run:
 
 
 class _Clock(Callback):
-    """A callback that records when steps start. It calls `tick` first, within the step before."""
+    """A callback that records when steps start; the time of `tick` counts for the previous step."""
 
     def __init__(self, run: Run, tick: Tick) -> None:
         self._run = run
@@ -116,6 +121,8 @@ class _Clock(Callback):
 
 
 def _timed(save_checkpoint: Callable[..., None], run: Run) -> Callable[..., None]:
+    """Return a function that calls `save_checkpoint` and adds the call to `run.saves`."""
+
     def timed(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         start = time.perf_counter()
         save_checkpoint(checkpoint, path, storage_options)
@@ -125,7 +132,10 @@ def _timed(save_checkpoint: Callable[..., None], run: Run) -> Callable[..., None
 
 
 class _WatchedTorchIO(TorchCheckpointIO):
-    """The writer that Lightning's plugin uses on its thread; records when a file is written."""
+    """The writer that Lightning's plugin calls on its thread.
+
+    `finished` holds the time at which each file was written (time.perf_counter()), by its path.
+    """
 
     def __init__(self) -> None:
         self.finished: dict[str, float] = {}
@@ -150,8 +160,10 @@ def train(
 ) -> Run:
     """Train to step `steps`, saving every `every` steps into `directory` if both are given.
 
-    `plugin` saves and loads; `resume` is the checkpoint to resume from. Files are named
-    `step=N.ckpt`.
+    Args:
+        plugin: The CheckpointIO that saves and loads; None for Lightning's default.
+        run: Receives the measurements and is returned; None for a new one.
+        resume: The checkpoint to resume from. Files are named `step=N.ckpt`.
     """
     run = run or Run()
     callbacks: list[Callback] = [_Clock(run, tick)]
@@ -187,6 +199,7 @@ def without_saves(width: int, steps: int, tick: Tick) -> Run:
 
 
 def with_lightnings(width: int, steps: int, tick: Tick, directory: Path, every: int) -> Run:
+    """Train and save with Lightning's plugin; a save has finished when its file is written."""
     run = Run()
     base = _WatchedTorchIO()
     plugin = LightningsCheckpointIO(base)
@@ -202,7 +215,10 @@ def with_lightnings(width: int, steps: int, tick: Tick, directory: Path, every: 
 
 
 def with_ours(width: int, steps: int, tick: Tick, directory: Path, every: int) -> Run:
-    """Run with a new engine, so that the first save finds an empty pool, as in a new process."""
+    """Train and save with stillframe's plugin; a save has finished when its file is durable.
+
+    The engine is new, so the first save finds an empty pool, as in a new process.
+    """
     run = Run()
     reports: dict[str, SaveReport] = {}
     reported = threading.Condition()

@@ -37,7 +37,7 @@ from stillframe.lightning import AsyncCheckpointIO
 
 ROUNDS = 2  # runs of each way of saving, taken in turn, so that a slow phase affects all ways
 WARM_UP_STEPS = 8
-STEPS_S = 160  # limit for all steps of all runs if the user gives no number of steps
+STEPS_S = 160  # seconds that all steps of all runs may take if the user gives no number of steps
 REFRESH_S = 0.25
 MOST_OTHERS = 0.05  # share of the CPUs; if other programs use more, lost times mean little
 COUNTED = """\
@@ -99,7 +99,7 @@ class Story:
         theirs: list[Run] = []
         ours: list[Run] = []
         with self._bars() as bar:
-            with bar("warming up", WARM_UP_STEPS) as tick:  # loads libraries that load on first use
+            with bar("warming up", WARM_UP_STEPS) as tick:  # libraries are loaded at the first use
                 self._choose_steps(train(self.width, WARM_UP_STEPS, tick))
             for number in range(1, self.rounds + 1):
                 of = f"{number} of {self.rounds}"
@@ -127,7 +127,7 @@ class Story:
         return 1 if self.failed else 0
 
     def _choose_steps(self, warm_up: Run) -> None:
-        """Choose as many steps as this machine can do in STEPS_S, within bounds."""
+        """Choose as many steps as this machine can do in STEPS_S, if the user gave no number."""
         if not self.steps:
             step_s = statistics.median(b - a for a, b in itertools.pairwise(warm_up.starts))
             runs = 3 * ROUNDS + 1.5  # half a run to resume; steps during a save take longer
@@ -161,7 +161,10 @@ class Story:
 
     @contextmanager
     def _bars(self) -> Iterator[Callable[[str, int], Any]]:
-        """Yield progress bars that the training redraws itself, so that no other thread runs."""
+        """Yield a function that makes a progress bar: `with bar(name, steps) as tick`.
+
+        The training calls `tick` once in each step, which redraws the bar. So no other thread runs.
+        """
         columns = (
             TextColumn("  {task.description:26}"),
             BarColumn(32),
@@ -196,6 +199,7 @@ class Story:
             yield bar
 
     def _show_table(self, plain: list[Run], theirs: list[Run], ours: list[Run]) -> None:
+        """Print the table of figures, and below it how they are counted and what disturbed them."""
         lightning = figures(theirs, plain, self.every)
         stillframe = figures(ours, plain, self.every)
         both = (lightning, stillframe)
@@ -259,6 +263,7 @@ class Story:
         return f"{decimal(of.memory_bytes)}, {of.memory_bytes / self.nbytes:.1f} x"
 
     def _check(self, holds: bool, claim: str) -> None:
+        """Print `claim` with a mark that says whether it holds; if not, the demo has failed."""
         self.failed = self.failed or not holds
         if not holds:
             claim = f"[bold red]NOT SO:[/bold red] {claim}"
@@ -274,6 +279,7 @@ class Story:
         self._check(same, f"all {len(runs)} runs have the same {self.steps} losses, bit for bit")
 
     def _check_resume(self, whole: Run, resumed: Run, half: int) -> None:
+        """Check that the run resumed at step `half` has the losses and weights of `whole`."""
         assert whole.model is not None
         assert resumed.model is not None
         rest = {step: loss for step, loss in whole.losses.items() if step >= half}
@@ -290,6 +296,7 @@ class Story:
         )
 
     def _check_file(self, run: Run) -> None:
+        """Check that torch.load reads the last checkpoint, with the final weights of `run`."""
         assert run.model is not None
         path = self.directory / f"step={self.steps}.ckpt"
         loaded = torch.load(path, weights_only=True)
@@ -335,7 +342,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _ratio(theirs: float | None, ours: float | None) -> str:
-    """Return how many times smaller ours is; "" if that is not meaningful."""
+    """Return our figure relative to theirs, such as "1/12" or "1.3 x"; "" if one is not above 0."""
     if theirs is None or ours is None or ours <= 0 or theirs <= 0:
         return ""
     ratio = theirs / ours
