@@ -209,6 +209,7 @@ class Run:
                         self.figures.add(scenario, name, {metric: value})
 
     def _give_up(self, name: str, error: WayError) -> None:
+        """End a way that has failed; later rounds leave it out."""
         self._print_progress(f"{name} failed: {error}")
         self.failed[name] = str(error)
         way = self._ways.pop(name, None)

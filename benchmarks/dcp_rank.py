@@ -221,7 +221,7 @@ class Rank:
             found.append(time.thread_time() - cpu)
             response.upload_completion.result()
         shutil.rmtree(self.dtensors_path)
-        return {"call_cpu_s": found[1:]}  # the first call is slower: nothing is in the caches
+        return {"call_cpu_s": found[1:]}  # only the first call makes a plan
 
     def turn(self) -> Turn:
         """Measure every scenario once; return its figures."""

@@ -131,7 +131,7 @@ def estimate(
 ) -> dict[str, float]:
     """Return the coordinator's seconds, the bytes, and the disk's seconds of one checkpoint."""
     count = nr_ranks * options.items
-    # A commit of stillframe syncs a directory three times.
+    # A commit syncs the directory's parent, and the directory before and after the rename.
     commit = count * (cost["receive_result_s"] + cost["write_s"]) + 3 * cost["directory_s"]
     return {
         "first_s": count * (cost["receive_plan_s"] + cost["merge_s"]) + commit,

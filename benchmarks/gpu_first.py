@@ -38,8 +38,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PART_S = 590  # each part ends within ten minutes
-LOG_BYTES = 512 << 10
-OUT_BYTES = 15 << 20
+LOG_BYTES = 512 << 10  # the most bytes of one log
+OUT_BYTES = 15 << 20  # the most bytes of all files together
 GRACE_S = 5  # seconds of PART_S that are left for ending a part's processes
 
 # $1 is the directory of --dir, and $2 is Python. A tool that is missing must not fail the part.
@@ -70,6 +70,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
     """Return all parts, in the order in which they run."""
     python, out = sys.executable, options.out
     rehearse = ["--rehearse"] if options.rehearse else []
+    # Without pyproject.toml: its settings need plugins that this Python may not have.
     pytest = [python, "-m", "pytest", "-c", os.devnull, f"--rootdir={ROOT}", "-ra"]
     pytest += ["-p", "no:cacheprovider", str(ROOT / "tests" / "gpu")]
     config = "expandable_segments:True"

@@ -43,6 +43,11 @@ def _training(options: argparse.Namespace, size: str, device: str) -> Train:
     return train
 
 
+def _pool_bytes(nbytes: int) -> int:
+    """Return how large a pool is for a state of `nbytes`, with room for partly filled blocks."""
+    return nbytes + nbytes // 8 + 64 * MIB
+
+
 def plain_copy(train: Train) -> float:
     """Return the seconds to copy as many bytes as the state has into pinned memory, best of three.
 
@@ -137,7 +142,7 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
         if name == OURS:
             import stillframe
 
-            stillframe.configure(pool_bytes=nbytes + nbytes // 8 + 64 * MIB)
+            stillframe.configure(pool_bytes=_pool_bytes(nbytes))
             stillframe.default_engine().warm_up(nbytes)
         way = WAYS[name]()
         path = directory / "state"
@@ -190,7 +195,7 @@ def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> An
     with _device(options) as device:
         train = _training(options, size, device)
         timer, nbytes, found = ItemTimer(train.torch, device), train.nbytes(), []
-        engine = stillframe.Engine(pool_bytes=nbytes + nbytes // 8 + 64 * MIB)
+        engine = stillframe.Engine(pool_bytes=_pool_bytes(nbytes))
         engine.warm_up(nbytes)
         idle = Series.of(timer.times(options.item_s))
         copy_s = plain_copy(train)
@@ -233,13 +238,13 @@ def measure_pinning(options: argparse.Namespace, size: str, directory: Path) -> 
     with _device(options) as device:
         train = _training(options, size, device)
         nbytes = train.nbytes()
-        with stillframe.Engine(pool_bytes=nbytes + nbytes // 8 + 64 * MIB) as engine:
+        with stillframe.Engine(pool_bytes=_pool_bytes(nbytes)) as engine:
             start = time.perf_counter()
             report = stillframe.async_save(train.tree(), directory / "cold", engine=engine)
             called = time.perf_counter() - start
             train.step()
             cold = report.result()
-        with stillframe.Engine(pool_bytes=nbytes + nbytes // 8 + 64 * MIB) as engine:
+        with stillframe.Engine(pool_bytes=_pool_bytes(nbytes)) as engine:
             start = time.perf_counter()
             engine.warm_up(nbytes)
             warm_s = time.perf_counter() - start
@@ -318,7 +323,7 @@ def measure_profile(options: argparse.Namespace, size: str, directory: Path) -> 
     with _device(options) as device:
         train = _training(options, size, device)
         nbytes = train.nbytes()
-        engine = stillframe.Engine(pool_bytes=nbytes + nbytes // 8 + 64 * MIB)
+        engine = stillframe.Engine(pool_bytes=_pool_bytes(nbytes))
         engine.warm_up(nbytes)
         stillframe.save(train.tree(), directory / "profile", engine=engine)
         kinds = [ProfilerActivity.CPU]

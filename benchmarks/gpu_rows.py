@@ -66,7 +66,7 @@ def goal_row(
     allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3
     most = max(max(each["allocated"], each["reserved"]) for each in warm)
     extra = max(result["item_s"]) - Series.of(result["item_idle_s"]).median
-    raw = result["raw_disk_s"]  # nan without O_DIRECT, which differs from itself
+    raw = result["raw_disk_s"]  # nan if there is no O_DIRECT; a nan is not equal to itself
     return [
         "    goals",
         verdict(blocked <= allowed, f"<= {allowed * 1e3:.1f} ms"),

@@ -93,7 +93,7 @@ class DcpStager(Way):
     def start(self, tree: Any, path: Path) -> None:
         import torch.distributed.checkpoint as dcp
 
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)  # the checkpoint of the save before
         self._response = dcp.async_save(tree, checkpoint_id=path, async_stager=self._stager)
 
     def gate(self) -> None:

@@ -30,8 +30,8 @@ from process import Worker
 WAYS = ("none", "synchronous", "lightning", "stillframe")
 STEP_S = 0.12  # the batch is made so large that a step takes about so long
 SKIPPED = 3  # steps at the start of each fit that are not counted
-GOAL = 0.02  # the largest share of the steps per second that saving may cost, in the run below
-GOAL_BYTES, GOAL_EVERY = 160 * 10**6, 20
+GOAL = 0.02  # the largest share of the steps per second that saving may cost, in one case:
+GOAL_BYTES, GOAL_EVERY = 160 * 10**6, 20  # a state of 160 MB, and a save every 20 steps
 
 
 class Fits:

@@ -68,7 +68,7 @@ from stillframe.offload import Offloader  # noqa: E402
 def synchronised(way: Callable[[], Results], own: dict[str, int]) -> dict[str, int]:
     """Return how often a way makes each call that waits for the device, from its profile.
 
-    Every way but stillframe's waits once, at its end: only then are its copies complete.
+    The loops by hand wait once, at their end, because only then are their copies complete.
 
     Args:
         own: The number of such calls that the profiler itself makes; they are subtracted.

@@ -65,7 +65,8 @@ def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Result
 class Streams:
     """A device's streams, events and asynchronous copies, for loops that overlap by hand.
 
-    `bring` copies from the host to the device, `send` from the device to the host.
+    `bring` copies from the host to the device, `send` from the device to the host. `host` returns
+    new pinned memory, and `finish` waits until the device has done everything.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +91,7 @@ class Streams:
 
     def send(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         self.bring(to, source, stream)
-        source.record_stream(stream)
+        source.record_stream(stream)  # so that torch keeps its memory until the copy is complete
 
     def host(self, shape: torch.Size) -> torch.Tensor:
         return torch.empty(shape, pin_memory=True)

@@ -35,7 +35,7 @@ def plan_ms(nr_tensors: int, rounds: int) -> list[float]:
         began = time.thread_time_ns()
         skeleton.build(tree)
         found.append((time.thread_time_ns() - began) / 1e6)
-    return found[1:]  # the first is not counted: only later ones prefetch the tensors of the last
+    return found[1:]  # not the first: only later ones prefetch the tensors of the save before
 
 
 def main() -> int:

@@ -157,6 +157,8 @@ def svg_of(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> s
         for line, begin, end in _stretches(screens, row, speed):
             if not line:
                 continue
+            # A line of the last screen is visible without animation, and hidden until it appears.
+            # Any other line is hidden without animation, and shown while it was on the screen.
             if end is None and line == last.get(row):
                 look = f"animation:hidden {begin:.1f}s" if begin else ""
             else:

@@ -50,7 +50,9 @@ SECONDS = 600  # the longest that one process may take
 
 
 def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
-    """Run one training, which resumes from the checkpoint `path`; with MAKE as `way`, save it.
+    """Run one training, which resumes from the checkpoint `path`.
+
+    If `way` is MAKE, the training begins from scratch and saves that checkpoint at its end.
 
     Returns:
         "at": the time (time.monotonic) at which the first step ended. "peak_nbytes": the peak of

@@ -61,9 +61,11 @@ class Server:
     # ---- for the handlers ----
 
     def begin(self) -> str:
+        """Return the id of a new upload."""
         return f"upload{next(self._numbers)}"
 
     def count(self) -> None:
+        """Count one request."""
         with self._lock:
             self._requests += 1
 
@@ -76,6 +78,7 @@ class Server:
                 self._parts[upload] = self._parts.get(upload, 0) + nbytes
 
     def complete(self, key: str, upload: str) -> None:
+        """End an upload: its parts become the object `key`."""
         with self._lock:
             self._objects[key] = self._parts.pop(upload)
 
@@ -84,6 +87,7 @@ class Server:
             self._parts.pop(upload, None)
 
     def length(self, key: str) -> int | None:
+        """Return the length of an object in bytes, or None if there is no such object."""
         with self._lock:
             return self._objects.get(key)
 
@@ -98,9 +102,13 @@ class _Handler(BaseHTTPRequestHandler):
     store: Server
 
     def log_message(self, format: str, *args: Any) -> None:
-        pass
+        """Print nothing; the base class prints a line for each request."""
 
     def parse_request(self) -> bool:
+        """Count the request, wait for the latency, and set `key` and `query` for the methods below.
+
+        The base class calls it first for each request. It returns whether the request is valid.
+        """
         good = super().parse_request()
         if good:
             self.store.count()
@@ -111,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         return good
 
     def do_PUT(self) -> None:
-        nbytes = self._discard_body()
+        nbytes = self._discard_body()  # of a part, if there is an uploadId
         self.store.add(self.key, self.query.get("uploadId"), nbytes)
         self._answer(200, headers={"ETag": f'"{nbytes:032x}"'})
 
@@ -136,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(204)
 
     def do_HEAD(self) -> None:
-        nbytes = self.store.length(self.key) if self.key else 0
+        nbytes = self.store.length(self.key) if self.key else 0  # no key: the bucket, which exists
         if nbytes is None:
             self._answer(404)
             return

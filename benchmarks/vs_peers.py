@@ -142,6 +142,7 @@ class Run:
         The first round warms up and is kept under another name.
         """
         s = self.settings
+        # For states other than these two, that is "main" and its like, the settings end in _large.
         pairs, steps, batch = {
             "loop": (s.pairs, s.loop_steps, s.loop_batch),
             "lightning": (s.pairs, s.loop_steps, s.loop_batch_transformer),
