@@ -130,7 +130,8 @@ class Story:
         """Choose as many steps as this machine can do in STEPS_S, if the user gave no number."""
         if not self.steps:
             step_s = statistics.median(b - a for a, b in itertools.pairwise(warm_up.starts))
-            runs = 3 * ROUNDS + 1.5  # half a run to resume; steps during a save take longer
+            # The resumed run takes half of the steps. The rest is a margin for slower steps.
+            runs = 3 * ROUNDS + 1.5
             fitting = int(STEPS_S / (step_s * runs))
             if fitting < LEAST_STEPS:
                 self.rounds = 1
