@@ -35,6 +35,7 @@ def _dcp_default() -> Callable[..., Any]:
 
 
 def _dcp_stager() -> Callable[..., Any]:
+    """Return DCP's async_save with one stager that is kept from save to save."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -55,6 +56,7 @@ def _dcp_stager() -> Callable[..., Any]:
 
 
 def _dcp_process() -> Callable[..., Any]:
+    """Return DCP's async_save that writes in a process of its own."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType

@@ -274,6 +274,7 @@ def register(driver: Driver) -> dict[str, Any]:
         gaps, stop = [], threading.Event()
         value = torch.zeros(16, device="cpu" if driver.rehearse else "cuda")
 
+        # The defaults bind this iteration's values; the thread runs until `stop` is set.
         def launch(
             gaps: list[float] = gaps, stop: threading.Event = stop, value: Any = value
         ) -> None:

@@ -282,6 +282,7 @@ def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> An
         engine.warm_up(2 * nbytes)
 
         def steps(every: int) -> dict[str, Any]:
+            """Make `count` steps, with a save before each one of `every` steps (0: no saves)."""
             train.synchronize()
             handles, calls, host = [], [], []
             first = train.mark()

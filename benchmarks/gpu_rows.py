@@ -105,6 +105,7 @@ def sweep_rows(result: dict[str, Any], blank: list[str]) -> Rows:
 
 
 def pinning_rows(result: dict[str, Any], blank: list[str]) -> Rows:
+    """Return rows for the speed of pinning (torch's in brackets), a first save, its fallbacks."""
     speed, torchs = (result["nbytes"] / result[key] / 1e9 for key in ("warm_up_s", "torch_pin_s"))
     blocked = format_seconds(result["cold_call_s"] + result["cold_gate_s"])
     durable = format_seconds(result["cold_durable_s"])

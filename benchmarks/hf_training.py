@@ -140,6 +140,7 @@ class Training:
         }
 
     def _trainer(self, batch: int, steps: int, every: int) -> Any:
+        """Return a Trainer that saves every `every` steps (0: never): ours, or transformers'."""
         from stillframe.transformers import Trainer
 
         torch.manual_seed(1)

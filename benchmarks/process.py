@@ -76,6 +76,7 @@ class Worker:
         return self._answer()
 
     def _answer(self) -> Any:
+        """Wait for the result of the last request, and return it; raise as `call` does."""
         try:
             if not self._connection.poll(self._limit_s):
                 text = f"{self.name}: took more than {self._limit_s:.0f} s and was ended"

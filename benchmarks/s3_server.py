@@ -97,6 +97,8 @@ class Server:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """The handler of one connection's requests; `store` is the server, set in a subclass."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     store: Server
@@ -176,6 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         return nbytes
 
     def _discard(self, left: int) -> None:
+        """Discard the next `left` bytes of the connection."""
         if left:  # the file object has read some of the body together with the headers
             left -= len(self.rfile.read1(min(left, _DISCARD)))  # type: ignore[attr-defined]
         while left:

@@ -119,6 +119,11 @@ class Session:
         return figures, path
 
     def _check(self, tree: Any, path: Path) -> None:
+        """Compare the number of tensors in the file with `tree`, and the values of three of them.
+
+        Raises:
+            BenchError: They differ.
+        """
         import torch
 
         expected = self._tensors_of(tree)

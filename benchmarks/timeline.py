@@ -160,6 +160,7 @@ def _measured(
 
 
 def _traced(way: str, path: Path) -> Any:
+    """Return a context that writes stillframe's timeline to `path`; for peers it does nothing."""
     import contextlib
 
     if way != OURS:
@@ -189,6 +190,7 @@ def _background(path: Path) -> dict[str, list[float]]:
 
 
 def run(options: argparse.Namespace, directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of `turn`, one for each round, by way."""
     turns: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for number in range(options.rounds):
         for way in WAYS if number % 2 == 0 else reversed(WAYS):

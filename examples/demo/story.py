@@ -179,6 +179,7 @@ class Story:
 
             @contextmanager
             def bar(name: str, steps: int) -> Iterator[Tick]:
+                """Show a bar of `steps` steps; without a terminal print one line at its end."""
                 task = progress.add_task(name, total=steps)
                 started = drawn = time.monotonic()
 
