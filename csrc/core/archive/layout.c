@@ -295,13 +295,14 @@ void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent
 		*to -= SFR_PAGE;
 }
 
-/* Returns the extent's last entry that begins at or before `off`. Entries follow each other without
- * a gap, so `off` is in that entry, or in the zeros at the extent's end. */
+/* Returns the index of the extent's last entry that begins at or before `off`. Entries follow each
+ * other without a gap, so `off` is in that entry, or in the zeros at the extent's end. */
 static uint32_t entry_at(const struct sfr__image *img, const struct sfr__extent *extent,
 			 uint64_t off)
 {
 	const uint32_t first = extent->first_entry;
 
+	/* the bound is the first entry after `off`, or the end of the extent's entries */
 	return (uint32_t)sfr__lower_bound(i, first + 1, first + extent->nr_entries,
 					  img->entries[i].hdr_off <= off) -
 	       1;
@@ -310,6 +311,7 @@ static uint32_t entry_at(const struct sfr__image *img, const struct sfr__extent 
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__extent *extent, uint32_t blk)
 {
+	/* `blk` may be in a later extent: go on with that extent, and its number for the block */
 	extent = extent_of_block(extent, &blk);
 	it->img = img;
 	it->extent = extent;

@@ -16,9 +16,9 @@
  * to the directory, which was just read, so reading it costs nothing. Headers may be hostile: their
  * lengths are compared with the directory's before they are used in sums.
  *
- * The two writers differ in the zip64 field. stillframe writes both sizes into this field if one of
- * them or the offset needs more than 32 bits; torch writes only the numbers that do. The first
- * header in which the two differ tells which of them wrote the archive. */
+ * The two programs differ in the zip64 field. stillframe writes both sizes into this field if one
+ * of them or the offset needs more than 32 bits; torch writes only the numbers that do. The first
+ * header in which the two differ tells which program wrote the archive. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +32,7 @@
 #define TORCH_PADDING 4u
 #define MOST_ALIGN 32768u
 
+/* The program that wrote an archive. */
 enum writer { STILLFRAME, TORCH };
 
 /* Returns the length of a local header as torch writes it, without the bytes that align the
@@ -45,7 +46,7 @@ static uint64_t torch_local_len(const struct sfr__listed *p)
 	return SFR__UNZIP_LOCAL + p->name_len + zip64_len + TORCH_PADDING;
 }
 
-/* Returns the offset at which this writer puts a record's data. */
+/* Returns the offset at which this program puts a record's data. */
 static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum writer writer)
 {
 	const uint64_t len = writer == TORCH ? torch_local_len(p) :
@@ -106,7 +107,7 @@ static int64_t find_align(const struct sfr_reader *r)
 	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
 }
 
-/* Finds out which of the two writers made the archive, by the first record whose data they would
+/* Finds out which of the two programs wrote the archive, by the first record whose data they would
  * put at different offsets. Without such a record either answer is right. Returns 0 or an error of
  * read_data_off. */
 static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *writer)
@@ -149,9 +150,10 @@ static int plan_bare(struct sfr_reader *r)
 	return 0;
 }
 
-/* Computes the offsets of the records' data, and how many units each record has: one for each byte,
- * one for the header, and one for the descriptor if it has one. Returns 0, -EOPNOTSUPP if the
- * records are not where the two writers put them, or another error of read_data_off. */
+/* Computes the offset of each record's data, and its number of units (struct sfr__record_units):
+ * one for each byte, one for the header, and one for the descriptor if it has one. Returns 0,
+ * -EOPNOTSUPP if the records are not where torch or stillframe puts them, or another error of
+ * read_data_off. */
 static int plan_archive(struct sfr_reader *r)
 {
 	const int64_t align = find_align(r), last = read_data_off(r, &r->listed[r->nr - 1]);

@@ -228,8 +228,9 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 	tr->bytes = 0;
 }
 
-/* Sends what was added so far, and waits until few portions are in flight. If there is no memory
- * for another portion, it sends nothing, and the portion becomes larger. */
+/* Sends the portion with the copies that were added so far, and waits until few portions are in
+ * flight. If there is no memory for the next portion, it returns at once and sends nothing. Later
+ * copies are then added to the same portion. */
 static void send_some(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_portion *next = sfr__cuda_portion_get(tr->lane);
@@ -247,8 +248,9 @@ static void send_some(struct sfr__transfer *tr)
 void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
 		       bool pinned)
 {
-	/* While `slowly` is set, the copy is divided into pieces of `now` bytes, so that no portion
-	 * is larger than sfr__cuda_portion_bytes. */
+	/* While tr->slowly is set, the copy is divided, so that a portion is sent whenever it has
+	 * sfr__cuda_portion_bytes. A portion that could not be sent (see send_some) has that many
+	 * already. It gets at most as many again before the next attempt. */
 	for (uint64_t done = 0, now; done < len && !tr->err.code; done += now) {
 		const uint64_t most = sfr__cuda_portion_bytes;
 		const uint64_t room = most > tr->bytes ? most - tr->bytes : most;

@@ -284,6 +284,8 @@ void sfr__rings_sweep(bool last)
 	for (struct sfr__ring **link = &registry.rings; *link;) {
 		struct sfr__ring *ring = *link;
 
+		/* A ring stays while its thread runs. Before the last sweep it also stays while it
+		 * has events that were not read, or dropped events that are not reported yet. */
 		if (!atomic_load_explicit(&ring->dead, memory_order_acquire) ||
 		    (!last &&
 		     (sfr__ring_peek(ring) || ring->dropped_seen != atomic_load(&ring->dropped)))) {

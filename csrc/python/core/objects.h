@@ -23,12 +23,13 @@ struct sfr_py_snapshot {
 	uint32_t nr_sources;
 };
 
-/* memory.c: makes a SnapshotMemory, which takes over the caller's view of the snapshot, on failure
- * too. NULL with an exception set. */
+/* memory.c: returns a new SnapshotMemory, or NULL with an exception set. Takes over the caller's
+ * view of the snapshot, even on failure. */
 PyObject *sfr_py_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
 
-/* piece.c: waits for the next piece of a save with SFR_SAVE_STREAM (sfr/stream.h) and returns a new
- * Piece; None when the timeout passed; NULL with an exception set. */
+/* piece.c: waits for the next piece of a save with SFR_SAVE_STREAM (sfr/stream.h), at most
+ * `timeout` seconds (None or NULL: without limit). Returns a new Piece, None after the timeout, or
+ * NULL with an exception set. */
 PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticket,
 			    PyObject *timeout);
 
@@ -38,7 +39,7 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
  * number, or -1 with an exception set. */
 int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
 
-/* report.c: returns a new dict of a save's report; NULL with an exception set. */
+/* report.c: returns a new dict of a save's report, or NULL with an exception set. */
 PyObject *sfr_py_report_dict(const struct sfr_report *report);
 
 #endif

@@ -12,7 +12,7 @@
 /* No optimizer of torch builds deeper state; the limit also ends cycles. */
 #define WALK_DEPTH 8
 
-/* Appends a new strong reference to an object. 0, or -1 with MemoryError set. */
+/* Appends a new strong reference to an object. Returns 0, or -1 with MemoryError set. */
 static int refs_push(struct sfr_py_refs *refs, PyObject *object)
 {
 	if (refs->nr == refs->cap) {
@@ -40,8 +40,8 @@ static void refs_fini(struct sfr_py_refs *refs)
 	memset(refs, 0, sizeof(*refs));
 }
 
-/* Returns the list of group `i`'s parameters, borrowed. NULL, perhaps with an exception set, if the
- * group is not built as torch builds it. */
+/* Returns a borrowed reference to the list of group `i`'s parameters. Returns NULL, perhaps with an
+ * exception set, if the group is not built as torch builds it. */
 static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 {
 	PyObject *group = PyList_GetItem(groups, i), *params;
@@ -54,14 +54,15 @@ static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth);
 
-/* Walks the attributes of a tensor of a subclass, because one that wraps other tensors, such as a
- * quantized state, has them there. 0 or -1 as walk_state. */
+/* Walks the attributes of a tensor whose type is a subclass of Tensor. Such a tensor may wrap other
+ * tensors, as a quantized state does, and the wrapped tensors are its attributes. Returns 0 or -1,
+ * as walk_state does. */
 static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 {
 	PyObject *attributes = PyObject_GenericGetDict(tensor, NULL);
 	int ret;
 
-	if (!attributes) {
+	if (!attributes) { /* the type gives its instances no __dict__ */
 		PyErr_Clear();
 		return 0;
 	}
@@ -71,7 +72,8 @@ static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 }
 
 /* Appends every tensor in a parameter's state that has memory (sfr_py_has_memory) to `found`.
- * `depth` is how many containers `value` is inside of. 0, or -1 with an exception set. */
+ * `depth` is how many containers `value` is inside of. Returns 0, or -1 with an exception
+ * set. */
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 {
 	PyObject *key, *item;
@@ -102,7 +104,8 @@ static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 	return 0;
 }
 
-/* Appends every parameter of the groups to `params`, in order. 0, or -1 with an exception set. */
+/* Appends every parameter of the groups to `params`, in order. Returns 0, or -1 with an exception
+ * set. */
 static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 {
 	Py_ssize_t i, j;

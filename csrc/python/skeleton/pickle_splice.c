@@ -150,8 +150,8 @@ static uint32_t put_keep(struct out *out, struct memo *memo)
 	return slot;
 }
 
-/* Writes a global, which is an object by its module and name, and stores it in a new slot,
- * *slot. */
+/* Writes a global: an object that the unpickler imports by its module and name. Has the unpickler
+ * store it in a new memo slot, and sets *slot to that slot. */
 static void write_global(struct out *out, struct memo *memo, uint32_t *slot, const char *module,
 			 const char *name)
 {
@@ -163,7 +163,8 @@ static void write_global(struct out *out, struct memo *memo, uint32_t *slot, con
 	*slot = put_keep(out, memo);
 }
 
-/* Writes a global at its first use and gets it from *slot later. */
+/* Writes a global in full at its first use, when *slot is 0, and then sets *slot. At later uses it
+ * writes the opcode that gets the global from that memo slot. */
 static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot,
 			      const char *module, const char *name)
 {
@@ -181,7 +182,7 @@ static void put_hooks(struct out *out, struct memo *memo)
 	put_op(out, OP_REDUCE);
 }
 
-/* Writes a location tag or gets it from the memo. */
+/* Writes a location tag, or the opcode that gets it from the memo. */
 static void put_location(struct out *out, struct memo *memo, PyObject *location,
 			 const struct text *tag)
 {

@@ -187,7 +187,7 @@ static void types_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Takes an item from the keyword arguments. 0, or -1 with an exception set. */
+/* Takes an item from the keyword arguments. Returns 0, or -1 with an exception set. */
 static int take_item(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_item item)
 {
 	PyObject *value = PyDict_GetItemString(kwargs, item_names[item]);
@@ -231,14 +231,15 @@ static void find_functions(struct sfr_py_torch_types *torch)
 	}
 }
 
-/* Maps torch's number of a sample's dtype to the entry of the table that is filled next. `sample`
- * is a tensor of one dimension. 0, or -1 with an exception set. */
+/* Reads torch's number of a dtype from `sample`, a tensor of that dtype with one dimension. Records
+ * in dtype_at that this number has the index nr_dtypes in torch->dtype, the entry that take_dtypes
+ * fills next. Returns 0, or -1 with an exception set. */
 static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 {
 	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number;
 
 	if (!sfr_py_words.known)
-		return 0; /* no tensor is plain */
+		return 0; /* no tensor is plain, so the numbers are not used */
 	(void)sfr_py_bridge_describe(sfr_py_handle_of(sample), row, SFR_ROW_HEADER + 2);
 	number = row[SFR_ROW_DTYPE];
 	if (row[SFR_ROW_NDIM] != 1 || number < 0 || number >= SFR_PY_MAX_NUMBERS) {
@@ -250,7 +251,7 @@ static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 }
 
 /* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, a sample
- * tensor). 0, or -1 with an exception set. */
+ * tensor). Returns 0, or -1 with an exception set. */
 static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 {
 	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
