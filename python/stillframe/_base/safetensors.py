@@ -135,14 +135,19 @@ def _entry(name: str, tensor: Any, begin: int) -> Entry:
     if len(offsets) != 2 or not all(map(_is_size, [*shape, *offsets])):
         raise ValueError(f"tensor {name} has a shape or offsets that are no sizes")
     first, end = offsets
+    # In bits, because an element of some types is smaller than a byte.
     if first > end or _numel(shape) * DTYPES[dtype][0] != 8 * (end - first):
         raise ValueError(f"the offsets of tensor {name} do not fit its type and shape")
     return Entry(name, dtype, tuple(shape), begin + first, begin + end)
 
 
 def _numel(shape: list[int]) -> int:
-    """Return the product of a shape's sizes. The loop ends at the limit, so that a hostile shape
-    cannot make it slow."""
+    """Return the number of elements of a tensor with this shape.
+
+    Raises:
+        ValueError: The number exceeds `_MAX_BYTES`. The loop ends there, because a long list of
+            large sizes would make it slow.
+    """
     if 0 in shape:
         return 0
     numel = 1
@@ -154,6 +159,7 @@ def _numel(shape: list[int]) -> int:
 
 
 def _is_size(number: object) -> bool:
+    """Return whether a value from the header can be a size or an offset: an int, and not a bool."""
     return type(number) is int and 0 <= number < _MAX_BYTES
 
 

@@ -43,15 +43,16 @@ from stillframe._base.disk import LOCAL, Disk
 from stillframe._base.file_kinds import MARKER
 from stillframe._check import pickles
 
-# The names of files that count as checkpoints. Other programs write .bin and .pkl files too, so
-# files with these suffixes count only under the names that Hugging Face gives them.
+# Names of files that count as checkpoints, or as parts of one (PART_NAME). Other programs write
+# .bin and .pkl files too, so files with these suffixes count only under Hugging Face's names.
 CHECKPOINT_NAME = re.compile(
     r".*\.(ckpt|pt|pth|safetensors|(safetensors|bin)\.index\.json)"
     r"|(.*pytorch_model.*|adapter_model|training_args|optimizer(_\d+)?|scheduler(_\d+)?"
     r"|sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin"
     r"|(random_states|custom_checkpoint)_\d+\.pkl"
 )
-# Names of files of a Hugging Face checkpoint, and of shards. Such a file alone is no checkpoint.
+# Names of files that are only parts of a checkpoint: files that Hugging Face's libraries write into
+# a directory, and shards. Many of these names match CHECKPOINT_NAME too.
 PART_NAME = re.compile(
     r"(model|adapter_model)(_\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     r"|.*-\d+-of-\d+\.(safetensors|bin)|.*\.distcp"
@@ -63,7 +64,7 @@ PART_NAME = re.compile(
 _TRAINER = re.compile(r"checkpoint-(\d+)")
 _ACCELERATE = re.compile(r"checkpoint_\d+")
 _TRAINER_STATE, _TRAINING_ARGS = "trainer_state.json", "training_args.bin"
-_UNFINISHED = "checkpoint-is-incomplete.txt"  # is there while a Trainer saves after SIGTERM
+_UNFINISHED = "checkpoint-is-incomplete.txt"  # exists while a Trainer saves after SIGTERM
 _OF_TRAINER = {_TRAINER_STATE, _TRAINING_ARGS, _UNFINISHED, "config.json"}
 # Names of the files and directories that each library writes for a model, an optimizer, ...
 _MODEL = re.compile(

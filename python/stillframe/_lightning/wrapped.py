@@ -125,7 +125,7 @@ class Inner:
             self.io.save_checkpoint(tree, target.given, storage_options=storage_options)
             nbytes = _size(target.text, 0 if taken is None else taken.nbytes)
         except BaseException as error:  # whatever the other code raises, the save has failed
-            # Without its traceback, because the frames in that refer to the tree.
+            # The traceback is dropped, because its frames refer to the tree.
             failed = error.with_traceback(None)
         finally:
             tree = None  # a reference to the tree would keep the snapshot's memory

@@ -94,7 +94,7 @@ class Gradients:
         """Wait until all gradients of a backward have been added; raise the first error of the
         additions.
 
-        The sums of a failed backward are dropped, as autograd drops them.
+        The sums that are left of a failed backward are dropped, as autograd drops them.
         """
         ending = [*self._under_way, *self._ending]
         self._under_way, self._ending = deque(), []
@@ -106,9 +106,13 @@ class Gradients:
             self._end(task, succeeded and added)
 
     def finish(self, task: int, succeeded: bool) -> None:
-        """End a backward that ran inside another one, when all gradients that it sent are added.
+        """Have the thread end a backward that ran inside another one, and return at once.
 
-        This does not wait: `join` of the outer backward does.
+        The thread ends it after it has added all gradients that this backward sent. The `join` of
+        the outer backward waits for that.
+
+        Args:
+            succeeded: False drops the sums that are left.
         """
         if self._thread is not None:
             self._ending.append(self._thread.submit(self._end, task, succeeded))

@@ -77,8 +77,17 @@ class Slot:
     def _start(
         self, what: Ticket | Sequence[torch.Tensor], sources: list[Source], base: int
     ) -> None:
-        """Queue the copies to the device, from pinned memory."""
+        """Queue the copies to the device.
+
+        CPU tensors that are not all in pinned memory are copied into the pool first, because the
+        device can read only pinned memory directly.
+
+        Args:
+            what, sources: The ticket or the CPU tensors, and the ranges of memory to copy.
+            base: The address of the slot's device memory.
+        """
         pool = self._pool
+        # The core's snapshot that owns the sources; None if they are in memory of the CPU tensors.
         core = what._leaving.core if isinstance(what, Ticket) else None
         if core is None and any(map(self._is_pageable, self._given)):
             core, sources = self._stage()
@@ -96,8 +105,12 @@ class Slot:
         return not (self._pool.core.has_pinned(tensor.data_ptr()) or tensor.is_pinned())
 
     def _stage(self) -> tuple[_core.Snapshot, list[Source]]:
-        """Copy the sources into the pool. The core keeps the copies until they are on the device.
-        Return the core's snapshot of them, and the copies."""
+        """Copy the sources into the pool.
+
+        Returns:
+            The core's snapshot, which owns the copies until they are on the device; the ranges of
+            memory of the copies.
+        """
         core = _core.Snapshot(self._pool.core, self._layout.rows(0), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, self.nbytes)
         core.start(())
@@ -116,8 +129,11 @@ class Slot:
         )
 
     def is_for_or_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
-        """Return whether this slot was made from the given ticket or tensors, or whether `take` has
-        returned some of these tensors."""
+        """Return whether `what` belongs to this slot.
+
+        A ticket does if the slot was made from it. Tensors do if the slot was made from them and
+        `take` was not called yet, or if one of them is a tensor that `take` returned.
+        """
         if isinstance(what, Ticket):
             return self.is_for(what)
         if not self.taken and self.is_for(what):

@@ -41,14 +41,15 @@ _MOST_WAIT_S = 5.0  # for the answers of all ranks
 
 
 class Counts(NamedTuple):
-    """The boundaries that a rank has passed or reached.
+    """How many boundaries of each kind a rank has passed or reached.
+
+    `next_boundary` returns a *limit* in the same form: the counts at which a rank stops.
 
     Attributes:
         stops: Calls of `should_stop`.
         steps: Ends of an optimizer's step.
         saves: Calls of `save`.
-        registered: `steps` at the last call of `save`; -1 if there was none. A limit does not use
-            this field.
+        registered: `steps` at the last call of `save`; -1 if there was none, and in a limit.
     """
 
     stops: int
@@ -57,7 +58,7 @@ class Counts(NamedTuple):
     registered: int
 
     def reaches(self, limit: Counts) -> bool:
-        """Return whether a rank with these counts has reached `limit`, see `next_boundary`."""
+        """Return whether a rank with these counts has reached a limit."""
         return self.stops >= limit.stops or self.steps >= limit.steps or self.saves >= limit.saves
 
 
