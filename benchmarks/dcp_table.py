@@ -11,7 +11,9 @@ from goals import ABSENT, Goal
 from measured import Figures
 from peers import OURS
 
-ROWS = (  # scenario, metric, title
+# Scenario, metric and title of each row. In the titles, "a save" means for each save. "The same of
+# steps without one" is the noise of the lost time: it is computed alike, but no step saves.
+ROWS = (
     ("idle", "call_s", "main thread idle: the call blocks"),
     ("idle", "call_cpu_s", "processor time of the call's thread"),
     ("idle", "finished_s", "finished after"),
@@ -27,7 +29,8 @@ ROWS = (  # scenario, metric, title
     ("idle", "memory", "extra memory of a rank's process at its first save, x its state"),
 )
 DIFFERENCES = ("lost_s", "noise_s")  # metrics that are shown with their standard error
-SHORT = {  # the columns of the docs
+# The ways to save, in the order of the columns, and the titles of their columns in the docs.
+SHORT = {
     DEFAULT: "DCP `async_save`",
     STAGER: "with a DefaultStager kept",
     PROCESS: "in its process",

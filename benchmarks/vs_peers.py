@@ -111,9 +111,12 @@ class Run:
     def _saves(self, workers: list[Worker], scenario: Scenario, *, cold: bool) -> None:
         """Run the rounds of a scenario of kind "save".
 
-        The rounds after the first FEW_ROUNDS warm ones leave out the slow ways.
+        A way that needs more than SLOW_S for a save is slow. Slow ways take part only in the cold
+        round, if there is one, and in the first FEW_ROUNDS rounds after it.
 
-        cold: The processes have not saved yet, so the first round is kept under another name.
+        Args:
+            cold: The processes have not saved yet. They first run one more round, whose figures
+                are kept under the name `scenario.cold`.
         """
         names = ([scenario.cold] if cold else []) + [scenario.name] * self.settings.rounds
         slow: set[str] = set()
@@ -139,7 +142,7 @@ class Run:
     def _loop(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run the rounds of a scenario of kind "loop": steps with a save, and steps without.
 
-        The first round warms up and is kept under another name.
+        The first round warms up; its figures are kept under the name `scenario.cold`.
         """
         s = self.settings
         # For states other than these two, that is "main" and its like, the settings end in _large.
@@ -157,7 +160,7 @@ class Run:
     def _gate(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run the rounds of a scenario of kind "gate", after plain copies of as many bytes.
 
-        The first round warms up and is kept under another name.
+        The first round warms up; its figures are kept under the name `scenario.cold`.
         """
         s = self.settings
         nbytes = -(-spec_of(scenario.state, s).nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
