@@ -105,6 +105,7 @@ class Goal:
 
 
 def _format_ratio(value: float | None) -> str:
+    """Return the text for a ratio of `Goal.value`, with a fraction such as 1/2.5 below 0.5."""
     if value is None:
         return "the other is not above zero"
     if value <= 0:
@@ -124,7 +125,8 @@ def count(figures: Figures) -> str:
 def _goals() -> tuple[Goal, ...]:
     """Return the goals.
 
-    "call_of_budget" is the time of a call, divided by 2 µs a tensor plus 1 ms (session.py).
+    "call_of_budget" is the time of a call as a multiple of its budget, which is 1 ms plus 2 µs for
+    each tensor (session.py).
     """
     goals = []
     for state, busy, idle in (

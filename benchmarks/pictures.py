@@ -142,11 +142,12 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def _names(found: Any) -> list[str]:
-    """Return the ways of vs_peers.py that `found` has, in the order of the table's columns."""
+    """Return the ways to save that `found` has figures of, in the order of the table's columns."""
     return [peer for peer in PEERS if peer in found]
 
 
 def _colour(peer: str) -> str:
+    """Return the colour of a way to save."""
     return WAY_COLOURS[peer]
 
 
@@ -361,6 +362,7 @@ def _memory(axes: Any, resident: list[int]) -> None:
 
 
 def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
+    """Draw the rate of each raw operation of limits.py; `seconds` has the times for `nbytes`."""
     found = {
         name: nbytes / series["median"] / 1e9
         for name, series in seconds.items()

@@ -84,9 +84,9 @@ class _Residual(torch.nn.Module):
 class Few:
     """`nr_params` weights under plain SGD; the first has 0.55 of `nbytes` (2.2 of 4 GB).
 
-    The state has a tensor of more than 2 GB and still fits into the machine's memory. Therefore the
-    optimizer keeps no moments, each gradient is one number in memory, expanded to the weight's
-    shape, and a step has no forward.
+    The state should have a tensor of more than 2 GB and still fit into the machine's memory.
+    Therefore the optimizer keeps no moments, and a step has no forward. Each gradient is one number
+    in memory, expanded to the weight's shape.
     """
 
     def __init__(self, spec: Spec) -> None:

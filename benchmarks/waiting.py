@@ -107,8 +107,12 @@ def unowned(nbytes: int, directory: Path, rounds: int) -> None:
 
 
 def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
-    """Print the medians of a step alone and of one after a deferred snapshot."""
-    size = nbytes // 12 // 16
+    """Print the medians of a step alone and of one right after a deferred snapshot.
+
+    `nbytes` is the size of the state. Steps with and without a snapshot alternate, `rounds` of
+    each, while `nr_busy` other processes compute. The first of each is not counted.
+    """
+    size = nbytes // 12 // 16  # numbers in each of 16 weights: 4 bytes, and two moments of 4
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for _ in range(16)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model:

@@ -48,6 +48,7 @@ void sfr__lock_given(enum sfr__lock_rank rank);
 /* Called before a wait on a condition, when the thread must hold this lock and no other. */
 void sfr__lock_alone(enum sfr__lock_rank rank);
 #else
+/* Without SFR_CHECK_LOCKS the three checks do nothing. */
 static inline void sfr__lock_taken(enum sfr__lock_rank rank)
 {
 	(void)rank;

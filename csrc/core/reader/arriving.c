@@ -210,8 +210,8 @@ void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off,
 	count_locked(f, counts, off, len);
 	while (take_done_locked(f, &index)) {
 		sfr__unlock(&sfr__arrivals.mu);
-		/* Whole pages, also at the end of the file. If the system refuses, the memory stays
-		 * until the chunk is fetched again. */
+		/* A chunk is whole pages, so the range of the last one may go past the file's end.
+		 * If the system refuses, the memory stays until the chunk is fetched again. */
 		(void)sfr_sys.fallocate(f->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
 					(off_t)(index * f->chunk), (off_t)f->chunk);
 		sfr__lock(&sfr__arrivals.mu);

@@ -35,8 +35,9 @@ static bool covers(const struct chunk *p, uint64_t off)
 }
 
 /* Returns the bytes [off, off + len) of the file, len at most SFR__READER_HEADER_MAX, for record
- * `index`: in the chunk if it has all of them, else read to the scratch memory. Returns NULL if
- * they cannot be read, and then has recorded the failure, or if the reading has ended. */
+ * `index`. The result points into the chunk if that has all of them, else into the scratch memory,
+ * to which they are read. Returns NULL if the reading has ended, or if the bytes cannot be read;
+ * that failure is recorded. */
 static const unsigned char *bytes_at(const struct chunk *p, uint64_t off, size_t len,
 				     uint64_t index)
 {

@@ -129,8 +129,9 @@ static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *
 	return 0;
 }
 
-/* Bare records have no headers: hdr_off in the listing is the offset of the data. Empty records are
- * complete at once. Returns 0, or -EINVAL if records overlap. */
+/* Sets the offset and the length of the data of bare records. These have no headers, so hdr_off in
+ * the listing is the offset of the data. Empty records count as read at once. Returns 0, or -EINVAL
+ * if records overlap. */
 static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {

@@ -443,7 +443,8 @@ static void stage_deferred(struct sfr__task *task)
 		else
 			sfr__cuda_poll(lane);
 		/* This may wait for a block that is in flight, and only this thread can see that
-		 * its copies have completed. So it waits at most 100 us, and then polls again. */
+		 * its copies have completed. So it waits at most 100 us, and then polls again. If
+		 * the device died, sfr__transfer_died sets tr->err, which ends the loop. */
 		if (!sfr__transfer_died(tr))
 			rc = fill_next(dev, dev->deferred, &blk, 100 * 1000);
 	}

@@ -62,8 +62,8 @@ static void add_user_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 	sfr__lot_hold_locked(s, true);
 }
 
-/* Gives the snapshot the next `total` bytes of a common lot. Returns false if `lot` is NULL, or if
- * it has no room. */
+/* Gives the snapshot the next `total` bytes of a common lot, lens[i] of them for source i, and
+ * makes it a user of the lot. Returns false if `lot` is NULL or retired, or has no room. */
 static bool take_range_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t total,
 			      struct sfr__lot *lot)
 {

@@ -139,10 +139,10 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 PyDoc_STRVAR(restore_doc,
 "restore(fd, verify, shared=False)\n--\n\n"
 "Reads an open archive's directory, and prepares reading its records.\n\n"
-"Returns a pair: the dict that `check` returns, and a Restore. Instead of the Restore it is None if\n"
-"the file is not complete, is no archive, or has its records elsewhere than torch and stillframe put\n"
-"them. `verify`: compare the CRC of every record. `shared`: other processes read the file too, so it\n"
-"is read through the page cache.");
+"Returns a pair: the dict that `check` returns, and a Restore. The second is None if the file is not\n"
+"complete, is not an archive, or has records at other offsets than torch and stillframe choose.\n"
+"`verify`: compare the CRC of every record. `shared`: other processes read the file too, so it is\n"
+"read through the page cache.");
 
 static PyObject *restore(PyObject *module, PyObject *args)
 {

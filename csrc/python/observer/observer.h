@@ -107,8 +107,9 @@ uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
-/* Storages up to these sizes are always captured: an optimizer's on a device, and a memory owner's
- * anywhere. */
+/* Storages up to these sizes (inclusive) are always captured. The first is for an optimizer's
+ * storages on a device; the second for those of a memory owner (see sfr_py_defer_memory_owner), on
+ * the host or a device. */
 #define SFR_PY_DEVICE_MIN_NBYTES 65536
 #define SFR_PY_MEMORY_OWNER_MIN_NBYTES 65536
 #define SFR_PY_LINE 64     /* bytes of a cache line */

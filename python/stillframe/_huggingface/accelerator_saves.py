@@ -129,7 +129,11 @@ class Saves:
             report()
 
     def rotate(self, path: str, limit: int | None) -> None:
-        """Remove the oldest checkpoints next to `path`, after its save, so that `limit` remain."""
+        """Remove the oldest checkpoints next to `path`, so that `limit` remain; None removes none.
+
+        The removes run after the save to `path`, and only if it became durable. Checkpoints whose
+        saves are in flight count too, although their directories do not exist yet.
+        """
         if limit is None:
             return
         directory, new = os.path.split(path)

@@ -77,7 +77,7 @@ class Offloader:
         """The engine whose pool is used."""
         self._stats = self._pool.stats
         self._most = slots
-        self._birth = Birth("this Offloader")
+        self._birth = Birth("this Offloader")  # refuses calls in a forked child
         self._closed = False
         # Re-entrant, because a signal handler may interrupt a call and make another.
         self._lock = threading.RLock()
@@ -86,7 +86,7 @@ class Offloader:
         self._coming: list[Slot] = []  # slots whose copies still run, even if they were released
         # Groups on their way out whose sources are kept until they are copied, oldest first.
         self._leaving: deque[Leaving] = deque()
-        self._sent: list[Leaving] = []  # groups whose copies' time is not in the statistics yet
+        self._sent: list[Leaving] = []  # groups whose copying time is not in the statistics yet
         self._warned: set[str] = set()  # the kinds of warnings that were logged
 
     def __enter__(self) -> Offloader:

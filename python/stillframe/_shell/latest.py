@@ -20,14 +20,14 @@ from stillframe.errors import StillframeError
 
 
 class _Lines(logging.Handler):
-    """Prints what is logged to stderr."""
+    """A log handler that prints each message to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(record.getMessage(), file=sys.stderr)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command; return 0, or UNUSABLE (2) if no path is printed."""
     lines, logger = _Lines(), logging.getLogger("stillframe")
     directory = urls.shown(options.directory)
     logger.addHandler(lines)

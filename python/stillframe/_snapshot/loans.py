@@ -172,8 +172,8 @@ class Loan:
         return self._asked
 
     def _count_as_used(self) -> None:
-        """Turn the hold into a view, so that the memory counts as held by its user. Callers that
-        need it no longer wait, but raise PoolExhaustedError."""
+        """Turn the hold into a view, so that the memory counts as held by its user. From then on,
+        callers that need this memory raise PoolExhaustedError instead of waiting for it."""
         core = self.lender.core
         core.view()
         core.will_return(False)

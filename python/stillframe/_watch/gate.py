@@ -166,8 +166,11 @@ def wait_for_storage(identity: int) -> None:
 
 
 def _is_over(key: int, thread: int, end: float) -> bool:
-    """Return whether the call `key` of thread `thread` is over. Wait for that until `end`
-    (`time.monotonic`), except in the thread of the call itself."""
+    """Wait until the call `key`, made by thread `thread`, is over; return whether it is.
+
+    The wait ends at `end`, a time of `time.monotonic`. The calling thread does not wait for a call
+    of its own.
+    """
     mine = threading.get_ident()
     while thread != mine and key in calls and time.monotonic() < end:
         time.sleep(_CALL_POLL_S)
