@@ -134,7 +134,7 @@ def test_undeferrable_tensors_are_not_enrolled_again():
     assert deferred(p, small) == [True, False]
     owner = ownership.find(opt)
     assert owner is not None
-    assert owner.observer.rests(opt.param_groups, opt.state)
+    assert owner.observer.is_idle(opt.param_groups, opt.state)
 
 
 # ---- devices ----------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_rec
 		return "a record of its directory is damaged";
 	rec->flags = le16(fixed + 8);
 	rec->method = le16(fixed + 10);
-	rec->stamp = le32(fixed + 12);
+	rec->timestamp = le32(fixed + 12);
 	rec->crc = le32(fixed + 16);
 	rec->clen = le32(fixed + 20);
 	rec->ulen = le32(fixed + 24);
@@ -281,7 +281,7 @@ const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip
 	if (le32(fixed) != SIG_LOCAL)
 		return "its local header is missing";
 	if (le16(fixed + 6) != rec->flags || le16(fixed + 8) != rec->method ||
-	    le32(fixed + 10) != rec->stamp || le16(fixed + 26) != rec->name_len)
+	    le32(fixed + 10) != rec->timestamp || le16(fixed + 26) != rec->name_len)
 		return "its local header and the directory disagree";
 	if (crc != rec->crc && (crc != 0 || (rec->flags & SFR__UNZIP_DESCRIBED) == 0))
 		return "its CRC in the local header is not the directory's";

@@ -37,7 +37,7 @@ struct sfr__unzip_record {
 	uint64_t hdr_off;    /* offset of the local header; below dir_off */
 	uint64_t clen, ulen; /* bytes in the file, and unpacked; equal if the record is stored */
 	uint32_t crc;
-	uint32_t stamp; /* time and date, only to be compared */
+	uint32_t timestamp; /* time and date, only to be compared */
 	uint16_t flags, method;
 	bool is_dir; /* marked as a directory */
 	/* lengths of the fields that follow in the directory, in this order */

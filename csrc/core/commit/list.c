@@ -24,7 +24,7 @@ int sfr__log_init_locked(void)
 
 bool sfr__log_has_ended(const struct sfr__log_entry *e)
 {
-	return e->state == SFR__LOG_WELL || e->state == SFR__LOG_BADLY;
+	return e->state == SFR__LOG_SUCCEEDED || e->state == SFR__LOG_FAILED;
 }
 
 bool sfr__log_touches(const struct sfr__log_entry *e, const char *key)
@@ -77,7 +77,7 @@ int sfr_log_exists(const char *key)
 	e = sfr__log_last_touching_locked(key, NULL);
 	/* A failed save leaves its name unchanged, so the entry before it decides. If no entry
 	 * decides, the file system has the answer (-1). */
-	while (e && e->ops->creates && e->state == SFR__LOG_BADLY)
+	while (e && e->ops->creates && e->state == SFR__LOG_FAILED)
 		e = sfr__log_last_touching_locked(key, e);
 	if (e && !e->ops->creates)
 		answer = 0;

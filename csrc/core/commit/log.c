@@ -98,7 +98,7 @@ static void open_loads_locked(struct sfr__log_entry *e)
 static void remove_head_locked(struct sfr__log_entry *e)
 {
 	if (e->ops->is_save)
-		sfr__log.last_save_bad = e->state == SFR__LOG_BADLY;
+		sfr__log.last_save_bad = e->state == SFR__LOG_FAILED;
 	(void)sfr__queue_pop(&sfr__log.entries); /* returns `e` */
 	sfr__log.done_seq = e->seq;
 	sfr__log.nr_pending--;
@@ -280,11 +280,11 @@ void sfr__log_ready(struct sfr__log_entry *entry)
 	sfr__unlock(&sfr__log.mu);
 }
 
-void sfr__log_ended(struct sfr__log_entry *entry, bool well)
+void sfr__log_ended(struct sfr__log_entry *entry, bool good)
 {
 	sfr__lock(&sfr__log.mu);
 	if (!sfr__log_has_ended(entry))
-		entry->state = well ? SFR__LOG_WELL : SFR__LOG_BADLY;
+		entry->state = good ? SFR__LOG_SUCCEEDED : SFR__LOG_FAILED;
 	pthread_cond_signal(&sfr__log.cv_work);
 	sfr__unlock(&sfr__log.mu);
 }

@@ -32,11 +32,11 @@ struct sfr__log_ops {
 };
 
 enum sfr__log_state {
-	SFR__LOG_WAITING, /* not ready, or external work that is not the head */
-	SFR__LOG_READY,   /* runs as soon as it is the head; external work is the head already */
-	SFR__LOG_RUNNING, /* a thread is working on it */
-	SFR__LOG_WELL,    /* ended with success */
-	SFR__LOG_BADLY,   /* ended, and its name is unchanged */
+	SFR__LOG_WAITING,   /* not ready, or external work that is not the head */
+	SFR__LOG_READY,     /* runs as soon as it is the head; external work is the head already */
+	SFR__LOG_RUNNING,   /* a thread is working on it */
+	SFR__LOG_SUCCEEDED, /* ended with success */
+	SFR__LOG_FAILED,    /* ended, and its name is unchanged */
 };
 
 /* An entry of the process's log, embedded in the object that it is about, such as a ticket. */
@@ -67,8 +67,8 @@ void sfr__log_unreserve(void);
 uint64_t sfr__log_append(struct sfr__log_entry *entry);
 /* Makes a waiting entry ready; does nothing in any other state. */
 void sfr__log_ready(struct sfr__log_entry *entry);
-/* Ends the entry, with success if `well`; only the first call counts. */
-void sfr__log_ended(struct sfr__log_entry *entry, bool well);
+/* Ends the entry, with success if `good`; only the first call counts. */
+void sfr__log_ended(struct sfr__log_entry *entry, bool good);
 /* Returns the sequence number of the last entry that a close waits for, or 0. */
 uint64_t sfr__log_close_seq(void);
 /* Waits until the head is external work that no thread has taken. Takes the work and sets *number

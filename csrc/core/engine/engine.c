@@ -31,7 +31,7 @@ static void free_pool(struct sfr_engine *engine)
 	sfr__pool_free(pool);
 }
 
-void sfr__engine_snapshot_gone(struct sfr_engine *engine)
+void sfr__engine_drop_pool_user(struct sfr_engine *engine)
 {
 	bool last;
 

@@ -110,7 +110,7 @@ void sfr__shared_wake_locked(struct sfr_engine *engine);
 void sfr__engine_get(struct sfr_engine *engine); /* adds a reference; sfr_engine_put drops it */
 /* Counts one less in nr_snapshots: a snapshot has returned its memory or got none, or an onload is
  * freed. The last one of a closed engine frees the pool. */
-void sfr__engine_snapshot_gone(struct sfr_engine *engine);
+void sfr__engine_drop_pool_user(struct sfr_engine *engine);
 
 /* ---- slots.c ---- */
 /* Waits until a save may take a slot; unordered saves have slots of their own. `flags` are those of

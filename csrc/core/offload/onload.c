@@ -140,7 +140,7 @@ static void free_onload(struct sfr_onload *onload)
 	}
 
 	sfr_snapshot_put(onload->from);
-	sfr__engine_snapshot_gone(engine);
+	sfr__engine_drop_pool_user(engine);
 	sfr_sys.free(onload);
 	sfr_engine_put(engine);
 }

@@ -65,7 +65,7 @@ static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 		.clen = listed->len,
 		.ulen = listed->len,
 		.crc = listed->crc,
-		.stamp = listed->stamp,
+		.timestamp = listed->timestamp,
 		.flags = listed->flags,
 		.method = SFR__UNZIP_STORED,
 		.name_len = listed->name_len,

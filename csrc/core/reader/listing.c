@@ -59,7 +59,7 @@ int sfr__listing_add(struct sfr__listing *p, const struct sfr__unzip_record *rec
 		.len = rec->clen,
 		.central = central,
 		.crc = rec->crc,
-		.stamp = rec->stamp,
+		.timestamp = rec->timestamp,
 		.name_at = (uint32_t)p->names_len,
 		.name_len = rec->name_len,
 		.flags = rec->flags,

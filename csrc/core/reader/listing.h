@@ -13,7 +13,7 @@
 struct sfr__listed {
 	uint64_t hdr_off, len; /* offset of the local header; bytes of data */
 	uint64_t central;      /* offset in the file of its entry in the directory */
-	uint32_t crc, stamp;
+	uint32_t crc, timestamp;
 	uint32_t name_at; /* offset of its name in the listing's `names` */
 	uint16_t name_len, flags;
 };

@@ -37,7 +37,7 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 	sfr__unlock(&s->engine->mu);
 	sfr__lot_free(s, lot);
 	if (is_free)
-		sfr__engine_snapshot_gone(s->engine);
+		sfr__engine_drop_pool_user(s->engine);
 }
 
 void sfr__snapshot_copy_begins(struct sfr_snapshot *s)

@@ -135,7 +135,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 		goto out;
 	rc = sfr__lot_get(s, lens, nr_own, slice_ns);
 	if (rc < 0) {
-		sfr__engine_snapshot_gone(engine);
+		sfr__engine_drop_pool_user(engine);
 		goto out;
 	}
 	set_range(s);
@@ -340,7 +340,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 		lot = sfr__lot_drop_locked(s);
 		sfr__unlock(&engine->mu);
 		sfr__lot_free(s, lot);
-		sfr__engine_snapshot_gone(engine);
+		sfr__engine_drop_pool_user(engine);
 	}
 	sfr_sys.free(s->devices);
 	sfr__host_sets_free(s);

@@ -90,16 +90,16 @@ static int wants_enrolment(const struct sfr_py_observer *self, PyObject *groups,
 	return self->wanted || self->forget || self->size != sfr_py_walk_size(groups, state);
 }
 
-PyDoc_STRVAR(observer_rests_doc,
-"rests(param_groups, state, /)\n--\n\n"
+PyDoc_STRVAR(observer_is_idle_doc,
+"is_idle(param_groups, state, /)\n--\n\n"
 "Returns, after a step, whether neither stepped() nor the compare() of the next gate has anything\n"
 "to do. Reads no tensor.");
 
-static PyObject *observer_rests(struct sfr_py_observer *self, PyObject *args)
+static PyObject *observer_is_idle(struct sfr_py_observer *self, PyObject *args)
 {
 	PyObject *groups, *state;
 
-	if (!PyArg_ParseTuple(args, "OO:rests", &groups, &state))
+	if (!PyArg_ParseTuple(args, "OO:is_idle", &groups, &state))
 		return NULL;
 	return PyBool_FromLong(!self->busy && !self->nr_undecided && sfr_py_probes_are_idle(self) &&
 			       !wants_enrolment(self, groups, state));
@@ -397,7 +397,7 @@ static void observer_dealloc(struct sfr_py_observer *self)
 static PyMethodDef observer_methods[] = {
 	METHOD(enrol, METH_VARARGS),
 	METHOD(stepped, METH_VARARGS),
-	METHOD(rests, METH_VARARGS),
+	METHOD(is_idle, METH_VARARGS),
 	METHOD(compare, METH_NOARGS),
 	METHOD(due, METH_NOARGS),
 	METHOD(probe, METH_O),

@@ -100,8 +100,8 @@ class Owner:
 
     __slots__ = (
         "__weakref__",
+        "_is_idle",
         "_known",
-        "_rests",
         "_rivals",
         "_seen",
         "_steps_nested",
@@ -120,7 +120,7 @@ class Owner:
         self.serial = next(_serials)
         self._steps_nested = 0  # steps that are running, one inside the other
         self._known = False  # the last result of `qualifies`
-        self._rests = False  # after the last step, the observer had nothing to record or compare
+        self._is_idle = False  # after the last step, the observer had nothing to record or compare
         # The step function that `_known` was found for, and how many classes were registered then.
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
         self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()  # other owners of its storages
@@ -204,8 +204,8 @@ class Owner:
         try:
             if self._known and not self._why:
                 groups, state = optimizer.param_groups, optimizer.state
-                self._rests = self.observer.rests(groups, state)
-                if not self._rests:
+                self._is_idle = self.observer.is_idle(groups, state)
+                if not self._is_idle:
                     self._record(groups, state)
         finally:
             self._steps_nested = 0
@@ -238,7 +238,7 @@ class Owner:
     def compare(self) -> None:
         """Compare the storages with the samples that were recorded after the last step. This is
         called at the gate of the next step, so no storage should have changed."""
-        if self._rests:
+        if self._is_idle:
             return
         with torch._C.DisableTorchFunction():
             self.observer.compare()
