@@ -44,7 +44,6 @@ LIMITS_ARGS ?=
 LOAD_ARGS ?=
 DIR    ?= .
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
-WORKERS ?= 2
 ifeq ($(origin CC),default)
 CC := cc
 endif
@@ -96,7 +95,6 @@ demo: build
 
 # Of the C programs, six run under ThreadSanitizer too, others every day. They mostly wait, for disks
 # and for one another, so they run at the same time as pytest; their output follows its own.
-# The Python tests run in two processes, which take whole files; more would need more memory.
 C_LOG := build/c-tests.log
 
 test: build
@@ -104,7 +102,7 @@ test: build
 	@echo "C tests run at the same time and follow in $(C_LOG)"; \
 	$(MAKE) --no-print-directory asan $(if $(ARGS),,tsan-daily) >$(C_LOG) 2>&1 & c=$$!; \
 	trap 'kill $$c' INT TERM; \
-	$(PY) -m pytest $(if $(ARGS),$(ARGS),--numprocesses=$(WORKERS) --dist=loadfile); status=$$?; \
+	$(PY) -m pytest $(ARGS); status=$$?; \
 	wait $$c || status=1; \
 	cat $(C_LOG); exit $$status
 
