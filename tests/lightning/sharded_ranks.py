@@ -330,7 +330,7 @@ def warns(path, rank, pkg):
 
 def call_fails(path, rank, pkg):
     """Fail the copy on rank 1: all ranks raise its error, once."""
-    submit = sharded._saved
+    submit = sharded._start
 
     def broken(saver, state, *args):
         state["unknown"] = Broken()
@@ -338,14 +338,14 @@ def call_fails(path, rank, pkg):
 
     def save(trainer):
         if rank == 1:
-            sharded._saved = broken
+            sharded._start = broken
         raised = []
         for number in range(2):
             try:
                 trainer.save_checkpoint(path / f"c{number}")
             except Exception as error:
                 raised.append(str(error))
-            sharded._saved = submit
+            sharded._start = submit
         notes["messages"] = raised
 
     notes = {}

@@ -105,14 +105,14 @@ def test_interrupted_call_still_ends_the_save(save, monkeypatch):
 
 
 def test_save_with_when_busy_raise_is_refused_while_one_is_under_way(save, monkeypatch):
-    asked, saved = [], sharded._saved
+    asked, saved = [], sharded._start
 
     def noted(*args):
         asked.append(args[-1].when_busy)
         assert asked == ["wait", "raise"][: len(asked)]  # otherwise the save would wait forever
         return saved(*args)
 
-    monkeypatch.setattr(sharded, "_saved", noted)
+    monkeypatch.setattr(sharded, "_start", noted)
     with stillframe.Engine(when_busy="raise") as busy:
         with held("rename"):
             first = save()
