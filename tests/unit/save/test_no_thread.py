@@ -59,11 +59,18 @@ def test_refused_thread_is_reported_with_a_remedy(tmp_path, call):
     call(path)
 
 
-def test_first_save_without_a_thread_raises_and_the_exit_does_not_wait():
+def test_first_save_without_a_thread_raises_and_the_exit_takes_the_notices(monkeypatch):
+    """The core's notices are those of the whole process, so this test takes none of them."""
+    takers = []
+    monkeypatch.setattr(completion._core, "notice_stop", lambda: None)
+    monkeypatch.setattr(
+        completion, "_take_notices", lambda: takers.append(threading.current_thread())
+    )
     of_a_new_process = completion._Completion()
     with no_thread_of_python(), pytest.raises(BlockingIOError, match=SAYS):
         of_a_new_process.start()
     of_a_new_process.stop()
+    assert takers == [threading.current_thread()]
 
 
 def test_starting_a_thread_twice_is_not_reported_as_refused():
@@ -91,16 +98,6 @@ def test_callbacks_that_never_get_a_thread_are_called_at_the_end():
         callbacks.put(lambda: called.append(1))
     callbacks.finish()
     assert called == [1]
-
-
-def test_exit_takes_the_notices_that_no_thread_has_taken(monkeypatch):
-    takers = []
-    monkeypatch.setattr(completion._core, "notice_stop", lambda: None)
-    monkeypatch.setattr(
-        completion, "_take_notices", lambda: takers.append(threading.current_thread())
-    )
-    completion._Completion().stop()
-    assert takers == [threading.current_thread()]
 
 
 def test_wait_works_without_a_thread_for_its_line(tmp_path):
