@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from concurrent.futures import CancelledError
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from stillframe import _core
 from stillframe._save import completion
 from stillframe._save.core_save import CoreSave
+from stillframe._save.engine import core_of
 from stillframe._save.handle import SaveHandle
 from stillframe._tree import skeleton
 from stillframe._watch import gate
@@ -184,3 +186,15 @@ def test_a_report_has_every_fallback():
         "The file system refuses O_DIRECT.",
         "The save was made inside another call of its thread and took a slot beyond max_in_flight.",
     )
+
+
+def test_save_that_gets_no_slot_ends_as_cancelled(tmp_path):
+    """A thread may wait for the save from before it is submitted."""
+    with stillframe.Engine(pool_bytes="64MiB") as engine:
+        core = core_of(engine)
+        ticket = _core.Ticket(core, os.fsencode(tmp_path), b"a.pt", b"", bytearray(), 0)
+        core.close(0)
+        with pytest.raises(stillframe.StillframeError):
+            ticket.submit()
+        assert ticket.wait(_core.WAIT_ENDED, 10)
+        assert ticket.state() == "cancelled"
