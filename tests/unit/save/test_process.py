@@ -491,15 +491,20 @@ def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_pat
     done = run(
         """
         def work():
-            while True:
-                stillframe.async_save(STATE, "a.pt")
+            try:
+                while True:
+                    stillframe.async_save(STATE, "a.pt")
+            except BaseException as error:
+                # in one call: the interpreter ends this thread at any time, also while it prints
+                os.write(2, repr(error).encode())
         threading.Thread(target=work, daemon=True).start()
         time.sleep(0.3)
         """,
         tmp_path,
     )
+    refused = "StillframeError('the interpreter is exiting: no more saves and removes')"
     assert done.returncode == 0, done.stderr
-    assert "the interpreter is exiting" in done.stderr or not done.stderr
+    assert done.stderr in (refused, "")
     assert whole(tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt")["w"].shape == (100_000,)
 
