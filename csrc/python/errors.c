@@ -132,7 +132,7 @@ struct sfr_py_wait sfr_py_wait(PyObject *timeout)
 	return wait;
 }
 
-int sfr_py_goes_on(struct sfr_py_wait *wait)
+int sfr_py_next_slice(struct sfr_py_wait *wait)
 {
 	if (wait->rc != SFR_PY_BEGINS && (wait->rc != SFR_EAGAIN || wait->left_ns == 0))
 		return 0;

@@ -115,7 +115,7 @@ int sfr_py_u64(PyObject *number, uint64_t *out);
  * after slice_ns, and may run without the interpreter lock.
  *
  *     struct sfr_py_wait w = sfr_py_wait(timeout);       seconds; None or NULL: forever
- *     while (sfr_py_goes_on(&w))                         once at least
+ *     while (sfr_py_next_slice(&w))                         once at least
  *             w.rc = ...(w.slice_ns);
  *
  * The wait ends when the code is not SFR_EAGAIN, the time has passed, or an exception is set. */
@@ -131,7 +131,7 @@ struct sfr_py_wait {
 struct sfr_py_wait sfr_py_wait(PyObject *timeout);
 /* Returns whether another slice follows, and sets its length. Runs Python's signal handlers
  * first. */
-int sfr_py_goes_on(struct sfr_py_wait *wait);
+int sfr_py_next_slice(struct sfr_py_wait *wait);
 
 /* Starts loading the cache line at `address`. The address may be stale, because prefetching cannot
  * fault. Without the empty asm, GCC would see no effect in this function and drop its calls. */

@@ -31,10 +31,10 @@ NOTICE_ENDED: int
 NOTICE_TEXT: int
 NOTICE_STOP: int
 NOTICE_SNAPSHOT: int
-# flags of a snapshot; its copies begin at multiples of APART bytes with SNAPSHOT_LEAVES
+# flags of a snapshot; its copies begin at multiples of COPY_ALIGN bytes with SNAPSHOT_LEAVES
 SNAPSHOT_SHARED: int
 SNAPSHOT_LEAVES: int
-APART: int
+COPY_ALIGN: int
 # error codes, as in Ticket.report and Restore.failure; csrc/core/sfr/err.h
 ETORN: int
 EEXHAUSTED: int

@@ -25,7 +25,7 @@ from fix_store import Server
 from fix_waits import eventually, leased
 from stillframe import dcp
 from stillframe._base.budget import Budget
-from stillframe._dcp import checkpoint, fetch, sending
+from stillframe._dcp import checkpoint, fetch, uploads
 from stillframe._dcp.location import Prefix
 from stillframe._remote import stores
 from stillframe._remote.file import Fetcher
@@ -226,7 +226,7 @@ def test_files_are_sent_without_threads_of_their_own(memory, monkeypatch):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sending.threads, "start", refused)
+        patch.setattr(uploads.threads, "start", refused)
         write(state(1, 10), single_file_per_rank=False)
     assert equal(found(state(0, 10)), state(1, 10))
 
@@ -282,7 +282,7 @@ def test_first_error_ends_all_uploads_and_removes_what_was_sent(server, monkeypa
         put(store, key, *given)
 
     monkeypatch.setattr(stores.Store, "put", noted)
-    monkeypatch.setattr(sending, "_AT_A_TIME", 1)
+    monkeypatch.setattr(uploads, "_AT_A_TIME", 1)
     with pytest.raises(CheckpointException, match="not this one"):
         write(state(1, 9), server.url("c"), single_file_per_rank=False)
     assert server.objects() == {} and len(begun) < 9
@@ -290,7 +290,7 @@ def test_first_error_ends_all_uploads_and_removes_what_was_sent(server, monkeypa
 
 def test_upload_under_way_is_given_up_when_another_fails(memory, monkeypatch):
     sent, failed, ends = threading.Event(), threading.Event(), []
-    fail = sending.Uploads.fail
+    fail = uploads.Uploads.fail
 
     def noted(uploads: Any, error: BaseException) -> BaseException:
         first = fail(uploads, error)
@@ -311,7 +311,7 @@ def test_upload_under_way_is_given_up_when_another_fails(memory, monkeypatch):
             ends.append(type(error))
             raise
 
-    monkeypatch.setattr(sending.Uploads, "fail", noted)
+    monkeypatch.setattr(uploads.Uploads, "fail", noted)
     monkeypatch.setattr(stores.Store, "put", put)
     with pytest.raises(CheckpointException, match="not this one"):
         write({"a": torch.ones(5 << 20), "b": torch.ones(3)}, single_file_per_rank=False)

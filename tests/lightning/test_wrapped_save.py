@@ -323,7 +323,7 @@ def test_report_has_the_times_of_its_save(lit, tmp_path):
 def test_report_includes_the_wait_for_a_slot():
     save = save_of()
     entered = time.perf_counter()
-    save.waited()
+    save.record_slot_wait()
     end_well(save, 3)
     assert entered <= save.result().backpressure_s <= save.result().durable_after_s
     assert save.state == "durable"

@@ -137,7 +137,8 @@ static void after_in_child(void)
 	atomic_fetch_add(&generation, 1);
 	for (struct sfr__fork_hook *hook = hooks; hook; hook = hook->next)
 		hook->forget();
-	sfr__lock_given(fork_mu.rank); /* for the check of lock order: taken in before_fork */
+	sfr__lock_check_release(
+		fork_mu.rank); /* for the check of lock order: taken in before_fork */
 	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK);
 	(void)pthread_cond_init(&fork_cv,
 				NULL); /* cannot fail on Linux; the waiters were the parent's */

@@ -20,21 +20,21 @@ unsigned sfr__locks_held(void)
 	return (unsigned)__builtin_popcount(held);
 }
 
-void sfr__lock_taken(enum sfr__lock_rank rank)
+void sfr__lock_check_acquire(enum sfr__lock_rank rank)
 {
 	if (held >> rank) /* this lock or one further down the list */
 		abort_test("taken", rank);
 	held |= 1u << rank;
 }
 
-void sfr__lock_given(enum sfr__lock_rank rank)
+void sfr__lock_check_release(enum sfr__lock_rank rank)
 {
 	if (!(held >> rank & 1))
 		abort_test("given up", rank);
 	held &= ~(1u << rank);
 }
 
-void sfr__lock_alone(enum sfr__lock_rank rank)
+void sfr__lock_check_only(enum sfr__lock_rank rank)
 {
 	if (held != 1u << rank)
 		abort_test("waited under", rank);

@@ -43,21 +43,21 @@ struct sfr__mutex {
 /* Returns how many locks the calling thread holds. */
 unsigned sfr__locks_held(void);
 /* Called just before a lock is taken, and just before it is released. */
-void sfr__lock_taken(enum sfr__lock_rank rank);
-void sfr__lock_given(enum sfr__lock_rank rank);
+void sfr__lock_check_acquire(enum sfr__lock_rank rank);
+void sfr__lock_check_release(enum sfr__lock_rank rank);
 /* Called before a wait on a condition, when the thread must hold this lock and no other. */
-void sfr__lock_alone(enum sfr__lock_rank rank);
+void sfr__lock_check_only(enum sfr__lock_rank rank);
 #else
 /* Without SFR_CHECK_LOCKS the three checks do nothing. */
-static inline void sfr__lock_taken(enum sfr__lock_rank rank)
+static inline void sfr__lock_check_acquire(enum sfr__lock_rank rank)
 {
 	(void)rank;
 }
-static inline void sfr__lock_given(enum sfr__lock_rank rank)
+static inline void sfr__lock_check_release(enum sfr__lock_rank rank)
 {
 	(void)rank;
 }
-static inline void sfr__lock_alone(enum sfr__lock_rank rank)
+static inline void sfr__lock_check_only(enum sfr__lock_rank rank)
 {
 	(void)rank;
 }
@@ -78,13 +78,13 @@ static inline void sfr__mutex_fini(struct sfr__mutex *mutex)
 
 static inline void sfr__lock(struct sfr__mutex *mutex)
 {
-	sfr__lock_taken(mutex->rank);
+	sfr__lock_check_acquire(mutex->rank);
 	(void)pthread_mutex_lock(&mutex->mu);
 }
 
 static inline void sfr__unlock(struct sfr__mutex *mutex)
 {
-	sfr__lock_given(mutex->rank);
+	sfr__lock_check_release(mutex->rank);
 	(void)pthread_mutex_unlock(&mutex->mu);
 }
 

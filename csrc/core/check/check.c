@@ -353,7 +353,7 @@ uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len
 	memcpy(name + c->prefix_len, bare, len);
 	len += c->prefix_len;
 	while (sfr__names_find(&c->names, name, len, &it, &central)) {
-		uint64_t index = sfr__listing_at(&c->listing, central);
+		uint64_t index = sfr__listing_find(&c->listing, central);
 
 		if (index < c->listing.nr && c->listing.v[index].name_len == len &&
 		    memcmp(c->listing.names + c->listing.v[index].name_at, name, len) == 0)

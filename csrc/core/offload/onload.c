@@ -49,7 +49,7 @@ static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32
 		const uint64_t distance = copies[*i].src - merged.src;
 
 		if (copies[*i].dst - merged.dst != distance ||
-		    distance != sfr__round_up(merged.nbytes, SFR_APART))
+		    distance != sfr__round_up(merged.nbytes, SFR_COPY_ALIGN))
 			break;
 		merged.nbytes = distance + copies[*i].nbytes;
 	}

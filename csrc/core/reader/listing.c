@@ -68,7 +68,7 @@ int sfr__listing_add(struct sfr__listing *p, const struct sfr__unzip_record *rec
 	return 0;
 }
 
-uint64_t sfr__listing_at(const struct sfr__listing *p, uint64_t central)
+uint64_t sfr__listing_find(const struct sfr__listing *p, uint64_t central)
 {
 	uint64_t at = sfr__lower_bound(i, 0, p->nr, p->v[i].central < central);
 

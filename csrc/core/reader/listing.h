@@ -33,7 +33,7 @@ int sfr__listing_add(struct sfr__listing *p, const struct sfr__unzip_record *rec
 		     uint64_t central);
 /* Returns the index of the record whose entry in the directory is at offset `central`, or p->nr if
  * there is none. */
-uint64_t sfr__listing_at(const struct sfr__listing *p, uint64_t central);
+uint64_t sfr__listing_find(const struct sfr__listing *p, uint64_t central);
 void sfr__listing_fini(struct sfr__listing *p);
 
 #endif

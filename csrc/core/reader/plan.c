@@ -33,7 +33,7 @@
 #define MOST_ALIGN 32768u
 
 /* The program that wrote an archive. */
-enum writer { STILLFRAME, TORCH };
+enum producer { BY_STILLFRAME, BY_TORCH };
 
 /* Returns the length of a local header as torch writes it, without the bytes that align the
  * data. */
@@ -47,10 +47,11 @@ static uint64_t torch_local_len(const struct sfr__listed *p)
 }
 
 /* Returns the offset at which this program puts a record's data. */
-static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum writer writer)
+static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum producer producer)
 {
-	const uint64_t len = writer == TORCH ? torch_local_len(p) :
-					       sfr__zip_local_len(p->name_len, p->len, p->hdr_off);
+	const uint64_t len = producer == BY_TORCH ?
+				     torch_local_len(p) :
+				     sfr__zip_local_len(p->name_len, p->len, p->hdr_off);
 
 	return sfr__round_up(p->hdr_off + len, align);
 }
@@ -110,20 +111,20 @@ static int64_t find_align(const struct sfr_reader *r)
 /* Finds out which of the two programs wrote the archive, by the first record whose data they would
  * put at different offsets. Without such a record either answer is right. Returns 0 or an error of
  * read_data_off. */
-static int find_writer(const struct sfr_reader *r, uint64_t align, enum writer *writer)
+static int find_producer(const struct sfr_reader *r, uint64_t align, enum producer *producer)
 {
-	*writer = TORCH;
+	*producer = BY_TORCH;
 	for (uint64_t i = 0; i < r->nr; i++) {
 		const struct sfr__listed *p = &r->listed[i];
 		int64_t at;
 
-		if (data_off_by(p, align, TORCH) == data_off_by(p, align, STILLFRAME))
+		if (data_off_by(p, align, BY_TORCH) == data_off_by(p, align, BY_STILLFRAME))
 			continue;
 		at = read_data_off(r, p);
 		if (at < 0)
 			return (int)at;
-		if ((uint64_t)at == data_off_by(p, align, STILLFRAME))
-			*writer = STILLFRAME;
+		if ((uint64_t)at == data_off_by(p, align, BY_STILLFRAME))
+			*producer = BY_STILLFRAME;
 		return 0;
 	}
 	return 0;
@@ -158,12 +159,12 @@ static int plan_bare(struct sfr_reader *r)
 static int plan_archive(struct sfr_reader *r)
 {
 	const int64_t align = find_align(r), last = read_data_off(r, &r->listed[r->nr - 1]);
-	enum writer writer;
+	enum producer producer;
 	int rc;
 
 	if (align < 0 || last < 0)
 		return (int)(align < 0 ? align : last);
-	rc = find_writer(r, (uint64_t)align, &writer);
+	rc = find_producer(r, (uint64_t)align, &producer);
 	if (rc != 0)
 		return rc;
 	for (uint64_t i = 0; i < r->nr; i++) {
@@ -172,7 +173,7 @@ static int plan_archive(struct sfr_reader *r)
 		const uint64_t limit = sfr__reader_limit(r, i);
 
 		t->data_off =
-			i + 1 < r->nr ? data_off_by(p, (uint64_t)align, writer) : (uint64_t)last;
+			i + 1 < r->nr ? data_off_by(p, (uint64_t)align, producer) : (uint64_t)last;
 		if (t->data_off < p->hdr_off + SFR__UNZIP_LOCAL + p->name_len)
 			return -EOPNOTSUPP;
 		if (t->data_off > limit || p->len > limit - t->data_off)

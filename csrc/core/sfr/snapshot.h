@@ -20,9 +20,9 @@ struct sfr_snapshot;
 #define SFR_SNAPSHOT_SHARED 1u
 /* For tensors that leave a device: callers' streams do not wait, so sources on devices must not
  * change until sfr_snapshot_wait has returned 0 or a stream has passed the gate. Copies start at
- * multiples of SFR_APART bytes. Small snapshots share blocks. */
+ * multiples of SFR_COPY_ALIGN bytes. Small snapshots share blocks. */
 #define SFR_SNAPSHOT_LEAVES 2u
-#define SFR_APART 512u
+#define SFR_COPY_ALIGN 512u
 
 /* Makes a snapshot without memory; the rows are copied. -ENOMEM, -EINVAL, SFR_EFORK. */
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,

@@ -120,7 +120,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	if (!lens)
 		return -ENOMEM;
 	for (uint32_t i = 0; i < s->nr_sources; i++)
-		lens[i] = s->leaves ? sfr__round_up(s->sources[i].nbytes, SFR_APART) :
+		lens[i] = s->leaves ? sfr__round_up(s->sources[i].nbytes, SFR_COPY_ALIGN) :
 				      s->sources[i].nbytes;
 	sfr__lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_NEW)

@@ -70,7 +70,7 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 
 /* ---- lot.c ---- */
 /* Gets memory for the copy of each source i, lens[i] bytes (with SFR_SNAPSHOT_LEAVES a multiple of
- * SFR_APART), and sets s->copies to the addresses. The memory is held from then on. Waits and fails
+ * SFR_COPY_ALIGN), and sets s->copies to the addresses. The memory is held from then on. Waits and fails
  * as sfr__pool_lease, which explains nr_own. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
 /* Sets whether the snapshot holds its memory. Held memory becomes free only when a user releases

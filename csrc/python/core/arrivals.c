@@ -152,7 +152,7 @@ static PyObject *arrive(PyObject *module, PyObject *args)
 	if (!PyArg_ParseTuple(args, "i|O:arrive", &fd, &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_arrivals_fill(fd, w.slice_ns));
 	if (w.rc == SFR_PY_RAISED)
 		return NULL;

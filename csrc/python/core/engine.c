@@ -65,7 +65,7 @@ static PyObject *engine_close(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:close", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_engine_close(engine_of(object), w.slice_ns));
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }

@@ -38,7 +38,7 @@ static PyObject *log_drain(PyObject *module, PyObject *timeout)
 	struct sfr_py_wait w = sfr_py_wait(timeout);
 	uint64_t seq = 0;
 
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_log_drain(&seq, w.slice_ns));
 	if (w.rc == SFR_PY_RAISED)
 		return NULL;
@@ -174,7 +174,7 @@ static PyObject *load_open(PyObject *object, PyObject *unused)
 	struct sfr_py_load *self = (struct sfr_py_load *)object;
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_log_load_wait(self->load, w.slice_ns, &self->fd));
 	if (w.rc == SFR_PY_RAISED)
 		return NULL;

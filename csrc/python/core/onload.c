@@ -19,7 +19,7 @@ static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t str
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 	int64_t torn;
 
-	while (sfr_py_goes_on(&w)) {
+	while (sfr_py_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_onload_start(engine, device, stream, rows->buf, nr, from, out);
 		if (w.rc == SFR_EAGAIN)
@@ -100,7 +100,7 @@ static PyObject *onload_wait(PyObject *object, PyObject *args)
 	w = sfr_py_wait(timeout);
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_onload_wait(onload_of(object), 0);
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_onload_wait(onload_of(object), w.slice_ns));
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }

@@ -103,7 +103,7 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
 	if (!self)
 		return NULL;
 	w = sfr_py_wait(timeout);
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_stream_next(ticket, w.slice_ns, &self->piece));
 	if (w.rc == 0) {
 		sfr_ticket_get(ticket);

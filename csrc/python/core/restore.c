@@ -42,7 +42,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 	struct sfr_restore *restore;
 
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_restore_new(check, fd, flags, &restore));
 	if (w.rc == SFR_PY_RAISED) {
 		sfr_check_free(check);
@@ -237,7 +237,7 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 1))
 		return NULL;
 	w.rc = sfr_reader_wait(sfr_restore_reader(restore), index, 0);
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_reader_wait(sfr_restore_reader(restore), index,
 						       w.slice_ns));
 	if (w.rc == SFR_EUNPLACED)

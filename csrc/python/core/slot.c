@@ -24,7 +24,7 @@ static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	self = (struct sfr_py_slot *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_slot_take(engine->engine, flags, w.slice_ns,
 						     &self->slot));
 	if (w.rc == 0)

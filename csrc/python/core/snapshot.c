@@ -62,7 +62,7 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:lease", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_snapshot_lease(s, w.slice_ns));
 	if (w.rc == 0)
 		return sfr_py_memory_new(sfr_py_state_of(object), s);
@@ -107,7 +107,7 @@ static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 
 	if (nr < 0)
 		return NULL;
-	while (sfr_py_goes_on(&w)) {
+	while (sfr_py_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, w.slice_ns);
 		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
@@ -159,7 +159,7 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 	w = sfr_py_wait(timeout);
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_snapshot_wait(s, 0, &torn);
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_snapshot_wait(s, w.slice_ns, &torn));
 	copied = sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 	return copied ? Py_BuildValue("NL", copied, (long long)torn) : NULL;

@@ -160,7 +160,7 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 		s.nr_streams = sfr_py_read_streams(tuple, s.streams);
 	if (s.nr_streams < 0)
 		return NULL;
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(submit_on(&s, w.slice_ns));
 	/* A save that failed before its launch is abandoned, so that nobody waits for it. With
 	 * ESTATE it may have been submitted before and be in flight, so it is left alone. */
@@ -188,7 +188,7 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 	if (w.rc != SFR_PY_RAISED && (sfr_save_reached(t, (enum sfr_wait_for)what) ||
 				      (what == SFR_WAIT_ENDED && w.left_ns == 0)))
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
-	while (sfr_py_goes_on(&w))
+	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
 	/* The core no longer reads the skeleton, so free it: users may keep handles for long. */
 	if (w.rc == 0 && what == SFR_WAIT_ENDED)
@@ -205,7 +205,7 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 
 	if (nr < 0)
 		return NULL;
-	while (sfr_py_goes_on(&w)) {
+	while (sfr_py_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_save_gate(t, streams, (uint32_t)nr, w.slice_ns);
 		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;

@@ -87,7 +87,8 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 /* Returns whether enrol() must be called before the next observation. */
 static int wants_enrolment(const struct sfr_py_observer *self, PyObject *groups, PyObject *state)
 {
-	return self->wanted || self->forget || self->size != sfr_py_walk_size(groups, state);
+	return self->wanted || self->forget ||
+	       self->fingerprint != sfr_py_walk_fingerprint(groups, state);
 }
 
 PyDoc_STRVAR(observer_is_idle_doc,

@@ -103,7 +103,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk);
 void sfr_py_walk_fini(struct sfr_py_walk *walk);
 /* Returns a cheap fingerprint of the two containers: it changes when a group, a parameter or a
  * parameter's state is added or removed. */
-uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
+uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
@@ -183,7 +183,7 @@ struct sfr_py_observer {
 	uint32_t epoch;  /* number of the last walk for a save */
 	/* how many tensors that can never be deferred the last enrolment found */
 	size_t nr_passed_over;
-	uint64_t size;             /* sfr_py_walk_size at the last enrolment */
+	uint64_t fingerprint;      /* sfr_py_walk_fingerprint at the last enrolment */
 	uint64_t credit_ns;        /* CPU time that may be spent on observing now */
 	uint64_t device_credit_ns; /* the same in time of devices */
 	struct sfr_py_probe probes[SFR_PY_MAX_PROBES];

@@ -310,7 +310,7 @@ int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObje
 		sfr_py_observer_drop(self);
 	self->forget = self->wanted = 0;
 	self->nr_passed_over = 0;
-	self->size = sfr_py_walk_size(groups, state);
+	self->fingerprint = sfr_py_walk_fingerprint(groups, state);
 	if (sfr_py_walk(groups, state, &walk) || table_init(&fresh, walk.found.nr))
 		goto out;
 	for (i = 0; i < walk.found.nr; i++) {

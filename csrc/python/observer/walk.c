@@ -181,7 +181,7 @@ void sfr_py_walk_fini(struct sfr_py_walk *walk)
 	refs_fini(&walk->others);
 }
 
-uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state)
+uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state)
 {
 	uint64_t params = 0;
 	Py_ssize_t i;

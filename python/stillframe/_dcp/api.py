@@ -249,12 +249,12 @@ class Saver:
         work = rounds.next(target, request, save, writer)
         try:
             self._wait_for_last(work)
-            save.waited()  # the time until now is the report's `backpressure_s`
+            save.record_slot_wait()  # the time until now is the report's `backpressure_s`
             self._discarded.clear()
             self._stage(work, _of_stateful(state_dict))
             completion.completion.start()
             # At exit the save runs inside this call and needs no entry.
-            if not completion.completion.over:
+            if not completion.completion.is_over:
                 # A save of one file joins the log at the end of its call, and so does this one.
                 work.entry = LogEntry(target.key(follow_link=request.follow_link))
                 work.entry.submit()

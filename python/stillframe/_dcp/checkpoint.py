@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stillframe._base.calls import do_nothing
 from stillframe._dcp.location import Location, Submit
-from stillframe._dcp.sending import Sending
+from stillframe._dcp.uploads import FileUpload
 from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle
 from stillframe._save.parts import Parts, Row, row_of
@@ -154,7 +154,7 @@ class DataFile:
         self._parts = Parts()
         self.ranges = self._parts.append([item.row for item in items])
         self._owners = [item.owner for item in items if item.owner is not None]
-        self._save: SaveHandle | Sending | None = None
+        self._save: SaveHandle | FileUpload | None = None
 
     def start(self, submit: Submit) -> None:
         """Start writing."""

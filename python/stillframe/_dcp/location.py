@@ -16,7 +16,7 @@ from typing import Any
 
 from stillframe._base import paths, steps, urls
 from stillframe._base.paths import CheckpointPath
-from stillframe._dcp.sending import Sending, Uploads
+from stillframe._dcp.uploads import FileUpload, Uploads
 from stillframe._remote.file import Object
 from stillframe._remote.store import Buffer, part_bytes
 from stillframe._remote.stores import open_store
@@ -30,7 +30,7 @@ log = logging.getLogger("stillframe")
 
 StorageOptions = Mapping[str, Any] | None
 # Starts writing a file of the given name; the objects keep the memory of its parts alive.
-Submit = Callable[[Parts, str, Sequence[object]], SaveHandle | Sending]
+Submit = Callable[[Parts, str, Sequence[object]], SaveHandle | FileUpload]
 
 
 class Location(ABC):
@@ -244,9 +244,9 @@ class Prefix(Location):
     def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
         uploads = Uploads()
 
-        def submit(parts: Parts, name: str, owners: Sequence[object]) -> Sending:
+        def submit(parts: Parts, name: str, owners: Sequence[object]) -> FileUpload:
             key, chosen_engine = self._join(name), engine_or_default(engine)
-            return uploads.add(Sending(uploads, chosen_engine, parts, self._store, key, owners))
+            return uploads.add(FileUpload(uploads, chosen_engine, parts, self._store, key, owners))
 
         return submit
 

@@ -189,7 +189,7 @@ class Worker:
 
     def put(self, function: Callable[[], object]) -> None:
         """Run the function on the thread, or here if no thread can be started at exit."""
-        if completion.completion.over or not self._thread.start():
+        if completion.completion.is_over or not self._thread.start():
             function()
         else:
             self._waiting.put(function)

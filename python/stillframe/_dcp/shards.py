@@ -21,7 +21,7 @@ class _Recipe:
         self._shards = [(type(each), each.metadata) for each in whole.local_shards()]
         self._group = whole._process_group
 
-    def over(self, tensors: list[torch.Tensor], kind: Any) -> Any:
+    def rebuild(self, tensors: list[torch.Tensor], kind: Any) -> Any:
         """Return a ShardedTensor, of the class `kind`, over these local tensors."""
         properties = self._metadata.tensor_properties
         whole = kind.__new__(
@@ -62,7 +62,7 @@ def put_together(tree: Any) -> Any:
     kind = _kind()
     if kind is None:
         return tree
-    return _replace(tree, _Local, lambda local: local.recipe.over(local, kind))
+    return _replace(tree, _Local, lambda local: local.recipe.rebuild(local, kind))
 
 
 def _kind() -> type[Any] | None:

@@ -78,7 +78,7 @@ class Inner:
                     target.text, target.given, options.on_durable, entered=entered, slot=slot
                 )
                 follow_with(save, options.mirror)
-                save.waited()  # the wait for the slot is over
+                save.record_slot_wait()  # the wait for the slot is over
                 taken = _take(checkpoint, options.overlap, engine, pending)
             except BaseException:
                 slot.give_back()  # otherwise the traceback would keep the slot

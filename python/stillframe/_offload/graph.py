@@ -10,9 +10,9 @@ of the pass, on the thread that made the call, before that thread goes on:
 The engine has callbacks of its own for the end of a pass. But it calls them only after a success,
 and drops the callbacks of a failed pass. On a device it drops them on a thread of its own, when the
 caller may be in its next forward already. So while layers are offloaded, `watch` replaces the
-engine object of `torch.autograd`, through which every call from Python goes. `Pass.join` still
-gives the engine a callback, for one purpose: once a failed pass has dropped the callback, no thread
-runs a node of the pass any more.
+engine object of `torch.autograd`, through which every call from Python goes. `Pass.add_listener`
+still gives the engine a callback, for one purpose: once a failed pass has dropped the callback, no
+thread runs a node of the pass any more.
 
 The pass is one of torch's thread-local objects. The engine copies the caller's thread-local objects
 to every thread that runs a node. So a node finds its own pass, even if other threads run other
@@ -69,7 +69,7 @@ class Pass:
         # A reference to a callback that the engine drops together with the pass.
         self._engines_callback: weakref.ref[Any] | None = None
 
-    def join(self, listener: EndListener) -> None:
+    def add_listener(self, listener: EndListener) -> None:
         """Have `listener` called at the end. The calling thread must run a node of this pass."""
         self.number = task()
         self.listeners[listener] = None
@@ -247,7 +247,7 @@ class EndListener:
                 " before offload_layers: call Tensor.backward or torch.autograd.backward"
             )
         self._joined[number] = found
-        found.join(self)
+        found.add_listener(self)
         return number
 
     def _pass_ended(self, ended: Pass, succeeded: bool) -> None:

@@ -79,7 +79,7 @@ class Layout:
         self.room = 0
         for nbytes in self.lengths:
             self.offsets.append(self.room)
-            self.room += -(-nbytes // _core.APART) * _core.APART
+            self.room += -(-nbytes // _core.COPY_ALIGN) * _core.COPY_ALIGN
 
     def rows(self, device: int) -> bytearray:
         """Return the sources as rows (`struct sfr_source`) for a `_core.Snapshot`, all of them to
@@ -104,11 +104,11 @@ class Layout:
         `since`."""
         return [i for i, now in enumerate(self.versions()) if now != since[i]]
 
-    def over(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    def views_on(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
         """Return the tensors as views of one storage that holds the sources at `offsets`."""
         return self._make([(storage, offset) for offset in self.offsets], storage.device)
 
-    def over_each(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
+    def views_on_each(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
         """Return the tensors as views of one storage for each source."""
         return self._make([(storage, 0) for storage in storages], torch.device("cpu"))
 

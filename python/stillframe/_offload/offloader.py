@@ -131,7 +131,7 @@ class Offloader:
             ticket = self._start_to_offload(layout, self._pool.number)
             leaving = ticket._leaving
             self._sent.append(leaving)
-            if not leaving.over:
+            if not leaving.is_over:
                 if reuse:
                     leaving.order()
                 else:
@@ -170,9 +170,9 @@ class Offloader:
     def _release_oldest(self) -> None:
         """Have the current stream wait for the copies of the oldest groups, so that at most `slots`
         groups keep their sources. Add the time of copies that have ended to the statistics."""
-        while self._leaving and self._leaving[0].over:
+        while self._leaving and self._leaving[0].is_over:
             self._leaving.popleft()
-        for leaving in [each for each in self._sent if each.over]:
+        for leaving in [each for each in self._sent if each.is_over]:
             self._sent.remove(leaving)
             self._stats["offload_copy_s"] += leaving.copy_s
         while len(self._leaving) > self._most:

@@ -59,7 +59,7 @@ class View(NamedTuple):
         )
 
 
-class _Weight(NamedTuple):
+class _WeightView(NamedTuple):
     """A reference to a view of a weight, or of a cast of a weight."""
 
     use: WeightUse
@@ -146,7 +146,7 @@ class Weights:
         for tensor in tensors:
             self._uses.pop(tensor.untyped_storage()._cdata, None)
 
-    def find(self, tensor: Tensor) -> _Weight | None:
+    def find(self, tensor: Tensor) -> _WeightView | None:
         """Return the reference to save for a view or a cast of a weight; None for other tensors."""
         if not self._uses or tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return None
@@ -157,11 +157,11 @@ class Weights:
         for each in ranges:
             if use is not None and each.begin <= begin < each.end:
                 view = _view(tensor, begin - each.begin)
-                return _Weight(use, each.number, tensor._version, view, cast=False)
+                return _WeightView(use, each.number, tensor._version, view, cast=False)
         use, number = _cast_of(tensor)
         if use is None:
             return None
-        return _Weight(use, number, use.version(number), _view(tensor, begin), cast=True)
+        return _WeightView(use, number, use.version(number), _view(tensor, begin), cast=True)
 
 
 def _view(tensor: Tensor, begin: int) -> View:

@@ -176,7 +176,7 @@ class Slot:
         self._order(self._pool.stream())
         if self._core is not None and (failed := self._core.error()):
             raise StillframeError(f"the tensors could not be brought: {failed}")
-        tensors = self._layout.over(flat.untyped_storage())
+        tensors = self._layout.views_on(flat.untyped_storage())
         self._note_use(flat)
         self._flat, self.taken = None, True
         return tensors

@@ -40,7 +40,7 @@ class Leaving:
 
     Attributes:
         error: Why the copies are unusable; None if nothing is known against them.
-        over: The copies have ended.
+        is_over: The copies have ended.
         copy_s: How long they took, in seconds; 0 before they have ended.
     """
 
@@ -49,7 +49,7 @@ class Leaving:
     ) -> None:
         self.core, self.stream = core, stream
         self.error: StillframeError | None = None
-        self.over = False
+        self.is_over = False
         self.copy_s = 0.0
         self._layout: Layout | None = layout  # None once the sources are released
         self._versions = layout.versions()
@@ -74,7 +74,7 @@ class Leaving:
             if self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.settle()
-        if completion.completion.exiting:  # the completion thread may end before the copies
+        if completion.completion.is_exiting:  # the completion thread may end before the copies
             self.core.wait(None)
             self.settle()
 
@@ -92,10 +92,10 @@ class Leaving:
     def settle(self) -> None:
         """Record the result of the copies if they have ended."""
         with self._lock:
-            if self.over or not self.core.wait(0)[0]:
+            if self.is_over or not self.core.wait(0)[0]:
                 return
             self.copy_s = self.core.copying_s
-            self.over = True
+            self.is_over = True
             failed = self.core.error()
             if failed:
                 self.error = StillframeError(
@@ -172,7 +172,7 @@ class Ticket:
         self.wait()
         self._refuse_released()
         if self._tensors is None:
-            self._tensors = self._layout.over_each([each.storage for each in self._sources()])
+            self._tensors = self._layout.views_on_each([each.storage for each in self._sources()])
             self._made = [tensor._version for tensor in self._tensors]
         return list(self._tensors)
 

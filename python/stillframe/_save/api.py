@@ -272,7 +272,7 @@ def remove(
     if uploads.hold(key, lambda: _remove_held(key), wait=wait_for_mirror):
         return
     _core.log_remove(key)
-    if completion.completion.over and not ordered.is_inside():
+    if completion.completion.is_over and not ordered.is_inside():
         _core.log_drain(None)  # at exit nobody else waits for the remove
 
 

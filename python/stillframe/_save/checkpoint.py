@@ -218,7 +218,7 @@ class Checkpoint:
                     save.launch()
         finally:
             self._leave("its block raised" if kind is not None else "its end was interrupted")
-        if completion.completion.over:
+        if completion.completion.is_over:
             wait_for_end(save)
 
     def __del__(self) -> None:

@@ -151,14 +151,14 @@ class _Completion:
     """The completion thread: it takes notices of the core and settles saves.
 
     Attributes:
-        over: The thread has ended, or could not start. So each call waits for its own save.
+        is_over: The thread has ended, or could not start. So each call waits for its own save.
     """
 
     def __init__(self) -> None:
         self._thread = threads.SingleThread(_take_notices, "sf-completion")
         self._exiting: threading.Thread | None = None  # the thread that drains
         self._threads_go_on = False  # see `begin_exit`
-        self.over = False
+        self.is_over = False
 
     def start(self, *, under_way: bool = False) -> None:
         """Start the thread unless it runs. Every save and remove calls this first.
@@ -175,22 +175,22 @@ class _Completion:
         if self._exiting is not None and not (mine or under_way):
             if not self._threads_go_on:
                 raise StillframeError("the interpreter is exiting: no more saves and removes")
-            while not self.over:  # wait for the end of the drain
+            while not self.is_over:  # wait for the end of the drain
                 time.sleep(_DRAIN_POLL_S)
-        if self.over:
+        if self.is_over:
             return
         if not self._thread.start():
-            self.over = True
+            self.is_over = True
 
     @property
-    def exiting(self) -> bool:
+    def is_exiting(self) -> bool:
         """Return whether the exit has begun."""
-        return self._exiting is not None or self.over
+        return self._exiting is not None or self.is_over
 
     @property
     def draining(self) -> bool:
         """Return whether the exit has begun, but has not yet printed what failed."""
-        return self._exiting is not None and not self.over
+        return self._exiting is not None and not self.is_over
 
     def begin_exit(self, *, threads_go_on: bool = False) -> None:
         """Begin the drain; only this thread and the callback thread may save until it is over.
@@ -203,7 +203,7 @@ class _Completion:
 
     def stop(self) -> None:
         """Settle the saves that have ended, and end the thread for good."""
-        self.over = True
+        self.is_over = True
         _core.notice_stop()
         if self._thread.prevent():
             _take_notices()  # the thread never ran

@@ -162,7 +162,7 @@ class CoreSave(SaveHandle):
             self._ticket.confirm(self._verdict.judge())
             self._confirmed = True
         if copied:
-            self._verdict.over(self)
+            self._verdict.let_steps_go(self)
 
     def _release_sources(self) -> None:
         skeleton = self._skeleton

@@ -134,7 +134,7 @@ class DirectorySave(ExternalSave):
     def take_slot(self, engine: Engine, *, nested: bool) -> None:
         """Take a slot of the engine for the whole directory, see `engine.take_slot`."""
         self._slot = take_slot(engine, nested=nested)
-        self.waited()
+        self.record_slot_wait()
 
     def open(self) -> None:
         """Make the temporary directory.
@@ -205,10 +205,10 @@ class DirectorySave(ExternalSave):
         self.submit(self._key, _core.WORK_DIRECTORY, self._work)
         self.close()
         for copy in self._copies:
-            # Future's own method runs `_tell_copied` on the thread that resolves the future. The
-            # override in `CallingLater` would use the callback thread, which callbacks may delay.
-            Future.add_done_callback(copy, self._tell_copied)
-        self._tell_copied()
+            # Future's own method runs `_forward_staging` on the thread that resolves the future.
+            # `CallingLater`'s override would use the callback thread, which callbacks may delay.
+            Future.add_done_callback(copy, self._forward_staging)
+        self._forward_staging()
         self._leaving.end()
 
     def give_up(self, why: str) -> None:
@@ -251,7 +251,7 @@ class DirectorySave(ExternalSave):
         for file in list(self._files):
             file.cancel()
 
-    def _tell_copied(self, _: object = None) -> None:
+    def _forward_staging(self, _: object = None) -> None:
         """Resolve the staging future when the last file is copied."""
         copies = self._copies
         if self._outcome.settled or not all(copy.done() for copy in copies):

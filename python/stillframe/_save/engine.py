@@ -383,7 +383,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         engine._used = True
         _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
         # At exit nobody settles the save after this call.
-        if completion.completion.over:
+        if completion.completion.is_over:
             wait_for_end(save)
         for sentence in tree.fallbacks:
             log.info("stillframe: %s: %s", shown, sentence)

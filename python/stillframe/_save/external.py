@@ -96,7 +96,7 @@ class ExternalSave(SaveHandle):
 
     # ---- for the code that makes the save ----
 
-    def waited(self) -> None:
+    def record_slot_wait(self) -> None:
         """Record that the call has waited for a slot until now."""
         self._waited_s = time.perf_counter() - self._entered
 

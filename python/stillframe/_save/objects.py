@@ -46,14 +46,14 @@ class _Sending:
 
     Attributes:
         ready: Set when all bytes are sent and the save of the bytes is good, or after a failure.
-        over: Set when the object is visible in the store, or after a failure.
+        finished: Set when the object is visible in the store, or after a failure.
         error: The failure; None if there is none.
     """
 
     def __init__(self, upload: Upload, before_end: Callable[[], object]) -> None:
         self.upload = upload
         self.error: BaseException | None = None
-        self.ready, self.over = Event(), Event()
+        self.ready, self.finished = Event(), Event()
         self._before_end = before_end
         threads.start(threading.Thread(target=self._run, name="sf-upload", daemon=True))
 
@@ -63,7 +63,7 @@ class _Sending:
         except BaseException as error:
             self.error = self.upload.failure(error.with_traceback(None))
         self.ready.set()
-        self.over.set()
+        self.finished.set()
 
     def _wait(self) -> None:
         self.ready.set()
@@ -162,11 +162,11 @@ class ObjectsSave(DirectorySave):
         except BaseException:
             self._cancel_files()
             for each in self._sending:
-                each.over.wait()  # so that no object is sent after the save has ended
+                each.finished.wait()  # so that no object is sent after the save has ended
             raise
         self._may_appear.set()
         for each in self._sending:
-            each.over.wait()
+            each.finished.wait()
         self._raise_failure()
         self._sizes |= {each.upload.key: each.upload.nbytes for each in self._sending}
         with self._explained():
@@ -218,7 +218,7 @@ class ObjectsSave(DirectorySave):
         if self._is_complete or self._replaces:
             return
         for each in self._sending:
-            if each.over.is_set() and each.error is None:
+            if each.finished.is_set() and each.error is None:
                 self._sizes[each.upload.key] = each.upload.nbytes
         with contextlib.suppress(OSError):  # objects without a marker count as no checkpoint
             self._store.delete(self._sizes)

@@ -51,7 +51,7 @@ class _Worker:
             # Before the append, because the entry may be at the head at once.
             self._waiting[entry.number] = entry, function
             entry.append()
-            if completion.completion.over or not self._start():
+            if completion.completion.is_over or not self._start():
                 while entry.number in self._waiting:  # no thread is left to do the work
                     self._do_next()
         except BaseException:

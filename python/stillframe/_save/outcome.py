@@ -239,7 +239,7 @@ class Outcome:
             self._failures.append(Failure(error))
             for other in self._failures[1:]:  # two threads settled at once: only the first counts
                 other.collect()
-            if completion.completion.over:  # the exit has printed failures and prints no more
+            if completion.completion.is_over:  # the exit has printed failures and prints no more
                 self._failures[0].dropped("a save")
         end = _End(report, error, report if value is None else value)
         self._ends.append(end)

@@ -309,9 +309,9 @@ class RemoteSave(ExternalSave):
         self._launched.set()
         file = self._upload.file
         assert file is not None
-        # Future's own method runs `_tell_copied` on the thread that resolves the future. The
+        # Future's own method runs `_forward_staging` on the thread that resolves the future. The
         # override in `CallingLater` would use the callback thread, which callbacks may delay.
-        Future.add_done_callback(file.staging_completion, self._tell_copied)
+        Future.add_done_callback(file.staging_completion, self._forward_staging)
 
     def give_up(self) -> None:
         """End the save, because its call raises. The store keeps the old object."""
@@ -321,7 +321,7 @@ class RemoteSave(ExternalSave):
         if self._thread is None or self._thread.ident is None:  # no thread will end the save
             self.was_not_launched()
 
-    def _tell_copied(self, copy: Future[None]) -> None:
+    def _forward_staging(self, copy: Future[None]) -> None:
         """Resolve this handle's staging future as that of the save of the bytes."""
         if not self._outcome.settled:
             # Future's own method, because `copy.exception()` would count the error as collected.
@@ -416,7 +416,7 @@ def save_to_store(
             object_key=object_key,
             key=urls.key(url),
         )
-        save.waited()
+        save.record_slot_wait()
         try:
             if options.before_launch is not None:
                 options.before_launch(save)
@@ -426,7 +426,7 @@ def save_to_store(
             save.give_up()
             raise
         save.call_is_over()
-        if completion.completion.over:  # at exit nobody settles the save after this call
+        if completion.completion.is_over:  # at exit nobody settles the save after this call
             wait_for_end(save)
         return save
 

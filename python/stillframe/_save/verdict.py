@@ -53,14 +53,14 @@ class Verdict:
             self._answers.append(self._deferral.torn())  # two threads may judge; the first counts
         return self._answers[0]
 
-    def over(self, pending: gate.Pending) -> None:
+    def let_steps_go(self, pending: gate.Pending) -> None:
         """Let steps go on without a wait. May be called again."""
         self._over = True
         gate.untrack(pending)
 
     def end(self, pending: gate.Pending) -> None:
         """Drop everything, because the save has ended or was not made. May be called again."""
-        self.over(pending)
+        self.let_steps_go(pending)
         self._deferral.close()
         self._deferral = _NOTHING
 

@@ -146,7 +146,7 @@ class Copy:
         elif torn >= 0:
             error = self._torn_error(torn)
         self._ends.append(error)  # the first one counts
-        self.verdict.over(self)
+        self.verdict.let_steps_go(self)
         self.verdict.release()
         self.sources = []
         while self._when_settled:

@@ -191,7 +191,7 @@ class Snapshot(Generic[T]):
         """Return the key paths of the tensors over a storage."""
         begin = self._begins[index]
 
-        def over(node: Any) -> bool:
+        def begins_there(node: Any) -> bool:
             try:
                 return isinstance(node, torch.Tensor) and (
                     memory_of(node).untyped_storage().data_ptr() == begin
@@ -199,7 +199,7 @@ class Snapshot(Generic[T]):
             except RuntimeError:  # a tensor without a storage of its own
                 return False
 
-        return [path for path, _ in paths(self._tree, over)]
+        return [path for path, _ in paths(self._tree, begins_there)]
 
 
 def is_copied(taken: Snapshot[Any]) -> bool:
@@ -402,7 +402,7 @@ def _take(
     objects = source.own_objects() if own_objects else {}
     _warn_of_modules(source, objects)
     # While the interpreter exits, the completion thread no longer gives verdicts.
-    deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
+    deferral = gate.defer(source, overlap=overlap and not completion.completion.is_exiting)
     try:
         forks = shared is True
         core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if forks else 0)

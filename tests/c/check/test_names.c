@@ -118,9 +118,9 @@ TEST(every_added_record_is_found_by_its_offset)
 		CHECK_EQ(sfr__listing_add(&listing, &rec, "abc", 10 * i), 0);
 	}
 	for (unsigned i = 0; i < MAX; i++) {
-		CHECK_EQ(sfr__listing_at(&listing, 10 * i), i);
+		CHECK_EQ(sfr__listing_find(&listing, 10 * i), i);
 		CHECK_EQ(listing.v[i].hdr_off, i);
-		CHECK_EQ(sfr__listing_at(&listing, 10 * i + 1), MAX);
+		CHECK_EQ(sfr__listing_find(&listing, 10 * i + 1), MAX);
 	}
 	sfr__listing_fini(&listing);
 	CHECK(listing.v == NULL && listing.names == NULL && listing.nr == 0);

@@ -398,7 +398,7 @@ TEST(only_pinned_memory_is_copied_in_batches)
  * device. */
 TEST(copies_outside_the_pool_are_not_merged)
 {
-	static unsigned char host[2 * SFR_APART];
+	static unsigned char host[2 * SFR_COPY_ALIGN];
 	struct sfr_onload_copy copies[2];
 	struct sfr_onload *onload;
 
@@ -407,15 +407,16 @@ TEST(copies_outside_the_pool_are_not_merged)
 	memset(host, 7, sizeof(host));
 	for (unsigned i = 0; i < 2; i++)
 		copies[i] = (struct sfr_onload_copy){
-			.src = (uint64_t)(uintptr_t)host + i * SFR_APART,
-			.dst = ((uint64_t)(uintptr_t)device[0] + i * SFR_APART) | FAKE_CUDA_DEVICE,
+			.src = (uint64_t)(uintptr_t)host + i * SFR_COPY_ALIGN,
+			.dst = ((uint64_t)(uintptr_t)device[0] + i * SFR_COPY_ALIGN) |
+			       FAKE_CUDA_DEVICE,
 			.nbytes = 100,
 		};
 	CHECK_EQ(sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, 2, NULL, &onload),
 		 0);
 	sfr_onload_put(onload);
-	for (unsigned k = 0; k < 2 * SFR_APART; k++)
-		CHECK_EQ(device[0][k], k % SFR_APART < 100 ? 7 : 0);
+	for (unsigned k = 0; k < 2 * SFR_COPY_ALIGN; k++)
+		CHECK_EQ(device[0][k], k % SFR_COPY_ALIGN < 100 ? 7 : 0);
 	end();
 }
 

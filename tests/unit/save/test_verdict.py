@@ -59,14 +59,14 @@ def test_step_waits_from_the_launch_until_the_copy_is_over():
     assert not is_waited_for(pending)
     verdict.launched(pending)
     assert is_waited_for(pending)
-    verdict.over(pending)
-    verdict.over(pending)
+    verdict.let_steps_go(pending)
+    verdict.let_steps_go(pending)
     assert not is_waited_for(pending)
 
 
 def test_no_step_waits_for_a_copy_that_is_over_before_its_launch():
     pending, verdict = Pending(), Verdict(Deferral(-1))
-    verdict.over(pending)
+    verdict.let_steps_go(pending)
     verdict.launched(pending)
     assert not is_waited_for(pending)
 
@@ -75,7 +75,7 @@ def test_no_step_waits_for_a_copy_that_is_over_while_it_is_launched(monkeypatch)
     pending, verdict, track = Pending(), Verdict(Deferral(-1)), gate.track
 
     def late(*given: Any) -> None:
-        verdict.over(pending)  # as the completion thread calls it
+        verdict.let_steps_go(pending)  # as the completion thread calls it
         track(*given)
 
     monkeypatch.setattr(gate, "track", late)

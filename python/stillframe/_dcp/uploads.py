@@ -37,29 +37,29 @@ class Uploads:
         self.error: BaseException | None = None
         self._lock = threading.Lock()
         # The lock protects `error` and these.
-        self._waiting: list[Sending] = []  # files that no thread has begun to send
+        self._waiting: list[FileUpload] = []  # files that no thread has begun to send
         self._sent_now: list[Upload] = []
         self._nr_threads = 0  # that have not found the list of waiting files empty
 
-    def add(self, sending: Sending) -> Sending:
+    def add(self, file: FileUpload) -> FileUpload:
         """Send a file as soon as a thread is free."""
         with self._lock:
-            self._waiting.append(sending)
+            self._waiting.append(file)
             starts = self._nr_threads < _AT_A_TIME
             if starts:
                 self._nr_threads += 1
         if starts:
             thread = threading.Thread(target=self._send_all, name="sf-upload", daemon=True)
-            # Without the thread, the caller of `Sending.exception` sends the file.
+            # Without the thread, the caller of `FileUpload.exception` sends the file.
             with contextlib.suppress(OSError, RuntimeError):
                 threads.start(thread)
-        return sending
+        return file
 
     def _send_all(self) -> None:
-        while (sending := self._next()) is not None:
-            sending.send()
+        while (file := self._next()) is not None:
+            file.send()
 
-    def _next(self) -> Sending | None:
+    def _next(self) -> FileUpload | None:
         """Return the next file to send. If there is none, return None, and the thread must end."""
         with self._lock:
             if self._waiting:
@@ -67,12 +67,12 @@ class Uploads:
             self._nr_threads -= 1
             return None
 
-    def take(self, sending: Sending) -> bool:
+    def take(self, file: FileUpload) -> bool:
         """Return whether no thread has begun to send this file. Then the caller has to send it."""
         with self._lock:
-            is_waiting = sending in self._waiting
+            is_waiting = file in self._waiting
             if is_waiting:
-                self._waiting.remove(sending)
+                self._waiting.remove(file)
             return is_waiting
 
     def begin(self, upload: Upload) -> None:
@@ -96,7 +96,7 @@ class Uploads:
         return first
 
 
-class Sending:
+class FileUpload:
     """One file, with those methods of a local file's handle (`submit_parts`) that a rank needs.
 
     Args:
