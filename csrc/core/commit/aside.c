@@ -17,7 +17,7 @@
  *
  * The purpose is not speed. If nothing could overtake, one dead network mount would block the
  * renames of all later saves, even on healthy local disks. `wait_all` would not return for them.
- * tests/c/commit/test_aside.c shows the saves that overtake, and what never does. */
+ * tests/c/commit/test_aside.c shows the saves that overtake, and the entries that never do. */
 #include <stdio.h>
 
 #include "commit/log_int.h"
@@ -70,7 +70,7 @@ static bool is_under_way(const struct sfr__log_entry *e)
 	       (!e->ops->run && e->state == SFR__LOG_READY);
 }
 
-bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
+bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now)
 {
 	if (!is_own_save(e) || e->state != SFR__LOG_READY || e->fs == 0 ||
 	    hanging_on_locked(e->fs, now))
@@ -78,7 +78,7 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
 	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next) {
 		if (sfr__log_is_over_locked(b))
 			continue;
-		if (sfr__log_touches(b, e->key))
+		if (sfr__log_concerns(b, e->key))
 			return false;
 		/* An entry that is under way is overtaken only if it hangs. Any other entry waits
 		 * only for the entries in front of it, which this loop has checked. */
@@ -88,7 +88,7 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
 	return true;
 }
 
-bool sfr__log_might_pass_locked(const struct sfr__log_entry *e)
+bool sfr__log_may_overtake_later_locked(const struct sfr__log_entry *e)
 {
 	if (!is_own_save(e) || e->state != SFR__LOG_READY || e->asked_ns != 0 || e->fs == 0)
 		return false;

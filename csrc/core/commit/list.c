@@ -27,28 +27,29 @@ bool sfr__log_has_ended(const struct sfr__log_entry *e)
 	return e->state == SFR__LOG_SUCCEEDED || e->state == SFR__LOG_FAILED;
 }
 
-bool sfr__log_touches(const struct sfr__log_entry *e, const char *key)
+bool sfr__log_concerns(const struct sfr__log_entry *e, const char *key)
 {
 	size_t len = strlen(e->key), key_len = strlen(key);
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	/* `key` names a directory: the entry is the directory itself, or is in it */
+	/* `key` names a directory: the entry is the directory itself, whose key has no slash at the
+	 * end, or is in it */
 	if (key_len > 0 && key[key_len - 1] == '/' &&
 	    strncmp(e->key, key, len < key_len ? key_len - 1 : key_len) == 0)
 		return true;
 	/* the entry names a directory that `key` is in */
-	return (e->ops->has_below || !e->ops->creates) && strncmp(e->key, key, len) == 0 &&
+	return (e->ops->makes_directory || !e->ops->creates) && strncmp(e->key, key, len) == 0 &&
 	       key[len] == '/';
 }
 
-struct sfr__log_entry *sfr__log_last_touching_locked(const char *key,
-						     const struct sfr__log_entry *end)
+struct sfr__log_entry *sfr__log_last_concerning_locked(const char *key,
+						       const struct sfr__log_entry *end)
 {
 	struct sfr__log_entry *found = NULL;
 
 	for (struct sfr__log_entry *e = sfr__log.entries.head; e != end; e = e->next)
-		if (sfr__log_touches(e, key))
+		if (sfr__log_concerns(e, key))
 			found = e;
 	return found;
 }
@@ -74,11 +75,11 @@ int sfr_log_exists(const char *key)
 	int answer = -1;
 
 	sfr__lock(&sfr__log.mu);
-	e = sfr__log_last_touching_locked(key, NULL);
+	e = sfr__log_last_concerning_locked(key, NULL);
 	/* A failed save leaves its name unchanged, so the entry before it decides. If no entry
 	 * decides, the file system has the answer (-1). */
 	while (e && e->ops->creates && e->state == SFR__LOG_FAILED)
-		e = sfr__log_last_touching_locked(key, e);
+		e = sfr__log_last_concerning_locked(key, e);
 	if (e && !e->ops->creates)
 		answer = 0;
 	else if (e)

@@ -71,7 +71,7 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 	}
 	sfr__lock(&sfr__log.mu);
 	rc = sfr__log_init_locked();
-	e = rc == 0 ? sfr__log_last_touching_locked(key, NULL) : NULL;
+	e = rc == 0 ? sfr__log_last_concerning_locked(key, NULL) : NULL;
 	if (e) {
 		load->attached = true;
 		load->next = e->loads;

@@ -3,8 +3,8 @@
  * The log is one list, oldest entry first (list.c), and a thread (`sfr-log`) that works on its
  * head:
  *
- *   WAITING ──▶ READY ──at the head──▶ RUNNING ──▶ WELL, BADLY ──its loads are open──▶ left
- *      └────────────── a save that failed before ──────────▲
+ *   WAITING ──▶ READY ──at the head──▶ RUNNING ──▶ SUCCEEDED, FAILED ──its loads are open──▶ left
+ *      └────────────── a save that failed before ────────────▲
  *
  *   a save     ready once it is synced; its run renames the file and syncs the directory
  *              (save/commit.c)
@@ -16,9 +16,9 @@
  * here. A rotation (save the new, remove the old) never leaves fewer durable checkpoints than
  * before, because the remove comes after the save in the same list.
  *
- * Entries may overtake a file system that does not answer (aside.c). The log's thread then hangs in
- * a call to that file system. So there is a second thread while a thread works on an entry that a
- * later entry might overtake. All threads run the same loop (log_main): each takes the next
+ * Saves may overtake entries whose file system does not answer (aside.c). The log's thread then
+ * hangs in a call to that file system. So there is a second thread while a thread works on an entry
+ * that a later entry might overtake. All threads run the same loop (log_main): each takes the next
  * possible step. At most one thread waits for work; a thread that has nothing to do ends if another
  * thread waits already.
  *
@@ -49,7 +49,7 @@ static void start_spare_locked(void)
 	if (sfr__log.nr_threads == 0 || sfr__log.nr_threads == MOST_THREADS || sfr__log.nr_idle)
 		return;
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
-		if (sfr__log_might_pass_locked(e)) {
+		if (sfr__log_may_overtake_later_locked(e)) {
 			/* without a second thread the entry waits longer */
 			(void)start_thread_locked();
 			return;
@@ -113,18 +113,18 @@ static void remove_head_locked(struct sfr__log_entry *e)
 static bool may_open_locked(const struct sfr__log_entry *e)
 {
 	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next)
-		if (!sfr__log_is_over_locked(b) && sfr__log_touches(b, e->key))
+		if (!sfr__log_is_over_locked(b) && sfr__log_concerns(b, e->key))
 			return false;
 	return e->loads != NULL;
 }
 
-/* Returns whether a thread of the log can run this entry, which has not ended, now. External work
- * is done by other threads. If it is the head, it becomes ready here, and those threads are
- * woken. */
-static bool can_run_locked(struct sfr__log_entry *e, uint64_t now)
+/* Prepares to run an entry that has not ended. Returns whether a thread of the log can run it now;
+ * if it overtakes, reports the file systems that hang. Threads of the log do not run external work:
+ * at the head it becomes ready here, and the threads that do it are woken. */
+static bool prepare_to_run_locked(struct sfr__log_entry *e, uint64_t now)
 {
 	if (e != sfr__log.entries.head) {
-		if (!sfr__log_may_pass_locked(e, now))
+		if (!sfr__log_may_overtake_locked(e, now))
 			return false;
 		sfr__log_report_aside_locked(e, now);
 		return true;
@@ -155,7 +155,7 @@ static bool step_locked(void)
 				continue;
 			open_loads_locked(e);
 		} else {
-			if (!can_run_locked(e, now))
+			if (!prepare_to_run_locked(e, now))
 				continue;
 			run_entry_locked(e);
 		}
@@ -187,7 +187,8 @@ static void *log_main(void *unused)
 	(void)unused;
 	sfr__lock(&sfr__log.mu);
 	for (;;) {
-		/* Nothing wakes a thread when an entry begins to hang, so it looks again then. */
+		/* Nothing wakes a thread when an entry begins to hang. So a thread waits at most
+		 * this long before it checks again. */
 		uint64_t patience_ns = sfr__log.patience_ns;
 
 		if (step_locked())

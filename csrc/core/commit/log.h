@@ -14,9 +14,9 @@ struct sfr__log_ops {
 	bool creates; /* the entry makes its name (a save, a link); otherwise it removes the name */
 	bool is_save; /* a later remove runs only if this entry succeeds */
 	bool close_waits; /* closing an engine waits for the entry */
-	/* the entry makes a directory, and so everything below its name too (every remove removes
-	 * what is below its name) */
-	bool has_below;
+	/* the entry makes a directory and everything below its name; not set for removes, all of
+	 * which remove what is below their names */
+	bool makes_directory;
 	/* Runs a ready entry that is the head or may overtake, on a thread of the log without the
 	 * log's lock. Calls sfr__log_ended, or leaves that to another thread. NULL: external work,
 	 * which the log does not run.
@@ -51,8 +51,8 @@ struct sfr__log_entry {
 	enum sfr__log_state state;
 	struct sfr_log_load *loads; /* attached to this entry: opened when it has ended */
 	/* While a thread of the log works on this entry: the time since which the thread waits for
-	 * the entry's file system; else 0. Only that thread writes this, without the lock whenever
-	 * the file system has answered. */
+	 * the entry's file system; else 0. Only that thread writes it; it does so without the lock
+	 * when the file system has answered one of several calls. */
 	_Atomic uint64_t asked_ns;
 	bool notified; /* a notice said that the entry's file system was set aside */
 };
@@ -67,7 +67,7 @@ void sfr__log_unreserve(void);
 uint64_t sfr__log_append(struct sfr__log_entry *entry);
 /* Makes a waiting entry ready; does nothing in any other state. */
 void sfr__log_ready(struct sfr__log_entry *entry);
-/* Ends the entry, with success if `good`; only the first call counts. */
+/* Ends the entry, as SUCCEEDED if `good`, else as FAILED. Only the first call counts. */
 void sfr__log_ended(struct sfr__log_entry *entry, bool good);
 /* Returns the sequence number of the last entry that a close waits for, or 0. */
 uint64_t sfr__log_close_seq(void);

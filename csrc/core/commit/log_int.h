@@ -24,8 +24,8 @@ struct sfr__log {
 	bool has_gone; /* `gone` is set: the last thread that ended, not joined yet */
 	pthread_t gone;
 	uint64_t nr_reserved; /* reserved entries, not yet appended or given up */
-	uint64_t nr_stops;    /* calls of sfr_log_stop */
-	bool last_save_bad;   /* the last save that left the list did not become durable */
+	uint64_t nr_stops;    /* calls of sfr_log_stop; sfr__log_take_work notices a new one */
+	bool last_save_bad;   /* the last save that left the list has failed */
 };
 extern struct sfr__log sfr__log;
 
@@ -37,10 +37,10 @@ bool sfr__log_has_ended(const struct sfr__log_entry *e);
 /* Returns whether this entry concerns `key`, so that its end may decide whether the name exists. A
  * remove and the save of a directory also concern every name below their own. A `key` that ends in
  * a slash is a directory, which entries of every name in it concern too. */
-bool sfr__log_touches(const struct sfr__log_entry *e, const char *key);
+bool sfr__log_concerns(const struct sfr__log_entry *e, const char *key);
 /* Returns the last entry before `end` (NULL: of all) that concerns `key`, or NULL. */
-struct sfr__log_entry *sfr__log_last_touching_locked(const char *key,
-						     const struct sfr__log_entry *end);
+struct sfr__log_entry *sfr__log_last_concerning_locked(const char *key,
+						       const struct sfr__log_entry *end);
 
 /* ---- loads.c ---- */
 
@@ -54,11 +54,11 @@ void sfr__log_open_loads(struct sfr_log_load *loads);
 bool sfr__log_is_over_locked(const struct sfr__log_entry *e);
 /* Returns whether this entry may overtake now: run before the entries in front of it have ended.
  * `now` is the time of sfr__now_ns. */
-bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now);
-/* Returns whether this entry may have to overtake later, because a thread works on an entry in
- * front of it, on another file system that might hang. */
-bool sfr__log_might_pass_locked(const struct sfr__log_entry *e);
-/* Posts a notice for each file system that entries in front of `e` hang on, once for each. */
+bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now);
+/* Returns whether this entry may have to overtake later: it is ready, and a thread works on an
+ * entry in front of it, on another file system, which might hang. */
+bool sfr__log_may_overtake_later_locked(const struct sfr__log_entry *e);
+/* Posts one notice for each file system on which entries in front of `e` hang. */
 void sfr__log_report_aside_locked(const struct sfr__log_entry *e, uint64_t now);
 
 #endif

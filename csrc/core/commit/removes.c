@@ -24,8 +24,9 @@ static void remove_or_report(struct sfr__log_entry *entry, bool after_good)
 	if (!after_good)
 		sfr__notice_text("%s was not removed: the save before it did not become durable",
 				 path);
-	else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0) /* SFR_E*: -1000 and below */
+	else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0)
 		sfr__notice_text("%s could not be removed: %s", path,
+				 /* SFR_E* codes are below -1000, the others are -errno */
 				 err.code <= -1000 ? sfr_code_message(err.code) :
 						     strerror(-err.code));
 }

@@ -5,7 +5,7 @@
  * second example, loads and removes must wait for a checkpoint that another library writes. Such an
  * action has an entry, at which the log stops until the action is done:
  *
- *   new ──append──▶ WAITING ──at the head──▶ READY ──next──▶ RUNNING ──end──▶ WELL, BADLY
+ *   new ──append──▶ WAITING ──at the head──▶ READY ──next──▶ RUNNING ──end──▶ SUCCEEDED, FAILED
  *
  * An entry has two owners: its maker, and the log while the entry is in it. The owner that drops
  * its reference last frees the entry. */
@@ -51,7 +51,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 		[SFR_WORK_LINK] = { .creates = true, .left = drop_logs_ref },
 		[SFR_WORK_DIRECTORY] = { .creates = true,
 					 .is_save = true,
-					 .has_below = true,
+					 .makes_directory = true,
 					 .left = drop_logs_ref },
 	};
 	static _Atomic uint64_t nr_works;
