@@ -18,16 +18,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Chunks that are fetched ahead of a reader. A file keeps at least as many in memory; above that,
- * chunks that were read to the end are freed. */
+/* How many chunks are fetched ahead of a reader. When a file has more chunks than this in memory,
+ * those that were read to the end are freed. */
 #define SFR_ARRIVALS_WINDOW 8u
 
 struct sfr_arrivals; /* a group of files that the same threads fetch */
 
 /* Bytes of a file that a reader needs. */
 struct sfr_wanted {
-	uint64_t number; /* of the file, as from sfr_arrivals_open */
-	uint64_t off, len;
+	uint64_t number;   /* the file, as sfr_arrivals_open numbered it */
+	uint64_t off, len; /* the range in the file */
 };
 
 int sfr_arrivals_new(struct sfr_arrivals **out); /* -ENOMEM */
@@ -36,11 +36,12 @@ int sfr_arrivals_new(struct sfr_arrivals **out); /* -ENOMEM */
  * closes, or -errno, SFR_EFORK, SFR_ECLOSED. */
 int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, uint64_t *number);
 /* Waits until a reader needs bytes that no thread is fetching. The caller must then fetch them, and
- * call put or fail. 0, SFR_EAGAIN, SFR_EFORK; SFR_ECLOSED: the group has ended. */
+ * call sfr_arrivals_put or sfr_arrivals_fail. 0, SFR_EAGAIN, SFR_EFORK; SFR_ECLOSED: the group has
+ * ended. */
 int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out);
 /* Hands over the bytes that sfr_arrivals_next has asked for. 0; SFR_ECLOSED: nobody needs them any
- * more; SFR_EFORK. The file fails, as with sfr_arrivals_fail, after -EINVAL (other bytes were asked
- * for) and after -errno of writing them to memory. */
+ * more; SFR_EFORK. -EINVAL: other bytes were asked for. Any other -errno: the bytes could not be
+ * written to memory. After -EINVAL or -errno the file fails, as with sfr_arrivals_fail. */
 int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, const void *bytes,
 		     size_t len);
 /* Records that bytes of the file cannot be fetched: every wait for its bytes, now or later, ends

@@ -13,8 +13,8 @@ struct sfr_engine_opts {
 	uint64_t block_bytes;   /* a multiple of 4096, > 0 */
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
-	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
-	uint32_t nr_copiers;    /* threads that help with a copy that is waited for; 0: none */
+	uint32_t shared_memory; /* 1: other processes can map the pool (sfr_snapshot_file) */
+	uint32_t nr_copiers;    /* threads that help with a copy while a call or a step waits */
 	/* The cap of a default pool is budget_bytes less the caps of the process's other default
 	 * pools, at most most_bytes, and at least one block. If the system refuses that much
 	 * address space, the cap is halved until the system agrees. */
@@ -26,9 +26,10 @@ struct sfr_stats {
 	uint64_t committed_bytes; /* memory that the pool has obtained from the system */
 	uint64_t leased_bytes;    /* part of committed_bytes that is handed out now */
 	uint64_t save_bytes;      /* part of leased_bytes that saves have; the rest is snapshots' */
-	uint64_t retired_bytes;   /* part of committed_bytes that is never used again */
-	/* A save of several files, or to a store, counts once: the unordered saves of its files
-	 * share its slot. */
+	/* part of committed_bytes that is never used again: a dead device may still write to it */
+	uint64_t retired_bytes;
+	/* A save of several files, or to a store, counts once, although the core makes an
+	 * (unordered) save of each of its files. */
 	uint64_t saves_in_flight, saves_total;
 };
 
@@ -60,8 +61,8 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 struct sfr_slot;
 int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 		  struct sfr_slot **out);
-/* Records that the call that took the slot is over: from now on sfr_engine_close waits for the slot
- * in that thread too. */
+/* Records that the call that took the slot is over. From now on sfr_engine_close waits for the
+ * slot, also when the thread that took it calls that function. */
 void sfr_slot_launched(struct sfr_slot *slot);
 /* Gives the slot back. May be called again; does nothing in a forked child. */
 void sfr_slot_give_back(struct sfr_slot *slot);

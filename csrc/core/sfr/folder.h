@@ -20,10 +20,10 @@ const char *sfr_folder_path(const struct sfr_folder *folder);
  * `durable` it syncs nothing. *nbytes is the sum of the files' lengths. From now on nobody may
  * write to the directory. */
 int sfr_folder_sync(struct sfr_folder *folder, uint64_t *nbytes, struct sfr_err *err);
-/* Renames the temporary directory to `name` and syncs `dir`. A directory that has this name gets
- * a temporary one; anything else is not replaced (-ENOTDIR). If the phase of an error is
- * SFR_PHASE_SYNC_DIR, the new directory is in place but may not be durable. After any other error
- * the old directory is in place. */
+/* Renames the temporary directory to `name` and syncs `dir`. An existing directory of this name is
+ * renamed to a temporary name; anything else is not replaced (-ENOTDIR). If the phase of an error
+ * is SFR_PHASE_SYNC_DIR, the new directory is in place but may not be durable. After any other
+ * error the old directory is in place. */
 int sfr_folder_commit(struct sfr_folder *folder, struct sfr_err *err);
 /* Removes the new directory before a commit, the old one after it. If the last sync of a commit
  * failed, both stay: the next save into `dir` syncs `dir` and then removes the old directory. */

@@ -18,9 +18,9 @@ int sfr_log_remove(const char *key, uint64_t *seq_out);
  *   2   the pending save of a directory above the name decides
  *  -1   no entry concerns the name: ask the file system */
 int sfr_log_exists(const char *key);
-/* A load of `key`: its file is opened for reading once every save and remove of `key` that was
- * submitted before the load has ended, and before any later one takes effect. With a slash at its
- * end the key is a directory, and the load waits for everything in it as well. */
+/* A load of `key`. Its file is opened for reading after every earlier save and remove of `key` has
+ * ended, and before any later save or remove takes effect. A key that ends in a slash names a
+ * directory: then the load also waits for the saves and removes of everything in it. */
 struct sfr_log_load;
 /* Submits a load. 0, -ENOMEM, -errno. */
 int sfr_log_load_new(const char *key, struct sfr_log_load **out);
@@ -46,9 +46,9 @@ int sfr_log_stop(void);
 
 /* ---- external work in the log's order (commit/work.c) ---- */
 
-/* An entry whose work is done outside the core: a link, or a save or remove by other code. It
- * blocks the log from the moment it reaches the head until sfr_log_work_end. So everything
- * submitted before it has ended by then, and nothing submitted after it has taken effect. Loads and
+/* An entry whose work is done outside the core: a link, or a save or remove by other code. When the
+ * entry reaches the head of the log, everything submitted before it has ended. From then until
+ * sfr_log_work_end the entry blocks the log, so nothing submitted after it takes effect. Loads and
  * sfr_log_exists treat it like a save or a remove. */
 enum sfr_work_kind {
 	SFR_WORK_SAVE,

@@ -10,7 +10,7 @@ struct sfr_snapshot;
 /* every byte of a save is copied: the taker calls sfr_save_confirm and releases the sources */
 #define SFR_NOTICE_COPIED 1u
 #define SFR_NOTICE_ENDED 2u /* a save has ended: its slot and blocks are given back */
-/* a sentence for a log file: a dropped remove, a foreign temporary */
+/* a sentence for the user's log, such as: a remove was dropped */
 #define SFR_NOTICE_TEXT 3u
 #define SFR_NOTICE_STOP 4u     /* sfr_notice_stop was called */
 #define SFR_NOTICE_SNAPSHOT 5u /* a snapshot's copies have ended */

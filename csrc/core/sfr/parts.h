@@ -19,9 +19,9 @@ void sfr_parts_free(struct sfr_parts *parts); /* accepts NULL */
 uint64_t sfr_parts_len(const struct sfr_parts *parts);
 /* Appends bytes, copied in the call. */
 int sfr_parts_bytes(struct sfr_parts *parts, const void *bytes, size_t len);
-/* Appends host memory that is read only when it is written: it must stay valid and unchanged until
- * the save has *ended*. A long source whose address equals its file offset modulo 4096 is written
- * in place; any other goes through a writer's buffer. */
+/* Appends host memory. It is not copied now: writers read it when they write the file, so it must
+ * stay valid and unchanged until the save has *ended*. A long source whose address equals its file
+ * offset modulo 4096 is written in place; any other goes through a writer's buffer. */
 int sfr_parts_source(struct sfr_parts *parts, uint64_t addr, uint64_t nbytes);
 /* Appends four bytes that hold the CRC of source number `source`, counted from 0. -EINVAL: there is
  * no such source yet. */

@@ -32,7 +32,7 @@ struct sfr_save_desc {
 	 * save is staged or has ended */
 	const struct sfr_source *sources;
 	uint32_t nr_sources;
-	uint32_t flags;
+	uint32_t flags; /* SFR_SAVE_* */
 	/* NULL: torch's format. Else a flat file: the skeleton, then these members in this order,
 	 * without a gap (archive/flat.c). The array is only read in the call. */
 	const struct sfr_member *members;
@@ -50,8 +50,8 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
  * the ticket: the call returns 0, and the save fails as soon as it is admitted. */
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams);
 /* Takes one of the engine's max_in_flight slots and has a writer open the file. SFR_EAGAIN,
- * SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. If another thread may wait for the save, the
- * caller abandons it after a failure. */
+ * SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. After a failure, the caller abandons the save if
+ * another thread may be waiting for it, so that the wait ends. */
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
 /* Copies the captured sources and takes samples of the deferred ones. SFR_EAGAIN while there are no
  * blocks. SFR_EEXHAUSTED when snapshots hold all blocks: the caller then abandons the save. The
@@ -60,7 +60,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Appends the save to the process's log, unless it is unordered, and hands it to its lanes. This is
  * the moment of submission. Never waits; fails only with SFR_ESTATE. */
 int sfr_save_launch(struct sfr_ticket *t);
-/* Gives up a save that was not launched, because its caller raises an exception. It ends as
+/* Gives up a save that was not launched, because its caller raises an exception. The save ends as
  * cancelled. */
 void sfr_save_abandon(struct sfr_ticket *t);
 
@@ -70,8 +70,9 @@ enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
  * slice of zero never sleeps, and for SFR_WAIT_ENDED takes no lock. */
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
 /* Returns 1 if the save has reached that point, else 0. Takes no lock, because Python calls this
- * while it holds the interpreter lock. A thread of low priority that has the engine's mutex could
- * then stop the whole interpreter. For a failing save 0 is possible until it has ended. */
+ * while it holds the interpreter lock. If it waited there for the engine's mutex, a thread of low
+ * priority that has the mutex could stop the whole interpreter. For a failing save the result may
+ * stay 0 until the save has ended. */
 int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* The gate of the next step. With host sources it waits until they are copied, like
  * SFR_WAIT_COPIED. With device sources it has all their copies queued and makes the given streams
@@ -109,13 +110,13 @@ struct sfr_report {
 	/* when the save reached these points; 0: not yet */
 	uint64_t created_ns, launched_ns, staged_ns, ended_ns;
 	uint32_t io_mode;                     /* SFR_IO_* */
-	uint32_t over_slots;                  /* 1: a nested save above max_in_flight */
+	uint32_t over_slots;                  /* 1: its slot is beyond max_in_flight */
 	char fallback[SFR_NR_FALLBACKS][160]; /* one sentence each, "" when unused */
 };
 /* Fills *out, at any time. 0 or SFR_EFORK. */
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
-/* These two never wait, not even for a lock. 0 or SFR_EFORK. *staged is nonzero if the save was
- * staged and has not failed since. */
+/* These two functions never wait, not even for a lock. 0 or SFR_EFORK. *staged is nonzero if the
+ * save was staged and has not failed since. */
 int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *staged);
 int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint64_t *nbytes);
 /* from 1, unique in the process; trace.h uses it */

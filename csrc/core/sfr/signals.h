@@ -9,9 +9,9 @@
  * Returns 0, or -errno: -EINVAL if `signum` is no signal or cannot be handled. May be called again
  * after other code has replaced the handler; one thread at a time may call it.
  *
- * The signal will not come again, so the kernel ends a process that has ignored it: it kills the
- * process when the thread that forked it ends. If the main thread forked, that is the end of the
- * parent. With `at_once` this holds from now on, even before a signal is ignored. */
+ * A signal that was ignored does not come again. So after the first, the kernel kills this process
+ * when the thread that forked it ends (PR_SET_PDEATHSIG). If the main thread forked it, that is
+ * when the parent ends. With `at_once` the kernel does so from now on, before any signal. */
 int sfr_signals_leave(int signum, bool at_once);
 
 #endif

@@ -53,22 +53,25 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 		      uint64_t slice_ns);
 /* Sets *out to the error of a device, with code 0 if there is none. It is final after the wait. */
 void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out);
-/* Give the memory, one range that contains every copy (and perhaps other snapshots' between them),
- * and the offset of each copy in it. Valid after sfr_snapshot_lease. */
+/* sfr_snapshot_memory sets *base and *len to the range that contains every copy. (Copies of other
+ * snapshots may be between them.) sfr_snapshot_offset returns the offset of one source's copy in
+ * that range. Valid after sfr_snapshot_lease. */
 void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len);
 uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source);
-/* For another process that maps the memory: sets *fd to the file that it is in, and *off to its
- * offset there, a multiple of 4096. The engine owns *fd. *off is valid while the memory is leased.
- * SFR_ESTATE: the engine has no shared memory, or nothing is leased. */
+/* For another process that maps the memory: sets *fd to the file that contains the memory, and *off
+ * to the memory's offset in it, a multiple of 4096. The engine owns *fd. *off is valid while the
+ * memory is leased. SFR_ESTATE: the engine has no shared memory, or nothing is leased. */
 int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off);
-/* A view or a hold keeps the memory leased. The caller ends a view; a hold ends by itself, with the
- * process or future that reads the memory. SFR_ESTATE: the memory has been returned. */
+/* Begin and end a view or a hold, which keeps the memory leased. The caller ends a view; a hold
+ * ends by itself, with the process or future that reads the memory. SFR_ESTATE: the memory has been
+ * returned. */
 int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
-/* With `yes`, declares that the views will end whatever the caller does. Then a call that needs the
- * memory waits for it, where it would otherwise return SFR_EEXHAUSTED. */
+/* With `yes`, declares that the memory will return to the pool whatever the caller does, because
+ * all views end by themselves. Then a save or snapshot that needs the memory waits for it, where it
+ * would otherwise fail with SFR_EEXHAUSTED. With `yes` == 0, takes the declaration back. */
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* Returns 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);

@@ -18,8 +18,8 @@ struct sfr_source {
 struct sfr_member {
 	uint64_t off; /* in the source */
 	uint64_t nbytes;
-	uint32_t source; /* index of the source */
-	uint32_t reserved;
+	uint32_t source;   /* index of the source */
+	uint32_t reserved; /* unused, like that of struct sfr_stream: makes the padding explicit */
 };
 
 /* The caller's current stream on a device that has sources. */

@@ -2,7 +2,8 @@
 #ifndef SFR_STATE_PUBLIC_H
 #define SFR_STATE_PUBLIC_H
 
-/* SaveHandle.state is the text. ticket.c has the diagram. */
+/* In the order of a save's life; the last three states are final. SaveHandle.state is the text.
+ * ticket.c has the diagram. */
 #define SFR_STATE_LIST(X)                                                                          \
 	X(SFR_NEW, "staging")        /* laid out; holds nothing yet */                             \
 	X(SFR_CAPTURING, "staging")  /* has a slot; the call copies captured bytes */              \
@@ -11,7 +12,7 @@
 	X(SFR_WRITING, "writing")    /* every block written; tail and sync */                      \
 	X(SFR_READY, "writing")      /* synced; waits for the head of the log */                   \
 	X(SFR_COMMITTING, "writing") /* being renamed: can no longer be cancelled */               \
-	X(SFR_ENDING, "writing")     /* failed or cancelled; copies and writes run out */          \
+	X(SFR_ENDING, "writing")     /* failed or cancelled; its running copies and writes end */  \
 	X(SFR_DURABLE, "durable")                                                                  \
 	X(SFR_FAILED, "failed")                                                                    \
 	X(SFR_CANCELLED, "cancelled")

@@ -11,7 +11,7 @@
 struct sfr_target {
 	char parent[SFR_PATH_MAX];   /* real path of the parent directory */
 	char name[SFR_NAME_MAX + 1]; /* last component; "" for the root directory */
-	uint32_t mode;     /* st_mode of what exists there (links are not followed), or 0 */
+	uint32_t mode;     /* st_mode of what has this name (links are not followed); 0: nothing */
 	uint32_t readable; /* the directory is readable; an unreadable one cannot be synced */
 	uint64_t fs;       /* st_dev of the directory */
 };
