@@ -25,7 +25,7 @@ struct sfr_onload_copy {
  * if the sources are elsewhere). Sources and destinations stay valid until sfr_onload_wait has
  * returned 0; the onload holds the memory of `from`.
  *
- * 0: the caller has the reference, and a device's failure is reported by sfr_onload_error.
+ * 0: *out is the onload, for sfr_onload_put; a failure of the device is in sfr_onload_error.
  * SFR_ECLOSED, SFR_EFORK, SFR_ECAPTURING, -ENOMEM: nothing is queued. SFR_ESTATE: the memory of
  * `from` has been returned. SFR_EAGAIN: nothing is queued, because the copies into `from` have no
  * event to wait for; call again once sfr_snapshot_wait has returned 0. */
@@ -38,10 +38,11 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream);
 /* Waits until no copy is running. 0, SFR_EAGAIN, SFR_EFORK. A slice of zero takes no lock. */
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns);
-/* Gives the device time of the copies, and how long the first stream that waited for them was idle.
- * A time that was not measured is 0. Returns 0; SFR_EAGAIN: not known yet; SFR_EFORK. */
+/* Sets *copying_ns to the device time of the copies, and *waited_ns to how long the first stream
+ * that waited for them was idle. A time that was not measured is 0. Returns 0; SFR_EAGAIN: not
+ * known yet; SFR_EFORK. */
 int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns);
-/* Gives the error of the device; code 0: none. Final once the wait is over. Takes no lock. */
+/* Sets *out to the device's error; code 0: none. Final once the wait is over. Takes no lock. */
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out);
 /* Waits for copies that still run, and frees the onload. Accepts NULL. */
 void sfr_onload_put(struct sfr_onload *onload);

@@ -1,18 +1,20 @@
 /* Onloads: copies from host memory to a device while the device computes.
  *
- *     caller's stream   memory is free E │  layer l          waits D │ layer l-1
- *     lane inward                waits E │  copies of layer l-1    D │
+ *     caller's stream   memory is free E │  layer l          waits S │ layer l-1
+ *     inward lane                waits E │  copies of layer l-1    S │
  *
- * stage/transfer.h explains the events; D is its S. The caller's stream is marked before anything
- * is queued: earlier work on it may still use the destinations, which a stream-ordered allocator
- * has already reused. If the sources are still being copied from the device (a snapshot's memory),
- * the lane's stream also waits for those copies. So bytes can come back without a wait of the host.
+ * The event S follows all copies (stage/transfer.h). E marks the caller's stream before anything is
+ * queued: earlier work on it may still use the destinations, which a stream-ordered allocator has
+ * already reused. If the sources are still being copied from the device (a snapshot's memory), the
+ * lane's stream also waits for those copies. So bytes can come back without a wait of the host.
  *
- * The copies of one onload are queued together. Ranges adjacent on both sides become one copy.
+ * The copies of one onload are queued together. Ranges that are adjacent both in host memory and on
+ * the device become one copy.
  *
  * The snapshot's memory is held from the start until the lane's thread sees the copies complete.
- * Only the caller drops references, so a thread of the engine never drops the last one of an
- * engine. An onload that is released early is therefore waited for. */
+ * Only the caller drops an onload's references, so that a thread of the engine never drops the last
+ * reference to the engine. Therefore sfr_onload_put waits for copies that still run, and does not
+ * leave the end to the lane's thread. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -28,8 +30,9 @@ struct sfr_onload {
 	/* a reference, and a hold until the copies have completed; NULL: none */
 	struct sfr_snapshot *from;
 
-	bool ordered;                   /* a stream was made to wait; only callers use this and: */
-	struct sfr__cuda_timer waiting; /* of the first stream that waits */
+	/* used only by the caller's threads */
+	bool ordered;                   /* a stream was made to wait for the copies */
+	struct sfr__cuda_timer waiting; /* measures the wait of the first such stream */
 };
 
 static bool is_foreign(const struct sfr_onload *onload)
@@ -38,8 +41,8 @@ static bool is_foreign(const struct sfr_onload *onload)
 }
 
 /* Returns the copy at index *i and sets *i to the next copy. If all sources are in one lease
- * (`leased`), merges the copy with those after it that are adjacent on both sides. The padding
- * between them is copied along: on both sides it belongs to the same group of tensors. */
+ * (`leased`), merges the copy with those after it that are adjacent in both memories. The padding
+ * between them is copied along: in both memories it belongs to the same group of tensors. */
 static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32_t nr, bool leased,
 				    uint32_t *i)
 {
@@ -67,7 +70,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	if (!onload->from)
 		return;
 	if (!ok)
-		sfr__snapshot_lost(onload->from);
+		sfr__snapshot_retire_memory(onload->from);
 	sfr_snapshot_unhold(onload->from);
 }
 
@@ -96,7 +99,7 @@ static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy 
 		return 0;
 	if (!wait_for_sources(onload))
 		return SFR_EAGAIN;
-	if (sfr__transfer_pin(tr, pool) && onload->from)
+	if (sfr__transfer_prepare_pin(tr, pool) && onload->from)
 		sfr__lot_pin(onload->from); /* the hold keeps the memory in place */
 	tr->timed = true;
 	for (uint32_t i = 0; i < nr;) {
@@ -107,7 +110,7 @@ static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy 
 	return tr->err.code; /* -ENOMEM or 0 */
 }
 
-/* Queues the copies between the events E and D. Results as sfr_onload_start. */
+/* Queues the copies between the events E and S. Results as sfr_onload_start. */
 static int start_copies(struct sfr_onload *onload, uint32_t device, CUstream stream,
 			const struct sfr_onload_copy *copies, uint32_t nr)
 {
@@ -117,7 +120,7 @@ static int start_copies(struct sfr_onload *onload, uint32_t device, CUstream str
 	if (tr->lane) {
 		rc = queue_copies(onload, copies, nr);
 		if (!tr->err.code)
-			sfr__transfer_staged(tr);
+			sfr__transfer_mark_staged(tr);
 		sfr__transfer_end(tr);
 	}
 	if (onload->from && !tr->launched)
@@ -134,7 +137,7 @@ static void free_onload(struct sfr_onload *onload)
 	/* A closed engine has released the device's context, so the events cannot be freed. */
 	if (onload->waiting.begin && !engine->closed) {
 		(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
-		/* on failure only the timer is lost */
+		/* if the driver refuses the context, only the timer's events are lost */
 		sfr__cuda_timer_drop(lane, &onload->waiting);
 		sfr__cuda_leave(&scope);
 	}
@@ -145,8 +148,8 @@ static void free_onload(struct sfr_onload *onload)
 	sfr_engine_put(engine);
 }
 
-/* Makes an onload, which keeps the pool and holds the snapshot's memory. 0, SFR_ECLOSED, -ENOMEM,
- * or an error of sfr_snapshot_hold. */
+/* Makes an onload, which keeps the engine's pool and holds the snapshot's memory. 0, SFR_ECLOSED,
+ * -ENOMEM, or an error of sfr_snapshot_hold. */
 static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
 		       struct sfr_onload **out)
 {
@@ -158,7 +161,7 @@ static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
 	sfr__lock(&engine->mu);
 	rc = engine->closing ? SFR_ECLOSED : 0;
 	if (rc == 0)
-		engine->nr_snapshots++; /* keeps the pool */
+		engine->nr_snapshots++; /* keeps the pool until the onload is freed */
 	sfr__unlock(&engine->mu);
 	if (rc < 0) {
 		sfr_sys.free(onload);

@@ -12,8 +12,8 @@ static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)
 	return sfr__container(entry, struct sfr_ticket, log);
 }
 
-/* A function of its own, so that its span in the timeline ends before the save's end is
- * reported. */
+/* Renames the temporary; a stream has none. This is a function of its own, so that its span in a
+ * trace ends before the save's end is reported. */
 static void rename_file(struct sfr_ticket *t, struct sfr_err *err)
 {
 	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);
@@ -39,13 +39,14 @@ static void run_commit(struct sfr__log_entry *entry, bool after_good)
 	(void)sfr__save_commit(ticket_of(entry)); /* a failed commit has ended the save already */
 }
 
-static void entry_left(struct sfr__log_entry *entry)
+/* The entry's ops->left. */
+static void drop_logs_ref(struct sfr__log_entry *entry)
 {
-	sfr_ticket_put(ticket_of(entry));
+	sfr_ticket_put(ticket_of(entry)); /* the log's reference, taken by sfr_save_launch */
 }
 
-/* Returns since when a writer has been waiting for the file system to answer a call about the
- * save's file, or 0. */
+/* Returns the time since which a writer has been waiting for the file system to answer a call about
+ * the save's file, or 0. */
 static uint64_t asked_since(const struct sfr__log_entry *entry)
 {
 	return sfr__file_asked_since(&sfr__container(entry, const struct sfr_ticket, log)->file);
@@ -54,5 +55,5 @@ static uint64_t asked_since(const struct sfr__log_entry *entry)
 const struct sfr__log_ops sfr__save_log_ops = { .creates = true,
 						.is_save = true,
 						.run = run_commit,
-						.left = entry_left,
+						.left = drop_logs_ref,
 						.asked_since = asked_since };

@@ -9,9 +9,9 @@
 /* The ticket owns it. */
 struct sfr__device_state {
 	struct sfr__transfer transfer;
-	struct sfr__task staging;                      /* the task for the lane's thread */
-	struct sfr_ticket *ticket;                     /* constant, like the next two */
-	uint32_t device;                               /* the driver's number */
+	struct sfr__task task;     /* runs stage_deferred on the lane's thread */
+	struct sfr_ticket *ticket; /* constant, like the next two */
+	uint32_t device;           /* the driver's number */
 	const struct sfr__extent *captured, *deferred; /* NULL if there is no such extent */
 
 	/* used only by the capturing thread */

@@ -1,5 +1,5 @@
 /* The gate: before a step changes the sources of a save, all remaining copies are queued, and the
- * step's stream waits for the event S. stage/transfer.h explains the events.
+ * step's stream waits for the event S, which is recorded after them (stage/transfer.h).
  *
  * Waiting for an event that was never recorded silently does nothing. So the gate makes the lane
  * queue all remaining copies, waits on the host until S is recorded, and only then inserts the
@@ -27,6 +27,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
 	if (sfr__under(&engine->mu, t->facts.copied || sfr__ticket_failing_locked(t)))
 		return 0;
+	/* Have the lanes queue all remaining copies at once. */
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++)
 		if (t->staging.devices[i].transfer.lane)
 			sfr__cuda_rush(t->staging.devices[i].transfer.lane, t->seq);
@@ -39,6 +40,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
 		struct sfr__device_state *dev = &t->staging.devices[i];
 
+		/* The caller's stream has waited for captured copies since the call. */
 		if (dev->deferred &&
 		    !sfr__transfer_gate(&dev->transfer,
 					sfr__stream_of(streams, nr_streams, dev->device)))

@@ -1,6 +1,6 @@
 /* Saves of parts: writers read the sources in place, when they write them.
  *
- *   direct extent   source and file are aligned alike: the source itself is written
+ *   direct extent   source and file are aligned alike: the source's memory is written as it is
  *   other extents   sources and the bytes between them are copied to a buffer, and the CRC is
  *                   computed in that pass
  *

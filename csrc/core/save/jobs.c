@@ -31,6 +31,7 @@ int sfr__jobs_new(struct sfr_ticket *t)
 
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 {
+	/* indices in plan.jobs after the jobs for blocks */
 	static const uint32_t numbers[] = { [SFR__JOB_OPEN] = 0,
 					    [SFR__JOB_TAIL] = 1,
 					    [SFR__JOB_RENAME] = 2,
@@ -67,7 +68,7 @@ void sfr__unpark_locked(struct sfr_ticket *t)
 	struct sfr__job *job;
 
 	while ((job = t->sharing.parked)) {
-		t->sharing.parked = job->parked;
+		t->sharing.parked = job->next_parked;
 		sfr__task_push_locked(t->engine, &job->task);
 	}
 }

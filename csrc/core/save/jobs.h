@@ -6,7 +6,7 @@
 
 enum sfr__job_kind {
 	SFR__JOB_OPEN,   /* open the temporary */
-	SFR__JOB_BLOCK,  /* CRC and write one staged block */
+	SFR__JOB_BLOCK,  /* compute the CRCs of one block and write it */
 	SFR__JOB_TAIL,   /* write the tail, sync the file */
 	SFR__JOB_RENAME, /* rename the file of a save that is not in the log */
 	SFR__JOB_CLEAN,  /* a failed save: remove the temporary, end the ticket */
@@ -22,13 +22,13 @@ struct sfr__job {
 	char *mem;
 	struct sfr__block *block; /* NULL: none */
 	size_t own_len;           /* 0: none */
-	/* only for BLOCK, apart from `was_put` and `untaken` */
+	/* the fields below are only for BLOCK, except `was_put` and `untaken`: TAIL has them too */
 	const struct sfr__extent *extent;
 	uint32_t blk;                  /* index of the block in its extent */
 	bool summed;                   /* the entries' CRCs include its bytes already */
 	bool was_put;                  /* a writer has put its bytes into the stream */
-	bool untaken;                  /* they are there, and the caller has not taken them */
-	struct sfr__job *parked;       /* the next job on the ticket's list of parked jobs */
+	bool untaken;                  /* its bytes are in the stream, but not taken yet */
+	struct sfr__job *next_parked;  /* in the ticket's list of parked jobs */
 	struct sfr__host_block staged; /* used while the block is filled from host memory */
 };
 
@@ -36,7 +36,7 @@ struct sfr__job {
 int sfr__jobs_new(struct sfr_ticket *t);
 /* Queues a job for the writers, and counts it in the ticket's nr_jobs. */
 void sfr__job_push_locked(struct sfr__job *job);
-/* Returns one of the ticket's jobs that are not for a block. */
+/* Returns the ticket's job of this kind, which is not BLOCK. */
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);
 /* Returns the job of one block of an extent. */
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *extent,
@@ -47,7 +47,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *exte
 /* Adds the CRC of a segment's data to that of its entry; segments come in any order. Returns
  * whether the entry's CRC is complete. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);
-/* Queues all parked blocks again, because one more CRC is known or the save is failing. */
+/* Queues all parked blocks again (write.c): one more CRC is known, or the save is failing. */
 void sfr__unpark_locked(struct sfr_ticket *t);
 /* For a stream that fails: queues again the jobs whose bytes the caller has not taken, so that
  * writers release their memory. */

@@ -6,10 +6,10 @@
  *   sfr_save_capture  copies captured sources and samples deferred ones
  *   sfr_save_launch   gives the save to the log and the lane; the call may return
  *
- * After SFR_EAGAIN the caller calls the same function again, and it resumes. Between two calls it
- * holds no block and no lock, so a signal handler of the caller may make another whole save there.
- * An error after admit becomes the ticket's: the caller continues to launch, and the save ends as
- * any failed save does.
+ * After SFR_EAGAIN the caller calls the same function again, and it resumes. Between two calls the
+ * caller holds no block and no lock, so a signal handler of the caller may make another whole save
+ * there. An error after admit becomes the ticket's: the caller continues to launch, and the save
+ * ends as any failed save does.
  *
  * A save enters the log at launch, not when it begins. So a save by a signal handler in the middle
  * of another call can be waited for there, because the interrupted save is not before it in the
@@ -81,7 +81,7 @@ static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *d
 	t->log.key = sfr_sys.malloc(key_len);
 	if (!t->log.key)
 		return -ENOMEM;
-	/* The root directory is "/" already. */
+	/* In the root directory, `dir` is the slash already. */
 	(void)snprintf(t->log.key, key_len, "%s/%s", dir_len == 1 ? "" : dir, name);
 	return sfr__file_init(&t->file, dir, name, t->plan.img.len,
 			      (t->flags & SFR_SAVE_DURABLE) != 0);
@@ -160,8 +160,8 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	return sfr_save_new_parts(engine, desc, NULL, out);
 }
 
-/* Counts the image's blocks that need a block of the pool with all its memory. Only the last block
- * of an extent in host memory may be so short that it does not. */
+/* Counts the image's blocks that need all the memory of a pool block. Only the last block of an
+ * extent in host memory may be so short that it does not. */
 static uint32_t count_whole_blocks(const struct sfr_ticket *t)
 {
 	uint32_t nr = t->plan.nr_blocks;

@@ -25,17 +25,17 @@ struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
  * torn source, or -1. */
 int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
 			  uint32_t entry, uint64_t off, const char *staged, size_t len);
-/* Does the same with checksums (SFR_SAVE_CHECK_BYTES), once an entry's last bytes are given. An
- * entry's bytes must be given in ascending order. */
+/* Does the same with checksums (SFR_SAVE_CHECK_BYTES). The caller passes an entry's bytes in
+ * ascending order, and a torn source is found when it passes the last ones. */
 int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
 		       size_t len);
 
 /* ---- stage_device.c ---- */
 /* Makes the device states of a new ticket from its image. 0 or -ENOMEM. */
 int sfr__device_states_new(struct sfr_ticket *t);
-/* Queues the copies of captured sources on devices, takes samples there, and makes the caller's
- * streams wait for both. Returns SFR_EAGAIN or SFR_EEXHAUSTED, as sfr_save_capture, else 0: the
- * ticket keeps any other failure. */
+/* Queues the copies of captured sources on devices, takes samples of deferred ones, and makes the
+ * caller's streams wait for both. Returns SFR_EAGAIN or SFR_EEXHAUSTED, as sfr_save_capture, else
+ * 0: the ticket keeps any other failure. */
 int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Hands the device states to their lanes, or releases them if the save was abandoned or is
  * failing. */

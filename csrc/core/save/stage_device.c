@@ -1,5 +1,6 @@
 /* Stages the sources of a save that are on devices: has them copied to blocks in host memory.
- * stage/transfer.h explains the order of streams and the events E, C and S.
+ * stage/transfer.h explains the order of streams. Its events are E (the state at the call), C (the
+ * captured bytes are copied) and S (all bytes are copied).
  *
  *   begin     the transfer begins (E), before anything else of the call
  *   capture   captured sources and samples of deferred ones are queued; the caller's stream waits
@@ -129,6 +130,7 @@ static void transfer_over(struct sfr__transfer *tr)
 	struct sfr_ticket *t = state_of(tr)->ticket;
 	char note[sizeof(t->report.fallback[0])] = "";
 
+	/* For the report: why the driver's copies were slow, and why memory was not pinned. */
 	sfr__cuda_copies_note(tr->lane, note, sizeof(note));
 	sfr__lock(&t->engine->mu);
 	t->sharing.nr_transfers--;
@@ -136,7 +138,7 @@ static void transfer_over(struct sfr__transfer *tr)
 		      sizeof(t->report.fallback[0]));
 	if (note[0])
 		memcpy(t->report.fallback[SFR_FALLBACK_COPIES], note, sizeof(note));
-	sfr__ticket_released_locked(t);
+	sfr__ticket_copies_ended_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);
 }
@@ -148,9 +150,9 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
 /* ---- blocks ------------------------------------------------------------------------------ */
 
 /* Leases a block for the device to write to, and registers it with the driver unless it is already.
- * For captured bytes the call waits for that, but only once for each block. Copies to unregistered
- * memory would delay the call as much at every save, because the driver returns only when they have
- * run. warm_up() registers blocks before the first save. Returns as sfr__pool_get. */
+ * For captured bytes the call waits for the registration, but only once for each block. Copies to
+ * unregistered memory would delay the call as much at every save, because the driver returns only
+ * when they have run. warm_up() registers blocks before the first save. Fails as sfr__pool_get. */
 static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 		       uint32_t blk, uint64_t slice_ns, struct sfr__block **block)
 {
@@ -162,7 +164,7 @@ static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *
 		rc = sfr__pool_get(engine->pool, t->seq, engine->opts.block_bytes, slice_ns, block);
 	if (rc < 0)
 		return rc;
-	if (sfr__transfer_pin(&dev->transfer, engine->pool) && (*block)->region == NULL)
+	if (sfr__transfer_prepare_pin(&dev->transfer, engine->pool) && (*block)->region == NULL)
 		sfr__pool_pin_blocks(engine->pool, block, 1);
 	sfr__lock(&engine->mu);
 	sfr__ticket_count_block_locked(t);
@@ -251,7 +253,7 @@ static void sum_deferred(struct sfr__device_state *dev)
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__sampled *sources = sfr__extent_sources(t, extent);
-	bool ok = sfr__transfer_store(tr, sources, extent->all_entries);
+	bool ok = sfr__transfer_get_store(tr, sources, extent->all_entries);
 
 	sfr_sys.free(sources);
 	for (uint32_t i = extent->first_entry; i < extent->first_entry + extent->all_entries; i++) {
@@ -275,7 +277,7 @@ static void stage_deferred(struct sfr__task *task);
 
 int sfr__device_states_new(struct sfr_ticket *t)
 {
-	uint32_t most = 0; /* devices: not more than extents on devices */
+	uint32_t most = 0; /* extents on devices; there are at most as many devices */
 
 	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++)
 		if (t->plan.img.extents[i].device != 0)
@@ -298,7 +300,7 @@ int sfr__device_states_new(struct sfr_ticket *t)
 		if (dev == t->staging.devices + t->staging.nr_devices)
 			t->staging.nr_devices++;
 		dev->transfer.ops = &ops;
-		dev->staging.run = stage_deferred;
+		dev->task.run = stage_deferred;
 		dev->ticket = t;
 		dev->device = extent->device - 1;
 		/* The first extent of each kind stands for all: its all_blocks counts the blocks of
@@ -369,7 +371,7 @@ static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 	if (dev->deferred && !tr->err.code)
 		sfr__transfer_sample(tr, sfr__extent_sources(t, dev->deferred),
 				     dev->deferred->all_entries, t->seq + t->report.created_ns);
-	sfr__transfer_captured(tr);
+	sfr__transfer_mark_captured(tr);
 	sfr__transfer_send(tr); /* the samples */
 	report_error(dev);
 	return 0;
@@ -418,7 +420,7 @@ void sfr__device_states_launch(struct sfr_ticket *t)
 		if (!dev->transfer.lane)
 			continue;
 		if (go && dev->deferred && !sfr__cuda_is_dead(dev->transfer.lane))
-			sfr__cuda_push(dev->transfer.lane, &dev->staging);
+			sfr__cuda_push(dev->transfer.lane, &dev->task);
 		else
 			end_queueing(dev);
 	}
@@ -427,7 +429,7 @@ void sfr__device_states_launch(struct sfr_ticket *t)
 /* On the lane's thread: queues the deferred blocks, few at a time until a thread waits for them. */
 static void stage_deferred(struct sfr__task *task)
 {
-	struct sfr__device_state *dev = sfr__container(task, struct sfr__device_state, staging);
+	struct sfr__device_state *dev = sfr__container(task, struct sfr__device_state, task);
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr__cuda_lane *lane = tr->lane;
 	struct sfr_ticket *t = dev->ticket;
@@ -450,7 +452,7 @@ static void stage_deferred(struct sfr__task *task)
 	}
 	if (rc == SFR_EEXHAUSTED) /* after the call nobody can try again, so the save fails */
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
-	sfr__transfer_staged(tr); /* records S, before the gate may use it */
+	sfr__transfer_mark_staged(tr); /* records S, before the gate may use it */
 	report_error(dev);
 	end_queueing(dev);
 }

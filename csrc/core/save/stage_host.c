@@ -50,7 +50,7 @@ int sfr__take_samples(struct sfr_ticket *t)
 	if (!sources)
 		return -ENOMEM;
 	rc = sfr__samples_take(&t->staging.samples, sources, extent->all_entries,
-			       t->seq + t->report.created_ns);
+			       t->seq + t->report.created_ns); /* a seed that varies */
 	sfr_sys.free(sources);
 	if (rc < 0 || !t->staging.sums)
 		return rc;
@@ -175,9 +175,10 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 
 	sfr__ticket_count_block_locked(t);
 	job->block = leased;
-	/* The CRC is computed in the copy only for deferred bytes that no thread waits for or, with
-	 * SFR_SAVE_CHECK_BYTES, for all deferred bytes: copy_data compares it with `sums`. */
-	job->summed = copy->open && (t->engine->nr_awaiting == 0 || t->staging.sums);
+	/* The CRC is computed in the copy only for deferred bytes that no thread waits for. With
+	 * SFR_SAVE_CHECK_BYTES it is computed for all deferred bytes, because copy_data compares it
+	 * with `sums`. */
+	job->summed = copy->is_deferred && (t->engine->nr_awaiting == 0 || t->staging.sums);
 }
 
 /* Copies the bytes [off, off + len) of a block, with all headers, data and padding in that range.
@@ -247,7 +248,7 @@ static void copy_has_ended(struct sfr__host_copy *copy)
 
 	sfr__lock(&engine->mu);
 	t->sharing.host_copying = false;
-	sfr__ticket_released_locked(t);
+	sfr__ticket_copies_ended_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
 }
@@ -279,6 +280,7 @@ static void copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t
 
 void sfr__host_copies_init(struct sfr_ticket *t)
 {
+	/* Extent 0 has the captured sources in host memory; a save of parts stages nothing. */
 	copy_init(&t->staging.captured, t, t->plan.in_place ? NULL : &t->plan.img.extents[0]);
 	copy_init(&t->staging.deferred, t, sfr__image_extent(&t->plan.img, SFR_LANE_HOST, 0));
 }

@@ -129,7 +129,7 @@ int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *p
 
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 {
-	/* The owner is a job or, of an edge page and of the end, the ticket itself. */
+	/* The owner of a piece is a job. For an edge page and for the end, it is the ticket. */
 	struct sfr__job *job = piece->owner != t ? piece->owner : NULL;
 
 	if (piece->owner == NULL || sfr__ticket_is_foreign(t))

@@ -62,5 +62,5 @@ bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 		sfr__ticket_step_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
-	return kept && from < to; /* of locals: the job may be taken and freed by now */
+	return kept && from < to; /* without `job`, which may be taken and freed by now */
 }

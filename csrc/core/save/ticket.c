@@ -13,7 +13,7 @@
  *   NEW -> CAPTURING         sfr_save_admit                it has a slot
  *   NEW -> CANCELLED         sfr_save_abandon              its call raises before that
  *   CAPTURING -> STAGING     sfr_save_launch               captured, in the log
- *   CAPTURING.. -> ENDING    sfr__ticket_step_locked       there is an error (a cancel is one)
+ *   CAPTURING.. -> ENDING    sfr__ticket_fail_locked       there is an error (a cancel is one)
  *   STAGING -> STAGED        sfr__ticket_step_locked       copied and confirmed
  *   STAGED -> WRITING        sfr__ticket_step_locked       every block is written
  *   WRITING -> READY         sfr__ticket_step_locked       tail written, file synced
@@ -188,7 +188,7 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	}
 }
 
-void sfr__ticket_released_locked(struct sfr_ticket *t)
+void sfr__ticket_copies_ended_locked(struct sfr_ticket *t)
 {
 	if (t->sharing.host_copying || t->sharing.nr_transfers != 0)
 		return;

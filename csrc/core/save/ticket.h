@@ -25,7 +25,7 @@ struct sfr__save_plan {
 	 * block's share of these pages to it, and the TAIL job writes it. */
 	char *edges;
 	uint32_t nr_blocks;    /* of the image */
-	uint32_t nr_whole;     /* of these, how many need a block of the pool with all its memory */
+	uint32_t nr_whole;     /* of these, how many need all the memory of a pool block */
 	struct sfr__job *jobs; /* one for each block, then OPEN, TAIL, RENAME, CLEAN */
 	/* Runs one of the jobs, on a writer. It is always sfr__job_run, but jobs.c must not call
 	 * that by name: it is in write.c, which calls jobs.c. */
@@ -41,8 +41,8 @@ struct sfr__save_facts {
 	bool synced;                     /* the file is synced; a stream: its end was taken */
 	bool confirmed;                  /* the caller has given its verdict, or need not */
 	atomic_bool copied;              /* every source is copied; also read without the lock */
-	uint32_t blocks_written;         /* or put into the stream */
-	_Atomic uint64_t written_nbytes; /* of the file; also read without the lock */
+	uint32_t blocks_written;         /* to the file, or put into the stream */
+	_Atomic uint64_t written_nbytes; /* bytes of the file; also read without the lock */
 };
 
 /* The copy that fills one extent of the image from host memory; extent is NULL if there is none. */
@@ -59,7 +59,7 @@ struct sfr__save_staging {
 	struct sfr__device_state *devices;          /* one for each device that has sources */
 	uint32_t nr_devices;
 	bool capture_done;           /* used only by the capturing thread */
-	struct sfr__samples samples; /* of host memory */
+	struct sfr__samples samples; /* of deferred sources in host memory */
 	/* With SFR_SAVE_CHECK_BYTES, else NULL: sums[i] is the CRC of deferred entry i at the call,
 	 * and sums[nr_entries + i] that of its copy. */
 	uint32_t *sums;
@@ -78,7 +78,7 @@ struct sfr__save_sharing {
 	 * the blocks queued so far have pushed_nbytes */
 	uint32_t next_extent, next_blk;
 	uint64_t pushed_nbytes;
-	uint32_t blocks_leased; /* from the pool, so far */
+	uint32_t blocks_leased; /* blocks leased from the pool so far, returned or not */
 };
 
 /* A save with SFR_SAVE_STREAM, see stream.c. */
@@ -92,7 +92,7 @@ struct sfr__save_stream {
 struct sfr_ticket {
 	struct sfr_engine *engine; /* holds a reference; constant, like the next four */
 	uint64_t fork_generation;
-	uint64_t number; /* among the process's saves; names the save in a timeline */
+	uint64_t number; /* among the process's saves; names the save in a trace */
 	uint64_t seq;    /* order of admission: older saves get blocks first */
 	uint32_t flags;
 	atomic_uint refs;
@@ -108,9 +108,9 @@ struct sfr_ticket {
 	struct sfr__save_stream stream;
 	struct sfr_report report; /* without state and err, which sfr_save_report adds */
 
-	struct sfr__file file; /* writers use it until READY, then the committing thread */
-	struct sfr__flight flight;
-	struct sfr__log_entry log;
+	struct sfr__file file;     /* writers use it until READY, then the committing thread */
+	struct sfr__flight flight; /* its slot in the engine */
+	struct sfr__log_entry log; /* its entry in the log, which only an ordered save appends */
 	struct sfr__notice notice_copied, notice_ended;
 };
 
@@ -132,14 +132,14 @@ bool sfr__ticket_failing(struct sfr_ticket *t);
 /* Derives the state from the facts, and starts what follows from it. Called after every change of a
  * fact, or of the work that is left (struct sfr__save_sharing). */
 void sfr__ticket_step_locked(struct sfr_ticket *t);
-/* Changes the state from READY to COMMITTING. False if the save was cancelled before. */
+/* Changes the state from READY to COMMITTING. Returns false if the save was cancelled before. */
 bool sfr__ticket_begin_commit(struct sfr_ticket *t);
 /* Ends the save after all its I/O: sets the final state, gives the slot back, ends the entry in the
  * log and posts the notice. `err` is the error of the commit, or NULL. The ticket may be freed. */
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
-/* Called when a lane has ended its copies of the save. If no lane has any left, the sources are not
- * read any more: records that and posts the notice. */
-void sfr__ticket_released_locked(struct sfr_ticket *t);
+/* Called when a lane has ended its copies of the save. If it was the last lane, nothing reads the
+ * sources any more: records that, and posts the notice COPIED. */
+void sfr__ticket_copies_ended_locked(struct sfr_ticket *t);
 /* Returns whether the gate lets the next step through: every copy has ended or is queued on a
  * device, or the save is failing. */
 bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t);

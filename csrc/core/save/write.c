@@ -117,7 +117,7 @@ static bool park_unless_known(struct sfr_ticket *t, struct sfr__job *job)
 		(t->plan.in_place ? sfr__image_fields_known(&t->plan.img, off, len) :
 				    are_descriptors_known_locked(t, job));
 	if (!known) {
-		job->parked = t->sharing.parked;
+		job->next_parked = t->sharing.parked;
 		t->sharing.parked = job;
 	}
 	sfr__unlock(&t->engine->mu);
@@ -163,9 +163,9 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 	struct sfr_engine *engine = t->engine;
 	uint32_t nr_left;
 
-	/* The block is no longer counted as held before it can be leased again. It is counted as
-	 * written only after the pool has it back, because then the save may end and the pool be
-	 * freed. */
+	/* The save stops counting the block as held before another save can lease it. The caller
+	 * counts it as written only after the pool has it back: once all blocks are written, the
+	 * save may end and the pool may be freed. */
 	if (job->block != NULL) {
 		sfr__lock(&engine->mu);
 		t->flight.blocks_held--;

@@ -7,8 +7,8 @@
  * copies of other streams wait for the whole batch.
  *
  * For tensors of an Offloader (SFR_SNAPSHOT_LEAVES) everything is captured, but the caller's stream
- * does not wait for the copies (there is no event C). A stream that writes to the sources again has
- * to wait for S first. */
+ * does not wait for the copies (the event C is not recorded). A stream that writes to the sources
+ * again has to wait first for S, the event after all copies. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -56,14 +56,14 @@ static void queue_copies(struct sfr__snapshot_device *dev)
 	struct sfr__sampled *sampled;
 	uint32_t nr;
 
-	if (sfr__transfer_pin(tr, s->engine->pool))
+	if (sfr__transfer_prepare_pin(tr, s->engine->pool))
 		sfr__lot_pin(s);
 	tr->timed = s->leaves;
 	add_sources(dev, true);
 	sampled = sfr__snapshot_sampled(s, dev->device + 1, &nr);
 	sfr__transfer_sample(tr, sampled, nr, sfr__now_ns());
 	if (!s->leaves)
-		sfr__transfer_captured(tr);
+		sfr__transfer_mark_captured(tr);
 	add_sources(dev, false);
 }
 
@@ -81,7 +81,7 @@ static int start_device(struct sfr__snapshot_device *dev, struct sfr_err *err)
 		if (!tr->err.code)
 			queue_copies(dev);
 		if (!tr->err.code)
-			sfr__transfer_staged(tr);
+			sfr__transfer_mark_staged(tr);
 		sfr__transfer_end(tr);
 	}
 	*err = tr->err;
@@ -108,7 +108,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	if (ok)
 		dev->torn = sfr__snapshot_compare(dev->snapshot, dev->device + 1, &tr->samples);
 	else
-		sfr__snapshot_lost(dev->snapshot);
+		sfr__snapshot_retire_memory(dev->snapshot);
 }
 
 static void transfer_over(struct sfr__transfer *tr)

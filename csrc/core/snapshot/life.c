@@ -19,7 +19,7 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 
 /* Gives the memory back if it has no users and no copy into it is running. Called with the engine's
  * lock, which it releases. */
-static void settle_and_unlock(struct sfr_snapshot *s)
+static void return_if_unused_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = NULL;
 	bool is_free = false;
@@ -27,9 +27,9 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 	/* The memory counts as held only while there is a view: copies and holds end by themselves.
 	 * So once the last view is gone, a thread that needs memory may wait for it. */
 	if (s->nr_views == 0 && s->lot)
-		sfr__lot_hold_locked(s, false);
+		sfr__lot_set_held_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
-		s->abandoned = true; /* threads copy no more of it */
+		s->abandoned = true; /* nobody can read the copy, so no thread continues it */
 		is_free = s->state != SFR__SNAPSHOT_COPYING && s->lot;
 		if (is_free)
 			lot = sfr__lot_drop_locked(s);
@@ -47,7 +47,7 @@ void sfr__snapshot_copy_begins(struct sfr_snapshot *s)
 	sfr__unlock(&s->engine->mu);
 }
 
-void sfr__snapshot_lost(struct sfr_snapshot *s)
+void sfr__snapshot_retire_memory(struct sfr_snapshot *s)
 {
 	sfr__lock(&s->engine->mu);
 	sfr__lot_retire_locked(s);
@@ -70,7 +70,7 @@ void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct
 	}
 	engine->nr_copying--;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
-	settle_and_unlock(s);
+	return_if_unused_and_unlock(s);
 	sfr__notice_post(&s->notice); /* takes over the reference of the copying threads */
 }
 
@@ -100,7 +100,7 @@ static void remove_user(struct sfr_snapshot *s, uint32_t *count)
 		return;
 	sfr__lock(&s->engine->mu);
 	--*count;
-	settle_and_unlock(s);
+	return_if_unused_and_unlock(s);
 }
 
 int sfr_snapshot_view(struct sfr_snapshot *s)
@@ -118,8 +118,8 @@ void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
 	if (sfr__snapshot_is_foreign(s))
 		return;
 	sfr__lock(&s->engine->mu);
-	if (s->lot)
-		sfr__lot_hold_locked(s, !yes && s->nr_views > 0);
+	if (s->lot) /* memory that will return by itself is not held */
+		sfr__lot_set_held_locked(s, !yes && s->nr_views > 0);
 	sfr__unlock(&s->engine->mu);
 }
 

@@ -12,8 +12,9 @@
  * nothing is moved or searched. At worst one small snapshot keeps a lot alive, which is the block
  * that it would have had to itself.
  *
- * The pool counts a lot as held, so that only a caller can make it free, while any of its users
- * holds it. A lot is retired if a copy for any user may never end; then it gets no more users. */
+ * While at least one user of a lot is held (sfr__lot_set_held_locked), so is the lot's lease in the
+ * pool: only a caller can make it free. A lot is retired if a copy for any user may never end; then
+ * it gets no more users. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
@@ -22,14 +23,14 @@ enum { SMALL_PER_BLOCK = 4 /* a small snapshot needs at most a quarter of a bloc
 
 struct sfr__lot {
 	struct sfr__lease lease; /* constant, except for `retired` */
-	char *base;              /* only of a common lot; constant, like the next */
-	uint64_t len;            /* 0 if the lot belongs to one snapshot */
-	atomic_bool pinning;     /* a thread is pinning it or has pinned it */
+	char *base;              /* of a common lot, else NULL; constant, like the next */
+	uint64_t len;            /* of a common lot, else 0 */
+	atomic_bool pinning;     /* a thread is pinning the lot, or has pinned it */
 
 	/* guarded by engine->mu */
 	uint64_t used;     /* bytes of a common lot that were given to snapshots */
 	uint32_t nr_users; /* snapshots */
-	uint32_t nr_held;  /* users that hold it, see sfr__lot_hold_locked */
+	uint32_t nr_held;  /* users with `held` set, see sfr__lot_set_held_locked */
 };
 
 /* Returns the sum of the lengths, or UINT64_MAX if it would overflow. */
@@ -59,7 +60,7 @@ static void add_user_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 {
 	s->lot = lot;
 	lot->nr_users++;
-	sfr__lot_hold_locked(s, true);
+	sfr__lot_set_held_locked(s, true);
 }
 
 /* Gives the snapshot the next `total` bytes of a common lot, lens[i] of them for source i, and
@@ -145,7 +146,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 
 /* ---- using a lot ---- */
 
-void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held)
+void sfr__lot_set_held_locked(struct sfr_snapshot *s, bool held)
 {
 	struct sfr__lot *lot = s->lot;
 
@@ -184,7 +185,7 @@ struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 
-	sfr__lot_hold_locked(s, false);
+	sfr__lot_set_held_locked(s, false);
 	s->lot = NULL;
 	lot->nr_users--;
 	if (lot->nr_users > 0)

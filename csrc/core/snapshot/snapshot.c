@@ -128,7 +128,8 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	else if (engine->closing)
 		rc = SFR_ECLOSED;
 	else
-		engine->nr_snapshots++; /* keeps the pool */
+		engine->nr_snapshots++; /* keeps the pool until sfr__engine_drop_pool_user */
+	/* saves of this thread, which can go on only when this call has returned */
 	nr_own = sfr__engine_nr_own_locked(engine, true);
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
@@ -226,7 +227,9 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
 	sfr__unlock(&engine->mu);
-	if (!queued) /* an error, nothing to defer, or an engine that closes and has no threads */
+	/* There was an error, or nothing to defer, or the engine is closing and has no threads.
+	 * Devices cannot be copied without these threads. */
+	if (!queued)
 		return copy_here(s, rc == 0 && s->nr_devices ? SFR_ECLOSED : rc);
 	/* Devices first: they copy while the host copies. */
 	rc = sfr__snapshot_devices_start(s, &err);
@@ -241,6 +244,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	return rc < 0 ? rc : err.code;
 }
 
+/* Returns whether no copy is running, as is also the case before the start. */
 static bool is_copied(const void *snapshot)
 {
 	return ((const struct sfr_snapshot *)snapshot)->state != SFR__SNAPSHOT_COPYING;

@@ -1,4 +1,4 @@
-/* A snapshot, for the files of this folder. */
+/* A snapshot, as the files of this folder and of offload/ see it. */
 #ifndef SFR_SNAPSHOT_H
 #define SFR_SNAPSHOT_H
 
@@ -14,7 +14,7 @@ enum sfr__snapshot_state {
 	SFR__SNAPSHOT_NEW,
 	SFR__SNAPSHOT_LEASED,
 	SFR__SNAPSHOT_COPYING, /* copies are queued or running */
-	/* also if the copy failed or was abandoned: nothing writes to the memory any more */
+	/* Nothing writes to the memory any more. Also if the copy failed or was abandoned. */
 	SFR__SNAPSHOT_COPIED,
 	SFR__NR_SNAPSHOT_STATES
 };
@@ -44,10 +44,10 @@ struct sfr_snapshot {
 	/* the rest is guarded by engine->mu */
 	_Atomic enum sfr__snapshot_state state; /* also read without the lock */
 	struct sfr__lot *lot;        /* its memory; NULL if not leased yet, or given back */
-	bool held;                   /* the snapshot holds its memory (sfr__lot_hold_locked) */
+	bool held;                   /* only a user can make it free (sfr__lot_set_held_locked) */
 	bool abandoned;              /* nobody can read the copy, so the rest is not copied */
 	uint32_t nr_views, nr_holds; /* users of the memory, see snapshot.c */
-	uint32_t nr_copying;         /* those that still copy: the call, host threads, devices */
+	uint32_t nr_copying;         /* counts who still copies: the call, host threads, devices */
 	int64_t torn;                /* index of a torn source, or -1; final once COPIED */
 	struct sfr_err err;          /* the first error of a device; final like torn */
 	_Atomic uint64_t copying_ns; /* device time of the copies, for SFR_SNAPSHOT_LEAVES */
@@ -70,12 +70,13 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 
 /* ---- lot.c ---- */
 /* Gets memory for the copy of each source i, lens[i] bytes (with SFR_SNAPSHOT_LEAVES a multiple of
- * SFR_COPY_ALIGN), and sets s->copies to the addresses. The memory is held from then on. Waits and fails
- * as sfr__pool_lease, which explains nr_own. */
+ * SFR_COPY_ALIGN), and sets s->copies to the addresses. The memory is held from then on. `nr_own`
+ * is the number of saves in flight that wait for this call. Waits and fails as sfr__pool_lease. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
-/* Sets whether the snapshot holds its memory. Held memory becomes free only when a user releases
- * the snapshot; other memory becomes free by itself, when a copy or a process ends. Idempotent. */
-void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held);
+/* Sets whether the snapshot's memory is *held*: it becomes free only when a user releases the
+ * snapshot. Memory that is not held becomes free by itself, when a copy or a process ends. (The
+ * holds that nr_holds counts are such processes, so they do not make it held.) Idempotent. */
+void sfr__lot_set_held_locked(struct sfr_snapshot *s, bool held);
 /* Retires the memory: it is not used again. */
 void sfr__lot_retire_locked(struct sfr_snapshot *s);
 /* Pins the memory as far as possible. A context of the driver must be current, and the snapshot
@@ -96,8 +97,8 @@ void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
 /* Counts one less, and records its result: the index of a torn source or -1, and an error or NULL.
  * After the last one the state is COPIED, and the snapshot may be freed. */
 void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
-/* Retires the memory, because a device died and its copies into the memory may never end. */
-void sfr__snapshot_lost(struct sfr_snapshot *s);
+/* Retires the memory: a device died, so its copies from or to the memory may never end. */
+void sfr__snapshot_retire_memory(struct sfr_snapshot *s);
 
 /* ---- snapshot/host.c ---- */
 /* Makes both sets of sources in host memory, `captured` and `deferred`. 0 or -ENOMEM. */
@@ -112,8 +113,8 @@ void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 /* ---- snapshot/samples.c ---- */
 /* Counts the sources that are copied after the call, in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
-/* Returns an array of these sources, for sampling, which the caller frees; *nr gets its length.
- * NULL: no memory. */
+/* Returns an array of these sources, for sampling; the caller frees it. *nr gets its length.
+ * Returns NULL without memory. */
 struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
 					   uint32_t *nr);
 /* Returns the index of the first of these sources whose copy differs from its samples, or -1. */

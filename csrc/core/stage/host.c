@@ -24,7 +24,10 @@ void sfr__host_tune(size_t chunk, uint64_t help_from)
 
 void sfr__host_prefetch(const char *src, uint64_t nbytes)
 {
-	enum { LINE = 64, MOST = 8 };
+	enum {
+		LINE = 64, /* bytes of a cache line */
+		MOST = 8,  /* the most lines of a source to prefetch */
+	};
 
 	for (uint64_t off = 0; off < nbytes && off < MOST * LINE; off += LINE)
 		__builtin_prefetch(src + off);
@@ -100,7 +103,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 	struct sfr__host_block *block = next_block(copy);
 	size_t all = copy->ops->block_len(copy, blk);
 	size_t off = block->begun, len = all - off < tuned.chunk ? all - off : tuned.chunk;
-	bool hurried = !copy->open || copy->engine->nr_awaiting != 0;
+	bool hurried = !copy->is_deferred || copy->engine->nr_awaiting != 0;
 	int64_t torn;
 
 	block->begun += len;
@@ -108,7 +111,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 		copy->blk++;
 	copy->nr_copying++;
 	sfr__unlock(&copy->engine->mu);
-	{ /* the span in the timeline ends before the thread waits for the mutex */
+	{ /* the span of the trace ends before the thread waits for the mutex */
 		SFR__TRACE(SFR_TRACE_COPY, copy->number, len);
 		torn = copy->ops->copy(copy, blk, off, len, hurried);
 		sfr__copy_fence();
@@ -138,8 +141,8 @@ static bool end_if_over_locked(struct sfr__host_copy *copy)
 		const uint32_t blk = copy->blk;
 
 		copy->blk = copy->nr_blocks;
-		if (copy->ops->block(copy, blk)
-			    ->mem) /* partly copied, so nobody has passed it on */
+		/* With memory, the block is partly copied, and nobody has passed it on. */
+		if (copy->ops->block(copy, blk)->mem)
 			copy->ops->filled_locked(copy, blk);
 	}
 	return true;
@@ -180,9 +183,9 @@ static bool step_locked(struct sfr__shared *work, bool may_wait)
 		if (rc < 0 && rc != SFR_EAGAIN)
 			copy->ops->fail_locked(copy, rc, -1);
 	}
-	if (!copy->open || !end_if_over_locked(copy))
+	if (!copy->is_deferred || !end_if_over_locked(copy))
 		return has_chunks;
-	copy->open = false;
+	copy->is_deferred = false;
 	sfr__unlock(&engine->mu);
 	copy->ops->over(copy); /* the owner may free the copy from here on */
 	sfr__lock(&engine->mu);
@@ -202,20 +205,20 @@ static bool start_copiers_locked(struct sfr__host_copy *copy)
 
 void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
 {
-	copy->open = true;
+	copy->is_deferred = true;
 	copy->shared.step_locked = step_locked;
 	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
 	(void)start_copiers_locked(copy); /* they help if a thread waits for the copy later */
 	sfr__shared_push_locked(copy->engine, &copy->shared);
 }
 
-/* Does one step towards the end of a copy: copies a chunk of it or, if it needs memory, of the
- * oldest copy that needs blocks. */
+/* Does one step towards the end of a copy. Copies a chunk of it or, if it has no memory, does a
+ * step of the oldest copy that needs blocks. Returns false if there is nothing to do now. */
 static bool help_locked(struct sfr__host_copy *copy)
 {
 	struct sfr__shared *work = &copy->shared;
 
-	if (!copy->open || copy->blk == copy->nr_blocks)
+	if (!copy->is_deferred || copy->blk == copy->nr_blocks)
 		return false;
 	if (has_chunks_locked(copy) && !next_block(copy)->mem) {
 		work = copy->engine->shared;

@@ -18,16 +18,16 @@
  *
  * Rules:
  *
- *   1. One thread at a time gets memory for the next block of a copy, and holds nothing meanwhile.
- *      So a pool of one block is enough for all copies.
+ *   1. One thread at a time gets memory for the next block of a copy, and has no other block
+ *      while it waits. So a pool of one block is enough for all copies.
  *   2. The thread that copies the last chunk of a block passes the block on. Nothing touches it
  *      later.
  *   3. A copy that fails or is given up hands out no more chunks. It is over when the chunks that
  *      threads are copying are done: only then are sources and memory free. A call that copies does
  *      not return before, whatever it returns.
- *   4. A deferred copy is pushed on the engine's list. Copies that need blocks are served in the
- *      order of their start, because the older ones have the blocks. Copies that have all their
- *      memory come before them, because they never wait. */
+ *   4. A deferred copy is on the engine's list of shared work. Copies that need blocks are served
+ *      in the order of their start, because the older ones have the blocks. Copies that have all
+ *      their memory come before them, because they never wait. */
 #ifndef SFR_STAGE_HOST_H
 #define SFR_STAGE_HOST_H
 
@@ -49,7 +49,7 @@ struct sfr__host_ops {
 	struct sfr__host_block *(*block)(struct sfr__host_copy *copy, uint32_t blk);
 	/* Returns how many bytes a block has. */
 	size_t (*block_len)(struct sfr__host_copy *copy, uint32_t blk);
-	/* Whether memory may be leased for a block now. NULL: always. */
+	/* Returns whether memory may be leased for a block now. NULL: always. */
 	bool (*may_lease_locked)(struct sfr__host_copy *copy, uint32_t blk);
 	/* Called when a block of the pool was leased for a block of the copy. NULL for a copy whose
 	 * memory is all leased before it begins. */
@@ -58,8 +58,7 @@ struct sfr__host_ops {
 	 * the call. Returns the index of a torn source, or -1. */
 	int64_t (*copy)(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			bool hurried);
-	/* Whether the rest of the copy is not needed, because the copy has failed or was given
-	 * up. */
+	/* Returns whether the copy has failed or was given up, so that the rest is not needed. */
 	bool (*is_failing_locked)(struct sfr__host_copy *copy);
 	/* Records a failure. SFR_ETORN: the source with this index was torn. Any other code: there
 	 * is no memory for a block, and `source` is -1. */
@@ -78,13 +77,13 @@ struct sfr__host_copy {
 	const struct sfr__host_ops *ops;
 	uint32_t nr_blocks;
 	uint64_t seq;    /* the order in which saves get blocks */
-	uint64_t number; /* the save's number, for a timeline */
+	uint64_t number; /* of the save or snapshot, for a trace */
 
 	/* guarded by engine->mu */
 	uint32_t blk;        /* the block whose chunks are handed out; nr_blocks: none is left */
 	uint32_t nr_copying; /* chunks that threads are copying */
 	bool fetching;       /* a thread is getting memory for block `blk` */
-	bool open;           /* the copy is deferred, has begun, and is not over */
+	bool is_deferred;    /* the copy is deferred, has begun, and is not over */
 	bool draining;       /* a call waits until no thread copies a chunk */
 	uint64_t wait_ns;    /* time that threads have waited for blocks */
 };

@@ -7,8 +7,8 @@
 /* Each line is a cache miss. Prefetching this many lines ahead makes the misses overlap. */
 enum { PREFETCH_AHEAD = 64 };
 
-/* Advances a linear congruential generator, and returns its upper bits, which are random enough to
- * vary which lines are sampled. */
+/* Advances a linear congruential generator (with Knuth's constants), and returns its upper bits,
+ * which are random enough to vary which lines are sampled. */
 static uint64_t next_random(uint64_t *random)
 {
 	*random = *random * 6364136223846793005u + 1442695040888963407u;
@@ -143,7 +143,7 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 {
 	const struct sfr__sample *s = samples->items, *end = s + samples->nr;
 
-	/* The first sample that ends after the beginning of the range. */
+	/* Skip to the first sample that ends after the beginning of the range. */
 	s += sfr__lower_bound(k, 0, samples->nr,
 			      s[k].entry < entry ||
 				      (s[k].entry == entry && s[k].off + s[k].len <= off));
@@ -171,8 +171,8 @@ uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t each)
 
 /* Returns the number of rows of a source of nbytes, at most its share `each`. The number is reduced
  * at random, so that the rows' distance changes and no stride of writes is missed every time. It is
- * made odd, so that one row is in the middle. But a source longer than MOST_PITCH gets at least as
- * many rows as that distance needs. */
+ * made odd, so that one row is in the middle. But a source longer than MOST_PITCH gets so many rows
+ * that their distance is at most MOST_PITCH, even if that is more than its share. */
 static uint64_t rows_of(uint64_t nbytes, uint64_t each, uint64_t *random)
 {
 	uint64_t most = nbytes / SFR__SAMPLE_LEN, n = each < most ? each : most;
@@ -199,7 +199,7 @@ uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr
 	if (nbytes == 0)
 		return 0;
 	if (n == 1)
-		off = (*random >> 33) % (nbytes - len + 1);
+		off = (*random >> 33) % (nbytes - len + 1); /* rows_of has advanced it */
 	else
 		*pitch = (nbytes - len) / (n - 1);
 	for (uint64_t i = 0; i < n; i++)

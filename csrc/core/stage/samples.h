@@ -8,11 +8,11 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-/* About the most samples of one list of sources, in host memory (SAMPLES) and on a device (ROWS);
- * each source gets at least one. Taking 8,192 in host memory lasts 0.20 ms with huge pages and 0.35
- * ms with small ones; 4,096 last 0.12 and 0.20 ms (AMD EPYC, 1 GB, each sample a cache miss). On a
- * device each sample takes up to 2 us of the copy engine. benchmarks/odds.py shows which writes
- * they detect. */
+/* About the most samples that all sources of a save or snapshot have together, in host memory
+ * (SAMPLES) and on one device (ROWS). Each source gets at least one. Taking 8,192 in host memory
+ * lasts 0.20 ms with huge pages and 0.35 ms with small ones; 4,096 last 0.12 and 0.20 ms (AMD EPYC,
+ * 1 GB, each sample a cache miss). On a device each sample takes up to 2 us of the copy engine.
+ * benchmarks/odds.py shows which writes they detect. */
 #define SFR__MAX_SAMPLES 8192
 #define SFR__MAX_ROWS 4096
 #define SFR__SAMPLE_LEN 64 /* bytes of a sample: a cache line */
@@ -65,8 +65,9 @@ uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total
  * bytes, and advances the random number *random. Returns the number of items. */
 uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__sampled *source,
 				   uint64_t most, uint64_t *random);
-/* Does the same for one source on a device, whose share of all rows is `each`. *pitch gets the
- * distance between rows, in bytes. There are at most as many rows as the function below returns. */
+/* Does the same for one source on a device. `each` is the source's share of all rows. *pitch gets
+ * the distance between rows, in bytes. The function below returns the most rows that this one can
+ * choose. */
 uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr__sampled *source,
 				     uint64_t each, uint64_t *random, uint64_t *pitch);
 uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t each);

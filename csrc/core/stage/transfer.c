@@ -1,5 +1,8 @@
-/* Queues a client's copies on a device's lane, and calls it when they have completed. See
- * transfer.h. */
+/* Queues a client's copies on a device's lane, and calls the client when they have completed.
+ * transfer.h describes the life of a transfer.
+ *
+ * A thread queues copies only in a *turn* of the lane, which one thread at a time can have: from
+ * sfr__cuda_turn_begin to sfr__cuda_turn_end (device/lane.h). */
 #include <errno.h>
 
 #include "base/base.h"
@@ -17,8 +20,9 @@ static void drop_staged_locked(struct sfr__transfer *tr)
 	tr->staged = NULL;
 }
 
-/* Counts one user less. The last user ends the transfer: gives back what the transfer has from the
- * lane, and calls `over`. Its count becomes 0 only after that, and nobody can become a user. */
+/* Counts one user less. The last user ends the transfer: it gives back what the transfer has from
+ * the lane, sets the count to 0, and calls `over`. Only a user can add users, so none is added
+ * meanwhile. */
 static void drop_user(struct sfr__transfer *tr)
 {
 	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
@@ -101,8 +105,8 @@ void sfr__transfer_leave(struct sfr__transfer *tr)
 }
 
 /* Makes `stream` wait for the event `after`, and gives the event back. The event can be reused at
- * once, because the wait is for what it was recorded after before this call. If `after` is NULL,
- * because it could not be recorded, nothing happens. */
+ * once: the wait is for its last recording before this call, whatever is recorded later. If `after`
+ * is NULL, because it could not be recorded, nothing happens. */
 static void make_stream_wait(struct sfr__transfer *tr, CUstream stream, CUevent after)
 {
 	CUresult rc;
@@ -167,7 +171,7 @@ struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr)
 	return tr->portion;
 }
 
-/* Queues the copies that were added. Called within a turn of the lane (sfr__cuda_turn_begin). */
+/* Queues the copies that were added. Called within a turn of the lane. */
 static void queue_added(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -269,7 +273,7 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
 	}
 }
 
-bool sfr__transfer_pin(const struct sfr__transfer *tr, struct sfr__pool *pool)
+bool sfr__transfer_prepare_pin(const struct sfr__transfer *tr, struct sfr__pool *pool)
 {
 	struct sfr__pin *pin = sfr__pool_pin(pool);
 	char why[160];
@@ -298,7 +302,8 @@ void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *
 
 /* ---- samples and checksums ------------------------------------------------------------- */
 
-bool sfr__transfer_store(struct sfr__transfer *tr, const struct sfr__sampled *sources, uint32_t nr)
+bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__sampled *sources,
+			     uint32_t nr)
 {
 	int rc = sources ? 0 : -ENOMEM;
 
@@ -321,7 +326,7 @@ void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources
 
 	if (!rows)
 		sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
-	if (rows && nr && sfr__transfer_store(tr, sources, nr) && sfr__transfer_portion(tr) &&
+	if (rows && nr && sfr__transfer_get_store(tr, sources, nr) && sfr__transfer_portion(tr) &&
 	    !tr->err.code) {
 		tr->samples.items = tr->store.mem;
 		nr_rows = sfr__samples_choose_rows(&tr->samples, sources, nr, seed, rows);
@@ -351,7 +356,7 @@ bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len)
 
 /* ---- C and S ---------------------------------------------------------------------------- */
 
-void sfr__transfer_captured(struct sfr__transfer *tr)
+void sfr__transfer_mark_captured(struct sfr__transfer *tr)
 {
 	CUevent captured;
 
@@ -362,7 +367,7 @@ void sfr__transfer_captured(struct sfr__transfer *tr)
 	make_stream_wait(tr, tr->stream, captured);
 }
 
-void sfr__transfer_staged(struct sfr__transfer *tr)
+void sfr__transfer_mark_staged(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 	struct sfr_err err = { .index = -1 };
@@ -393,7 +398,8 @@ void sfr__transfer_end(struct sfr__transfer *tr)
 
 /* ---- the gate ----------------------------------------------------------------------------- */
 
-/* Makes the stream wait for the event. False if it captures a graph, or if the driver refuses. */
+/* Makes the stream wait for the event. Returns false if the stream captures a graph, or if the
+ * driver refuses. */
 static bool insert_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent event)
 {
 	struct sfr__cuda_scope scope;

@@ -1,7 +1,7 @@
 /* Transfers: the copies of one client between one device and host memory, in transfer.c.
  *
  * A client is a save, a snapshot, an onload (offload/onload.c) or a load. It says which bytes go
- * where, and is called when their copies have completed. Everything between is done here:
+ * where, and is called when their copies have completed. Everything in between is done here:
  *
  *   caller's stream   ... work  E │                  waits C │ forward, backward  waits S │ step
  *   lane's stream               waits E │ captured, samples, C │ the rest            S │
@@ -65,8 +65,8 @@ struct sfr__transfer {
 	struct sfr__cuda_lane *lane;         /* NULL: not begun */
 
 	/* used by the thread that queues */
-	CUstream stream; /* the caller's */
-	struct sfr__cuda_scope scope;
+	CUstream stream;                         /* the caller's */
+	struct sfr__cuda_scope scope;            /* between enter and leave */
 	struct sfr_err err;                      /* the first error */
 	struct sfr__cuda_batch pinned, unpinned; /* copies that were added and are not queued yet */
 	struct sfr__cuda_portion *portion;       /* the next to send; NULL: nothing was added */
@@ -74,7 +74,7 @@ struct sfr__transfer {
 	bool launched;                           /* a portion was sent */
 	bool has_queued; /* copies may have been queued since the last sfr__transfer_send */
 	bool slowly;     /* small portions, and few in flight; only on the lane's thread */
-	bool timed;      /* the copies that are queued next are measured */
+	bool timed;      /* measure the copies that are queued next */
 	uint64_t seq;    /* sfr_ticket.seq: `slowly` ends when a gate waits for this save */
 
 	/* used by the thread that queues, then in `portion_done` and by the last user */
@@ -82,7 +82,7 @@ struct sfr__transfer {
 	struct sfr__cuda_store store;
 	struct sfr__cuda_timer copying;
 
-	bool lost; /* the device died under a portion; constant when it is over */
+	bool lost; /* the device died under a portion; constant once the transfer is over */
 
 	/* guarded by lane->mu */
 	_Atomic uint32_t nr_users; /* also read without the lock */
@@ -114,7 +114,7 @@ void sfr__transfer_leave(struct sfr__transfer *tr);
 
 /* Prepares the pool for pinning with this device's driver. Returns false if that is impossible: the
  * pool keeps the reason. */
-bool sfr__transfer_pin(const struct sfr__transfer *tr, struct sfr__pool *pool);
+bool sfr__transfer_prepare_pin(const struct sfr__transfer *tr, struct sfr__pool *pool);
 /* Returns the portion to which the next copies are added, or NULL with the error in err: no memory.
  * The client may set its fields until the portion is sent. While `slowly` is set, adding copies
  * sends portions too. */
@@ -127,12 +127,13 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
  * copy where regions of the pool meet, because a driver refuses a copy across two registrations. */
 void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
 			      uint64_t src, uint64_t len);
-/* Gets the store, memory for samples of the sources, unless the transfer has it. `sources` may be
- * NULL: the caller had no memory for the array. Returns false, with the error in err, if there is
- * no memory. */
-bool sfr__transfer_store(struct sfr__transfer *tr, const struct sfr__sampled *sources, uint32_t nr);
+/* Gets the transfer's store, memory for samples of these sources, unless it has one already.
+ * `sources` is NULL if the caller had no memory for the array. Returns false, with the error in
+ * err, if there is no memory. */
+bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__sampled *sources,
+			     uint32_t nr);
 /* Queues copies that gather samples of the sources. Frees the array `sources`, which may be NULL as
- * above. Any error is in err. */
+ * above. `seed` decides which lines are sampled. Any error is in err. */
 void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
 			  uint64_t seed);
 /* Returns whether the device has died; then err says why. */
@@ -140,14 +141,14 @@ bool sfr__transfer_died(struct sfr__transfer *tr);
 /* Sends the portion, if there is one. */
 void sfr__transfer_send(struct sfr__transfer *tr);
 /* Queues the copies that were added, and makes the caller's stream wait for them (C). */
-void sfr__transfer_captured(struct sfr__transfer *tr);
+void sfr__transfer_mark_captured(struct sfr__transfer *tr);
 /* Copies `len` bytes at `src` on the device to the store, and waits for them, but not inside the
  * driver. Returns false, with the error in err, if that failed. */
 bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len);
-/* Sends what was added and not sent, and records S. */
-void sfr__transfer_staged(struct sfr__transfer *tr);
-/* Sends what was added and not sent, and leaves the context: this thread does not use the transfer
- * any more. */
+/* Sends the copies that were added and are not sent yet, and records S. */
+void sfr__transfer_mark_staged(struct sfr__transfer *tr);
+/* Sends the copies that were added and are not sent yet, and leaves the context. This thread must
+ * not use the transfer afterwards. */
 void sfr__transfer_end(struct sfr__transfer *tr);
 
 /* Makes a stream wait for S, unless all copies have completed. Returns false if the host must wait

@@ -359,7 +359,7 @@ TEST(retired_lot_gets_no_new_users)
 
 	CHECK_EQ(leave(engine, 100, &one), 0);
 	CHECK_EQ(leave(engine, 100, &two), 0);
-	sfr__snapshot_lost(one);
+	sfr__snapshot_retire_memory(one);
 	CHECK_EQ(leave(engine, 100, &three), 0);
 	CHECK_EQ(leased(engine), 2 * BLOCK);
 	drop(one);
