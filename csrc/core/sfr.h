@@ -1,8 +1,9 @@
 /* The public headers of the stillframe core, and the conventions that hold in all of them. A file
  * includes the header it needs, not this one.
  *
- * The core saves one image of memory to one file without stopping the owner of that memory. It is
- * C11, knows neither Python nor torch, and never prints, exits or aborts. Data flows one way:
+ * A save writes ranges of memory to one file while the program that owns the memory goes on. The
+ * core is C11, knows neither Python nor torch, and never prints, exits or aborts. Data flows one
+ * way:
  *
  *     plan (layout.c) -> stage (stage/host.c) -> write (write.c) -> commit (file.c, log.c)
  *
@@ -18,8 +19,9 @@
  *   - `_ns` are nanoseconds of CLOCK_MONOTONIC; `len`, `off`, `nbytes` are bytes;
  *     `nr_x` counts.
  *   - A call that may wait takes `slice_ns`: it waits at most that long and then
- *     returns SFR_EAGAIN; a further call resumes where this one stopped. The
- *     binding uses slices to answer signals. SFR_FOREVER waits without bound.
+ *     returns SFR_EAGAIN; a further call resumes where this one stopped. Python's
+ *     binding (csrc/python) answers signals between two such calls. SFR_FOREVER
+ *     waits without bound.
  *   - After fork() every object made before belongs to the parent: in the child, a
  *     call on such an object returns SFR_EFORK and touches nothing. */
 #ifndef SFR_H

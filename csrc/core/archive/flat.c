@@ -24,13 +24,14 @@
 
 #define LEN_MAX (UINT64_C(1) << 62) /* as in layout.c */
 
-/* Returns the key of the extents that this member may be in (sfr__extent_key). */
+/* Returns the key of a member's source (sfr__extent_key). `member` is the member's number. */
 static uint64_t key_of(const struct sfr_save_desc *desc, uint32_t member)
 {
 	return sfr__extent_key(&desc->sources[desc->members[member].source]);
 }
 
-/* Returns 0, -EINVAL or -EFBIG, as sfr__image_init_flat. */
+/* Checks that the header is not empty, that each member is within its source, and that the file is
+ * not too long. Returns 0, -EINVAL or -EFBIG. */
 static int check_members(const struct sfr_save_desc *desc)
 {
 	uint64_t total = desc->skeleton_len;
@@ -71,10 +72,10 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	uint64_t next = key;
 
 	for (uint32_t i = 0; i < desc->nr_members; i++) {
-		uint64_t its = key_of(desc, i);
+		uint64_t candidate = key_of(desc, i);
 
-		if (its > key && (next == key || its < next))
-			next = its;
+		if (candidate > key && (next == key || candidate < next))
+			next = candidate;
 	}
 	return next;
 }
@@ -101,27 +102,27 @@ static void add_entry(struct sfr__image *img, const char *src, uint64_t nbytes, 
  * img->len to the end of the last member. */
 static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
-	uint64_t *nbytes =
-		key >> 32 == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes;
-	uint64_t off = desc->skeleton_len, last = 0, its; /* keys of the last member and of this */
+	uint64_t *total = key >> 32 == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes;
+	uint64_t off = desc->skeleton_len;
+	uint64_t previous = 0, current; /* keys of the previous member and of the current one */
 
 	if (key == 0) { /* the header begins the first extent */
 		open_extent(img, 0);
 		add_entry(img, desc->skeleton, desc->skeleton_len, 0, -1);
-		*nbytes = desc->skeleton_len;
+		*total = desc->skeleton_len;
 	}
-	for (uint32_t i = 0; i < desc->nr_members; i++, last = its) {
+	for (uint32_t i = 0; i < desc->nr_members; i++, previous = current) {
 		const struct sfr_member *member = &desc->members[i];
 
-		its = key_of(desc, i);
-		if (its == key && last != key)
+		current = key_of(desc, i);
+		if (current == key && previous != key)
 			open_extent(img, key);
-		if (its == key) {
+		if (current == key) {
 			const struct sfr_source *source = &desc->sources[member->source];
 
 			add_entry(img, (const char *)(uintptr_t)(source->addr + member->off),
 				  member->nbytes, off, member->source);
-			*nbytes += member->nbytes;
+			*total += member->nbytes;
 		}
 		off += member->nbytes;
 		if (img->len < off)
@@ -153,7 +154,8 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 	return 0;
 }
 
-/* Sets, for each extent, the number of entries and blocks of it and of those that continue it. */
+/* Sets all_entries and all_blocks of each extent. They also count the entries and blocks of the
+ * later extents with the same lane and device, which directly follow it in the array. */
 static void count_with_later(struct sfr__image *img)
 {
 	for (uint32_t r = img->nr_extents; r-- > 0;) {

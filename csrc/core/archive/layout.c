@@ -86,7 +86,7 @@ static void name_storage(char *name, uint32_t index)
 	*name = '\0';
 }
 
-/* Appends an entry, which has no offsets before the end of its extent. */
+/* Appends an entry. end_extent sets its offsets. */
 static void add_entry(struct sfr__image *img, const char *name, const char *src, uint64_t nbytes,
 		      int64_t source)
 {
@@ -122,10 +122,10 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	uint64_t next = key;
 
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
-		uint64_t its = sfr__extent_key(&desc->sources[i]);
+		uint64_t candidate = sfr__extent_key(&desc->sources[i]);
 
-		if (its > key && (next == key || its < next))
-			next = its;
+		if (candidate > key && (next == key || candidate < next))
+			next = candidate;
 	}
 	return next;
 }
@@ -311,7 +311,7 @@ static uint32_t entry_at(const struct sfr__image *img, const struct sfr__extent 
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__extent *extent, uint32_t blk)
 {
-	/* `blk` may be in a later extent: go on with that extent, and its number for the block */
+	/* the block may belong to a later extent; `blk` becomes its number in that extent */
 	extent = extent_of_block(extent, &blk);
 	it->img = img;
 	it->extent = extent;
@@ -323,7 +323,8 @@ void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 {
 	const struct sfr__extent *extent = it->extent;
-	uint64_t begin, end; /* of the whole header, data, descriptor or padding, in the file */
+	/* the range of the whole header, data, descriptor or padding in the file */
+	uint64_t begin, end;
 
 	if (it->off >= it->end)
 		return false;

@@ -27,24 +27,25 @@ struct sfr__entry {
 	const char *src;   /* the data, in the memory that is saved */
 	uint64_t nbytes;   /* length of the data */
 	uint64_t hdr_off;  /* offset of the local header in the file */
-	uint64_t data_off; /* of the data; in torch's format a multiple of SFR_ALIGN */
+	uint64_t data_off; /* offset of the data; in torch's format a multiple of SFR_ALIGN */
 	int64_t source;    /* index in sfr_save_desc.sources, or -1 */
-	uint32_t crc;      /* of the first crc_len bytes of the data; final when those are all */
-	uint32_t desc_len; /* 16, or 24 with zip64 */
-	uint64_t crc_len;  /* like crc, guarded by the engine's mutex */
+	/* CRC-32 of the first crc_len bytes of the data; both are guarded by the engine's mutex */
+	uint32_t crc;
+	uint32_t desc_len; /* length of the descriptor: 16, or 24 with zip64 */
+	uint64_t crc_len;  /* equals nbytes when crc is final */
 	char name[32];     /* "archive/data/4294967295" at the longest */
 	uint64_t glue_at;  /* for parts: offset in image.glue of the bytes before the data */
 };
 
 /* A range of the file that one producer fills. */
 struct sfr__extent {
-	uint64_t off, len;                /* in the file; multiples of 4096 */
+	uint64_t off, len;                /* the range of the file; multiples of 4096 */
 	uint32_t lane, device;            /* as in struct sfr_source */
-	uint32_t first_entry, nr_entries; /* in image.entries */
-	uint32_t first_block, nr_blocks;  /* among the blocks of the image */
+	uint32_t first_entry, nr_entries; /* its entries: index of the first in image.entries */
+	uint32_t first_block, nr_blocks;  /* its blocks, numbered through the whole image */
 	/* Numbers of entries and blocks of this extent and of all later extents of the same lane
 	 * and device together. Only flat files have such later extents. Block numbers continue from
-	 * one to the next. */
+	 * one extent to the next. */
 	uint32_t all_entries, all_blocks;
 	/* for parts: the source's memory that holds this extent's bytes and is written without a
 	 * copy; else NULL */
@@ -61,9 +62,9 @@ struct sfr__image {
 	struct sfr__entry *entries;
 	struct sfr__extent *extents;
 	uint32_t nr_entries, nr_extents;
-	uint64_t block_bytes;        /* of one block of the pool */
+	uint64_t block_bytes;        /* length of one block of the pool */
 	uint64_t tail_off, tail_len; /* without a tail: the file's length, and 0 */
-	uint64_t len;                /* of the file */
+	uint64_t len;                /* length of the file */
 	/* for parts, see parts.c: no tail, and entries without descriptors and names */
 	char *glue; /* the bytes between the sources; NULL: torch's format, as above */
 	struct sfr__crc_field *fields; /* in ascending order of `off` */
@@ -72,14 +73,14 @@ struct sfr__image {
 	uint64_t *edges;
 	uint32_t nr_edges;
 	bool has_crcs;            /* the file contains the CRCs of its entries */
-	uint64_t captured_nbytes; /* of captured storages and the skeleton */
-	uint64_t deferred_nbytes; /* of deferred storages */
+	uint64_t captured_nbytes; /* bytes of captured storages and of the skeleton */
+	uint64_t deferred_nbytes; /* bytes of deferred storages */
 };
 
 /* Makes the image of a file in torch's format; the caller frees it with sfr__image_fini. It refers
  * to the memory of the sources and the skeleton. Returns 0, -ENOMEM or one of:
  * -EINVAL: a source has bytes but no address, or block_bytes is not a multiple of 4096;
- * -EFBIG: more than any file can hold (2^62 bytes, 2^32 blocks an extent).
+ * -EFBIG: the file would have more than 2^62 bytes, or an extent 2^32 blocks or more.
  * Extents without entries are left out, except extent 0. */
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes);
 /* Makes the image of a file of parts. On success the image has taken the contents of `parts`, which
@@ -93,8 +94,9 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 /* Checks block size, skeleton and sources, and returns the error that sfr__image_init would return
  * for them, or 0. */
 int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes);
-/* Returns the key by which sources are sorted into extents: sources of one extent have the same
- * key, and the extents are in ascending order of their keys. */
+/* Returns the key by which sources are sorted into extents: the lane in the upper 32 bits, the
+ * device in the lower. Sources of one extent have the same key, and the extents are in ascending
+ * order of their keys. */
 static inline uint64_t sfr__extent_key(const struct sfr_source *source)
 {
 	return (uint64_t)source->lane << 32 | source->device;
@@ -142,7 +144,7 @@ struct sfr__seg {
 struct sfr__seg_iter {
 	const struct sfr__image *img;
 	const struct sfr__extent *extent;
-	uint64_t off, end; /* of the rest of the block, in the file */
+	uint64_t off, end; /* the range of the file that the rest of the block fills */
 	uint32_t entry;    /* index of the entry at `off` */
 };
 /* Begins a walk over block `blk` of an extent; `blk` is below extent->all_blocks. */
@@ -159,8 +161,8 @@ void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t 
 /* For files of parts: returns whether every CRC that has a field in the range [off, off + len) of
  * the file is final. The caller holds the engine's mutex. */
 bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len);
-/* Writes those CRCs into `dst`, a buffer of the range's `len` bytes. Of a field that is only partly
- * in the range, it writes that part. */
+/* Writes the CRCs of these fields into `dst`, a buffer with the range's `len` bytes. If a field is
+ * only partly in the range, only that part of its CRC is written. */
 void sfr__image_put_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst);
 /* Writes the whole tail, img->tail_len bytes, to `dst`. Every entry's crc must be final. */
 void sfr__image_put_tail(const struct sfr__image *img, void *dst);

@@ -16,16 +16,17 @@
  *
  * If a source has the same offset modulo 4096 in the file and in memory, its whole pages become an
  * extent of their own, which is written in place. Fewer than DIRECT_MIN bytes are not worth a
- * separate write. Extents start and end at multiples of 4096; the last extent is padded with zeros,
- * which are cut off the file. */
+ * separate write and go through a buffer. Extents start and end at multiples of 4096; the last
+ * extent is padded with zeros, which are cut off the file. */
 #include <errno.h>
 #include <string.h>
 
 #include "archive/layout.h"
 #include "archive/parts.h"
 
-#define LEN_MAX (UINT64_C(1) << 62)                     /* as in layout.c */
-#define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE) /* any 1 MiB has so many in whole pages */
+#define LEN_MAX (UINT64_C(1) << 62) /* as in layout.c */
+/* Every range of 1 MiB contains at least this many bytes in whole pages. */
+#define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE)
 
 struct sfr_parts {
 	struct sfr__entry *entries; /* the last is open: it has no source yet */
@@ -33,14 +34,14 @@ struct sfr_parts {
 	char *glue; /* all glue of the file, without the sources */
 	/* how many items of the three arrays are used, and for how many there is memory */
 	size_t nr_entries, room_entries, nr_fields, room_fields, glue_len, glue_room;
-	uint64_t len; /* of the file so far */
+	uint64_t len; /* length of the file so far */
 	int rc;       /* the first error */
 };
 
 /* Returns `items`, possibly moved, with memory for `more` items of `size` bytes after the first
  * `nr`. *room is the capacity in items. Returns NULL if there is no memory; `items` then remains
  * valid. */
-static void *grown(void *items, size_t nr, size_t *room, size_t more, size_t size)
+static void *grow(void *items, size_t nr, size_t *room, size_t more, size_t size)
 {
 	size_t want = *room == 0 ? 64 : *room;
 	void *larger;
@@ -66,7 +67,7 @@ int sfr__parts_fail(struct sfr_parts *p, int rc)
 static int open_entry(struct sfr_parts *p)
 {
 	struct sfr__entry *entries =
-		grown(p->entries, p->nr_entries, &p->room_entries, 1, sizeof(*entries));
+		grow(p->entries, p->nr_entries, &p->room_entries, 1, sizeof(*entries));
 
 	if (entries == NULL)
 		return sfr__parts_fail(p, -ENOMEM);
@@ -124,7 +125,7 @@ static char *add_glue(struct sfr_parts *p, size_t len)
 		(void)sfr__parts_fail(p, -EFBIG);
 		return NULL;
 	}
-	glue = grown(p->glue, p->glue_len, &p->glue_room, len, 1);
+	glue = grow(p->glue, p->glue_len, &p->glue_room, len, 1);
 	if (glue == NULL) {
 		(void)sfr__parts_fail(p, -ENOMEM);
 		return NULL;
@@ -174,7 +175,7 @@ int sfr__parts_field(struct sfr_parts *p, uint64_t off, uint32_t source)
 		return sfr__parts_fail(p, -EINVAL);
 	if (p->nr_fields == UINT32_MAX)
 		return sfr__parts_fail(p, -EFBIG);
-	fields = grown(p->fields, p->nr_fields, &p->room_fields, 1, sizeof(*fields));
+	fields = grow(p->fields, p->nr_fields, &p->room_fields, 1, sizeof(*fields));
 	if (fields == NULL)
 		return sfr__parts_fail(p, -ENOMEM);
 	p->fields = fields;

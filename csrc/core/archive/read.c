@@ -46,14 +46,15 @@
 #define SIG_LOCATOR UINT32_C(0x07064b50)
 
 #define END_LEN 22u     /* bytes of the end record, without its comment */
-#define LOCATOR_LEN 20u /* of the zip64 locator, which says where the zip64 end record is */
-#define END64_LEN 56u   /* of the zip64 end record */
+#define LOCATOR_LEN 20u /* bytes of the zip64 locator, which has the zip64 end record's offset */
+#define END64_LEN 56u   /* bytes of the zip64 end record */
 
 #define TAG_ZIP64 1u
 /* The only attribute that a reader obeys: if a tensor's record has it, torch leaves the tensor's
  * memory as it was. */
 #define DOS_DIRECTORY 0x10u
-/* Descriptor, UTF-8 names, and the two bits for a deflater's effort. */
+/* The flags that are accepted: bit 3, a descriptor follows; bit 11, names are UTF-8; bits 1 and 2,
+ * how hard the deflater tried. */
 #define FLAGS_KNOWN 0x080eu
 
 static uint16_t le16(const unsigned char *p)
@@ -95,8 +96,9 @@ static bool agrees32(uint32_t shorter, uint64_t value)
 	return shorter == value || shorter == MAX32;
 }
 
-/* Checks the zip64 end record at `end64` and the locator after it, and stores what they say about
- * the directory in *end. The numbers of disks must be those of an archive in a single file. */
+/* Checks the zip64 end record at `end64` and the locator after it, and stores in *end what they say
+ * about the directory. The numbers of disks must be those of an archive in a single file. The
+ * length in the zip64 end record leaves out the record's first 12 bytes. */
 static const char *read_end64(const unsigned char *end64, struct sfr__unzip_end *end)
 {
 	static const char damaged[] = "its zip64 end record is damaged";
@@ -132,7 +134,7 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 	 * may be shorter, because torch's reader ignores its length. Disk numbers must be 0. */
 	if (le16(last + 20) > trailing || le16(last + 4) != 0 || le16(last + 6) != 0)
 		return damaged;
-	if (le16(last + 8) != le16(last + 10))
+	if (le16(last + 8) != le16(last + 10)) /* records on this disk, and in all */
 		return damaged;
 
 	if (len >= SFR__UNZIP_TAIL && le32(last - LOCATOR_LEN) == SIG_LOCATOR) {
@@ -297,14 +299,15 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 	static const char wrong[] = "its zip64 sizes in the local header are not the directory's";
 	const bool described = (rec->flags & SFR__UNZIP_DESCRIBED) != 0;
 	const uint64_t all[3] = { rec->ulen, rec->clen, rec->hdr_off };
-	/* torch leaves out sizes below 4 GiB; then the offset is the field's only number. */
+	/* If both sizes are below 4 GiB, torch writes only the offset into the field. */
 	const uint64_t *want = all;
 	const unsigned char *field;
 	size_t len;
 
 	if (!find_zip64(extra, extra_len, &field, &len))
 		return "its extra fields in the local header are damaged";
-	/* A size of 0xffffffff stands for the zip64 field's, unless the record really has it. */
+	/* 0xffffffff in the header means that the size is in the zip64 field, unless the record
+	 * really has this size. A zip64 field that has sizes has both, which take 16 bytes. */
 	if (len < 16 && ((le32(fixed + 18) == MAX32 && rec->clen != MAX32) ||
 			 (le32(fixed + 22) == MAX32 && rec->ulen != MAX32)))
 		return wrong;

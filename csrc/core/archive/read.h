@@ -27,7 +27,7 @@
  * record ("its local header is missing"). */
 
 struct sfr__unzip_end {
-	uint64_t len; /* of the archive: the file without the bytes after the end record */
+	uint64_t len; /* length of the archive: the file without the bytes after the end record */
 	uint64_t nr_records;
 	uint64_t dir_off, dir_len; /* the directory: inside the file, up to its end records */
 };

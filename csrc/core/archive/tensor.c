@@ -55,7 +55,8 @@ static void put_op(struct pickle *p, char code)
 	*p->at++ = code;
 }
 
-/* Stores the last object in the memo (BINPUT), wherever torch's pickler does. */
+/* Stores the object that was written last in the memo (BINPUT). Called wherever torch's pickler
+ * does so, because the bytes must be equal. */
 static void memoize(struct pickle *p)
 {
 	put_op(p, 'q');
@@ -84,7 +85,7 @@ static void put_global(struct pickle *p, const char *module, const char *name)
 	memoize(p);
 }
 
-/* Writes the shortest form, like the pickler. */
+/* Writes an integer in its shortest form, as torch's pickler does. */
 static void put_int(struct pickle *p, int64_t value)
 {
 	uint64_t bits = (uint64_t)value;

@@ -37,6 +37,7 @@
 #define DESC64_LEN 24u            /* the same with zip64 */
 #define CENTRAL_LEN 46u           /* fixed part of a directory record */
 #define END_LEN (56u + 20u + 22u) /* zip64 end record, its locator, end record */
+/* bytes of the longest local header */
 #define HEADER_MAX                                                                                 \
 	(LOCAL_LEN + sizeof(((struct sfr__entry *)0)->name) + ZIP64_LEN + PAD_TAG_LEN + SFR_ALIGN)
 
@@ -53,7 +54,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "zip's integers are st
 /* ---- sizes --------------------------------------------------------------- */
 
 /* Returns whether a size or an offset goes to a zip64 field. */
-static bool is_long(uint64_t value)
+static bool needs_zip64(uint64_t value)
 {
 	return value >= sfr_limits.zip64_bytes;
 }
@@ -61,12 +62,12 @@ static bool is_long(uint64_t value)
 /* Returns whether the entry's local header and descriptor have the long (zip64) form. */
 static bool is_zip64(const struct sfr__entry *e)
 {
-	return is_long(e->nbytes) || is_long(e->hdr_off);
+	return needs_zip64(e->nbytes) || needs_zip64(e->hdr_off);
 }
 
 uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off)
 {
-	const bool zip64 = is_long(nbytes) || is_long(hdr_off);
+	const bool zip64 = needs_zip64(nbytes) || needs_zip64(hdr_off);
 
 	return LOCAL_LEN + name_len + (zip64 ? ZIP64_LEN : 0) + PAD_TAG_LEN;
 }
@@ -84,7 +85,7 @@ uint32_t sfr__zip_desc_len(const struct sfr__entry *e)
 /* Returns the length of an entry's record in the central directory. */
 static uint64_t central_len(const struct sfr__entry *e)
 {
-	uint64_t extra = (is_long(e->nbytes) ? 16u : 0) + (is_long(e->hdr_off) ? 8u : 0);
+	uint64_t extra = (needs_zip64(e->nbytes) ? 16u : 0) + (needs_zip64(e->hdr_off) ? 8u : 0);
 
 	return CENTRAL_LEN + strlen(e->name) + (extra != 0 ? 4 + extra : 0);
 }
@@ -119,7 +120,8 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img)
 
 /* ---- records ------------------------------------------------------------- */
 
-/* The address of the next byte to be written. The put functions write there, and advance it. */
+/* A position in the output. The put functions below write at `at`, and advance it by the bytes that
+ * they have written. */
 struct cursor {
 	unsigned char *at;
 };
@@ -153,11 +155,10 @@ static void put64(struct cursor *out, uint64_t value)
  * field or record has the value. */
 static void put32_max(struct cursor *out, uint64_t value)
 {
-	put32(out, is_long(value) ? MAX32 : value);
+	put32(out, needs_zip64(value) ? MAX32 : value);
 }
 
-/* Writes a local header; `pad` counts the bytes of the "FB" field after the field's tag and
- * length. */
+/* Writes a local header. Its "FB" field has `pad` bytes after the field's tag and length. */
 static void put_local(struct cursor *out, const char *name, uint64_t nbytes, bool zip64, size_t pad)
 {
 	size_t name_len = strlen(name);
@@ -204,7 +205,7 @@ static void put_descriptor(struct cursor *out, uint32_t crc, uint64_t nbytes, bo
 static void put_central(struct cursor *out, const char *name, uint32_t crc, uint64_t nbytes,
 			uint64_t hdr_off, bool long_off)
 {
-	bool long_size = is_long(nbytes);
+	bool long_size = needs_zip64(nbytes);
 	size_t name_len = strlen(name), extra = (long_size ? 16u : 0) + (long_off ? 8u : 0);
 
 	put32(out, 0x02014b50);
@@ -242,30 +243,30 @@ static void put_end(struct cursor *out, uint64_t nr, uint64_t central_off, uint6
 {
 	uint64_t end_off = central_off + size;
 
-	put32(out, 0x06064b50);
-	put64(out, 56 - 12); /* length of the rest of this record */
-	put16(out, 0x031e);  /* version made by, as torch writes it */
-	put16(out, 45);      /* version needed: 4.5 for zip64 */
-	put32(out, 0);       /* disks */
+	put32(out, 0x06064b50); /* zip64 end record */
+	put64(out, 56 - 12);    /* length of the rest of this record */
+	put16(out, 0x031e);     /* version made by, as torch writes it */
+	put16(out, 45);         /* version needed: 4.5 for zip64 */
+	put32(out, 0);          /* disks */
 	put32(out, 0);
 	put64(out, nr);
 	put64(out, nr);
 	put64(out, size);
 	put64(out, central_off);
 
-	put32(out, 0x07064b50);
-	put32(out, 0);
+	put32(out, 0x07064b50); /* its locator */
+	put32(out, 0);          /* disk */
 	put64(out, end_off);
-	put32(out, 1);
+	put32(out, 1); /* number of disks */
 
-	put32(out, 0x06054b50);
-	put16(out, 0);
+	put32(out, 0x06054b50); /* old end record */
+	put16(out, 0);          /* disks */
 	put16(out, 0);
 	put16(out, nr < sfr_limits.zip64_records ? nr : MAX16);
 	put16(out, nr < sfr_limits.zip64_records ? nr : MAX16);
 	put32_max(out, size);
 	put32_max(out, central_off);
-	put16(out, 0);
+	put16(out, 0); /* length of the comment */
 }
 
 void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
@@ -302,7 +303,7 @@ size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t p
 {
 	struct cursor out = { dst };
 
-	put_local(&out, name, nbytes, is_long(nbytes), pad);
+	put_local(&out, name, nbytes, needs_zip64(nbytes), pad);
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
@@ -310,7 +311,7 @@ size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes)
 {
 	struct cursor out = { dst };
 
-	put_descriptor(&out, crc, nbytes, is_long(nbytes));
+	put_descriptor(&out, crc, nbytes, needs_zip64(nbytes));
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
@@ -319,7 +320,7 @@ size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t 
 {
 	struct cursor out = { dst };
 
-	put_central(&out, name, crc, nbytes, hdr_off, is_long(hdr_off));
+	put_central(&out, name, crc, nbytes, hdr_off, needs_zip64(hdr_off));
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
@@ -379,7 +380,7 @@ void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 	for (uint32_t i = 0; i < img->nr_entries; i++) {
 		const struct sfr__entry *e = &img->entries[i];
 
-		put_central(&out, e->name, e->crc, e->nbytes, e->hdr_off, is_long(e->hdr_off));
+		put_central(&out, e->name, e->crc, e->nbytes, e->hdr_off, needs_zip64(e->hdr_off));
 	}
 	put_central(&out, ID_NAME, crc, ID_LEN, img->tail_off + pad, zip64);
 	put_end(&out, UINT64_C(1) + img->nr_entries, img->len - END_LEN - central, central);

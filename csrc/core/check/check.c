@@ -20,15 +20,16 @@
  *     SUMS    check_sums     a long file's bytes and headers, read on threads (sums.c)
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
  *     BYTES   record_bytes   one chunk of the record's data (records.c)
- *     SORT    sort_names     a bounded number of moves of the sort of names by their hashes
+ *     SORT    sort_names     sorts the names by their hashes: a bounded number of moves
  *     NAMES   check_names    compares one pair of names; at the end: do data.pkl and version exist?
  *     DONE                   the result is final
  *
  * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. Reading each record's
  * header would leave scattered pages in the page cache, and the kernel does no readahead across
- * them: a load after such a check took half as long again. With SFR_CHECK_LATER the headers are not
- * read if records are long. If records are short they are, because one pass over the file is then
- * cheap.
+ * them: a load after such a check took half as long again. SFR_CHECK_LATER is for a caller that
+ * loads the file next, and afterwards checks it again with its headers. With this flag the check
+ * skips the headers if records are long. It reads them if records are short, because one pass over
+ * the file is cheap then.
  *
  * Two kinds of damage. Damage that makes the rest unreadable (in the end records, or in the
  * directory's own structure) ends the check with a message. Damage of one record puts that record
@@ -51,10 +52,10 @@
 
 #define HEADER_CHUNK (1u << 14) /* bytes of the data part read at a time without SFR_CHECK_BYTES */
 #define DIR_CHUNK (1u << 16)    /* bytes of the directory read at a time */
-/* Records are long if they have on average at least so many bytes: twice the kernel's initial
+/* Records are long if they have at least this many bytes on average: twice the kernel's initial
  * readahead. */
-#define SPARSE (1u << 16)
-#define MOVES 512u /* moves of the sort in one step, which take a tenth of a millisecond */
+#define LONG_RECORD_BYTES (1u << 16)
+#define MOVES 512u /* moves of the sort in one step; they take a tenth of a millisecond */
 /* How many pairs of different names with the same 64-bit hash are accepted. A file that is not
  * hostile has none. */
 #define MOST_ALIKE 64u
@@ -67,8 +68,8 @@ _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE
 /* ---- START ------------------------------------------------------------------- */
 
 /* Returns whether a file with these first bytes has torch's legacy format, which begins with a
- * pickled number. `text` is the pickle in protocols 0 and 1, `binary` what follows the version of a
- * later protocol. */
+ * pickled number. `text` is the pickle in protocols 0 and 1. `binary` are the bytes that follow the
+ * version in a pickle of a later protocol. */
 static bool is_legacy(const unsigned char *head, size_t len)
 {
 	static const char text[] = "L119547037146038801333356L\n.";
@@ -94,8 +95,9 @@ static const char *foreign_damage(const unsigned char *head, size_t len)
 	return "it begins with zeros, like a file whose bytes never reached the disk";
 }
 
-/* Returns whether threads read the file. For a short one, starting them would cost more. */
-static bool is_long(const struct sfr_check *c)
+/* Returns whether threads read the file. If the file is short, starting them costs more than they
+ * save. */
+static bool uses_threads(const struct sfr_check *c)
 {
 	return (c->flags & SFR_CHECK_BYTES) != 0 && c->result.nbytes >= sfr_limits.ahead_bytes;
 }
@@ -118,15 +120,15 @@ static int make_windows(struct sfr_check *c)
 	if (rc != 0)
 		return rc;
 	cap = chunk_bytes > WINDOW ? chunk_bytes : WINDOW;
-	if (is_long(c) && (c->flags & SFR_CHECK_DIRECT) != 0)
+	if (uses_threads(c) && (c->flags & SFR_CHECK_DIRECT) != 0)
 		way = SFR__WAY_DISK;
 	return sfr__window_init(&c->body, c->fd, c->base, way, len < cap ? (size_t)len : cap,
 				chunk_bytes);
 }
 
 /* Finds the end of the archive. The first try assumes that nothing follows the end record, the
- * second reads as far back as torch does. *wrong receives damage of the end records. Returns as a
- * step does; c->state is DONE if there is a verdict. */
+ * second reads as far back as torch does. Sets *wrong to damage of the end records, or to NULL.
+ * Returns as a step does; if c->state is DONE, the check has already ended with a verdict. */
 static int find_archive_end(struct sfr_check *c, const char **wrong)
 {
 	static const uint32_t tails[] = { SFR__UNZIP_TAIL, SFR__UNZIP_TAIL_MAX };
@@ -174,6 +176,7 @@ static int start_check(struct sfr_check *c)
 	if (rc != 0)
 		return rc;
 
+	/* the first bytes tell the format; 64 are more than either format needs */
 	len = r->nbytes < 64 ? (size_t)r->nbytes : 64;
 	rc = sfr__window_get(&c->body, 0, len, r->nbytes, &bytes, NULL);
 	if (rc != 0)
@@ -196,11 +199,12 @@ static int start_check(struct sfr_check *c)
 	if (wrong != NULL)
 		return sfr__check_fatal(c, wrong);
 	r->nr_records = c->end.nr_records;
-	if ((c->flags & SFR_CHECK_LATER) != 0 && c->end.dir_off / SPARSE >= c->end.nr_records)
+	if ((c->flags & SFR_CHECK_LATER) != 0 &&
+	    c->end.dir_off / LONG_RECORD_BYTES >= c->end.nr_records)
 		c->flags |= SFR_CHECK_DIRECTORY;
 	r->headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	c->dir_pos = c->end.dir_off;
-	c->state = is_long(c) ? SFR__CHECK_SUMS : SFR__CHECK_RECORD;
+	c->state = uses_threads(c) ? SFR__CHECK_SUMS : SFR__CHECK_RECORD;
 	return 0;
 }
 
@@ -238,7 +242,7 @@ static int check_sums(struct sfr_check *c)
 	int rc = runs ? sfr__check_sums(c) : start_sums(c);
 
 	if (rc == SFR_EAGAIN)
-		return 0; /* the slice is over */
+		return 0; /* the slice is over or bytes have not arrived: the step is tried again */
 	if (runs && rc != -EOPNOTSUPP && rc != SFR_EFORK)
 		return rc;
 	if (!runs && rc == 0)
@@ -252,8 +256,8 @@ static int check_sums(struct sfr_check *c)
 
 /* ---- NAMES ------------------------------------------------------------------- */
 
-/* Reads the name of the directory record at `off` again, into c->name and c->rec.name_len. Returns
- * 0, or a code for sfr__check_unreadable. */
+/* Reads the name of the directory record at `off` again, into c->name, and sets c->rec.name_len.
+ * Returns 0, or a code for sfr__check_unreadable. */
 static int reread_name(struct sfr_check *c, uint64_t off)
 {
 	size_t len = SFR__UNZIP_CENTRAL;
@@ -306,7 +310,8 @@ static int sort_names(struct sfr_check *c)
 /* Ends the check with a verdict, after every record was checked. Returns 0. */
 static int give_verdict(struct sfr_check *c)
 {
-	/* A damaged record may be the missing one. Its damage is then the better message. */
+	/* If a record is damaged, it may be the one that seems to be missing. Its damage is then
+	 * the better message. */
 	if (c->result.nr_bad == 0 && !c->has_pickle)
 		return sfr__check_fatal(
 			c, "it is not a torch.save file: the archive has no record data.pkl");

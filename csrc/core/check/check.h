@@ -24,11 +24,11 @@
 #define SFR_CHECK_DIRECT 2u    /* with BYTES: read past the page cache, if the file system can */
 #define SFR_CHECK_DIRECTORY 4u /* without BYTES: read only the directory, no record's own header */
 #define SFR_CHECK_KEEP 16u     /* with DIRECTORY: keep the records, for sfr_restore_new */
-#define SFR_CHECK_LATER 8u     /* without BYTES: like DIRECTORY, but only if records are long */
+#define SFR_CHECK_LATER 8u     /* without BYTES: DIRECTORY if records are long; see check.c */
 
-/* The kinds of file. Only an archive can be checked. A file in torch's legacy format (before 1.6,
- * or with _use_new_zipfile_serialization=False) has neither sizes nor checksums, so the result is
- * always `ok`. */
+/* The formats of a file. FOREIGN: no torch.save file. Only an ARCHIVE can be checked. LEGACY is the
+ * format of torch before 1.6, and with _use_new_zipfile_serialization=False. It has neither sizes
+ * nor checksums, so the result is always `ok`. */
 enum sfr_format { SFR_FORMAT_FOREIGN, SFR_FORMAT_ARCHIVE, SFR_FORMAT_LEGACY };
 
 #define SFR_CHECK_MAX_LISTED 1000u
@@ -36,7 +36,7 @@ enum sfr_format { SFR_FORMAT_FOREIGN, SFR_FORMAT_ARCHIVE, SFR_FORMAT_LEGACY };
 
 struct sfr_bad_record {
 	char *name;         /* as in the archive, with '?' for control characters */
-	const char *reason; /* words to show after the name; a constant */
+	const char *reason; /* the damage, worded to follow the name; a constant */
 };
 
 struct sfr_check_result {

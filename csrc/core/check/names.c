@@ -1,7 +1,7 @@
 /* Finds names that occur twice in a long list.
  *
- * A directory may name millions of records, and the names remain in the file. So only a hash of
- * each name and its offset are kept. Sorted by hash, equal names are neighbours. The list grows by
+ * A directory may name millions of records. So the names stay in the file, and only a hash and the
+ * offset of each are kept. In a list sorted by hash, equal names are neighbours. The list grows by
  * doubling as names are read, never to a length that a file merely claims.
  *
  * A hostile file may choose the order and the hashes. Heap sort has no slow case, needs no memory,

@@ -19,7 +19,8 @@ struct sfr__names {
 	bool sorting;
 };
 
-/* Adds a name, which is not copied: `offset` is where the caller finds it again. 0 or -ENOMEM. */
+/* Adds a name. Only its hash and `offset` are kept, at which the caller finds the name again.
+ * Returns 0 or -ENOMEM. */
 int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len,
 		   uint64_t offset);
 /* Goes on sorting the list by hash, by at most `moves` moves of one name each, once all names are
@@ -30,8 +31,8 @@ bool sfr__names_sort(struct sfr__names *names, uint64_t moves);
  * the caller compares them. Returns false at the end. */
 bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *first,
 			uint64_t *second);
-/* Finds the next name with the hash of `name` in a sorted list, and sets *offset. *it is the
- * position, 0 before the first call. Returns false at the end. */
+/* Finds the next name with the hash of `name` in a sorted list, and sets *offset to its offset. *it
+ * is the position, 0 before the first call. Returns false at the end. */
 bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *it,
 		     uint64_t *offset);
 void sfr__names_fini(struct sfr__names *names);

@@ -18,7 +18,9 @@
 #include "check/records.h"
 #include "base/base.h"
 
-/* Copies the record's name to c->name, for messages, and checks it. Returns NULL, or the damage. */
+/* Copies the record's name to c->name, for messages, and checks it. The first name sets the prefix
+ * that all others must have. Notes whether the record is data.pkl or the version. Returns NULL, or
+ * the damage. */
 static const char *take_name(struct sfr_check *c, const unsigned char *name)
 {
 	size_t len = c->rec.name_len;
@@ -51,7 +53,8 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 }
 
 /* Reads the next directory record into c->rec and c->name. *wrong receives damage of this record
- * alone. A fatal verdict leaves c->state at DONE. */
+ * alone. Damage that makes the rest of the directory unreadable ends the check (c->state is
+ * DONE). */
 static int read_central(struct sfr_check *c, const char **wrong)
 {
 	static const char short_dir[] = "its directory ends in the middle of a record";
@@ -82,7 +85,7 @@ static int read_central(struct sfr_check *c, const char **wrong)
 		return rc;
 	c->dir_pos += len;
 	broken = sfr__unzip_central_extra(name + c->rec.name_len, &c->rec, &c->end);
-	*wrong = take_name(c, name);
+	*wrong = take_name(c, name); /* damage of the name is reported first */
 	if (*wrong == NULL)
 		*wrong = broken;
 	return 0;
@@ -99,8 +102,9 @@ static bool is_out_of_order(const struct sfr_check *c)
 }
 
 /* Checks, without reading the local header, that the record ends before the directory.
- * sfr__unzip_central_extra has checked this for a record without a name. c->rec_end receives the
- * lowest possible end: the local header may be longer than the directory shows. */
+ * sfr__unzip_central_extra has compared the end without the name's length, so `end` is not after
+ * the directory's offset. Sets c->rec_end to the lowest possible end: the local header may be
+ * longer than the directory shows. */
 static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 {
 	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL + c->rec.clen;
@@ -129,8 +133,8 @@ static int read_local(struct sfr_check *c, const char **wrong)
 	rc = sfr__window_get(&c->body, rec->hdr_off, SFR__UNZIP_LOCAL, limit, &fixed, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	/* Set even if the rest is wrong: the next record cannot begin before the end of this
-	 * header. */
+	/* This is set even if the header is damaged: the next record cannot begin before the end
+	 * of this header. */
 	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL;
 	*wrong = sfr__unzip_local(fixed, rec, &extra_len);
 	if (*wrong != NULL)
@@ -255,6 +259,7 @@ int sfr__check_record_bytes(struct sfr_check *c)
 
 	if (left != 0) {
 		sfr__source_ahead(&c->body.source, c->body_pos, c->end.dir_off);
+		/* asks for one byte; `got` is how many bytes the window has there */
 		rc = sfr__window_get(&c->body, c->data_off + c->data_done, 1, c->end.dir_off,
 				     &bytes, &got);
 		if (rc != 0)

@@ -25,7 +25,7 @@ struct sfr_check {
 	unsigned flags; /* SFR_CHECK_* */
 	enum sfr__check_state state;
 	int code;             /* 0, or the -errno with which every run returns */
-	uint64_t deadline_ns; /* of the current slice, for steps that wait */
+	uint64_t deadline_ns; /* end of the current slice, for steps that wait */
 	struct sfr_check_result result;
 	struct sfr_bad_record *bad;   /* result.bad, or NULL */
 	struct sfr__window dir, body; /* the buffers for the directory and for the data part */
@@ -38,19 +38,21 @@ struct sfr_check {
 	struct sfr__listing listing; /* the records, kept with SFR_CHECK_KEEP */
 	uint64_t names_at;           /* position up to which the names are compared */
 	unsigned nr_alike;           /* pairs of different names with the same hash */
-	bool os_error;               /* `code` says why the system refused to read the file */
+	bool os_error;               /* `code` is the system's error of reading the file */
 	/* for the step SUMS, else NULL: the check of the directory alone, and the threads */
 	struct sfr_check *directory;
 	struct sfr_reader *reader;
 	/* the current record */
 	struct sfr__unzip_record rec;
-	uint64_t data_off, data_done, rec_end; /* data_done: bytes of its data that are in `crc` */
+	uint64_t data_off, rec_end; /* offset of its data; offset at which the record ends */
+	uint64_t data_done; /* bytes of its data that were read so far, with the CRC `crc` */
 	uint32_t crc;
-	char prefix[SFR__UNZIP_NAME_MAX]; /* with which every name begins, such as "archive/" */
+	char prefix[SFR__UNZIP_NAME_MAX]; /* the start of every name, such as "archive/" */
 	size_t prefix_len;
 	char name[SFR__UNZIP_NAME_MAX + 1]; /* as in the file, followed by a zero byte */
 };
 
+/* Returns the offset of the first byte after the directory. */
 static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
 {
 	return c->end.dir_off + c->end.dir_len;
@@ -64,7 +66,7 @@ int sfr__check_fatal(struct sfr_check *c, const char *wrong);
  * SFR_EAGAIN if the bytes have not arrived, so that the step is tried again; else -errno of the
  * operating system. */
 int sfr__check_unreadable(struct sfr_check *c, int rc);
-/* Puts the current record on the list of bad ones. -ENOMEM. */
+/* Puts the current record on the list of bad records. Returns 0 or -ENOMEM. */
 int sfr__check_bad_record(struct sfr_check *c, const char *reason);
 
 /* Returns the index in `listing` of the record with this name, or listing.nr if there is none. The

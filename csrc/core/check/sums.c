@@ -8,9 +8,9 @@
  *        +--anything is wrong------+--the archive is laid out in another way--> the walk (RECORD)
  *                                     no memory, no thread, a forked child
  *
- * The walk (check.c) reports damage to the directory, and reads archives that other programs laid
- * out. The reader finds damage to headers, bytes and descriptors of records. Both use the same
- * words for the same damage. */
+ * The walk is the check in one thread, from front to back (check.c). It reports damage to the
+ * directory, and reads archives that other programs laid out. The reader finds damage to headers,
+ * bytes and descriptors of records. Both use the same words for the same damage. */
 #include <errno.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* Keeps files whose bytes are still on their way, such as objects of a store.
+/* Arriving files: files in memory whose bytes are still on their way, such as objects of a store.
  *
  * All code that reads checkpoints reads open files. So a remote object is turned into an open file
  * in memory, as long as the object and empty at first. A reader waits until the bytes that it needs
@@ -11,24 +11,26 @@
  *
  * States of a chunk of the file (arrivals_int.h explains them):
  *
- *     ABSENT --pin, ahead--> WANTED --next--> ASKED --put--> HERE --done--> LEAVING --> ABSENT
+ *     ABSENT --pin, ahead--> WANTED --next--> FETCHING --put--> HERE --done--> LEAVING --> ABSENT
  *
  * A reader that goes through the file once reports what it has read (done). When more than
- * SFR_ARRIVALS_WINDOW chunks are here, the memory of chunks that it has read completely is given
- * back to the system. So a load needs memory for its tensors and for that many chunks, not for the
- * file. A chunk that is read again is fetched again. A pinned chunk stays.
+ * SFR_ARRIVALS_WINDOW chunks are here, the memory of chunks that the reader has read completely is
+ * given back to the system. So a load needs memory for its tensors and for that many chunks, not
+ * for the whole file. If a chunk is read again after that, it is fetched again. A chunk is pinned
+ * while it is read, and a pinned chunk stays.
  *
- * A check or a restore knows only the descriptor, by which a source (source.c) finds the file here.
- * One lock guards all files of the process, because there are few and each chunk takes the lock
- * only once or twice. The lock is not held while bytes are copied or memory is given back.
- * arriving.c has the functions for readers, and this file those for the threads that fetch. */
+ * A check or a restore knows only the file's descriptor. A source (source.c) finds the file here by
+ * this descriptor. One lock guards all files of the process, because there are few and each chunk
+ * takes the lock only once or twice. The lock is not held while bytes are copied or memory is given
+ * back. The functions for readers are in arriving.c, those for the threads that fetch in this
+ * file. */
 #include <errno.h>
 #include <sys/resource.h>
 
 #include "reader/arrivals_int.h"
 
-/* Returns the group's open file with this number, or NULL. The caller gets a reference, for
- * sfr__arriving_drop. */
+/* Returns the group's open file with this number, or NULL. The caller gets a reference to the file,
+ * and drops it with sfr__arriving_drop. */
 static struct sfr__arriving *get_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
@@ -89,9 +91,9 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	if (f == NULL)
 		return -ENOMEM;
 	f->len = len;
-	f->chunk = chunk;
-	f->nr = nr;
-	f->first = SFR__NO_CHUNK;
+	f->chunk_bytes = chunk;
+	f->nr_chunks = nr;
+	f->first_wanted = SFR__NO_CHUNK;
 	f->refs = 1;
 	f->fork_generation = group->fork_generation;
 	rc = open_file(f);
@@ -121,14 +123,14 @@ static bool take_wanted_locked(const struct sfr_arrivals *group, struct sfr_want
 	struct sfr__arriving *f = sfr__arrivals.files;
 	uint32_t index;
 
-	while (f != NULL && (f->group != group || f->first == SFR__NO_CHUNK))
+	while (f != NULL && (f->group != group || f->first_wanted == SFR__NO_CHUNK))
 		f = f->next;
 	if (f == NULL)
 		return false;
-	index = f->first;
-	f->first = f->chunks[index].next;
-	f->chunks[index].state = SFR__ASKED;
-	*out = (struct sfr_wanted){ f->number, index * f->chunk, sfr__chunk_len(f, index) };
+	index = f->first_wanted;
+	f->first_wanted = f->chunks[index].next;
+	f->chunks[index].state = SFR__FETCHING;
+	*out = (struct sfr_wanted){ f->number, index * f->chunk_bytes, sfr__chunk_len(f, index) };
 	return true;
 }
 
@@ -157,21 +159,21 @@ int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_
 	return rc;
 }
 
-/* Makes every wait for bytes of the file fail, now and later. */
+/* Makes every wait for bytes of the file fail, now and later. Nothing more is fetched. */
 static void fail_locked(struct sfr__arriving *f)
 {
 	f->failed = true;
-	f->first = SFR__NO_CHUNK;
+	f->first_wanted = SFR__NO_CHUNK;
 	(void)pthread_cond_broadcast(&sfr__arrivals.news);
 }
 
 /* Returns whether this range is exactly a chunk that sfr_arrivals_next has given to a thread. */
-static bool was_asked_locked(const struct sfr__arriving *f, uint64_t off, size_t len)
+static bool is_being_fetched_locked(const struct sfr__arriving *f, uint64_t off, size_t len)
 {
-	const uint64_t index = off / f->chunk;
+	const uint64_t index = off / f->chunk_bytes;
 
-	return off < f->len && off % f->chunk == 0 && len == sfr__chunk_len(f, index) &&
-	       f->chunks[index].state == SFR__ASKED;
+	return off < f->len && off % f->chunk_bytes == 0 && len == sfr__chunk_len(f, index) &&
+	       f->chunks[index].state == SFR__FETCHING;
 }
 
 /* Records that a chunk's bytes are in the file. */
@@ -198,7 +200,7 @@ int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, 
 	if (f == NULL)
 		rc = SFR_ECLOSED;
 	else
-		rc = was_asked_locked(f, off, len) ? 0 : -EINVAL;
+		rc = is_being_fetched_locked(f, off, len) ? 0 : -EINVAL;
 	sfr__unlock(&sfr__arrivals.mu);
 	if (f == NULL)
 		return rc;
@@ -208,7 +210,7 @@ int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, 
 	if (rc < 0)
 		fail_locked(f);
 	else
-		arrived_locked(f, off / f->chunk);
+		arrived_locked(f, off / f->chunk_bytes);
 	sfr__unlock(&sfr__arrivals.mu);
 	sfr__arriving_drop(f);
 	return rc;

@@ -1,4 +1,5 @@
-/* How a source reads a file whose bytes are still on their way. See arrivals.c. */
+/* The functions by which a source (source.c) reads an arriving file, whose bytes are still on their
+ * way. See arrivals.c. */
 #ifndef SFR__ARRIVALS_H
 #define SFR__ARRIVALS_H
 
@@ -13,15 +14,15 @@ void sfr__arriving_put(struct sfr__arriving *f); /* accepts NULL */
 /* Allocates a reader's counts: for each chunk, how many bytes of it the reader has read. The caller
  * frees them. NULL: no memory. */
 uint32_t *sfr__arriving_counts(const struct sfr__arriving *f);
-/* Waits until the bytes are there, and keeps them until sfr__arriving_unpin of the same range.
- * `counts` are the reader's, or NULL. Bytes after the end of the file count as there. Returns 0;
- * SFR_EAGAIN when the slice has passed; SFR_EFORK; -EIO if they cannot be fetched; -EBADF if the
- * file was closed. */
+/* Waits until the `len` bytes at `off` are in memory, and keeps them there until the caller calls
+ * sfr__arriving_unpin with the same range. The wait ignores bytes after the end of the file.
+ * `counts` are the reader's (sfr__arriving_counts), or NULL. Returns 0; SFR_EAGAIN when the slice
+ * has passed; SFR_EFORK; -EIO if the bytes cannot be fetched; -EBADF if the file was closed. */
 int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t off, uint64_t len,
 		      uint64_t slice_ns);
 void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len);
-/* Announces that the bytes [off, end) will be read soon, so that the first chunks of them are
- * fetched. */
+/* Announces that the bytes [off, end) will be read soon, so that the first SFR_ARRIVALS_WINDOW of
+ * their chunks are fetched. Chunks that the reader has read completely are left out. */
 void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64_t off,
 			 uint64_t end);
 /* Records that the reader with these counts has read bytes, and will not read them again. The

@@ -11,33 +11,34 @@
 #define SFR__NO_CHUNK UINT32_MAX
 
 enum sfr__chunk_state {
-	SFR__ABSENT,  /* not in memory */
-	SFR__WANTED,  /* in the list of chunks to fetch */
-	SFR__ASKED,   /* a thread fetches it */
-	SFR__HERE,    /* in memory */
-	SFR__LEAVING, /* its memory is being given back to the system */
+	SFR__ABSENT,   /* not in memory */
+	SFR__WANTED,   /* in the list of chunks to fetch */
+	SFR__FETCHING, /* a thread fetches it */
+	SFR__HERE,     /* in memory */
+	SFR__LEAVING,  /* its memory is being given back to the system */
 };
 
 struct sfr__chunk {
 	uint32_t next; /* if WANTED: the index of the next in the list */
 	uint16_t pins; /* reads in progress, which keep it HERE */
 	uint8_t state;
-	bool done; /* HERE, and read completely by the reader that used it last */
+	bool done; /* HERE, and the reader that used it last has read all of it */
 };
 
 struct sfr__arriving {
-	/* constant; chunk: bytes of a chunk; nr: number of chunks */
-	uint64_t number, len, chunk, nr;
+	/* constant; `number` identifies the file to its group */
+	uint64_t number, len, chunk_bytes, nr_chunks;
 	int fd;
 	uint64_t fork_generation;
 	/* guarded by mu */
 	struct sfr__arriving *next;
 	struct sfr_arrivals *group;   /* NULL: it is closed */
-	unsigned refs;                /* of the group, of sources, and of calls in progress */
+	unsigned refs;                /* references by the group, sources and calls in progress */
 	uint64_t nr_here, first_here; /* HERE chunks; the first of them is at or after first_here */
-	uint32_t first, last;         /* ends of the list of WANTED chunks; NO_CHUNK: empty */
-	bool failed;                  /* its bytes cannot be fetched */
-	bool keep;                    /* the memory of its chunks is not given back */
+	/* indices of the first and last in the list of WANTED chunks; SFR__NO_CHUNK: it is empty */
+	uint32_t first_wanted, last_wanted;
+	bool failed; /* its bytes cannot be fetched */
+	bool keep;   /* no chunk's memory is given back (sfr_arrivals_fill) */
 	struct sfr__chunk chunks[];
 };
 
@@ -50,10 +51,11 @@ struct sfr_arrivals {
 struct sfr__arrivals_table {
 	struct sfr__mutex mu;
 	/* guarded by mu */
-	struct sfr__arriving *files; /* of all groups, the oldest first */
+	struct sfr__arriving *files; /* the files of all groups, the oldest first */
 	uint64_t last_number;
-	bool has_conds;
-	pthread_cond_t wanted, news; /* wake threads that fetch; threads that read */
+	bool has_conds;        /* the two conditions below are initialised */
+	pthread_cond_t wanted; /* wakes threads that fetch */
+	pthread_cond_t news;   /* wakes threads that wait for bytes */
 };
 extern struct sfr__arrivals_table sfr__arrivals;
 
@@ -64,15 +66,15 @@ static inline bool sfr__arrivals_are_foreign(uint64_t fork_generation)
 	return fork_generation != sfr_fork_generation();
 }
 
-/* Returns the bytes of a chunk; the last chunk of a file may be shorter than the others. */
-static inline uint64_t sfr__chunk_len(const struct sfr__arriving *f, uint64_t chunk)
+/* Returns the length of a chunk. The last chunk of a file may be shorter than the others. */
+static inline uint64_t sfr__chunk_len(const struct sfr__arriving *f, uint64_t index)
 {
-	const uint64_t off = chunk * f->chunk;
+	const uint64_t off = index * f->chunk_bytes;
 
-	return f->len - off < f->chunk ? f->len - off : f->chunk;
+	return f->len - off < f->chunk_bytes ? f->len - off : f->chunk_bytes;
 }
 
-/* Drops a reference. The last one closes the file, without the lock. */
+/* Drops a reference. If it was the last one, closes and frees the file. Takes the lock. */
 void sfr__arriving_drop(struct sfr__arriving *f);
 
 #endif

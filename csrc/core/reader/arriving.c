@@ -1,7 +1,5 @@
-/* Lets sources read files whose bytes are still on their way. arrivals.c explains such files.
- *
- * A chunk is pinned while it is read. When more than SFR_ARRIVALS_WINDOW chunks are here, those
- * that a reader has read completely (sfr__arriving_done) are given back to the system. */
+/* Lets sources read arriving files, whose bytes are still on their way. arrivals.c explains these
+ * files and the states of their chunks. */
 #include <errno.h>
 #include <fcntl.h>
 
@@ -9,6 +7,7 @@
 
 struct sfr__arrivals_table sfr__arrivals = { .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
 
+/* Runs in a forked child. */
 static void forget(void)
 {
 	/* The files are the parent's. They are not freed: a source may still refer to a file and
@@ -45,7 +44,8 @@ void sfr__arriving_put(struct sfr__arriving *f)
 		sfr__arriving_drop(f);
 }
 
-/* Has a chunk fetched, unless it is here, on its way, or cannot be fetched. */
+/* Makes an ABSENT chunk WANTED, so that a thread fetches it. Does nothing to a chunk in any other
+ * state, or if the file has failed. */
 static void want_locked(struct sfr__arriving *f, uint64_t index)
 {
 	struct sfr__chunk *c = &f->chunks[index];
@@ -54,11 +54,11 @@ static void want_locked(struct sfr__arriving *f, uint64_t index)
 		return;
 	c->state = SFR__WANTED;
 	c->next = SFR__NO_CHUNK;
-	if (f->first == SFR__NO_CHUNK)
-		f->first = (uint32_t)index;
+	if (f->first_wanted == SFR__NO_CHUNK)
+		f->first_wanted = (uint32_t)index;
 	else
-		f->chunks[f->last].next = (uint32_t)index;
-	f->last = (uint32_t)index;
+		f->chunks[f->last_wanted].next = (uint32_t)index;
+	f->last_wanted = (uint32_t)index;
 	/* a broadcast, because threads of several groups wait on this condition */
 	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
 }
@@ -70,12 +70,12 @@ static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_
 {
 	const uint64_t end = len < f->len - off ? off + len : f->len;
 
-	*first = off / f->chunk;
-	return off >= f->len || len == 0 ? *first : (end - 1) / f->chunk + 1;
+	*first = off / f->chunk_bytes;
+	return off >= f->len || len == 0 ? *first : (end - 1) / f->chunk_bytes + 1;
 }
 
-/* Pins chunks [first, end). A chunk that this reader has not read completely loses its `done`,
- * which another reader may have set: otherwise it would be given back after the unpin. */
+/* Pins chunks [first, end). Clears `done` of each chunk that this reader has not read completely:
+ * another reader may have set it, and then the chunk would be given back after the unpin. */
 static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t first,
 		       uint64_t end)
 {
@@ -86,8 +86,8 @@ static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t
 	}
 }
 
-/* Returns whether the chunks [first, end) are all here. Marks absent ones as wanted. */
-static bool are_here_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
+/* Makes absent chunks in [first, end) wanted. Returns whether all chunks in the range are here. */
+static bool want_all_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
 {
 	bool here = true;
 
@@ -116,7 +116,7 @@ int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t 
 			rc = -EBADF;
 		} else if (f->failed) {
 			rc = -EIO;
-		} else if (are_here_locked(f, first, end)) {
+		} else if (want_all_locked(f, first, end)) {
 			pin_locked(f, counts, first, end);
 			rc = 0;
 		} else if (rc == 0) {
@@ -159,17 +159,17 @@ void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64
 
 uint32_t *sfr__arriving_counts(const struct sfr__arriving *f)
 {
-	return sfr_sys.calloc(f->nr, sizeof(uint32_t));
+	return sfr_sys.calloc(f->nr_chunks, sizeof(uint32_t));
 }
 
-/* Adds the bytes of a range to the counts of its chunks, and marks chunks as done that are now read
- * completely. */
+/* Adds the bytes of a range to the counts of its chunks. Marks the chunks as done that the reader
+ * has now read completely. */
 static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len)
 {
 	uint64_t first, end = find_chunks(f, off, len, &first);
 
 	for (uint64_t i = first; i < end; i++) {
-		const uint64_t from = i * f->chunk, to = from + sfr__chunk_len(f, i);
+		const uint64_t from = i * f->chunk_bytes, to = from + sfr__chunk_len(f, i);
 		const uint64_t a = off > from ? off : from;
 		const uint64_t b = off + len < to ? off + len : to;
 
@@ -184,7 +184,7 @@ static bool take_done_locked(struct sfr__arriving *f, uint64_t *index)
 {
 	if (f->nr_here <= SFR_ARRIVALS_WINDOW || f->keep)
 		return false;
-	while (f->first_here < f->nr && f->chunks[f->first_here].state != SFR__HERE)
+	while (f->first_here < f->nr_chunks && f->chunks[f->first_here].state != SFR__HERE)
 		f->first_here++;
 	for (uint64_t i = f->first_here, left = f->nr_here; left != 0; i++) {
 		if (f->chunks[i].state == SFR__HERE)
@@ -210,13 +210,13 @@ void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off,
 	count_locked(f, counts, off, len);
 	while (take_done_locked(f, &index)) {
 		sfr__unlock(&sfr__arrivals.mu);
-		/* A chunk is whole pages, so the range of the last one may go past the file's end.
+		/* A chunk is whole pages, so the last chunk's range may go past the file's end.
 		 * If the system refuses, the memory stays until the chunk is fetched again. */
 		(void)sfr_sys.fallocate(f->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-					(off_t)(index * f->chunk), (off_t)f->chunk);
+					(off_t)(index * f->chunk_bytes), (off_t)f->chunk_bytes);
 		sfr__lock(&sfr__arrivals.mu);
 		f->chunks[index].state = SFR__ABSENT;
-		/* a reader may be waiting to have it fetched again */
+		/* a reader that waits for this chunk makes it wanted again */
 		(void)pthread_cond_broadcast(&sfr__arrivals.news);
 	}
 	sfr__unlock(&sfr__arrivals.mu);
@@ -233,7 +233,7 @@ int sfr_arrivals_fill(int fd, uint64_t slice_ns)
 	sfr__lock(&sfr__arrivals.mu);
 	f->keep = true;
 	sfr__unlock(&sfr__arrivals.mu);
-	for (uint64_t off = 0; off < f->len && rc == 0; off += f->chunk) {
+	for (uint64_t off = 0; off < f->len && rc == 0; off += f->chunk_bytes) {
 		sfr__arriving_ahead(f, NULL, off, f->len);
 		rc = sfr__arriving_pin(f, NULL, off, 1, sfr__time_left(deadline));
 		if (rc == 0)

@@ -6,9 +6,10 @@
  *   client      record 3's                        record 4's                             record 5's
  *
  * A record may begin and end in chunks that different threads handle, in any order. CRCs allow
- * that: the CRC of a record is the XOR of the CRCs of its stretches, each shifted by the number of
- * bytes after it (sfr_crc32_combine with a second CRC of 0). A header or descriptor that crosses
- * the end of the chunk is read again as a whole, which is rare and costs few bytes.
+ * that. For each chunk, the CRC of the record's bytes in this chunk is shifted by the number of the
+ * record's bytes after it (sfr_crc32_combine with a second CRC of 0). The XOR of these is the CRC
+ * of the record. A header or descriptor that crosses the end of the chunk is read again as a whole,
+ * which is rare and costs few bytes.
  *
  * The offsets of data and descriptors are computed (plan.c), and valid only if the record's header
  * confirms them. So a descriptor is called wrong only after its header was checked. Otherwise the
@@ -23,7 +24,7 @@ struct chunk {
 	struct sfr_reader *r;
 	struct sfr__buffer *buffer; /* contains the bytes [off, end) of the file */
 	uint64_t off, end;
-	char *scratch; /* the thread's memory for headers and descriptors that cross the end */
+	char *scratch; /* the thread's memory for headers and descriptors that cross `end` */
 };
 
 /* ---- headers and descriptors ---------------------------------------------------- */
@@ -34,10 +35,10 @@ static bool covers(const struct chunk *p, uint64_t off)
 	return off >= p->off && off < p->end;
 }
 
-/* Returns the bytes [off, off + len) of the file, len at most SFR__READER_HEADER_MAX, for record
- * `index`. The result points into the chunk if that has all of them, else into the scratch memory,
- * to which they are read. Returns NULL if the reading has ended, or if the bytes cannot be read;
- * that failure is recorded. */
+/* Returns the bytes [off, off + len) of the file; `len` is at most SFR__READER_HEADER_MAX. The
+ * result points into the chunk if the chunk has all these bytes. Otherwise they are read into the
+ * scratch memory. Returns NULL if the reading has ended, or if the bytes cannot be read. The latter
+ * failure is recorded, as one of record `index`. */
 static const unsigned char *bytes_at(const struct chunk *p, uint64_t off, size_t len,
 				     uint64_t index)
 {
@@ -46,7 +47,7 @@ static const unsigned char *bytes_at(const struct chunk *p, uint64_t off, size_t
 	if (covers(p, off) && len <= p->end - off)
 		return (const unsigned char *)p->buffer->mem + (off - p->off);
 	do
-		read = sfr__source_some(&p->r->source, p->scratch, len, off);
+		read = sfr__source_read_some(&p->r->source, p->scratch, len, off);
 	while (sfr__reader_again(p->r, read));
 	if (read == (int64_t)len)
 		return (const unsigned char *)p->scratch;
@@ -72,9 +73,9 @@ static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 	};
 }
 
-/* Compares the local header with the directory, and with the computed offset of the data. Returns 0
- * if the header is right, 1 if it is damaged and the reading goes on (SFR__READER_LIST), and -1 if
- * the reading ends. */
+/* Compares the local header of record `i` with the directory, and with the computed offset of the
+ * data. Returns 0 if the header is right, 1 if it is damaged and the reading goes on
+ * (SFR__READER_LIST), and -1 if the reading ends. */
 static int check_header(const struct chunk *p, uint64_t i)
 {
 	const struct sfr__listed *listed = &p->r->listed[i];
@@ -100,7 +101,7 @@ static int check_header(const struct chunk *p, uint64_t i)
 	return sfr__reader_damaged(p->r, i, listed->hdr_off, wrong) ? 1 : -1;
 }
 
-/* Checks the record's descriptor. Returns false if the reading ends. */
+/* Checks the descriptor of record `i`. Returns false if the reading ends. */
 static bool check_descriptor(const struct chunk *p, uint64_t i)
 {
 	const struct sfr__unzip_record rec = as_unzipped(&p->r->listed[i]);
@@ -126,8 +127,8 @@ static bool check_descriptor(const struct chunk *p, uint64_t i)
 
 /* ---- the bytes ------------------------------------------------------------------ */
 
-/* Hands the bytes of record units->index in the chunk to the client, and adds their number and CRC
- * to `units`. Returns 0, SFR__READER_LATER or -1, as the client's `put` does. */
+/* Hands the client the bytes that record units->index has in the chunk, and adds their number and
+ * CRC to `units`. Returns 0, SFR__READER_LATER or -1, as the client's `put` does. */
 static int hand_out(const struct chunk *p, struct sfr__record_units *units)
 {
 	const struct sfr_reader *r = p->r;
@@ -152,9 +153,9 @@ static int hand_out(const struct chunk *p, struct sfr__record_units *units)
 	return rc;
 }
 
-/* Checks the header and the descriptor of a record, if they begin in the chunk, and hands out its
- * bytes there. Counts these units now, or when the client has finished with the buffer. Returns
- * false if the reading ends. */
+/* Checks the header and the descriptor of a record, if they begin in the chunk, and hands out the
+ * bytes that the record has in the chunk. Counts these units now, or leaves that until the client
+ * has finished with the buffer. Returns false if the reading ends. */
 static bool check_and_hand_out(const struct chunk *p, uint64_t i)
 {
 	const bool described = (p->r->listed[i].flags & SFR__UNZIP_DESCRIBED) != 0;
@@ -185,7 +186,7 @@ static bool check_and_hand_out(const struct chunk *p, uint64_t i)
 	return rc >= 0;
 }
 
-/* Stops at the first record after which the reading ends. */
+/* Stops at the first record whose check or put ends the reading. */
 void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
 			    uint64_t off, size_t len, uint64_t first, uint64_t last)
 {

@@ -2,8 +2,9 @@
  *
  * A gigabyte of new memory is a quarter of a million page faults. Taken one by one while bytes are
  * copied from the page cache, they cost as much as the copy itself. So one call populates the pages
- * of each chunk before it is read, which costs less. A chunk is short enough that its new pages,
- * zeroed by the kernel, are still in a core's own cache when they are written.
+ * of each chunk (maps new pages of zeros) before it is read, which costs less. A chunk is short
+ * enough that its new pages, zeroed by the kernel, are still in a core's own cache when they are
+ * written.
  *
  * Huge pages are not used. Page faults in the heap do not get huge pages, because the allocator's
  * headers have touched each 2 MiB before. MADV_COLLAPSE takes a sixth of the time if the kernel has
@@ -24,10 +25,11 @@
 #endif
 
 #define CHUNK_BYTES (1u << 20)
-#define WORTH_ADVICE (256u << 10) /* bytes; smaller memory is mostly not new, and has pages */
+/* bytes; less memory is mostly not new, and has its pages already */
+#define WORTH_POPULATING (256u << 10)
 
-/* Leaves out pages that are only partly in the range. The first page has mostly been written to
- * with the chunk before. */
+/* Leaves out pages that are only partly in the range. The first of these was mostly written to with
+ * the previous chunk. */
 void sfr__populate(char *buf, size_t len)
 {
 	char *from = buf + (SFR_PAGE - (uintptr_t)buf % SFR_PAGE) % SFR_PAGE;
@@ -41,7 +43,8 @@ void sfr__populate(char *buf, size_t len)
 int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
 {
 	size_t done = 0;
-	size_t prepared = len < WORTH_ADVICE ? len : 0; /* bytes that need no more advice */
+	/* bytes of `buf` that are populated, or do not need it */
+	size_t prepared = len < WORTH_POPULATING ? len : 0;
 
 	while (done < len) {
 		size_t want = len - done < CHUNK_BYTES ? len - done : CHUNK_BYTES;

@@ -1,7 +1,7 @@
-/* Keeps the records of an archive, as its directory lists them.
+/* Keeps a list of the records of an archive, made from its directory.
  *
  * A check forgets each record after checking it. A caller that reads the records afterwards makes
- * the check keep a list of them, in the order of the file: 40 bytes and the name of each record.
+ * the check keep them in a list, in the order of the file: 40 bytes and the name of each record.
  * The list grows as records are read, up to a limit that every real checkpoint stays below. Beyond
  * it the list is marked incomplete, and the caller has to work without it. */
 #include <errno.h>
@@ -10,8 +10,8 @@
 #include "reader/listing.h"
 #include "base/base.h"
 
-#define MOST (1u << 20)        /* records that are kept */
-#define MOST_NAMES (64u << 20) /* bytes of names that are kept */
+#define MOST_RECORDS (1u << 20) /* records that are kept */
+#define MOST_NAMES (64u << 20)  /* bytes of names that are kept */
 
 /* Makes room in the array *v for at least `need` items of `unit` bytes; *cap is the room in items.
  * Returns 0, or -ENOMEM with the array unchanged. */
@@ -39,7 +39,7 @@ int sfr__listing_add(struct sfr__listing *p, const struct sfr__unzip_record *rec
 	void *v = p->v, *names = p->names;
 	int rc;
 
-	if (rec->method != SFR__UNZIP_STORED || p->nr == MOST ||
+	if (rec->method != SFR__UNZIP_STORED || p->nr == MOST_RECORDS ||
 	    p->names_len + rec->name_len > MOST_NAMES) {
 		p->incomplete = true;
 		return 0;

@@ -1,5 +1,5 @@
-/* The list of an archive's records, as its directory lists them, by which a reader reads the file.
- * See listing.c. */
+/* The list of an archive's records, made from its directory. A reader uses it to find the records
+ * in the file. See listing.c. */
 #ifndef SFR_LISTING_H
 #define SFR_LISTING_H
 

@@ -1,16 +1,17 @@
 /* Computes the offset of each record's data before the record is read.
  *
- * The directory gives the offset of a record's local header. The data follow that header, whose
- * length only the header itself tells. To read each header would cost a disk access for each record
- * of a file that is not cached. But both torch and stillframe fill the header so that the data
- * begin at the next multiple of the archive's alignment:
+ * The directory gives the offset of a record's local header. The data follow that header, and only
+ * the header itself tells its own length. To read each header would cost a disk access for each
+ * record of a file that is not cached. But both torch and stillframe fill the header so that the
+ * data begin at the next multiple of the archive's alignment:
  *
  *     header   30 bytes, name, a zip64 field if there must be one, at least 4 bytes of padding
  *
- * and the archive states that alignment in a record (older versions of torch do not, and use 64).
- * So the offset is computed. It is compared with the header when the chunk with the header is read
- * (chunk.c). An archive that another program has packed again fails there, at its first record.
- * Then torch.load reads the archive, and a check walks it from front to back.
+ * and the archive states its alignment in the record .storage_alignment. (Archives of older
+ * versions of torch have no such record; their alignment is 64.) So the offset is computed. It is
+ * compared with the header when the chunk with the header is read (chunk.c). An archive that
+ * another program has packed again fails there, at its first record. Then torch.load reads the
+ * archive, and a check walks it from front to back.
  *
  * The last record of stillframe's files, their identification, is not aligned. Its header is next
  * to the directory, which was just read, so reading it costs nothing. Headers may be hostile: their
@@ -29,8 +30,8 @@
 
 /* from this size or offset on, torch uses the zip64 field */
 #define TORCH_LONG UINT32_C(0xffffffff)
-#define TORCH_PADDING 4u
-#define MOST_ALIGN 32768u
+#define TORCH_PADDING 4u  /* tag and length of the extra field that has the padding */
+#define MOST_ALIGN 32768u /* the largest alignment that is accepted */
 
 /* The program that wrote an archive. */
 enum producer { BY_STILLFRAME, BY_TORCH };
@@ -46,7 +47,7 @@ static uint64_t torch_local_len(const struct sfr__listed *p)
 	return SFR__UNZIP_LOCAL + p->name_len + zip64_len + TORCH_PADDING;
 }
 
-/* Returns the offset at which this program puts a record's data. */
+/* Returns the offset at which `producer` puts a record's data. */
 static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum producer producer)
 {
 	const uint64_t len = producer == BY_TORCH ?
@@ -56,12 +57,13 @@ static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum pr
 	return sfr__round_up(p->hdr_off + len, align);
 }
 
-/* Reads a record's header and returns the offset of its data. Returns -errno or SFR_EAGAIN if the
- * file cannot be read (yet), and -EOPNOTSUPP if the header does not fit the listing. */
+/* Reads a record's header and returns the offset of the record's data. Returns -errno if the file
+ * cannot be read, SFR_EAGAIN if the bytes are still on their way, and -EOPNOTSUPP if the header
+ * does not fit the listing. */
 static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__listed *p)
 {
 	unsigned char header[SFR__UNZIP_LOCAL];
-	int64_t got = sfr__source_some(&r->source, header, sizeof(header), p->hdr_off);
+	int64_t got = sfr__source_read_some(&r->source, header, sizeof(header), p->hdr_off);
 
 	if (got < 0)
 		return got;
@@ -91,7 +93,7 @@ static int64_t find_align(const struct sfr_reader *r)
 {
 	const uint64_t index = find_record(r, ".storage_alignment");
 	const struct sfr__listed *p = &r->listed[index];
-	char digits[8] = "";
+	char digits[8] = ""; /* the record's text; every valid number is shorter */
 	long align;
 	int64_t at;
 
@@ -101,7 +103,7 @@ static int64_t find_align(const struct sfr_reader *r)
 		return -EOPNOTSUPP;
 	at = read_data_off(r, p);
 	if (at >= 0)
-		at = sfr__source_some(&r->source, digits, (size_t)p->len, (uint64_t)at);
+		at = sfr__source_read_some(&r->source, digits, (size_t)p->len, (uint64_t)at);
 	if (at < 0)
 		return at;
 	align = strtol(digits, NULL, 10);
@@ -152,9 +154,9 @@ static int plan_bare(struct sfr_reader *r)
 	return 0;
 }
 
-/* Computes the offset of each record's data, and its number of units (struct sfr__record_units):
- * one for each byte, one for the header, and one for the descriptor if it has one. Returns 0,
- * -EOPNOTSUPP if the records are not where torch or stillframe puts them, or another error of
+/* Computes the offset of each record's data. Sets `left` to the number of the record's units
+ * (struct sfr__record_units): one for each byte, one for the header, one for a descriptor. Returns
+ * 0, -EOPNOTSUPP if the records are not where torch or stillframe puts them, or another error of
  * read_data_off. */
 static int plan_archive(struct sfr_reader *r)
 {
@@ -174,6 +176,7 @@ static int plan_archive(struct sfr_reader *r)
 
 		t->data_off =
 			i + 1 < r->nr ? data_off_by(p, (uint64_t)align, producer) : (uint64_t)last;
+		/* is the header long enough, do the data fit, and is the header short enough? */
 		if (t->data_off < p->hdr_off + SFR__UNZIP_LOCAL + p->name_len)
 			return -EOPNOTSUPP;
 		if (t->data_off > limit || p->len > limit - t->data_off)

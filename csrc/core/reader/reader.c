@@ -9,11 +9,11 @@
  *                   v       v              into the thread's buffer, in a core's own cache, and
  *   the client  | record 0 | record 1 | record 2 | ...            from there to the client
  *
- * There are two clients. A check keeps nothing: the reader only computes CRCs. A restore copies the
- * bytes to tensors, or has a device copy them. The chunks are not read directly into a tensor's
- * memory. This memory comes from torch, so that the tensor can be resized and freed like any other.
- * So it is not aligned to the file's sectors. The copy takes a twentieth of the time that the disk
- * takes, and is made while other threads wait for the disk.
+ * There are two users. A check has no client: the reader only computes CRCs. A restore's client
+ * copies the bytes to tensors, or has a device copy them. The chunks are not read directly into a
+ * tensor's memory: torch allocates this memory, so that the tensor can be resized and freed like
+ * any other, and does not align it to the file's sectors. The copy takes a twentieth of the time
+ * that the disk takes, and is made while other threads wait for the disk.
  *
  * A thread:
  *
@@ -21,9 +21,9 @@
  *       |                            |                   |                chunk.c
  *       +--stop, or no chunk left----+--failure----------+--> END
  *
- * Who owns a buffer, when the client lends them (a device reads from it after the put):
+ * The owner of a buffer that the client has lent. A device still reads from it after the put:
  *
- *     reader --put returned LATER, sent--> client --finish--> reader
+ *     reader --put returned LATER, send--> client --finish--> reader
  *
  * A record. Its header, data and descriptor may come in any order and from several threads:
  *
@@ -31,14 +31,15 @@
  *        |
  *        +--header, descriptor, CRC wrong; reading failed--> the reader has failed, for good
  *
- * With SFR__READER_LIST, damage is noted in its record, the record becomes GOOD, and the reading
- * goes on.
+ * With SFR__READER_LIST, damage is noted in the record that has it, the record becomes GOOD, and
+ * the reading goes on.
  *
  * The caller says for how many records the client is ready (`upto`). Threads stop at the first
  * chunk that has bytes of a later record. A chunk may have bytes of several records, so the client
- * must be ready for more than the wanted record (sfr_reader_reach). A wait that only the caller
- * itself could end is refused. The caller waits for single records and uses none before it is GOOD,
- * so no code ever sees unchecked bytes. */
+ * must be ready for more than the wanted record (sfr_reader_reach). If the threads may not read
+ * that far, only the caller can change this. So its wait is refused, because it would never end.
+ * The caller waits for single records and uses no record before it is GOOD, so no code ever sees
+ * unchecked bytes. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
@@ -49,7 +50,7 @@
 struct chunk {
 	uint64_t off;
 	size_t len;
-	uint64_t first, last; /* the records with bytes in it: [first, last) */
+	uint64_t first, last; /* the records with bytes in the chunk: [first, last) */
 	uint64_t ready;       /* bytes before this offset may be read soon: see sfr__source_ahead */
 };
 
@@ -88,27 +89,29 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 }
 
 /* Waits until the client has finished with a buffer, and counts the units that were kept with it.
- * Does nothing if the buffer is the reader's own: no client needs it after a put. */
+ * Does nothing if the buffer is the reader's own (nr_buffers is 1), because no client needs such a
+ * buffer after a put. */
 static void finish_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	if (r->nr_buffers == 1)
 		return;
 	if (r->client->finish(r->self, buffer) < 0)
-		buffer->nr_kept = 0; /* the reader has failed, so its records never become good */
+		buffer->nr_kept = 0; /* not counted: the reader has failed */
 	sfr__reader_count_buffer(r, buffer);
 }
 
+/* Finishes all buffers of a thread (finish_buffer). */
 static void finish_buffers(struct sfr__reader_thread *thread)
 {
-	/* In the order in which they were sent: the buffer to be used next was sent first. */
+	/* in the order in which they were sent: the buffer that is used next was sent first */
 	for (unsigned i = 0; i < thread->r->nr_buffers; i++)
 		finish_buffer(thread->r,
 			      &thread->buffers[(thread->next_buffer + i) % thread->r->nr_buffers]);
 }
 
-/* Waits until the next chunk may be read, and takes it. Returns false if there is none. Before it
- * waits, it finishes the thread's buffers and counts their units, because the caller may be waiting
- * for those records. */
+/* Waits until the next chunk may be read, and takes it. Returns false if there is none. Before the
+ * wait it finishes the thread's buffers and counts their units, because the caller may be waiting
+ * for records with bytes in these buffers. */
 static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
@@ -138,7 +141,8 @@ static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 	return found;
 }
 
-/* Returns the index of the record whose bytes are at the beginning of the chunk. */
+/* Returns the index of the record whose bytes are at the beginning of the chunk, to name it in a
+ * failure. */
 static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *chunk)
 {
 	uint64_t i = chunk->first;
@@ -172,7 +176,7 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 		return false;
 	}
 	sfr__reader_read_chunk(thread, buffer, chunk->off, chunk->len, chunk->first, chunk->last);
-	if (r->nr_buffers > 1 && r->client->sent(r->self, buffer) < 0)
+	if (r->nr_buffers > 1 && r->client->send(r->self, buffer) < 0)
 		buffer->nr_kept = 0;
 	sfr__lock(&r->mu);
 	r->done += chunk->len;
@@ -198,8 +202,8 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 	const struct sfr_reader *r = thread->r;
 
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
-		/* In a forked child they are left as they are: the parent's thread may have been
-		 * changing them. */
+		/* A forked child leaves the buffers as they are: the parent's thread may have been
+		 * changing them at the fork. */
 		if (is_child)
 			continue;
 		if (r->nr_buffers > 1)
@@ -290,8 +294,8 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	return rc;
 }
 
-/* Returns the offset after the last chunk that a record needs, which is the one with the first byte
- * of its descriptor. */
+/* Returns the offset after the last chunk that a record needs: the chunk with the first byte of its
+ * descriptor. */
 static uint64_t end_of_chunks(const struct sfr_reader *r, uint64_t index)
 {
 	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->chunk_bytes);
@@ -338,9 +342,9 @@ bool sfr__reader_runs(const struct sfr_reader *r)
 	return r->nr_threads != 0;
 }
 
-/* Returns whether the threads may read the record, or all records if `index` is their number,
- * completely. If not, a wait would never end, because only the waiting caller extends `upto` and
- * `until`. */
+/* Returns whether the threads may read all of record `index`, or all records if `index` is the
+ * number of records. If not, a wait would never end, because only the waiting caller extends `upto`
+ * and `until`. */
 static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index == r->nr)
@@ -387,6 +391,7 @@ const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool 
 {
 	const struct sfr__reader_record *record = &r->records[index];
 
+	/* a CRC that differs is damage unless the archive states the CRC 0 (verdict.c) */
 	*unchecked = record->wrong == NULL && record->crc != r->listed[index].crc;
 	return record->wrong;
 }
@@ -401,7 +406,7 @@ uint64_t sfr_reader_done(struct sfr_reader *r)
 	return sfr__under(&r->mu, r->done);
 }
 
-/* Stops the threads and waits for their end. Not in a forked child, where they do not exist. */
+/* Stops the threads and waits for their end. Not called in a forked child, which has no threads. */
 static void end_threads(struct sfr_reader *r)
 {
 	sfr__lock(&r->mu);

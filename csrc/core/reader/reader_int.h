@@ -13,11 +13,10 @@
 #define SFR__READER_HEADER_MAX (SFR__UNZIP_LOCAL + SFR__UNZIP_NAME_MAX + 0xffffu)
 
 struct sfr__reader_record {
-	uint64_t data_off; /* constant */
-	/* units that are not read yet (struct sfr__record_units); guarded by mu */
+	uint64_t data_off; /* offset of the data; constant */
+	/* number of units that are not counted yet (struct sfr__record_units); guarded by mu */
 	uint64_t left;
-	/* XOR of the CRCs of the stretches read so far, each shifted by the length after it;
-	 * guarded by mu */
+	/* CRC of the bytes that are counted so far, as chunk.c computes it; guarded by mu */
 	uint32_t crc;
 	atomic_bool good;  /* complete; also correct, unless SFR__READER_LIST is set */
 	const char *wrong; /* the first damage, with SFR__READER_LIST; guarded by mu */
@@ -38,9 +37,9 @@ struct sfr_reader {
 	/* constant */
 	const struct sfr__listed *listed; /* the records of the listing */
 	const struct sfr__listing *listing;
-	uint64_t nr, end;    /* number of records; end of their bytes */
+	uint64_t nr, end;    /* number of records; the offset where they end */
 	unsigned flags;      /* SFR__READER_* */
-	unsigned nr_buffers; /* of each thread */
+	unsigned nr_buffers; /* of each thread; 1 unless the client lends them */
 	size_t chunk_bytes;  /* bytes read at a time */
 	const struct sfr__reader_client *client;
 	void *self;
@@ -48,14 +47,15 @@ struct sfr_reader {
 	uint64_t fork_generation;
 
 	struct sfr__reader_record *records;
-	struct sfr__mutex mu;      /* a leaf: no other lock is taken under it */
-	pthread_cond_t work, news; /* wake the threads; wake the caller in sfr_reader_wait */
+	struct sfr__mutex mu; /* a leaf: no other lock is taken under it */
+	pthread_cond_t work;  /* wakes the threads */
+	pthread_cond_t news;  /* wakes the caller in sfr_reader_wait */
 	/* guarded by mu */
-	uint64_t next_off; /* of the next chunk */
+	uint64_t next_off; /* offset of the next chunk */
 	uint64_t next_rec; /* index of a record at or before the first in that chunk */
-	uint64_t upto;     /* records before it may be read */
+	uint64_t upto;     /* only records with a lower index may be read */
 	uint64_t until;    /* no chunk from this offset on may be read */
-	uint64_t nr_good;  /* records */
+	uint64_t nr_good;  /* number of good records */
 	uint64_t awaited;  /* index of the record for which the caller waits */
 	uint64_t done;     /* bytes read */
 	bool stop;
@@ -79,17 +79,18 @@ static inline uint64_t sfr__reader_limit(const struct sfr_reader *r, uint64_t i)
 	return i + 1 < r->nr ? r->listed[i + 1].hdr_off : r->end;
 }
 
+/* Returns the offset of the first byte after the data of record `i`. */
 static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t i)
 {
 	return r->records[i].data_off + r->listed[i].len;
 }
 
-/* plan.c: sets data_off and left of all records. Returns 0, -EOPNOTSUPP, -EINVAL for bare records
- * that overlap, -errno of reading, or SFR_EAGAIN. */
+/* plan.c: sets `data_off` and `left` of all records. Returns 0, -EOPNOTSUPP, -EINVAL for bare
+ * records that overlap, -errno of reading, or SFR_EAGAIN. */
 int sfr__reader_plan(struct sfr_reader *r);
 
 /* chunk.c: checks the bytes [off, off + len) of the file, which are in the buffer, and hands out
- * those of records [first, last) to the client. */
+ * the bytes of records [first, last) to the client. */
 void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
 			    uint64_t off, size_t len, uint64_t first, uint64_t last);
 /* ---- verdict.c, with sfr__reader_fail ---- */
@@ -97,8 +98,8 @@ void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffe
 /* Records damage to record `i`, found at offset `off`. Returns true if the reading goes on
  * (SFR__READER_LIST), false if it has failed. */
 bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong);
-/* Subtracts units that were read from those of their record. The last ones make it good, or fail
- * the reader if the CRC is wrong. */
+/* Counts units that were read: subtracts them from their record's `left`. If none is left, the
+ * record becomes good, or the reader fails if the CRC is wrong. */
 void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_units *units);
 /* Keeps units with the buffer, to be counted when the client has finished with it. Returns 0 or
  * -ENOMEM. */

@@ -4,17 +4,17 @@
  * A load reads from the page cache what is cached, and the rest from the disk. A checkpoint that
  * was just written, or that another rank reads too, is in the page cache; reading it from the disk
  * again would take several times as long. A checkpoint that is not cached is large and read once:
- * going through the page cache would cost a copy and evict what others read again. verify reads
- * only from the disk, to report what the disk holds.
+ * going through the page cache would cost a copy and evict what others read again. The command
+ * `stillframe verify` reads only from the disk, to report what the disk holds.
  *
  * For reads past the page cache the file is opened once more, with O_DIRECT. If the system refuses
  * the open or one of the reads, the page cache is used, which only costs time.
  *
  * mincore tells what is cached without reading anything. It tells the truth to users who own the
- * file or may write to it. To all others it reports everything as cached, and they read through the
- * page cache. (preadv2 with RWF_NOWAIT could tell it, too, but a refused read starts the kernel's
- * readahead. On Linux 6.18, asking about an uncached gigabyte in this way read all of it into the
- * page cache.)
+ * file or may write to it. To all others it reports everything as cached, so their reads go through
+ * the page cache. (preadv2 with RWF_NOWAIT could tell it, too, but a refused read starts the
+ * kernel's readahead. On Linux 6.18, asking about an uncached gigabyte in this way read all of it
+ * into the page cache.)
  *
  * A file whose bytes are still on their way (arrivals.c) is in memory. A read waits for its bytes,
  * but only for a while, so that its caller can answer signals.
@@ -32,9 +32,9 @@
 #include "reader/source.h"
 #include "base/base.h"
 
-#define NR_PAGES (SFR__READER_CHUNK_MAX / SFR_PAGE)
+#define NR_PAGES (SFR__READER_CHUNK_MAX / SFR_PAGE) /* pages of the longest chunk */
 #define SLICE_NS UINT64_C(50000000) /* the longest wait for bytes before SFR_EAGAIN */
-/* pages; fewer cached pages in a row are read from the disk with their neighbours */
+/* Fewer cached pages in a row than this are read from the disk, together with their neighbours. */
 #define WORTH_CACHE 16u
 
 /* Opens the file again, with O_DIRECT. Returns the descriptor or -errno. */
@@ -57,7 +57,7 @@ static void map_file(struct sfr__source *s)
 	if (s->direct_fd < 0 || sfr_sys.fstat(s->fd, &st) < 0)
 		return;
 	if (st.st_uid != geteuid() && geteuid() != 0)
-		return; /* mincore might report everything as cached */
+		return; /* to this user mincore might report everything as cached */
 	s->map_len = (size_t)st.st_size;
 	mem = sfr_sys.mmap(NULL, s->map_len, PROT_READ, MAP_SHARED, s->fd, 0);
 	s->map = mem == MAP_FAILED ? NULL : mem;
@@ -85,7 +85,7 @@ void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__wa
 		return;
 	map_file(s);
 	if (s->map == NULL)
-		close_direct(s); /* it is not known what is cached */
+		close_direct(s); /* it is unknown what is cached: the page cache is used for all */
 }
 
 void sfr__source_close(struct sfr__source *s)
@@ -139,7 +139,7 @@ static bool find_cached(const struct sfr__source *s, uint64_t off, size_t len, u
 	       sfr_sys.mincore((char *)s->map + off, len, there) == 0;
 }
 
-/* Counts the cached pages from `at` on. */
+/* Returns how many pages in a row are cached, from page `at` on. */
 static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
 {
 	size_t to = at;
@@ -149,9 +149,9 @@ static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
 	return to - at;
 }
 
-/* Returns how many pages from `at` on are read in the same way, and sets *cached to the way. A long
- * run of cached pages is read from the page cache, and all pages up to the next such run from the
- * disk. */
+/* Returns how many pages from `at` on are to be read in the same way. Sets *cached if that is from
+ * the page cache: a run of at least WORTH_CACHE cached pages, or one up to the end of the range.
+ * All pages up to the next such run are read from the disk. */
 static size_t count_alike(const unsigned char *there, size_t at, size_t nr, bool *cached)
 {
 	size_t run = cached_run(there, at, nr), to = at;
@@ -166,8 +166,8 @@ static size_t count_alike(const unsigned char *there, size_t at, size_t nr, bool
 	return (to < nr ? to : nr) - at;
 }
 
-/* If the file's bytes are on their way, waits until this range is there, SLICE_NS at most, and
- * keeps it until unpin. Returns 0 or an error of sfr__arriving_pin. */
+/* In an arriving file, waits until this range is in memory, SLICE_NS at most, and keeps it there
+ * until unpin. Returns 0 or an error of sfr__arriving_pin. Returns 0 at once for any other file. */
 static int pin(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	return s->arriving == NULL ?
@@ -205,7 +205,7 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 		return read_cached(s, buf, len, off);
 	if (nr > NR_PAGES || !find_cached(s, s->base + off, len, there))
 		return read_all(s, direct_fd, buf, len, off);
-	/* One read for each stretch of cached pages, and for each stretch of others. */
+	/* one read for each run of cached pages, and for each run of others */
 	for (size_t at = 0; at < nr && rc == 0;) {
 		bool cached;
 		size_t pages = count_alike(there, at, nr, &cached), from = at * SFR_PAGE;
@@ -217,7 +217,7 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 	return rc;
 }
 
-int64_t sfr__source_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off)
+int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off)
 {
 	int64_t got = pin(s, len, off);
 

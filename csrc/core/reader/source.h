@@ -10,33 +10,36 @@
 enum sfr__way {
 	SFR__WAY_CACHE,  /* the page cache */
 	SFR__WAY_DISK,   /* the disk */
-	SFR__WAY_EITHER, /* the page cache where it has them, else the disk */
+	SFR__WAY_EITHER, /* the page cache for bytes that it has, the disk for others */
 };
 
 struct sfr__arriving;
 
 struct sfr__source {
 	struct sfr__arriving *arriving; /* NULL unless its bytes are on their way (arrivals.c) */
-	uint32_t *counts;  /* then: how many bytes of each chunk were read; may be NULL */
-	int fd, direct_fd; /* the caller's; opened with O_DIRECT, negative if there is none */
-	uint64_t base;     /* offset in the file of the source's first byte */
-	void *map;         /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
+	/* for an arriving file: how many bytes of each chunk were read; NULL: not counted */
+	uint32_t *counts;
+	int fd;        /* the caller's */
+	int direct_fd; /* the same file opened with O_DIRECT; negative if there is none */
+	uint64_t base; /* offset in the file of the source's first byte */
+	void *map;     /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
 	size_t map_len;
 	uint64_t fork_generation; /* a child has no direct_fd: the fork handler has closed it */
 };
 
-/* Begins to read a file. `fd` stays the caller's and must stay open. Offsets count from `base`. If
- * `base` is not a multiple of a page, everything is read through the page cache. Cannot fail. */
+/* Prepares to read a file. `fd` stays the caller's and must stay open. Offsets in the functions
+ * below count from `base`. If `base` is not a multiple of a page, everything is read through the
+ * page cache. Cannot fail. */
 void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__way way);
 void sfr__source_close(struct sfr__source *s); /* a zeroed one is allowed */
-/* Reads `len` bytes at `off`. Without SFR__WAY_CACHE, `off` and the address `buf` are multiples of
- * a page, and the rest of the last page may be written to. Returns 0; -errno; SFR_ECORRUPT if the
- * file ends before; SFR_EAGAIN if the bytes are still on their way after a short wait, so call
- * again. */
+/* Reads `len` bytes at `off`. Unless the way is SFR__WAY_CACHE, `off` and the address `buf` are
+ * multiples of a page, and the rest of the last page of `buf` may be written to. Returns 0; -errno;
+ * SFR_ECORRUPT if the file ends before; SFR_EAGAIN if the bytes are still on their way after a
+ * short wait, so call again. */
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off);
 /* Reads up to `len` bytes at any offset, through the page cache. Returns their number, -errno, or
  * SFR_EAGAIN as above. */
-int64_t sfr__source_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
+int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
 /* sfr__source_ahead announces that the bytes [off, end) will be read soon. sfr__source_done reports
  * that `len` bytes were read and will not be read again. Both do nothing unless the file's bytes
  * are on their way. */

@@ -16,8 +16,8 @@ void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t o
 	sfr__unlock(&r->mu);
 }
 
-/* Keeps the first damage to a record, with SFR__READER_LIST. Returns false without this flag: then
- * damage ends the reading. */
+/* With SFR__READER_LIST, keeps the first damage to a record and returns true. Without this flag
+ * damage ends the reading, and it returns false. */
 static bool keep_damage_locked(const struct sfr_reader *r, struct sfr__reader_record *record,
 			       const char *wrong)
 {

@@ -7,8 +7,8 @@
  *     file     |-------|-------|-------|-------|-------|    pages
  *     window           [buf         ^off ..... len   ]      off may be anywhere in it
  *
- * Asking for earlier bytes works, but costs another read. The memory is allocated at the start, so
- * a file cannot make it grow. */
+ * Asking for bytes before the window works, but costs another read. The memory is allocated at the
+ * start, so the contents of a file cannot make it grow. */
 #include <errno.h>
 
 #include "reader/window.h"
@@ -38,8 +38,9 @@ void sfr__window_fini(struct sfr__window *w)
 int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
 		    const unsigned char **out, size_t *got)
 {
+	/* if the window does not have the whole range, it is read again from the page with `off` */
 	if (off < w->off || off - w->off > w->len || len > w->len - (size_t)(off - w->off)) {
-		size_t lead = (size_t)(off % SFR_PAGE);
+		size_t lead = (size_t)(off % SFR_PAGE); /* bytes of the page before `off` */
 		size_t want = lead + len > w->chunk_bytes ? lead + len : w->chunk_bytes;
 		int rc;
 

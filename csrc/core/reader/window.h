@@ -6,15 +6,16 @@
 
 struct sfr__window {
 	struct sfr__source source;
-	char *mem;               /* as allocated */
-	char *buf;               /* page-aligned address inside mem */
-	size_t cap, chunk_bytes; /* the room in buf; how much to read if less is wanted */
-	uint64_t off;            /* offset of buf in the file, a multiple of SFR_PAGE */
-	size_t len;              /* bytes in buf */
+	char *mem;          /* as allocated */
+	char *buf;          /* page-aligned address inside mem */
+	size_t cap;         /* bytes for which buf has room */
+	size_t chunk_bytes; /* bytes to read at a time, unless more are wanted */
+	uint64_t off;       /* offset of buf in the file, a multiple of SFR_PAGE */
+	size_t len;         /* bytes in buf */
 };
 
-/* `fd`, `base` and `way` are those of sfr__source_open. `cap` is the largest `len` that
- * sfr__window_get will be asked for, plus a page, or the file's length if that is less.
+/* Makes an empty window. `fd`, `base` and `way` are those of sfr__source_open. `cap` is the largest
+ * `len` that sfr__window_get will be asked for, plus a page, or the file's length if that is less.
  * `chunk_bytes` is at most `cap`, unless `cap` is the file's length. Returns 0 or -ENOMEM. */
 int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
 		     size_t chunk_bytes);

@@ -4,19 +4,21 @@
  *   reader 1        read into C | send C | read into D | ...
  *   stream     E    copies from A   copies from C   copies from B ...
  *
+ * "reader 0" and "reader 1" are threads of the restore's reader, and A to D are their buffers.
+ *
  * A chunk is read into memory that the driver has pinned, its CRCs are computed there, and its data
- * are sent from there to their destinations. The processor copies nothing. The only host memory
- * needed is the readers' buffers (two of a MiB for each thread), however large the model is. While
- * one buffer is being sent, its reader reads into the other.
+ * are sent from there to their destinations. The processor copies nothing. However large the model
+ * is, the only host memory needed is the buffers: two of 1 MiB for each thread. While one buffer is
+ * being sent, its thread reads into the other.
  *
  * Each buffer has a transfer (stage/transfer.h) to each device, for one chunk at a time. The lanes
- * are the restore's own, so it needs no engine and waits for no save. They wait for the caller's
- * stream (E), because torch may hand out memory that work on that stream still uses. Nothing waits
- * in the other direction: bytes of a record count only when their copies have completed, so a
- * caller that has waited for the record may use it on any stream.
+ * are the restore's own, so it needs no engine and waits for no save. Before its first copy a lane
+ * waits for the event E of the caller's stream, because torch may hand out memory that work on that
+ * stream still uses. No stream waits for the lanes: bytes of a record count only when their copies
+ * have completed, so a caller that has waited for the record may use it on any stream.
  *
  * After a device has died, nobody knows whether its copies still run. So the buffers that these
- * copies read are never used or freed. */
+ * copies read are never used again, nor freed. */
 #include <errno.h>
 #include <stdio.h>
 
@@ -45,8 +47,8 @@ static void enter_first_context(struct sfr_restore *r, struct sfr__cuda_scope *s
 	(void)sfr__cuda_enter(scope, r->lane->cu, r->lane->context);
 }
 
-/* Lends memory that is pinned for all devices. The reader calls this, take_back, sent and finish:
- * see struct sfr__reader_client. */
+/* Lends memory that is pinned for all devices. The reader calls this, take_back, send_chunk and
+ * finish: see struct sfr__reader_client. */
 static char *lend(void *self, size_t len)
 {
 	struct sfr_restore *r = self;
@@ -72,14 +74,14 @@ static void take_back(void *self, struct sfr__buffer *buffer)
 	sfr__cuda_leave(&scope);
 }
 
-bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
-		       const char *from, size_t len)
+bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index,
+			   char *to, const char *from, size_t len)
 {
 	const unsigned k = r->destinations[index].device - 1;
 	struct sfr__transfer *tr = &r->transfers[buffer->number].to[k];
 
-	/* The first bytes of a chunk begin a new transfer; that of the chunk before is over. This
-	 * cannot fail, because the lane exists. */
+	/* The first copy from a chunk begins a new transfer; that of the previous chunk is over. To
+	 * begin it cannot fail, because the lane exists. */
 	if (sfr__transfer_is_over(tr)) {
 		*tr = (struct sfr__transfer){ .ops = &ops };
 		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k], SFR__CUDA_IN);
@@ -92,8 +94,8 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 	return false;
 }
 
-/* Sends to each device the copies that sfr__restore_send has added from this chunk. */
-static int sent(void *self, struct sfr__buffer *buffer)
+/* Sends to each device the copies that sfr__restore_add_copy has added from this chunk. */
+static int send_chunk(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
 	int rc = 0;
@@ -114,8 +116,8 @@ static int sent(void *self, struct sfr__buffer *buffer)
 	return rc;
 }
 
-/* Waits until the copies from a buffer have completed. If a device died under them, it may still
- * read the buffer. Then the buffer's memory is given up, and never used again. */
+/* Waits until the copies from a buffer have completed. If the device of a copy has died, it may
+ * still read the buffer. Then the buffer's memory is given up, and never used again. */
 static int finish(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
@@ -125,7 +127,7 @@ static int finish(void *self, struct sfr__buffer *buffer)
 		struct sfr__transfer *tr = &r->transfers[buffer->number].to[k];
 
 		if (!tr->lane)
-			continue;
+			continue; /* this buffer was never copied to this device */
 		(void)sfr__transfer_wait(tr, SFR_FOREVER); /* always 0 */
 		if (tr->lost)
 			device_failed(r,
@@ -139,7 +141,7 @@ static int finish(void *self, struct sfr__buffer *buffer)
 
 /* ---- for the caller ----------------------------------------------------------- */
 
-/* Returns the device's index, or nr_devices. */
+/* Returns the index in r->devices of the device with this number, or nr_devices if it has none. */
 static unsigned find_device(const struct sfr_restore *r, uint32_t device)
 {
 	unsigned k = 0;
@@ -161,7 +163,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 	/* One device too many, or a new one after the reader has got its buffers. */
 	if (k == SFR__RESTORE_DEVICES || (k == r->nr_devices && sfr__reader_runs(r->reader)))
 		return -EOPNOTSUPP;
-	/* This transfer copies nothing: it only orders the streams (E), and is over at its end. */
+	/* This transfer copies nothing. It only makes the lane wait for the caller's stream (E). */
 	rc = sfr__transfer_begin(&tr, &r->lanes, number, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
 	if (tr.lane)
 		sfr__transfer_end(&tr);
@@ -175,7 +177,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 	r->devices[r->nr_devices++] = number;
 	r->client.lend = lend;
 	r->client.take_back = take_back;
-	r->client.sent = sent;
+	r->client.send = send_chunk;
 	r->client.finish = finish;
 	return 0;
 }

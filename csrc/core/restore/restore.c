@@ -1,5 +1,5 @@
-/* Brings a checkpoint's records to tensors: the client of a reader (reader/reader.c) that knows
- * where the bytes go.
+/* Brings a checkpoint's records to tensors. A restore is the client of a reader (reader/reader.c),
+ * and knows the destination of each record's bytes.
  *
  *     bytes of a record --put--> host memory: copied there, which also computes their CRC
  *                         |
@@ -7,8 +7,9 @@
  *                         |
  *                         +----> nowhere: only their CRC is computed
  *
- * The check that found the records stays with the restore, which finds records by their names. A
- * file of another format comes with a list of stretches instead, without names and CRCs. */
+ * The restore keeps the check that has listed the records, to find records by their names. For a
+ * file of another format, the caller gives a list of stretches instead. They are read as records
+ * without headers, names and CRCs, which are called bare. */
 #include <errno.h>
 #include <string.h>
 
@@ -17,7 +18,7 @@
 #include "restore/restore_int.h"
 #include "base/base.h"
 
-/* From this many bytes on, memory is mostly new, and sfr__populate saves its page faults. */
+/* Memory of at least this many bytes is mostly new, and sfr__populate saves its page faults. */
 #define WORTH_POPULATING (256u << 10)
 
 /* Brings bytes of a record to its destination. The reader calls this: struct sfr__reader_client has
@@ -34,7 +35,9 @@ static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t 
 			*crc = sfr_crc32(0, bytes, len);
 		if (to == NULL)
 			return 0;
-		return sfr__restore_send(r, buffer, index, to, bytes, len) ? SFR__READER_LATER : -1;
+		if (!sfr__restore_add_copy(r, buffer, index, to, bytes, len))
+			return -1;
+		return SFR__READER_LATER;
 	}
 	if (len >= WORTH_POPULATING)
 		sfr__populate(to, len);
@@ -57,8 +60,8 @@ static struct sfr_restore *new_restore(void)
 	return r;
 }
 
-/* Makes the reader, and a destination without memory for each record. `end` is the offset where the
- * records end. 0, or an error of sfr__reader_new. */
+/* Makes the reader, and for each record a destination that has no memory yet. `end` is the offset
+ * where the records end. Returns 0, or an error of sfr__reader_new. */
 static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
 {
 	struct sfr__reader_spec spec = {
@@ -76,7 +79,6 @@ static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned fla
 	else if ((flags & SFR_RESTORE_VERIFY) != 0)
 		spec.flags = SFR__READER_SUMS;
 	rc = sfr__reader_new(&spec, &r->reader);
-
 	if (rc < 0)
 		return rc;
 	r->destinations = sfr_sys.calloc(r->listing->nr, sizeof(*r->destinations));
@@ -98,7 +100,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	r->listing = &check->listing;
 	rc = make_reader(r, fd, check->end.dir_off, flags);
 	if (rc == SFR_EAGAIN)
-		r->check = NULL; /* it stays the caller's, who calls again */
+		r->check = NULL; /* the check stays the caller's, who calls again */
 	if (rc < 0)
 		sfr_restore_free(r);
 	else

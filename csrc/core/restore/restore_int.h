@@ -8,7 +8,7 @@
 #include "restore/restore.h"
 #include "stage/transfer.h"
 
-#define SFR__RESTORE_DEVICES 16u
+#define SFR__RESTORE_DEVICES 16u /* the most devices of one restore */
 
 /* Where a record's bytes go; constant once the record may be read. */
 struct sfr__destination {
@@ -32,9 +32,9 @@ struct sfr_restore {
 	/* constant once the reader runs */
 	uint32_t devices[SFR__RESTORE_DEVICES]; /* the driver's numbers */
 	unsigned nr_devices;
-	struct sfr__cuda_lane *lane;  /* the first device's */
+	struct sfr__cuda_lane *lane;  /* the lane of devices[0] */
 	struct sfr__cuda_lanes lanes; /* has a lock of its own */
-	/* each is used by the reader's thread that has the buffer of the same number */
+	/* transfers[n] is used only by the reader's thread that has the buffer with number n */
 	struct sfr__buffer_transfers transfers[SFR__READER_THREADS * SFR__READER_BUFFERS];
 	/* the error of a device, written by the first that has one */
 	atomic_bool has_why;
@@ -43,9 +43,10 @@ struct sfr_restore {
 
 /* ---- device.c ---- */
 
-/* Adds a copy of `len` bytes at `from`, in the buffer, to `to`, in the device memory of record
- * `index`. Returns false after a failure, which sfr__reader_fail has recorded. */
-bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
-		       const char *from, size_t len);
+/* Adds a copy to the buffer's transfer: of `len` bytes from `from`, in the buffer, to `to`, in the
+ * device memory of record `index`. The copy begins when the reader calls the client's `send`.
+ * Returns false after a failure, which sfr__reader_fail has recorded. */
+bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index,
+			   char *to, const char *from, size_t len);
 
 #endif

@@ -21,7 +21,7 @@
 #include "trace/document.h"
 
 enum {
-	TEXT_BYTES = 256 << 10, /* of the text buffer */
+	TEXT_BYTES = 256 << 10, /* length of the text buffer */
 	LINE_BYTES = 768,       /* the most that one call of sfr__document_add adds */
 	EVENT_LINES = 16,       /* the most calls in a group (sfr__document_begin) */
 	END_BYTES = 256,        /* room for the document's end */
@@ -45,7 +45,7 @@ void sfr__document_flush(struct sfr__document *doc)
 
 	if (doc->error)
 		goto out;
-	/* The text buffer always has room for the end. */
+	/* The text buffer always has room for the end: sfr__document_begin leaves END_BYTES. */
 	end_len = put_end(doc, doc->text + doc->len);
 	all = doc->len + end_len;
 	rc = sfr__write_all(doc->fd, doc->text, all, doc->off, &done);
@@ -113,7 +113,7 @@ void sfr__document_escape(const char *in, size_t max, char *out)
 
 		for (size_t i = 1; whole && i <= more; i++)
 			whole = (s[i] & 0xc0) == 0x80;
-		/* Not valid: overlong forms, surrogates, and code points above U+10FFFF. */
+		/* also refuses overlong forms, surrogates, and code points above U+10FFFF */
 		if (whole && more == 2)
 			whole = !(*s == 0xe0 && s[1] < 0xa0) && !(*s == 0xed && s[1] >= 0xa0);
 		if (whole && more == 3)
@@ -165,7 +165,7 @@ int sfr__document_open(struct sfr__document *doc, const char *path)
 void sfr__document_close(struct sfr__document *doc)
 {
 	if (doc->fd >= 0)
-		(void)sfr__fd_close(doc->fd); /* a timeline: a failed close is not worth an error */
+		(void)sfr__fd_close(doc->fd); /* for a trace a failed close is not worth an error */
 	doc->fd = -1;
 	sfr_sys.free(doc->text);
 	doc->text = NULL;

@@ -5,12 +5,14 @@
 #include "base/base.h"
 
 struct sfr__document {
-	int fd;           /* -1: closed */
-	uint64_t off;     /* offset of the document's end, which the next write replaces */
-	uint64_t end_len; /* bytes of that end */
-	uint64_t started_unix_ns;
-	/* counted by the caller: events added or written, events lost, and events in `text` */
-	uint64_t nr_events, nr_dropped, nr_unwritten;
+	int fd;                   /* -1: closed */
+	uint64_t off;             /* offset of the document's end, which the next write replaces */
+	uint64_t end_len;         /* length of the document's end */
+	uint64_t started_unix_ns; /* the time of sfr__document_open */
+	/* counted by the caller; sfr__document_flush corrects them after a failure */
+	uint64_t nr_events;    /* events that were added */
+	uint64_t nr_dropped;   /* events that were lost */
+	uint64_t nr_unwritten; /* events in `text` */
 	int error;  /* the first error of the file: 0 or -errno; later events are dropped */
 	char *text; /* what was added and not written yet */
 	size_t len; /* bytes in `text` */
@@ -28,8 +30,9 @@ __attribute__((format(printf, 2, 3))) void sfr__document_add(struct sfr__documen
 							     const char *format, ...);
 /* Writes the added text, and the document's end with its counts. */
 void sfr__document_flush(struct sfr__document *doc);
-/* Escapes a string of at most `max` bytes for JSON, without quotes. Bytes that are not valid UTF-8
- * become '?'. `out` has room for 6 bytes for each byte of `in`, and for the final zero. */
+/* Escapes a string of at most `max` bytes for JSON and writes it to `out`, without quotes. Bytes
+ * that are not valid UTF-8 become '?'. `out` has room for 6 bytes for each byte of `in`, and for
+ * the final zero. */
 void sfr__document_escape(const char *in, size_t max, char *out);
 
 #endif

@@ -1,8 +1,8 @@
 /* Converts the rings' events to the Trace Event JSON format.
  *
- * Each thread has a row, named after it. Above those, each thread that runs optimizer steps has a
- * row of its steps, under a thread number that no thread can have (the kernel's numbers end at
- * 2^22). */
+ * Each thread has a row with the thread's name. A thread that runs optimizer steps has a second row
+ * for its steps, above all threads' rows. This row has a thread number that no thread can have (the
+ * kernel's numbers end at 2^22). */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -13,7 +13,8 @@
 #define STEPS_TID (UINT64_C(1) << 22)
 
 static const struct {
-	const char *name, *category, *number;
+	const char *name, *category;
+	const char *number; /* what an event's `number` counts; NULL: nothing */
 } kinds[] = {
 #define X(kind, kind_name, kind_category, kind_number)                                             \
 	[kind] = { .name = (kind_name), .category = (kind_category), .number = (kind_number) },
@@ -53,7 +54,7 @@ void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, i
 }
 
 /* Returns the position of a thread's row. From top to bottom: training steps (0), the main thread,
- * the program's other threads, then ours in the order in which bytes pass through them. */
+ * the program's other threads, then the core's in the order in which bytes pass through them. */
 static int order_of(const struct sfr__ring *ring)
 {
 	static const char *const prefixes[] = { "sfr-copier", "sfr-lane", "sfr-writer", "sfr-log" };
@@ -64,7 +65,8 @@ static int order_of(const struct sfr__ring *ring)
 	return ring->tid == (uint64_t)getpid() ? 1 : 2;
 }
 
-/* Names the row of a thread and, if asked, that of its steps, unless this trace has named them. */
+/* Names a thread's row, unless this trace has named it. With `steps`, does the same for the row of
+ * the thread's steps. */
 static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bool steps)
 {
 	char name[64];
@@ -154,7 +156,7 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	 * this thread here. */
 	for (int i = 0; i < SFR__RING_EVENTS && (event = sfr__ring_peek(ring)); i++) {
 		bool steps = event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER;
-		/* left from before this trace; a save may have begun before it */
+		/* from before this trace; a save is early only if it also ended before the trace */
 		bool early = event->kind == SFR_TRACE_SAVE ? event->end_ns < tl->start_ns :
 							     event->start_ns < tl->start_ns;
 

@@ -8,11 +8,11 @@
 /* The trace that is being written. */
 struct sfr__timeline {
 	struct sfr__document *doc;
-	uint32_t number;
+	uint32_t number;   /* the trace's number in this process */
 	uint64_t start_ns; /* time 0 in the document */
 };
 
-/* For sfr__rings_each, with a timeline: moves a ring's events into the document. */
+/* Moves a ring's events into the document. For sfr__rings_each with a struct sfr__timeline. */
 void sfr__trace_read_ring(struct sfr__ring *ring, void *timeline);
 /* Names the row `tid`. Rows are shown in ascending `order`; -1 leaves the row where it is. */
 void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order);

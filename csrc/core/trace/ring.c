@@ -5,18 +5,19 @@
  *
  * A ring is made at a thread's first event, and freed once the thread has ended and its events are
  * read. So it is never freed while its thread could still write to it, even after the end of a
- * trace. An event that is recorded after the end stays in the ring until the next trace begins,
- * which skips it because it started before that trace.
+ * trace. An event that is recorded after the end of a trace stays in the ring. The next trace skips
+ * this event, because the event started before that trace.
  *
- * A mutex guards the registry, a list of rings. A thread takes it when its ring is made and when
- * the thread ends. It may be taken under any other lock of the core; none is taken under it. */
+ * A mutex guards the registry, a list of rings. A thread takes this mutex when its ring is made and
+ * when the thread ends. The mutex may be taken under any other lock of the core; no lock is taken
+ * under it. */
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "trace/ring.h"
 
-#define SMALL_COPY (64u << 10) /* bytes; smaller copies appear only in their block's span */
+#define SMALL_COPY (64u << 10) /* bytes; a smaller copy of a storage has no span of its own */
 
 _Atomic uint32_t sfr__trace_on;
 
@@ -28,7 +29,8 @@ static struct {
 } registry = { .mu = SFR__MUTEX(SFR__LOCK_REGISTRY) };
 static _Atomic uint64_t lost; /* events for which there was no ring */
 
-static _Thread_local struct sfr__ring *mine;
+static _Thread_local struct sfr__ring *own_ring; /* of the calling thread, or NULL */
+/* each thread's value of `key` is its ring, so at_thread_end runs when the thread ends */
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 static pthread_key_t key;
 static bool have_key;
@@ -48,33 +50,33 @@ static void unlink_locked(struct sfr__ring *ring)
 
 /* Runs when a thread ends: frees its ring or, if a trace is being written, leaves that to the
  * reader. */
-static void thread_ends(void *arg)
+static void at_thread_end(void *arg)
 {
 	struct sfr__ring *ring = arg;
-	bool ours;
+	bool free_now;
 
-	mine = NULL;
+	own_ring = NULL;
 	sfr__lock(&registry.mu);
-	ours = !registry.reading;
-	if (ours)
+	free_now = !registry.reading;
+	if (free_now)
 		unlink_locked(ring);
 	else
 		atomic_store_explicit(&ring->dead, true, memory_order_release);
 	sfr__unlock(&registry.mu);
-	if (ours)
+	if (free_now)
 		sfr_sys.free(ring);
 }
 
 static void make_key(void)
 {
-	have_key = pthread_key_create(&key, thread_ends) == 0;
+	have_key = pthread_key_create(&key, at_thread_end) == 0;
 }
 
 /* Returns the calling thread's ring, making it if needed. NULL when memory is short; the event is
  * then lost. */
 static struct sfr__ring *get_ring(void)
 {
-	struct sfr__ring *ring = mine;
+	struct sfr__ring *ring = own_ring;
 
 	if (ring)
 		return ring;
@@ -93,7 +95,7 @@ static struct sfr__ring *get_ring(void)
 	ring->next = registry.rings;
 	registry.rings = ring;
 	sfr__unlock(&registry.mu);
-	mine = ring;
+	own_ring = ring;
 	return ring;
 }
 
@@ -152,7 +154,7 @@ void sfr__span_record(struct sfr__span *span)
 	struct sfr__ring *ring = get_ring();
 
 	if (ring)
-		ring->save = span->outer_save;
+		ring->save = span->outer_save; /* the enclosing span is the innermost again */
 	put_event(ring, &event);
 }
 
@@ -223,7 +225,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 	event.end_ns = sfr__now_ns();
 	if (!ended) {
 		if (at >= 0)
-			ring->nr_steps = (uint32_t)at; /* that step raised an exception */
+			ring->nr_steps = (uint32_t)at; /* drop it: it raised an exception */
 		if (ring->nr_steps == sizeof(ring->steps) / sizeof(ring->steps[0]))
 			return; /* nested too deep: not recorded */
 		ring->steps[ring->nr_steps].optimizer = optimizer;
@@ -333,7 +335,7 @@ static void forget(void)
 	 * gone. They stay reachable for leak checkers. */
 	registry.of_parent = registry.rings;
 	atomic_store(&sfr__trace_on, 0);
-	mine = NULL;
+	own_ring = NULL;
 	if (have_key)
 		(void)pthread_setspecific(key, NULL); /* cannot fail: the key has a value */
 	registry.rings = NULL;

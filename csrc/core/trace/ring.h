@@ -6,10 +6,12 @@
 #include "trace/trace.h"
 
 struct sfr__trace_event {
-	uint64_t start_ns, end_ns, save, number;
-	uint16_t kind;  /* enum sfr_trace_kind */
-	uint16_t state; /* SAVE: enum sfr_state */
-	char name[28];  /* SAVE: file name, UTF-8, shortened */
+	uint64_t start_ns, end_ns;
+	uint64_t save;   /* number of its ticket, or 0 */
+	uint64_t number; /* see SFR_TRACE_LIST */
+	uint16_t kind;   /* enum sfr_trace_kind */
+	uint16_t state;  /* SAVE: enum sfr_state */
+	char name[28];   /* SAVE: file name, UTF-8, shortened */
 };
 
 enum { SFR__RING_EVENTS = 8192 };
@@ -22,7 +24,7 @@ struct sfr__ring {
 	atomic_bool dead;         /* its thread has ended */
 	_Atomic uint64_t head;    /* index of the next event to write; the thread's */
 	_Atomic uint64_t tail;    /* index of the next event to read; the reader's */
-	_Atomic uint64_t dropped; /* in the current trace */
+	_Atomic uint64_t dropped; /* events of the current trace for which the ring was full */
 	/* the reader's */
 	uint32_t named_in, steps_named_in; /* the last traces in which its two rows were named */
 	uint64_t dropped_seen;             /* how many dropped events the document reports */
@@ -34,7 +36,7 @@ struct sfr__ring {
 		uint64_t optimizer, start_ns;
 	} steps[8];
 	uint32_t steps_in, nr_steps;
-	uint64_t step_number, last_step_ns; /* steps that have ended; when the last one did */
+	uint64_t step_number, last_step_ns; /* steps that have ended; the end of the last one */
 	struct sfr__trace_event events[SFR__RING_EVENTS];
 };
 

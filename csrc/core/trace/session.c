@@ -1,4 +1,5 @@
-/* The one timeline that a process can write: a thread moves events from the rings to a document.
+/* The session: the one trace that a process can write at a time. Its thread moves events from the
+ * rings (ring.c) to a document (document.c).
  *
  *   idle ──start──▶ running ──stop──▶ stopping ──thread has ended──▶ idle
  *
@@ -9,7 +10,7 @@
 
 #include "trace/events.h"
 
-#define FLUSH_NS (100u * 1000 * 1000) /* between two writes */
+#define FLUSH_NS (100u * 1000 * 1000) /* from one write to the next */
 
 enum session_state { IDLE, RUNNING, STOPPING };
 
@@ -19,15 +20,16 @@ static struct {
 	bool have_cv;
 	enum session_state state;
 	pthread_t thread;
-	uint32_t number; /* of the last trace that was begun in this process */
-	/* used by the thread; start and stop use these only while the thread does not run */
-	uint64_t start_ns, nr_lost_seen;
+	uint32_t number; /* number of the last trace that was begun in this process */
+	/* start_ns to doc: used by the thread; start and stop use them while it does not run */
+	uint64_t start_ns;
+	uint64_t nr_lost_seen; /* lost events (sfr__rings_lost) that the document has counted */
 	struct sfr__document doc;
 	char *of_parent; /* in a forked child: the parent's text, which must stay reachable */
 } session = { .mu = SFR__MUTEX(SFR__LOCK_SESSION), .doc = { .fd = -1 } };
 
-/* Moves the rings' events to the document, writes it, and frees rings of ended threads. `last`: no
- * call follows. */
+/* Moves the rings' events to the document, writes the document, and frees rings of ended threads.
+ * `last` says that this is the last call for this trace. */
 static void write_events(bool last)
 {
 	struct sfr__timeline timeline = { &session.doc, session.number, session.start_ns };
@@ -36,7 +38,7 @@ static void write_events(bool last)
 	sfr__rings_each(sfr__trace_read_ring, &timeline);
 	lost = sfr__rings_lost();
 	session.doc.nr_dropped += lost - session.nr_lost_seen;
-	/* Without new events only the count of dropped ones can have changed. */
+	/* Without new events only the number of dropped events can have changed. */
 	if (session.doc.len || lost != session.nr_lost_seen)
 		sfr__document_flush(&session.doc);
 	session.nr_lost_seen = lost;
@@ -138,7 +140,7 @@ static void forget(void)
 
 	memset(&session, 0, sizeof(session));
 	session.of_parent = text;
-	session.number = number; /* rows named before the fork must be named again */
+	session.number = number; /* kept, so that the next trace names all rows again */
 	session.doc.fd = -1;
 	sfr__mutex_init(&session.mu, SFR__LOCK_SESSION);
 }

@@ -1,4 +1,5 @@
-/* A timeline of the threads of a save: recording (ring.c) and writing (session.c, events.c,
+/* Traces. A trace is a file with a timeline: what the threads of saves did, and when. Each thread
+ * records events (ring.c), and one thread writes them to the file (session.c, events.c,
  * document.c).
  *
  * A trace point is one line at the start of a scope, and its span ends with the scope:
@@ -25,11 +26,11 @@
 	X(SFR_TRACE_PLAN, "plan", "call", "tensors")       /* path, pickle, owners, layout */      \
 	X(SFR_TRACE_ADMIT, "admit", "call", NULL)          /* the wait for a slot */               \
 	X(SFR_TRACE_CAPTURE, "capture", "call", "bytes")   /* what is copied in the call */        \
-	X(SFR_TRACE_SAMPLES, "samples", "call", NULL)      /* taking those of deferred sources */  \
+	X(SFR_TRACE_SAMPLES, "samples", "call", NULL)      /* taking samples */                    \
 	X(SFR_TRACE_GATE, "gate", "gate", NULL)            /* a step waits for the copies */       \
 	X(SFR_TRACE_POOL_WAIT, "wait for block", "copy", NULL)                                     \
 	X(SFR_TRACE_COPY, "copy", "copy", "bytes")            /* one block is filled */            \
-	X(SFR_TRACE_STORAGE, "copy storage", "copy", "bytes") /* one of at least 64 KiB */         \
+	X(SFR_TRACE_STORAGE, "copy storage", "copy", "bytes") /* if at least 64 KiB */             \
 	X(SFR_TRACE_OPEN, "open", "write", NULL)                                                   \
 	X(SFR_TRACE_BLOCK, "block", "write", "bytes") /* its checksum and writes */                \
 	X(SFR_TRACE_CHECKSUM, "checksum", "write", "bytes")                                        \
@@ -61,8 +62,8 @@ struct sfr_trace_result {
  * JSON after each write. -errno of open; -EINVAL: not a regular file; SFR_EBUSY: another trace is
  * being written. */
 int sfr_trace_start(const char *path);
-/* Stops recording, writes what is left and closes the file. Spans that have not ended are not in
- * it. SFR_ESTATE: this process is writing no trace. Callable from any thread. */
+/* Stops recording, writes the events that are left and closes the file. Spans that have not ended
+ * are not in the file. SFR_ESTATE: this process is writing no trace. Callable from any thread. */
 int sfr_trace_stop(struct sfr_trace_result *out);
 /* Names the row of the thread with the kernel's number `tid`; the last name wins. Does nothing when
  * no trace is being written. */
@@ -93,10 +94,11 @@ struct sfr__span {
 	uint64_t number;           /* see SFR_TRACE_LIST */
 	enum sfr_trace_kind kind;
 };
-/* Parts of SFR__TRACE: start a span while a trace is being written, and record it at its end. */
+/* Used by SFR__TRACE while a trace is being written: start a span, and record it at its end. */
 struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64_t number);
 void sfr__span_record(struct sfr__span *span);
 
+/* Starts a span. Returns one that is not recorded if no trace is being written. */
 static inline struct sfr__span sfr__span_begin(enum sfr_trace_kind kind, uint64_t save,
 					       uint64_t number)
 {
@@ -111,8 +113,8 @@ static inline void sfr__span_end(struct sfr__span *span)
 		sfr__span_record(span);
 }
 
-/* A span from here to the end of the scope. `save` is the ticket's number; 0 means that of the
- * enclosing span. Must not be used in a scope that a goto enters. */
+/* Records a span from here to the end of the scope. `save` is the ticket's number; 0 means the save
+ * of the enclosing span. Must not be used in a scope that a goto enters. */
 #define SFR__TRACE(kind, save, number) SFR__TRACE_AT(kind, save, number, __LINE__)
 #define SFR__TRACE_AT(kind, save, number, line) SFR__TRACE_AS(kind, save, number, line)
 #define SFR__TRACE_AS(kind, save, number, line)                                                    \

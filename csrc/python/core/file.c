@@ -66,7 +66,7 @@ static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *s
 	int64_t got = SFR_EAGAIN;
 
 	while (got == SFR_EAGAIN) {
-		got = sfr_py_unlocked(sfr__source_some(source, to, len, off));
+		got = sfr_py_unlocked(sfr__source_read_some(source, to, len, off));
 		if (got == SFR_EAGAIN && PyErr_CheckSignals() < 0)
 			return -1;
 	}

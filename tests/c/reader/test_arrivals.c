@@ -147,7 +147,7 @@ TEST(read_waits_for_the_chunks_that_it_needs_and_no_others)
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_EITHER);
 	CHECK_EQ(s.direct_fd, -1);
 	CHECK_EQ(sfr__source_read(&s, buf, 2 * SFR_PAGE, 3 * SFR_PAGE + 1), SFR_EAGAIN);
-	CHECK_EQ(sfr__source_some(&s, buf, 2 * SFR_PAGE, 3 * SFR_PAGE + 1), SFR_EAGAIN);
+	CHECK_EQ(sfr__source_read_some(&s, buf, 2 * SFR_PAGE, 3 * SFR_PAGE + 1), SFR_EAGAIN);
 	for (uint64_t i = 0; i < 3; i++) { /* each once, in order */
 		CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w[i]), 0);
 		CHECK_EQ(w[i].off, (3 + i) * SFR_PAGE);
@@ -174,13 +174,13 @@ TEST(end_of_the_file_is_fetched_and_bytes_after_it_are_not)
 	char buf[SFR_PAGE];
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	CHECK_EQ(sfr__source_some(&s, buf, SFR_PAGE, LEN), 0);
-	CHECK_EQ(sfr__source_some(&s, buf, SFR_PAGE, LEN + 10 * SFR_PAGE), 0);
-	CHECK_EQ(sfr__source_some(&s, buf, SFR_PAGE, LEN - 5), SFR_EAGAIN);
+	CHECK_EQ(sfr__source_read_some(&s, buf, SFR_PAGE, LEN), 0);
+	CHECK_EQ(sfr__source_read_some(&s, buf, SFR_PAGE, LEN + 10 * SFR_PAGE), 0);
+	CHECK_EQ(sfr__source_read_some(&s, buf, SFR_PAGE, LEN - 5), SFR_EAGAIN);
 	CHECK(fetch_one(&a, &w));
 	CHECK_EQ(w.off + w.len, LEN);
 	CHECK_EQ(w.off % SFR_PAGE, 0);
-	CHECK_EQ(sfr__source_some(&s, buf, SFR_PAGE, LEN - 5), 5);
+	CHECK_EQ(sfr__source_read_some(&s, buf, SFR_PAGE, LEN - 5), 5);
 	CHECK(memcmp(buf, content + LEN - 5, 5) == 0);
 	CHECK_EQ(sfr__source_read(&s, buf, SFR_PAGE, LEN - 5), SFR_ECORRUPT);
 	sfr__source_close(&s);
@@ -396,7 +396,7 @@ TEST(failure_ends_every_later_read)
 	sfr_arrivals_fail(a.group, a.number);
 	sfr_arrivals_fail(a.group, a.number + 1);
 	CHECK_EQ(sfr__source_read(&s, buf, SFR_PAGE, 0), -EIO);
-	CHECK_EQ(sfr__source_some(&s, buf, SFR_PAGE, SFR_PAGE), -EIO);
+	CHECK_EQ(sfr__source_read_some(&s, buf, SFR_PAGE, SFR_PAGE), -EIO);
 	CHECK_EQ(sfr_arrivals_fill(a.fd, SFR_FOREVER), -EIO);
 	CHECK_EQ(fetch_all(&a), 0); /* nobody needs the rest */
 	sfr__source_ahead(&s, 30 * SFR_PAGE, LEN);
@@ -773,7 +773,7 @@ static void *read_here_and_there(void *arg)
 		const size_t len = (size_t)rand_r(&seed) % sizeof(buf);
 		int64_t got;
 
-		while ((got = sfr__source_some(&s, buf, len, off)) == SFR_EAGAIN)
+		while ((got = sfr__source_read_some(&s, buf, len, off)) == SFR_EAGAIN)
 			;
 		CHECK(got >= 0 && memcmp(buf, content + off, (size_t)got) == 0);
 		sfr__source_done(&s, off / SFR_PAGE * SFR_PAGE, SFR_PAGE);
