@@ -1,12 +1,12 @@
 /* A snapshot's containers: walks into them, and rebuilds them around the copies.
  *
  * Most containers of a checkpoint are plain dicts and lists, and most of their contents are
- * tensors, which copies.c finds and makes. In Python each container takes some microseconds and
- * each entry a tenth of a microsecond, for which the training waits. So plain dicts, lists and (for
- * walking) tuples are handled here, and everything else in Python.
+ * tensors, which copies.c finds and makes. Python code would take some microseconds for each
+ * container and a tenth of a microsecond for each entry, and the training would wait for it. So
+ * plain dicts, lists and (for walking) tuples are handled here, and everything else in Python.
  *
- * Python code called from here may change a container meanwhile, so each loop goes over a list that
- * was copied from the container. */
+ * Python code that is called from here may change a container while a loop visits its entries. So
+ * each loop visits a list that was copied from the container. */
 #include "skeleton/skeleton.h"
 
 /* ---- walking -------------------------------------------------------------------- */
@@ -20,8 +20,8 @@ static PyObject *values_of(PyObject *node)
 	return PyList_CheckExact(node) || PyTuple_CheckExact(node) ? PySequence_List(node) : NULL;
 }
 
-/* Marks a container as met: adds its id to `seen`. Returns 1 if it had been met before, 0 if not,
- * -1 with an exception set. */
+/* Marks a container as met: adds its id to the set `seen`. Returns 1 if the id was in the set
+ * before, 0 if not, -1 with an exception set. */
 static int mark_met(PyObject *seen, PyObject *node)
 {
 	PyObject *key = PyLong_FromVoidPtr(node);
@@ -34,11 +34,11 @@ static int mark_met(PyObject *seen, PyObject *node)
 }
 
 /* Walks into the nodes: gives the plain tensors to the collector, walks into plain containers, and
- * appends everything else to the list `out`. `seen` is the set of ids of the containers that were
- * met. 0, or -1 with an exception set. */
+ * appends all other nodes to the list `out`, except those that contain no tensor. `seen` is the set
+ * of ids of the containers that were met. Returns 0, or -1 with an exception set. */
 static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
 
-/* Walks into one node that is not a plain tensor, like walk(). */
+/* Does the same as walk() for one node that is not a plain tensor. */
 static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
 	PyObject *inner = values_of(node);
@@ -91,10 +91,10 @@ struct job {
 };
 
 /* Returns a new reference to the replacement of a node, or NULL with an exception set. */
-static PyObject *rebuilt(const struct job *job, PyObject *node);
+static PyObject *rebuild_node(const struct job *job, PyObject *node);
 
-/* Fill the new container `made` with the replacements of what is in the old one, `node`. 0, or -1
- * with an exception set. */
+/* These two fill the new container `made` with the replacements of the entries of the old
+ * container, `node`. They return 0, or -1 with an exception set. */
 static int fill_dict(const struct job *job, PyObject *made, PyObject *node)
 {
 	PyObject *items = PyDict_Items(node);
@@ -103,7 +103,7 @@ static int fill_dict(const struct job *job, PyObject *made, PyObject *node)
 
 	for (Py_ssize_t i = 0; i < nr && rc == 0; i++) {
 		PyObject *item = PyList_GetItem(items, i);
-		PyObject *value = rebuilt(job, PyTuple_GetItem(item, 1));
+		PyObject *value = rebuild_node(job, PyTuple_GetItem(item, 1));
 
 		rc = value ? PyDict_SetItem(made, PyTuple_GetItem(item, 0), value) : -1;
 		Py_XDECREF(value);
@@ -119,7 +119,7 @@ static int fill_list(const struct job *job, PyObject *made, PyObject *node)
 	int rc = items ? 0 : -1;
 
 	for (Py_ssize_t i = 0; i < nr && rc == 0; i++) {
-		PyObject *value = rebuilt(job, PyList_GetItem(items, i));
+		PyObject *value = rebuild_node(job, PyList_GetItem(items, i));
 
 		rc = value ? PyList_Append(made, value) : -1;
 		Py_XDECREF(value);
@@ -128,9 +128,10 @@ static int fill_list(const struct job *job, PyObject *made, PyObject *node)
 	return rc;
 }
 
-/* Returns a new dict or list with the replacements, or NULL with an exception set. The memo (at
- * `key`) has it before it is filled, because the container may contain itself. */
-static PyObject *rebuilt_container(const struct job *job, PyObject *node, PyObject *key)
+/* Returns a new dict or list with the replacements of the entries of `node`, or NULL with an
+ * exception set. It is in the memo (at `key`) before it is filled, because a container may contain
+ * itself. */
+static PyObject *rebuild_container(const struct job *job, PyObject *node, PyObject *key)
 {
 	bool is_dict = PyDict_CheckExact(node);
 	PyObject *made = is_dict ? PyDict_New() : PyList_New(0);
@@ -148,7 +149,7 @@ static PyObject *rebuilt_container(const struct job *job, PyObject *node, PyObje
 	return made;
 }
 
-static PyObject *rebuilt(const struct job *job, PyObject *node)
+static PyObject *rebuild_node(const struct job *job, PyObject *node)
 {
 	PyObject *key, *made;
 
@@ -166,14 +167,14 @@ static PyObject *rebuilt(const struct job *job, PyObject *node)
 	else if (PyErr_Occurred())
 		made = NULL;
 	else if (PyDict_CheckExact(node) || PyList_CheckExact(node))
-		made = rebuilt_container(job, node, key);
+		made = rebuild_container(job, node, key);
 	else
 		made = PyObject_CallFunctionObjArgs(job->other, node, NULL);
 	Py_DECREF(key);
 	return made;
 }
 
-/* rebuilt(node, memo, other) -> its replacement. */
+/* The Python function rebuilt(node, memo, other) -> the node's replacement. */
 static PyObject *rebuild(PyObject *module, PyObject *args)
 {
 	struct job job;
@@ -182,7 +183,7 @@ static PyObject *rebuild(PyObject *module, PyObject *args)
 	(void)module;
 	if (!PyArg_ParseTuple(args, "OO!O:rebuilt", &node, &PyDict_Type, &job.memo, &job.other))
 		return NULL;
-	return rebuilt(&job, node);
+	return rebuild_node(&job, node);
 }
 
 static PyMethodDef functions[] = {

@@ -3,10 +3,11 @@
  *
  * collect() gets the contents of a tree's containers, in order, and keeps the plain tensors
  * (torch_types.c) as persistent_id() does for a save. When the storages have been copied, copies()
- * makes a tensor like each of them through the bridge: same dtype, sizes, strides and offset, over
- * the copy of the same storage. Python makes the remaining ones:
+ * makes a new tensor for each plain tensor through the bridge (torch/bridge.c). It has the same
+ * dtype, sizes, strides and offset, over the copy of the same storage. Python makes the tensors and
+ * storages that the bridge cannot make:
  *
- *   - all, if the bridge cannot make any,
+ *   - all of them, if this torch has no function that makes tensors,
  *   - tensors that view a storage as another dtype than the first one over it,
  *   - storages that are empty or not a whole number of elements long.
  *
@@ -14,8 +15,8 @@
  * when the last of them is freed, on whatever thread that is.
  *
  * In Python, finding and making took 5 to 6 us a tensor: more than copying it, and more than
- * `.to("cpu", copy=True)`. The C shim of torch 2.10 has no function that makes tensors, so there
- * Python makes all of them. */
+ * `.to("cpu", copy=True)`. With torch 2.10, whose C shim has no function that makes tensors, Python
+ * still makes all of them. */
 #include <string.h>
 
 #include "skeleton/skeleton.h"
@@ -41,8 +42,8 @@ static void drop_owner(struct sfr_keepalive *keepalive)
 	PyGILState_Release(gil);
 }
 
-/* Makes a keepalive with a reference to `owner`, and with one count for the caller. NULL with an
- * exception set. */
+/* Makes a keepalive with a reference to `owner`. Its count is 1, for the caller. Returns NULL with
+ * an exception set. */
 static struct sfr_keepalive *keep_owner(PyObject *owner)
 {
 	struct owner_keepalive *self = PyMem_Malloc(sizeof(*self));
@@ -60,8 +61,8 @@ static struct sfr_keepalive *keep_owner(PyObject *owner)
 
 /* ---- collecting ---------------------------------------------------------------- */
 
-/* Returns whether the object can contain no tensor. Apart from tensors and containers, most objects
- * of a tree are like that. */
+/* Returns whether the object is of a type whose objects contain no tensor. Apart from tensors and
+ * containers, most objects of a tree are of these types. */
 static bool is_atom(PyObject *node)
 {
 	PyTypeObject *type = Py_TYPE(node);
@@ -96,6 +97,7 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 			number = (size_t)*known;
 		else if (exact)
 			rc = sfr_py_enter_tensor(c, node, true, &number);
+		/* the collector keeps a plain tensor, and an atom contains none */
 		is_done = exact ? rc == 0 && c->found[number].plain : is_atom(node);
 		if (rc == 0 && !is_done)
 			rc = PyList_Append(others, node);
@@ -116,13 +118,14 @@ fail:
 /* One call of copies(). */
 struct job {
 	struct sfr_py_collector *c;
-	char *base; /* memory of the copies */
+	char *base; /* memory of the copies, `len` bytes */
 	Py_ssize_t len;
-	PyObject *offsets;   /* list, by storage: offset of its copy in the memory */
-	int64_t *rows, *end; /* rows for the bridge; the end of those so far */
-	uint32_t *made;      /* for each row, in order: the index of the found tensor */
-	size_t nr_made;      /* the number of rows so far */
-	uint32_t *first;     /* by storage: 1 + the number of the first row over it; 0: none yet */
+	PyObject *offsets;   /* list, by number of the storage: offset of its copy in the memory */
+	int64_t *rows, *end; /* rows for the bridge (torch/bridge.h); where the next row goes */
+	uint32_t *tensor_of_row; /* by number of the row: index of the found tensor */
+	size_t nr_rows;          /* the number of rows so far */
+	/* by number of the storage: 1 + the number of the first row over it; 0: none yet */
+	uint32_t *first_row;
 };
 
 /* Allocates the arrays of a job. 0, or -1 with MemoryError set; call job_fini in either case. */
@@ -135,9 +138,9 @@ static int job_init(struct job *job)
 		if (c->found[i].row != NULL)
 			words += SFR_NEW_HEADER + 2 * (size_t)c->found[i].row[SFR_ROW_NDIM];
 	job->rows = PyMem_Malloc((words + 1) * sizeof(*job->rows));
-	job->made = PyMem_Malloc((c->nr_found + 1) * sizeof(*job->made));
-	job->first = PyMem_Calloc(c->nr_storages + 1, sizeof(*job->first));
-	if (job->rows == NULL || job->made == NULL || job->first == NULL) {
+	job->tensor_of_row = PyMem_Malloc((c->nr_found + 1) * sizeof(*job->tensor_of_row));
+	job->first_row = PyMem_Calloc(c->nr_storages + 1, sizeof(*job->first_row));
+	if (job->rows == NULL || job->tensor_of_row == NULL || job->first_row == NULL) {
 		(void)PyErr_NoMemory(); /* always NULL */
 		return -1;
 	}
@@ -149,12 +152,12 @@ static int job_init(struct job *job)
 static void job_fini(struct job *job)
 {
 	PyMem_Free(job->rows);
-	PyMem_Free(job->made);
-	PyMem_Free(job->first);
+	PyMem_Free(job->tensor_of_row);
+	PyMem_Free(job->first_row);
 }
 
-/* Returns whether all elements of a row's tensor are within its storage, as it should be. The user
- * may have resized the storage without the tensor. */
+/* Returns whether all elements of a row's tensor are within its storage. They may not be, because
+ * the user may have resized the storage without the tensor. */
 static bool is_within(const int64_t *row, uint64_t itemsize)
 {
 	const int64_t *sizes = row + SFR_ROW_HEADER, *strides = sizes + row[SFR_ROW_NDIM];
@@ -173,23 +176,23 @@ static bool is_within(const int64_t *row, uint64_t itemsize)
 	       reach <= (uint64_t)row[SFR_ROW_NBYTES];
 }
 
-/* Appends the row from which the bridge makes a tensor like found[index] over the copy. Returns 1;
- * 0 if the tensor is left to Python; -1 with an exception set. */
+/* Appends the row from which the bridge makes a tensor like found[index], over the copy of its
+ * storage. Returns 1; 0 if the tensor is left to Python; -1 with an exception set. */
 static int add_row(struct job *job, uint32_t index)
 {
 	const struct sfr_py_found *found = &job->c->found[index];
 	const struct sfr_py_storage *storage = &job->c->storages[found->storage];
 	uint64_t itemsize = job->c->torch->dtype[found->dtype].itemsize, nbytes = storage->nbytes;
-	uint32_t first = job->first[found->storage];
+	uint32_t first = job->first_row[found->storage];
 	const int64_t *row = found->row;
 	Py_ssize_t offset;
 	int64_t *out = job->end;
 
-	/* Left to Python: empty storages, those without a whole number of elements or that were
-	 * resized meanwhile, and tensors of another dtype than the first one over their storage. */
+	/* Left to Python: tensors over a storage that is empty, has no whole number of elements or
+	 * was resized meanwhile, and tensors of another dtype than the storage's first tensor. */
 	if (nbytes == 0 || nbytes % itemsize != 0 || (uint64_t)row[SFR_ROW_NBYTES] != nbytes ||
 	    !is_within(row, itemsize) ||
-	    (first != 0 && job->c->found[job->made[first - 1]].dtype != found->dtype))
+	    (first != 0 && job->c->found[job->tensor_of_row[first - 1]].dtype != found->dtype))
 		return 0;
 	offset = PyLong_AsSsize_t(PyList_GetItem(job->offsets, (Py_ssize_t)found->storage));
 	if (offset == -1 && PyErr_Occurred())
@@ -207,9 +210,9 @@ static int add_row(struct job *job, uint32_t index)
 	memcpy(out + SFR_NEW_HEADER, row + SFR_ROW_HEADER,
 	       2 * (size_t)row[SFR_ROW_NDIM] * sizeof(*row));
 	job->end += SFR_NEW_HEADER + 2 * row[SFR_ROW_NDIM];
-	job->made[job->nr_made++] = index;
+	job->tensor_of_row[job->nr_rows++] = index;
 	if (first == 0)
-		job->first[found->storage] = (uint32_t)job->nr_made;
+		job->first_row[found->storage] = (uint32_t)job->nr_rows;
 	return 1;
 }
 
@@ -239,14 +242,15 @@ static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py
 	return found->requires_grad ? PyObject_SetAttrString(tensor, "requires_grad", Py_True) : 0;
 }
 
-/* Gives each of the bridge's `tensors` (a list, in the order of job->made) the class of the old
- * one. Adds it to the dict `news` under the old one's id. 0, or -1 with an exception set. */
-static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
+/* Gives each of the bridge's `tensors` (a list in the order of the rows) the class of its old
+ * tensor. Adds it to the dict `news` under the old tensor's id. Returns 0, or -1 with an exception
+ * set. */
+static int add_new_tensors(const struct job *job, PyObject *tensors, PyObject *news)
 {
 	size_t i;
 
-	for (i = 0; i < job->nr_made; i++) {
-		const struct sfr_py_found *found = &job->c->found[job->made[i]];
+	for (i = 0; i < job->nr_rows; i++) {
+		const struct sfr_py_found *found = &job->c->found[job->tensor_of_row[i]];
 		PyObject *key = PyLong_FromVoidPtr(found->object); /* equals id() */
 		PyObject *made = PyList_GetItem(tensors, (Py_ssize_t)i);
 		int rc = -1;
@@ -260,8 +264,8 @@ static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 	return 0;
 }
 
-/* Returns a new list, by storage: the tensor with which the new storage was made, or None. NULL
- * with an exception set. */
+/* Returns a new list that has, for each storage, the first new tensor over its copy, or None.
+ * Returns NULL with an exception set. */
 static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 {
 	PyObject *list = PyList_New((Py_ssize_t)job->c->nr_storages);
@@ -270,8 +274,8 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 	for (i = 0; list != NULL && i < job->c->nr_storages; i++) {
 		PyObject *tensor = Py_None;
 
-		if (job->first[i] != 0)
-			tensor = PyList_GetItem(tensors, (Py_ssize_t)job->first[i] - 1);
+		if (job->first_row[i] != 0)
+			tensor = PyList_GetItem(tensors, (Py_ssize_t)job->first_row[i] - 1);
 		Py_XINCREF(tensor);
 		if (tensor == NULL || PyList_SetItem(list, (Py_ssize_t)i, tensor) != 0)
 			Py_CLEAR(list); /* SetItem has taken the reference */
@@ -279,8 +283,8 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 	return list;
 }
 
-/* Makes Python tensors of new handles, which the caller must not use afterwards, even after a
- * failure. Returns a new list, or NULL with an exception set. */
+/* Makes Python tensors of the handles that the bridge has made. The caller must not use the handles
+ * afterwards, even after a failure. Returns a new list, or NULL with an exception set. */
 static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *const *handles,
 			      size_t nr)
 {
@@ -297,7 +301,7 @@ static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *cons
 		sfr_py_bridge_drop(handles, nr);
 		return NULL;
 	}
-	/* If this fails, it is unknown which handles torch has consumed, so the others leak. */
+	/* If this fails, it is unknown which handles torch has taken over, so the others leak. */
 	tensors = PyObject_CallFunctionObjArgs(torch->item[SFR_PY_FROM_HANDLES], capsules, NULL);
 	Py_DECREF(capsules);
 	if (tensors != NULL && (!PyList_Check(tensors) || (size_t)PyList_Size(tensors) != nr)) {
@@ -307,12 +311,12 @@ static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *cons
 	return tensors;
 }
 
-/* Makes the rows' tensors through the bridge, over memory of `owner`. Returns a new list, or NULL
- * with an exception set. */
+/* Makes the tensors of all rows through the bridge, over memory of `owner`. Returns a new list, or
+ * NULL with an exception set. */
 static PyObject *make_tensors(const struct job *job, PyObject *owner)
 {
 	const struct sfr_py_torch_types *torch = job->c->torch;
-	void **handles = PyMem_Malloc((job->nr_made + 1) * sizeof(*handles));
+	void **handles = PyMem_Malloc((job->nr_rows + 1) * sizeof(*handles));
 	struct sfr_keepalive *keepalive = handles != NULL ? keep_owner(owner) : NULL;
 	PyObject *tensors = NULL;
 
@@ -320,8 +324,8 @@ static PyObject *make_tensors(const struct job *job, PyObject *owner)
 		(void)PyErr_NoMemory(); /* always NULL */
 	if (keepalive == NULL)
 		goto end;
-	if (sfr_py_bridge_make(job->rows, job->nr_made, keepalive, handles) == 0)
-		tensors = wrap_handles(torch, handles, job->nr_made);
+	if (sfr_py_bridge_make(job->rows, job->nr_rows, keepalive, handles) == 0)
+		tensors = wrap_handles(torch, handles, job->nr_rows);
 	else
 		PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor");
 	sfr_keepalive_put(keepalive);
@@ -331,10 +335,11 @@ end:
 }
 
 /* copies(memory, offsets, with_bridge) -> (news, firsts, left). `news` is a dict of the new tensors
- * by the ids of the old ones. `firsts` has for each storage the first new tensor over it, or None.
- * `left` lists the tensors left to Python, as (tensor, number of its storage). Called after
- * finish(). `memory` owns the copies and exports them as a buffer; `offsets` has, by storage, the
- * offset of the copy in it. Without the bridge all tensors are left to Python. */
+ * by the ids of the old ones. `firsts` has, for each storage, the first new tensor over its copy,
+ * or None. `left` lists the tensors left to Python, as (tensor, number of its storage). Called
+ * after finish(). `memory` owns the copies and exports them as a buffer; `offsets` has, for each
+ * storage, the offset of its copy in this buffer. If `with_bridge` is false, all tensors are left
+ * to Python. */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
 	struct job job = { .c = (struct sfr_py_collector *)self };
@@ -372,9 +377,9 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 		if (rc < 0 || (rc == 0 && leave_to_python(left, &job.c->found[i]) != 0))
 			goto end;
 	}
-	tensors = job.nr_made != 0 ? make_tensors(&job, owner) : PyList_New(0);
+	tensors = job.nr_rows != 0 ? make_tensors(&job, owner) : PyList_New(0);
 	news = tensors != NULL ? PyDict_New() : NULL;
-	if (news == NULL || enter_new(&job, tensors, news) != 0)
+	if (news == NULL || add_new_tensors(&job, tensors, news) != 0)
 		goto end;
 	firsts = first_tensors(&job, tensors);
 	if (firsts != NULL)

@@ -1,5 +1,5 @@
-/* Opcodes of the pickle, with the names of Python's pickle module, and the positions of plain
- * tensors in it (pickle_scan.c, pickle_splice.c). */
+/* Opcodes of a pickle, with the names that Python's pickle module gives them, and the positions of
+ * plain tensors in a pickle. Used by pickle_scan.c and pickle_splice.c. */
 #ifndef SFR_PY_PICKLE_H
 #define SFR_PY_PICKLE_H
 
@@ -36,8 +36,8 @@ struct sfr_py_marker {
 struct sfr_py_scan {
 	struct sfr_py_marker *markers;
 	size_t nr_markers, room;
-	uint32_t *counts;   /* by tensor: how often it occurs */
-	uint32_t next_slot; /* the memo slot after all that the pickler uses; never 0 */
+	uint32_t *counts;   /* by number of the tensor: how often it occurs */
+	uint32_t next_slot; /* the first memo slot after those that the pickler uses; never 0 */
 };
 /* Finds all markers. Fills a zeroed scan, which the caller ends with sfr_py_scan_fini in any case.
  * 0, or -1 with an exception set. */

@@ -4,8 +4,8 @@
  * scan notes the markers' offsets, how often each tensor occurs, and the pickler's highest memo
  * slot. It parses all opcodes rather than searching for markers, because a marker's bytes may occur
  * in any string. A number directly before BINPERSID is always a marker, because ids from torch's
- * own path are tuples. A pickle is refused if an opcode exceeds its end, if a marker has the number
- * of no plain tensor, or if it does not end with STOP. */
+ * own path are tuples. A pickle is refused if an opcode reaches beyond the pickle's end, if a
+ * marker's number is no plain tensor's, or if the pickle does not end with STOP. */
 #include <limits.h>
 #include <string.h>
 
@@ -47,8 +47,8 @@ static size_t line_len(const unsigned char *p, size_t left)
 	return end == NULL ? 0 : (size_t)(end - p) + 1;
 }
 
-/* Returns the length of the opcode at `p` with its argument; 0 if there is no such opcode, or if it
- * is longer than the `left` bytes of the pickle. */
+/* Returns the length of the opcode at `p` with its argument. `left` bytes of the pickle begin at
+ * `p`. Returns 0 if there is no such opcode, or if it is longer than `left`. */
 static size_t op_len(const unsigned char *p, size_t left)
 {
 	size_t len, second;
@@ -116,7 +116,7 @@ static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker one)
 
 int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 {
-	size_t at = 0, last = 0;    /* offsets of this opcode and of the one before */
+	size_t at = 0, last = 0;    /* offsets of the current opcode and of the previous one */
 	uint32_t nr_memo_slots = 0; /* one more than the highest slot so far */
 
 	scan->counts = PyMem_Calloc(job->nr_found + 1, sizeof(*scan->counts));

@@ -2,9 +2,9 @@
  *
  * The pickler has written `number BINPERSID` for each plain tensor (skeleton.c), and pickle_scan.c
  * has found these markers. This file copies the bytes between them and replaces each marker by the
- * opcodes that rebuild the tensor. The slots of the pickle's memo after the pickler's last one
- * store what is used again: a tensor that occurs more than once, and each constant (function,
- * storage class, location tag).
+ * opcodes that rebuild the tensor. An object that is used again is stored in the pickle's memo, in
+ * a slot after the pickler's last one: a tensor that occurs more than once, and each constant
+ * (function, storage class, location tag).
  *
  * Only opcodes of protocol 2 are written, because torch's weights_only unpickler knows no others.
  * The only Python objects that are read are strings, so no Python code runs. Room is reserved for a
@@ -19,7 +19,7 @@ struct out {
 	size_t len, room;
 };
 
-/* UTF-8, borrowed from a str. */
+/* A string in UTF-8, borrowed from a Python str. */
 struct text {
 	const char *chars;
 	size_t len;
@@ -39,7 +39,7 @@ struct memo {
 	struct {
 		PyObject *location;
 		uint32_t slot;
-	} location[16]; /* a tag that has no room here is written out each time */
+	} location[16]; /* a location tag that has no room here is written in full each time */
 	uint32_t nr_locations;
 	uint32_t *tensor; /* by number of the found tensor */
 };
@@ -130,6 +130,7 @@ static void put_bool(struct out *out, bool value)
 	put_op(out, value ? OP_NEWTRUE : OP_NEWFALSE);
 }
 
+/* Writes the opcode by which the unpickler gets the object in a memo slot. */
 static void put_get(struct out *out, uint32_t slot)
 {
 	if (slot < 0x100)
@@ -138,8 +139,9 @@ static void put_get(struct out *out, uint32_t slot)
 		put_arg(out, OP_LONG_BINGET, slot, 4);
 }
 
-/* Has the unpickler store the object that was written last in a new memo slot. Returns the slot. */
-static uint32_t put_keep(struct out *out, struct memo *memo)
+/* Writes the opcode by which the unpickler stores the object that was written last in a new memo
+ * slot. Returns the slot. */
+static uint32_t put_memoize(struct out *out, struct memo *memo)
 {
 	uint32_t slot = memo->next++;
 
@@ -150,8 +152,8 @@ static uint32_t put_keep(struct out *out, struct memo *memo)
 	return slot;
 }
 
-/* Writes a global: an object that the unpickler imports by its module and name. Has the unpickler
- * store it in a new memo slot, and sets *slot to that slot. */
+/* Writes a global: an object that the unpickler imports by its module and name, and then stores in
+ * a new memo slot. Sets *slot to that slot. */
 static void write_global(struct out *out, struct memo *memo, uint32_t *slot, const char *module,
 			 const char *name)
 {
@@ -160,7 +162,7 @@ static void write_global(struct out *out, struct memo *memo, uint32_t *slot, con
 	put_op(out, '\n');
 	put_bytes(out, name, strlen(name));
 	put_op(out, '\n');
-	*slot = put_keep(out, memo);
+	*slot = put_memoize(out, memo);
 }
 
 /* Writes a global in full at its first use, when *slot is 0, and then sets *slot. At later uses it
@@ -174,7 +176,7 @@ static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot
 		write_global(out, memo, slot, module, name);
 }
 
-/* Writes an empty OrderedDict: the tensor has no hooks. */
+/* Writes the tensor's hooks: an empty OrderedDict, because a plain tensor has none. */
 static void put_hooks(struct out *out, struct memo *memo)
 {
 	put_global(out, memo, &memo->ordered_dict, "collections", "OrderedDict");
@@ -197,7 +199,7 @@ static void put_location(struct out *out, struct memo *memo, PyObject *location,
 	put_str(out, tag->chars, tag->len);
 	if (i < sizeof(memo->location) / sizeof(memo->location[0])) {
 		memo->location[i].location = location;
-		memo->location[i].slot = put_keep(out, memo);
+		memo->location[i].slot = put_memoize(out, memo);
 		memo->nr_locations++;
 	}
 }
@@ -218,7 +220,7 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 		put_get(out, memo->storage);
 	} else {
 		put_str(out, "storage", 7);
-		memo->storage = put_keep(out, memo);
+		memo->storage = put_memoize(out, memo);
 	}
 	put_global(out, memo, &memo->storage_class[tensor->dtype], "torch", dtype->name);
 	do {
@@ -316,7 +318,7 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 		if (put_tensor(&out, &memo, job, &job->found[marker->tensor]) != 0)
 			goto fail;
 		if (scan.counts[marker->tensor] > 1)
-			*slot = put_keep(&out, &memo);
+			*slot = put_memoize(&out, &memo);
 	}
 	if (!reserve(&out, job->len - at))
 		goto fail;

@@ -8,14 +8,15 @@
  *   None       for everything else: the pickler goes on. A tensor that is not plain reduces
  *              itself, and its storages and inner tensors come here later.
  *
- * The bridge describes a plain tensor at once. When the pickler is done, finish() lays the storages
- * out as rows of struct sfr_source, and splice() writes the tensors into the pickle
- * (pickle_splice.c).
+ * The bridge (torch/bridge.c) describes a plain tensor at once. When the pickler is done, finish()
+ * lays the storages out as rows of struct sfr_source, and splice() writes the tensors into the
+ * pickle (pickle_splice.c).
  *
- * A storage is identified by the address of its StorageImpl, never by that of its bytes. The
- * collector keeps every tensor and storage alive that it finds. Otherwise those that a __reduce__
- * makes temporarily would be freed, and their addresses used again. The pickler refers to the
- * collector but not the reverse, so there is no cycle and both are freed at once.
+ * A storage is identified by the address of its StorageImpl (torch's C++ object of a storage),
+ * never by that of its bytes. The collector keeps every tensor and storage alive that it finds.
+ * Otherwise a temporary one, which a __reduce__ has made, would be freed, and its address could be
+ * used again. The pickler refers to the collector but not the reverse, so there is no cycle and
+ * both are freed at once.
  *
  * A snapshot has no pickler: its walk gives the collector the tensors (copies.c).
  *
@@ -74,7 +75,7 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	int yes;
 
 	if (!exact) {
-		if (type == &PyDict_Type)
+		if (type == &PyDict_Type) /* for the prefetch order */
 			c->holder = (uintptr_t)object;
 		if (type == &PyUnicode_Type || type == &PyLong_Type || type == &PyDict_Type ||
 		    type == &PyTuple_Type || type == &PyList_Type || type == &PyFloat_Type ||
@@ -90,8 +91,8 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 							    object, NULL);
 		}
 	}
-	/* A tensor that was met before gets the same answer again. So it stays one tensor: through
-	 * the splice's memo if it is plain, else through the pickler's. */
+	/* A tensor that was met before gets the same answer again, and is loaded as one tensor: the
+	 * splice's memo sees to that if it is plain, else the pickler's memo does. */
 	known = sfr_py_map_find(&c->found_at, (uintptr_t)object);
 	if (known)
 		number = (size_t)*known;
@@ -103,9 +104,9 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 }
 
 /* add_storage(storage, identity, device, addr, dtype) -> number. Adds a storage that torch's own
- * path has met, and that the object views as `dtype`. `identity` is its StorageImpl's address.
- * `device` is 0 for host memory, n for CUDA device n - 1, -1 for elsewhere. `addr` is the address
- * of its bytes; with 0 they are not checked for views as two dtypes. */
+ * path has met, viewed as `dtype`. `identity` is its StorageImpl's address. `device` is 0 for host
+ * memory, n for CUDA device n - 1, -1 for elsewhere. `addr` is the address of its bytes; if that is
+ * 0, it is not checked whether the bytes are viewed as two dtypes. */
 static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -132,8 +133,8 @@ static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 /* ---- after the pickler -------------------------------------------------------- */
 
 /* Returns the number of tensors in the object that was pickled. The __reduce_ex__ of a tensor that
- * is not plain may have made temporary tensors, which do not count. They are those to which only
- * the collector still refers. */
+ * is not plain may have made temporary tensors, which do not count. Only the collector still refers
+ * to a temporary tensor, so its reference count is 1. */
 static size_t count_tensors(const struct sfr_py_collector *c)
 {
 	size_t count = 0, i;
@@ -150,7 +151,7 @@ static size_t count_tensors(const struct sfr_py_collector *c)
 /* Returns the numbers of the CUDA devices with storages, as a new tuple. */
 static PyObject *devices_of(const struct sfr_py_collector *c)
 {
-	uint64_t seen[16] = { 0 }; /* a bit for each number; torch stores a number in a byte */
+	uint64_t seen[16] = { 0 }; /* a bit for each of 1,024 devices; torch has at most 256 */
 	PyObject *list = PyList_New(0), *number, *tuple;
 	size_t i;
 
@@ -200,7 +201,8 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	sources = (struct sfr_source *)(void *)PyByteArray_AsString(rows);
 	for (i = 0; i < c->nr_storages; i++) {
 		const struct sfr_py_storage *entry = &c->storages[i];
-		bool readable = entry->on_host || entry->device != 0; /* by the core */
+		/* by the core; storages elsewhere are left to Python */
+		bool readable = entry->on_host || entry->device != 0;
 
 		sources[i] = (struct sfr_source){ readable ? entry->addr : 0, entry->nbytes,
 						  SFR_CAPTURED, entry->device };
@@ -222,7 +224,8 @@ fail:
 	return result;
 }
 
-/* splice(pickle) -> data.pkl. Called after finish(). */
+/* splice(pickle) -> data.pkl: the pickle with the plain tensors written in. Called after
+ * finish(). */
 static PyObject *collector_splice(PyObject *self, PyObject *pickle)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -294,8 +297,8 @@ static void collector_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Makes room for as many tensors as the previous save had, so that nothing has to grow step by
- * step. 0, or -1 with MemoryError set. */
+/* Makes room for as many tensors as the previous save had, so that arrays and maps need not grow
+ * step by step. Returns 0, or -1 with MemoryError set. */
 static int make_room_as_before(struct sfr_py_collector *c)
 {
 	size_t nr = c->before.nr;
@@ -314,7 +317,8 @@ static int make_room_as_before(struct sfr_py_collector *c)
 	return 0;
 }
 
-/* Collector(types, fast_path, plain_cpu, plain_cuda, any_dtypes=False) */
+/* Collector(types, fast_path, plain_cpu, plain_cuda, any_dtypes=False): struct sfr_py_collector
+ * explains the flags. */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = {

@@ -5,9 +5,9 @@
  *   storages.c       the storages of found tensors
  *   prefetch.c       loads the next tensors into the caches, in the order of the last save
  *   pickle_scan.c    finds the plain tensors' positions in the finished pickle
- *   pickle_splice.c  writes their opcodes there
+ *   pickle_splice.c  writes the opcodes of the plain tensors at these positions
  *   copies.c         snapshots: finds tensors without a pickler, and rebuilds them over copies
- *   containers.c     snapshots: the containers around them */
+ *   containers.c     snapshots: walks into containers, and rebuilds them around the new tensors */
 #ifndef SFR_PY_SKELETON_H
 #define SFR_PY_SKELETON_H
 
@@ -33,12 +33,12 @@
 	X(DATA_PTR, "data_ptr")               /* storage -> its address */                         \
 	X(NBYTES, "nbytes")                   /* storage -> its length */                          \
 	/* functions */                                                                            \
-	X(WHERE, "where")                 /* tensor -> sfr_py_where of all with its keys */        \
+	X(WHERE, "where")                 /* tensor -> sfr_py_where, for its dispatch keys */      \
 	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
-	X(LOCATION, "location")           /* storage -> its location tag */                        \
+	X(LOCATION, "location")           /* storage -> its location tag, such as "cuda:0" */      \
 	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
 	X(FROM_HANDLES, "from_handles")   /* capsules -> tensors; consumes the handles */          \
-	/* from here on getset descriptors */                                                      \
+	/* getset descriptors, up to the end of the list */                                        \
 	X(REQUIRES_GRAD, "requires_grad")                                                          \
 	X(BACKWARD_HOOKS, "backward_hooks")
 
@@ -53,31 +53,31 @@ enum sfr_py_item {
 #define SFR_PY_FIRST_GETTER SFR_PY_REQUIRES_GRAD
 
 #define SFR_PY_MAX_DTYPES 32
-#define SFR_PY_MAX_NUMBERS 64    /* torch's numbers of dtypes */
+#define SFR_PY_MAX_NUMBERS 64    /* torch's numbers of dtypes are below this */
 #define SFR_PY_MAX_KNOWN_KEYS 16 /* sets of dispatch keys that are remembered */
 
 /* A dtype with a legacy storage class. */
 struct sfr_py_dtype {
 	PyObject *dtype;
-	PyObject *storage_class; /* "FloatStorage", a str */
-	const char *name;        /* its UTF-8; lives as long as storage_class */
+	PyObject *storage_class; /* a str, such as "FloatStorage" */
+	const char *name;        /* the same in UTF-8; lives as long as storage_class */
 	size_t name_len;
 	uint32_t itemsize;
 };
 
-/* Where all tensors with the same dispatch keys are. */
+/* Where all tensors with the same dispatch keys are. NOT_PLAIN: none of them is plain. */
 enum sfr_py_where { SFR_PY_NOT_PLAIN = -1, SFR_PY_ON_HOST, SFR_PY_ON_DEVICE };
 struct sfr_py_known_keys {
 	uint64_t keys;
 	enum sfr_py_where where;
 };
 
-/* The prefetch order: the addresses of what the last save met, in its order. They may be stale, and
- * are only prefetched. */
+/* The prefetch order (prefetch.c): the addresses of the objects that the last save met, in its
+ * order. The objects may be gone, so the addresses are only prefetched. */
 struct sfr_py_prefetch_entry {
 	uintptr_t tensor, impl;     /* the Python object and the TensorImpl */
-	uintptr_t wrapper, storage; /* of its storage: the Python object and the StorageImpl */
-	uintptr_t holder;           /* the dict met last before it, probably around it; 0: none */
+	uintptr_t wrapper, storage; /* its storage's Python object and StorageImpl */
+	uintptr_t holder; /* the dict met last before it, probably its container; 0: none */
 };
 struct sfr_py_prefetch_order {
 	struct sfr_py_prefetch_entry *entries; /* by number of the found tensor */
@@ -101,32 +101,34 @@ struct sfr_py_torch_types {
 	struct sfr_py_known_keys known_keys[SFR_PY_MAX_KNOWN_KEYS];
 	uint32_t nr_known_keys;
 	PyObject *cpu;                      /* the str "cpu" */
-	struct sfr_py_prefetch_order order; /* of the last save */
+	struct sfr_py_prefetch_order order; /* the order of the last save */
 };
 
 /* A tensor that the pickler or a walk met. */
 struct sfr_py_found {
 	PyObject *object; /* a reference */
-	bool plain;       /* its pickle is known (torch_types.c); if not, the rest is unused */
+	bool plain;       /* torch_types.c explains it; if false, the fields below are unused */
 	bool parameter, requires_grad, on_host;
 	uint8_t dtype;      /* index in torch->dtype */
 	uint32_t storage;   /* number of its storage */
-	const int64_t *row; /* from the bridge; NULL if not plain */
+	const int64_t *row; /* its description by the bridge (torch/bridge.h); NULL if not plain */
 };
 
-/* Examines found->object, an exact Tensor or Parameter, and sets the four booleans. `plain` does
- * not depend on dtype and storage yet; sfr_py_describe checks these. 0, or -1 with an exception
- * that must propagate. */
+/* Examines found->object, whose class is Tensor or Parameter itself, and sets the four booleans. It
+ * sets `plain` without regard to dtype and storage, which sfr_py_describe checks later. Returns 0,
+ * or -1 with an exception that must propagate. */
 int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found);
 /* Handles the exception of a failed sfr_py_ask. Usually clears it and returns 0: the caller treats
  * the tensor as not plain, so that its __reduce_ex__ can raise the error. Returns -1, with the
  * exception still set, if it must propagate: MemoryError, or not an Exception. */
 int sfr_py_clear_refusal(void);
-/* Returns the value of a getset descriptor for an object, or the result of a method without
- * arguments or of a function, without an attribute search. A new reference. */
+/* Asks torch about an object: returns the value of a getset descriptor, or the result of a method
+ * without arguments or of a function. Searches no attribute. Returns a new reference, or NULL with
+ * an exception set. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object);
-/* Sets *out to what sfr_py_ask returns, a number. 0, or -1 with an exception set. */
+/* Does the same as sfr_py_ask for an item whose result is a number, and sets *out to this number.
+ * Returns 0, or -1 with an exception set. */
 int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out);
 /* Adds the type TorchTypes and the function learn_words. 0, or -1 with an exception set. */
@@ -139,8 +141,8 @@ struct sfr_py_storage {
 	uint64_t identity; /* address of the StorageImpl */
 	uint64_t addr, nbytes;
 	PyObject *location; /* a str; NULL if the storage came only through torch's own path */
-	PyObject *dtype;    /* borrowed: the dtype of the last check; NULL: none yet */
-	uint32_t device;    /* of struct sfr_source; 0 for the host and for elsewhere */
+	PyObject *dtype;    /* borrowed: the dtype that was checked last; NULL: none yet */
+	uint32_t device;    /* as in struct sfr_source; 0 for the host and for elsewhere */
 	bool on_host;
 	bool known; /* addr and nbytes are set */
 };
@@ -160,28 +162,29 @@ struct sfr_py_collector {
 	/* false: no tensor is plain, because something is active that only torch's own path
 	 * handles, such as a dispatch mode */
 	bool fast_path;
-	/* no package has registered location tags of its own for storages in host memory, or on
-	 * CUDA devices; then all storages on one device have the same tag */
+	/* true if no package has registered location tags of its own for storages in host memory,
+	 * or on CUDA devices; then all storages on one device have the same tag */
 	bool plain_cpu, plain_cuda;
-	/* the same bytes may be viewed as several dtypes; only torch.save refuses that */
+	/* true for a snapshot: the same bytes may be viewed as several dtypes; a save refuses that,
+	 * as torch.save does */
 	bool any_dtypes;
 	struct sfr_py_found *found;
 	size_t nr_found, found_room;
-	struct sfr_py_map found_at; /* tensor -> number */
+	struct sfr_py_map found_at; /* tensor -> its index in `found` */
 	struct sfr_py_storage *storages;
 	size_t nr_storages, storages_room;
 	struct sfr_py_numbers *numbers; /* StorageImpl -> number of the storage */
 	/* address of bytes -> dtype they are viewed as (borrowed) */
 	struct sfr_py_map dtype_at;
-	PyObject *storage_list;                     /* list of UntypedStorage, by number */
-	size_t tagged;                              /* the device storage that got a tag last */
-	struct sfr_py_rows *rows;                   /* newest first */
+	PyObject *storage_list;   /* list of UntypedStorage, by number */
+	size_t tagged;            /* number of the device storage that got a location tag last */
+	struct sfr_py_rows *rows; /* newest first */
 	struct sfr_py_prefetch_order before, order; /* of the previous save, and of this one */
 	uintptr_t holder;                           /* address of the dict met last; 0: none */
 	bool finished;                              /* finish() was called */
 };
 
-/* These functions return 0, or -1 with an exception set.
+/* All functions of storages.c return 0, or -1 with an exception set.
  *
  * Sets *number to the number of the storage with the StorageImpl at `identity`. A storage that is
  * met for the first time is added, and the collector then keeps a reference to it. */
@@ -223,7 +226,8 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 /* Moves the last save's prefetch order from TorchTypes to the collector, so that no other collector
  * uses it meanwhile, and prefetches the first tensors. */
 void sfr_py_prefetch_order_take(struct sfr_py_collector *c);
-/* Prefetches a tensor that the last save met some tensors later. Called before each is examined. */
+/* Prefetches a tensor that the last save met some tensors later. Called before each tensor is
+ * examined. */
 void sfr_py_prefetch_next(const struct sfr_py_collector *c);
 /* Adds the tensor that gets the next number, and its storage (Python object `wrapper`, StorageImpl
  * at `storage`), to this save's order. 0, or -1 with an exception set. */

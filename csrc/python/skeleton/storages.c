@@ -1,15 +1,16 @@
 /* The storages of found tensors.
  *
  * A storage is identified by the address of its StorageImpl. It gets its number when it is first
- * met: in a persistent id (torch's own path) or under a plain tensor. It is asked for its address
- * and length once: under a plain tensor at once, otherwise when the pickler is done.
+ * met: in a persistent id (torch's own path) or as the storage of a plain tensor. It is asked for
+ * its address and length once: at once if a plain tensor has it, otherwise when the pickler is
+ * done.
  *
- * torch.save refuses to save bytes that are viewed as two dtypes, and finds them by their address.
- * So does sfr_py_check_dtype, for views from persistent ids and from plain tensors alike. */
+ * torch.save refuses to save bytes that are viewed as two dtypes, and recognises the bytes by their
+ * address. sfr_py_check_dtype does the same, for storages in persistent ids and plain tensors. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 
-enum { NR_WORDS = 4096 }; /* words to allocate at a time, for rows of a few hundred tensors */
+enum { NR_WORDS = 4096 }; /* words of one struct sfr_py_rows: rows of a few hundred tensors */
 
 int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item)
 {
@@ -66,7 +67,8 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 }
 
 /* Asks a storage of `nbytes` bytes for its address. As in torch.save, this gives a copy-on-write
- * storage its own memory. 0; or -1 with an exception set, also if it has a length but no memory. */
+ * storage its own memory. Returns 0, or -1 with an exception set. A storage that has a length but
+ * no memory is an error. */
 static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint64_t nbytes,
 		       uint64_t *addr)
 {
@@ -114,8 +116,8 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 }
 
 /* Sets the location tag of a plain tensor's storage, unless it has one. If no package makes tags of
- * its own, torch need not be asked: the tag is "cpu", or that of the last storage on the same
- * device. 0, or -1 with an exception set. */
+ * its own (plain_cpu, plain_cuda), torch need not be asked. The tag is then "cpu", or the tag that
+ * a storage on the same device got last. Returns 0, or -1 with an exception set. */
 static int ask_location(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
@@ -137,8 +139,8 @@ static int ask_location(struct sfr_py_collector *c, size_t number)
 	return location != NULL ? 0 : -1;
 }
 
-/* Sets the CUDA device of a storage outside host memory, unless it is set, by asking a tensor over
- * it. 0, or -1 with an exception set. */
+/* Sets the CUDA device of a storage outside host memory, unless it is set, by asking `tensor`,
+ * which has this storage. Returns 0, or -1 with an exception set. */
 static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tensor)
 {
 	PyObject *answer;
@@ -172,8 +174,9 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 	return sfr_py_check_dtype(c, entry->addr, dtype);
 }
 
-/* Returns the address of the memory of the tensor's storage. Returns 0 if the bridge has none, or
- * if TorchTypes has a data_ptr that is not torch's own: then that one must be asked. */
+/* Returns the address of the memory of the tensor's storage, as the bridge computes it, or 0 if the
+ * bridge has no address. Also returns 0 if TorchTypes was given a data_ptr that is not a C method
+ * of torch. After 0 the caller calls the function data_ptr of TorchTypes instead. */
 static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
@@ -184,10 +187,10 @@ static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sf
 				     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
 }
 
-/* Enters the storage of a plain tensor, which is met for the first time. Returns 1; 0 if it has no
- * memory, such as zeros that torch has not allocated; -1 with an exception set. */
-static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
-		     uint64_t identity, size_t *number)
+/* Adds the storage of a plain tensor, when it is met for the first time. Returns 1; 0 if it has no
+ * memory, for example zeros that torch has not allocated; -1 with an exception set. */
+static int enter_new_storage(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
+			     uint64_t identity, size_t *number)
 {
 	PyObject *storage = sfr_py_ask(c->torch, SFR_PY_UNTYPED_STORAGE, tensor->object);
 	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = bridge_address(c, tensor);
@@ -205,8 +208,8 @@ static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tens
 	return rc;
 }
 
-/* Finds a plain tensor's storage, and sets its number, device and location tag. Returns 1; 0 if it
- * has no memory; -1 with an exception set. */
+/* Finds a plain tensor's storage, or adds it. Sets the tensor's storage number, and the storage's
+ * device and location tag. Returns 1; 0 if the storage has no memory; -1 with an exception set. */
 static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	uint64_t identity = sfr_py_storage_impl_of(tensor->object);
@@ -215,7 +218,7 @@ static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	int rc = known ? 1 : 0;
 
 	if (!known && identity != 0)
-		rc = enter_new(c, tensor, identity, &number);
+		rc = enter_new_storage(c, tensor, identity, &number);
 	if (rc <= 0)
 		return rc;
 	tensor->storage = (uint32_t)number;
@@ -225,8 +228,8 @@ static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	return 1;
 }
 
-/* Returns room for a row of `words` words, at the end of what c->rows uses; the caller counts the
- * words that it has written. NULL with MemoryError set. */
+/* Returns room for a row of `words` words, after the words that c->rows already uses. The caller
+ * then adds the words that it has written to c->rows->used. Returns NULL with MemoryError set. */
 static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 {
 	struct sfr_py_rows *rows = c->rows;
@@ -252,7 +255,7 @@ static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	struct AtenTensorOpaque *handle = sfr_py_handle_of(tensor->object);
-	/* first tried with room for three dimensions; the bridge returns what it needs */
+	/* first tried with room for three dimensions; the bridge returns how many words it needs */
 	int64_t words = 0, room = SFR_ROW_HEADER + 6;
 
 	tensor->row = row_room(c, room);
@@ -274,8 +277,8 @@ int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	int rc = write_row(c, tensor);
 	int64_t number = rc > 0 ? tensor->row[SFR_ROW_DTYPE] : -1;
+	/* 1 + the index of the dtype; 0: it is not in the table */
 	uint8_t entry = number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->torch->dtype_at[number] : 0;
-	/* entry: 1 + the index of the dtype; 0: it is not in the table */
 
 	if (entry != 0) {
 		tensor->dtype = (uint8_t)(entry - 1);

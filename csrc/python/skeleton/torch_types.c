@@ -1,26 +1,27 @@
 /* Objects of torch, and which tensors are plain.
  *
- * TorchTypes holds the objects of torch that every save needs: types, functions, and descriptors of
- * attributes. skeleton.py makes one and passes them by name, so nothing here imports torch. The C
- * functions behind descriptors and methods are called directly (torch/slots.c), without an
- * attribute search.
+ * A TorchTypes holds the objects of torch that every save needs: types, functions, and descriptors
+ * of attributes. skeleton.py makes it and passes these objects by name, so nothing here imports
+ * torch. The C functions behind descriptors and methods are called directly (torch/slots.c),
+ * without an attribute search.
  *
  * A tensor is plain when it is known in advance what torch.save writes for it:
  *
  *   _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())
  *
- * wrapped in _rebuild_parameter(.., requires_grad, OrderedDict()) for a Parameter. That is true for
- * an exact Tensor or Parameter on the CPU or a CUDA device. It must be strided and not nested, with
- * a dtype that has a legacy storage class, and have memory (storages.c). It must not have Python
- * attributes, hooks that torch warns about, metadata (the conj and neg bits) or names. Everything
- * else, including errors, is left to the tensor's own __reduce_ex__.
+ * wrapped in _rebuild_parameter(.., requires_grad, OrderedDict()) for a Parameter. A plain tensor
+ * is of the class Tensor or Parameter itself, on the CPU or a CUDA device. It is strided and not
+ * nested, has a dtype with a legacy storage class, and has memory (storages.c). It has no Python
+ * attributes, no hooks that torch warns about, no metadata (the conj and neg bits) and no names.
+ * All other tensors, and errors, are left to the tensor's own __reduce_ex__.
  *
- * torch derives layout, nesting, conj, neg, names and kind of device from the dispatch keys, so
- * these are the same for all tensors with the same keys. Python is asked about the first tensor
- * with a given set of keys (the function `where`); of later tensors only the keys are compared
+ * The dispatch keys are a set of bits by which torch chooses the functions for a tensor. It derives
+ * layout, nesting, conj, neg, names and kind of device from them, so these are the same for all
+ * tensors with the same keys. Python is asked about the first tensor with a given set of keys (the
+ * function `where`). For later tensors it is enough to compare the keys, which are read from memory
  * (torch/words.h). The tensor itself is asked for attributes, hooks and requires_grad, and the
- * bridge for dtype and shape. None of this releases the interpreter lock: while another thread
- * computes, each release may cost a switch interval. */
+ * bridge (torch/bridge.c) for dtype and shape. None of this releases the interpreter lock: while
+ * another thread computes, each release may cost a switch interval. */
 #include "skeleton/skeleton.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -34,7 +35,7 @@ static const char *const item_names[] = {
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object)
 {
-	PyObject *named = torch->item[item];
+	PyObject *function = torch->item[item]; /* or a descriptor */
 	PyTypeObject *type = torch->type[item]; /* NULL: there is no C function */
 	const PyGetSetDef *def = torch->getter[item];
 
@@ -45,11 +46,12 @@ PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item it
 			return torch->method[item](object, NULL);
 	}
 	if (item >= SFR_PY_FIRST_GETTER)
-		return torch->get[item](named, object, (PyObject *)Py_TYPE(object));
-	return PyObject_CallFunctionObjArgs(named, object, NULL);
+		return torch->get[item](function, object, (PyObject *)Py_TYPE(object));
+	return PyObject_CallFunctionObjArgs(function, object, NULL);
 }
 
-/* Returns the truth of the answer: 1, 0 (also for None), or -1 with an exception set. */
+/* Does the same as sfr_py_ask, and returns the truth of the result: 1, 0 (also for None), or -1
+ * with an exception set. */
 static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object)
 {
 	PyObject *value = sfr_py_ask(torch, item, object);
@@ -82,9 +84,9 @@ int sfr_py_clear_refusal(void)
 	return 0;
 }
 
-/* Asks Python where tensors with keys->keys are, by the example of `tensor`. Sets keys->where and
- * remembers it. If Python raises an exception, `where` is NOT_PLAIN and nothing is remembered. 0,
- * or -1 if the exception must propagate. */
+/* Asks Python where `tensor` is. The answer holds for all tensors with the dispatch keys
+ * keys->keys. Sets keys->where and remembers *keys. If Python raises an exception, keys->where is
+ * NOT_PLAIN and nothing is remembered. Returns 0, or -1 if the exception must propagate. */
 static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 		     struct sfr_py_known_keys *keys)
 {
@@ -102,8 +104,8 @@ static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 	return 0;
 }
 
-/* Sets *where for a tensor, from what is remembered of its dispatch keys if possible. 0, or -1 if
- * an exception must propagate. */
+/* Sets *where for a tensor: from known_keys, or by asking Python if these do not have the tensor's
+ * dispatch keys. Returns 0, or -1 if an exception must propagate. */
 static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum sfr_py_where *where)
 {
 	struct sfr_py_known_keys known = { .keys = sfr_py_keys_of(tensor) };
@@ -124,7 +126,7 @@ static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum s
  * with an exception set. */
 static int has_extras(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found)
 {
-	/* __getstate__ gives None if there are no attributes. Reading __dict__ would create it. */
+	/* __getstate__ returns None without attributes. Reading __dict__ would create it. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
 
 	/* torch drops a Parameter's hooks silently, because it saves its `.data`. */
@@ -169,7 +171,7 @@ static int types_traverse(PyObject *self, visitproc visit, void *arg)
 }
 
 /* There is no tp_clear, because the items of a live object must never be NULL. To break a cycle,
- * the garbage collector clears another object of it. */
+ * the garbage collector clears another object of the cycle. */
 static void types_dealloc(PyObject *self)
 {
 	struct sfr_py_torch_types *torch = (struct sfr_py_torch_types *)self;
@@ -338,7 +340,7 @@ static PyType_Spec types_spec = {
 	.slots = types_slots,
 };
 
-/* learn_words(samples) -> bool: whether the words are found (sfr_py_words_learn). */
+/* learn_words(samples) -> bool: whether the words are found (sfr_py_words_learn, torch/words.c). */
 static PyObject *learn_words(PyObject *module, PyObject *samples)
 {
 	(void)module;

@@ -1,16 +1,16 @@
 /* The bridge: describes and makes many tensors without Python objects in between.
  *
- * Reading offset, sizes and strides of a tensor from Python makes two tuples and an int; here it
- * costs about 0.1 us a tensor. Making a tensor over given memory costs 0.5 us instead of 3. The
- * bridge uses the C shim of torch's stable ABI (shim.h), which it looks up in the libtorch_cpu.so
- * that `import torch` has loaded. Nothing is linked, a build needs nothing of torch, and one binary
- * serves every torch from 2.10 on.
+ * To read the offset, sizes and strides of a tensor, Python makes two tuples and an int. The bridge
+ * reads them in about 0.1 us a tensor. To make a tensor over given memory takes 0.5 us instead of
+ * 3. The bridge uses the C shim of torch's stable ABI (shim.h), which it looks up in the
+ * libtorch_cpu.so that `import torch` has loaded. Nothing is linked, a build needs nothing of
+ * torch, and one binary serves every torch from 2.10 on.
  *
  * These functions are not torch operators. The dispatcher releases the interpreter lock around an
- * operator, and a tensor whose last reference outside Python is dropped meanwhile takes the lock
- * back (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). While another Python thread
- * computes, each release may cost a switch interval. A direct call keeps the lock. It also does not
- * materialise conjugated or negated tensors. */
+ * operator. If a tensor loses its last reference outside Python during the operator, torch takes
+ * the lock back for that (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). While
+ * another Python thread computes, each release may cost a switch interval. A direct call keeps the
+ * lock. It also does not materialise conjugated or negated tensors. */
 #include <Python.h>
 #include <dlfcn.h>
 
@@ -51,7 +51,7 @@ int sfr_py_bridge_load(void)
 						" is not loaded; import torch first");
 		return -1;
 	}
-	/* The reference is kept: torch cannot work without this library. */
+	/* `library` is never closed: torch cannot work without it. */
 #define NEEDED(result, name, arguments)                                                            \
 	*(void **)&torch.name = look_up(library, #name, true);                                     \
 	if (torch.name == NULL)                                                                    \
@@ -116,16 +116,17 @@ uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead)
 
 /* ---- make ------------------------------------------------------------------------- */
 
+/* The deleter that torch calls when it frees a storage: drops the storage's count. */
 static void put_keepalive(void *data, void *keepalive)
 {
-	(void)data; /* the owner of the keepalive frees it */
+	(void)data; /* it is freed after the last count is dropped */
 	sfr_keepalive_put(keepalive);
 }
 
 /* Makes a tensor with a storage of its own, over the row's memory, and counts that storage in
- * `keepalive`. `sizes`, `strides` and `offset` replace the row's. Returns NULL if torch refuses;
- * the count then stays, because torch may or may not have called the deleter. Memory that is never
- * freed harms less than memory that is freed while in use. */
+ * `keepalive`. `sizes`, `strides` and `offset` replace those of the row. Returns NULL if torch
+ * refuses. The count then stays, because torch may or may not have called the deleter. Memory that
+ * is never freed harms less than memory that is freed while in use. */
 static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, const int64_t *sizes,
 					     const int64_t *strides, int64_t offset,
 					     struct sfr_keepalive *keepalive)
@@ -142,7 +143,7 @@ static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, c
 	return made;
 }
 
-/* Makes the row's tensor over the storage of `other`. NULL: torch refuses. */
+/* Makes the row's tensor over the storage of `other`. Returns NULL if torch refuses. */
 static struct AtenTensorOpaque *make_over(struct AtenTensorOpaque *other, const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
@@ -173,7 +174,8 @@ static int64_t reach_of(const int64_t *row)
 	return reach;
 }
 
-/* Makes the tensor of a row that does not share an earlier row's storage. NULL: torch refuses.
+/* Makes the tensor of a row that does not share an earlier row's storage. Returns NULL if torch
+ * refuses.
  *
  * torch makes a storage just long enough for the tensor. If the row's storage is longer, a tensor
  * over all of it is made first, then the row's tensor over the same storage. */

@@ -11,7 +11,7 @@
 
 /* Indices of the words of the header that sfr_py_bridge_describe writes. */
 enum {
-	SFR_ROW_OFFSET, /* of the first element in the storage */
+	SFR_ROW_OFFSET, /* offset of the first element in the storage */
 	SFR_ROW_NBYTES, /* length of the storage */
 	SFR_ROW_DTYPE,
 	SFR_ROW_NDIM,
@@ -23,8 +23,8 @@ enum {
 	/* index of an earlier row of the same dtype whose storage it shares; -1: a storage of its
 	 * own */
 	SFR_NEW_OVER,
-	SFR_NEW_BASE, /* address and length of its own storage, at least one element; else 0 */
-	SFR_NEW_NBYTES,
+	SFR_NEW_BASE,   /* address of its own storage; 0 if it shares one */
+	SFR_NEW_NBYTES, /* length of its own storage, at least one element; 0 if it shares one */
 	SFR_NEW_OFFSET,
 	SFR_NEW_DTYPE,
 	SFR_NEW_NDIM,
@@ -39,6 +39,7 @@ struct sfr_keepalive {
 	void (*last)(struct sfr_keepalive *self);
 };
 
+/* Drops one count. */
 static inline void sfr_keepalive_put(struct sfr_keepalive *keepalive)
 {
 	if (__atomic_sub_fetch(&keepalive->count, 1, __ATOMIC_ACQ_REL) == 0)
@@ -53,21 +54,22 @@ struct AtenTensorOpaque;
  * has not been imported or is too old. */
 int sfr_py_bridge_load(void);
 
-/* Writes a tensor's row, which has room for `room` words. Returns how many words the row needs, or
- * -1 if torch refuses. If that exceeds `room`, nothing is written: call again with more room. */
+/* Writes the row that describes a tensor to `row`, which has room for `room` words. Returns how
+ * many words the row needs, or -1 if torch refuses. If it needs more than `room` words, nothing is
+ * written: call again with more room. */
 int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room);
 
-/* Returns the address of the tensor's storage. `ahead` is how many bytes of the storage come before
- * the tensor's first element. A copy-on-write storage has its own memory afterwards. Returns 0 if
- * there is no memory or no element, or torch refuses. */
+/* Returns the address of the tensor's storage: that of the first element less `ahead`, the number
+ * of bytes of the storage before this element. A copy-on-write storage has its own memory
+ * afterwards. Returns 0 if there is no memory or no element, or torch refuses. */
 uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead);
 
 /* Returns whether this torch makes tensors over given memory (from 2.11 on). */
 bool sfr_py_bridge_can_make(void);
 
-/* Makes a tensor over given host memory for each of `nr` rows, and stores their handles in
- * `tensors`. The new storages count in `keepalive`. No tensor requires a gradient. 0; or -1, and
- * there are no new tensors. */
+/* Makes a tensor over given host memory for each of `nr` rows, and stores the tensors' handles in
+ * `tensors`. Each new storage adds 1 to the count of `keepalive`. No tensor requires a gradient.
+ * Returns 0; or -1, and then there are no new tensors. */
 int sfr_py_bridge_make(const int64_t *rows, size_t nr, struct sfr_keepalive *keepalive,
 		       void **tensors);
 

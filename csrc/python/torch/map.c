@@ -5,8 +5,7 @@
  * need a new int object for each look-up. */
 #include "torch/map.h"
 
-/* Returns the index of the key's slot, or of the empty slot where it would be. There must be
- * slots. */
+/* Returns the index of the key's slot, or of the empty slot for it. The map must have slots. */
 static size_t map_slot(const struct sfr_py_map *map, uint64_t key)
 {
 	/* Fibonacci hashing. The low four bits are dropped: objects are at least 16 bytes apart. */

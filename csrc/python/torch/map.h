@@ -9,9 +9,11 @@ struct sfr_py_map {
 	struct {
 		uint64_t key, value;
 	} *slots;
-	size_t used, room; /* the number of keys; of slots, a power of two or 0 */
+	size_t used; /* number of keys */
+	size_t room; /* number of slots: a power of two, or 0 */
 };
-/* Returns a pointer to the key's value, valid until a key is added; NULL if there is none. */
+/* Returns a pointer to the key's value, valid until a key is added; NULL if the key is not in the
+ * map. */
 uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key);
 /* Adds a key that the map does not have. 0, or -1 with MemoryError set. */
 int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);

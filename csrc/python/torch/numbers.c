@@ -1,8 +1,8 @@
 /* _core.Numbers: the numbers of a save's storages, by the addresses of their StorageImpls.
  *
  * A collector fills it. The observers in C and the gate in Python use it to find out whether a
- * storage is in the save. A Python dict would be built again for each save, with two ints per
- * storage whose hashes collide because addresses end in zeros. */
+ * storage is in the save. A Python dict would need two int objects for each storage in each save,
+ * and the hashes of the addresses would collide, because addresses end in zeros. */
 #include "torch/numbers.h"
 
 /* The type, one for the whole process because torch supports only one interpreter. */

@@ -1,4 +1,4 @@
-/* _core.Numbers. numbers.c implements it. */
+/* _core.Numbers: the numbers of a save's storages. numbers.c implements it. */
 #ifndef SFR_PY_TORCH_NUMBERS_H
 #define SFR_PY_TORCH_NUMBERS_H
 

@@ -3,8 +3,9 @@
  * of torch's stable ABI, which promises not to change them. Declaring them here lets us build
  * without torch; a test compares every line with the installed torch's headers.
  *
- * A handle that a function makes counts one reference. Functions that return int32_t return 0 on
- * success; the first two instead return a constant of torch. OPTIONAL functions may be missing. */
+ * A handle that a function makes holds one reference to its tensor. Functions that return int32_t
+ * return 0 on success; the first two instead return a constant of torch. A torch that has no
+ * OPTIONAL function is supported, too. */
 #ifndef SFR_PY_TORCH_SHIM_H
 #define SFR_PY_TORCH_SHIM_H
 

@@ -4,8 +4,9 @@
 
 #include "module.h"
 
-/* Return the getter of an attribute, and the C function of a method without arguments. Only the
- * type itself is searched, not its bases. NULL if it has no such C function; sets no exception. */
+/* Return the getter of the attribute `name`, and the C function of the method `name` without
+ * arguments. They search only the type itself, not its bases. They return NULL if the type has no
+ * such C function, without an exception. */
 const PyGetSetDef *sfr_py_getter_of(PyTypeObject *type, const char *name);
 PyCFunction sfr_py_method_of(PyTypeObject *type, const char *name);
 

@@ -1,11 +1,11 @@
 /* Words of torch's memory that answer most questions about a tensor.
  *
- * One word of a TensorImpl, the dispatch keys, tells whether the tensor is dense, nested,
- * conjugated, negated or named, and on what kind of device it is. A second word is the address of
- * its StorageImpl. To read the same as Python attributes took some 2,500 instructions a tensor,
- * most of them for the Python objects of the answers. The stable ABI (shim.h) has no functions for
- * these two words, nor for getting from the Python object to the tensor. So the words are read from
- * memory.
+ * A TensorImpl is torch's C++ object of a tensor. One of its words, the dispatch keys, tells
+ * whether the tensor is dense, nested, conjugated, negated or named, and on what kind of device it
+ * is. A second word is the address of the tensor's StorageImpl. A third, in the Python object, is
+ * the address of the TensorImpl. To read the same as Python attributes took some 2,500 instructions
+ * a tensor, most of them for the Python objects of the answers. The stable ABI (shim.h) has no
+ * functions for these three words. So they are read from memory.
  *
  * Their offsets are not assumed but searched for, once per process, in tensors of several kinds
  * whose words torch has reported. An offset is taken if it has the right word in all of these
