@@ -1,8 +1,10 @@
 /* Observer: marks the storages of a save that may be deferred.
  *
  * A storage of an optimizer is deferred if its verdict is DEFERRABLE and the optimizer still owns
- * it as at the enrolment: a new walk meets all the same tensors over it, and its memory is at the
- * same address. The storages of a memory owner are deferred because that owner asks for it. */
+ * it as at the enrolment: a new walk finds the same tensors over it, and its memory is at the same
+ * address. A memory owner holds memory that only an optimizer step replaces but no optimizer owns
+ * (memory_owners.py); its storages are deferred without observation, because the owner asks for
+ * that. */
 #include "observer/observer.h"
 #include "sfr/source.h"
 
@@ -25,7 +27,7 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 			continue;
 		}
 		if (entry->epoch == self->epoch)
-			continue; /* this walk has met it before */
+			continue; /* this walk has found it before */
 		entry->epoch = self->epoch;
 		watch = &t->watches[entry->watch];
 		if (sfr_py_identity_of(tensor) != watch->cdata) { /* it has another storage now */
@@ -58,10 +60,10 @@ static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObjec
 	return ret;
 }
 
-/* Defers storage number `index`, after its tensors were appended with add_tensor; `start` is the
- * length of the lists before that. If add_tensor has `failed`, or this function does, the storage
- * stays captured. Its tensors then need no check and are taken off the lists. 0, or -1 with an
- * exception set. */
+/* Defers storage number `index` after add_tensor was called for its tensors. `start` is the length
+ * of the lists before these calls, `failed` whether one of them failed. If anything fails, the
+ * storage stays captured; its tensors then need no check, so they are removed from the lists. 0, or
+ * -1 with an exception set. */
 static int finish_deferring(const struct sfr_py_marks *marks, PyObject *index,
 			    struct sfr_source *row, Py_ssize_t start, int failed)
 {
@@ -91,7 +93,7 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 	int ret = 0;
 
 	for (i = watch->first_tensor; i != SFR_PY_NONE && !ret; i = t->tensors[i].next) {
-		tensor = sfr_py_referent(t->tensors[i].ref); /* alive: count_owned has met it */
+		tensor = sfr_py_referent(t->tensors[i].ref); /* alive: count_owned has found it */
 		if (!tensor)
 			return -1;
 		Py_INCREF(tensor);
@@ -103,7 +105,7 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 
 /* Finds a storage in the save by its StorageImpl's address. Sets *row to its row, and *index to a
  * new reference to its number; both are NULL if the save does not have it. 0, or -1 with an
- * exception set. Rows are not kept between calls: a destructor may resize their array. */
+ * exception set. *row is valid only until Python code runs, which may resize the bytearray. */
 static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObject **index,
 		    struct sfr_source **row)
 {
@@ -123,16 +125,10 @@ static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObjec
 	return *index ? 0 : -1;
 }
 
-/* Returns 1 if the storage has, in this save, the memory that was observed. If it has other memory,
- * returns 0 and asks for an enrolment; the save then captures the storage. */
-static int has_observed_memory(struct sfr_py_observer *self, const struct sfr_py_watch *watch,
-			       const struct sfr_source *row)
+/* Returns 1 if the storage has, in this save, the memory that was observed. */
+static int has_observed_memory(const struct sfr_py_watch *watch, const struct sfr_source *row)
 {
-	if (row->addr != watch->addr || row->nbytes != watch->nbytes) {
-		self->wanted = 1; /* resized, or moved to shared memory */
-		return 0;
-	}
-	return 1;
+	return row->addr == watch->addr && row->nbytes == watch->nbytes;
 }
 
 /* Defers each storage of the save that is DEFERRABLE and whose tensors the optimizer still has. 0,
@@ -153,8 +149,10 @@ static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *ma
 			continue;
 		if (find_row(marks, watch->cdata, &index, &row))
 			return -1;
-		if (row && has_observed_memory(self, watch, row))
+		if (row && has_observed_memory(watch, row))
 			ret = defer_watch(t, watch, row, index, marks);
+		else if (row)
+			self->wanted = 1; /* it was resized, or moved to shared memory */
 		Py_XDECREF(index);
 		if (ret)
 			return -1;

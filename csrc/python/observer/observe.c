@@ -1,18 +1,18 @@
 /* Observes storages in host memory: records samples of them at the end of a step, and compares
- * these at the next step's gate. Storages on devices are handed to probes.c.
+ * these at the next step's gate. probes.c observes storages on devices.
  *
  * An observation reads the `_version` of each tensor over the storage and three cache lines of its
  * bytes. Before that it asks the storage for its address, because the storage may have been resized
- * or freed meanwhile. All of that is cheap only if it is in the processor's caches, from which the
- * step has just evicted it. So each observation prefetches what a later one will read, and a step
- * has a budget of CPU time. */
+ * or freed meanwhile. These reads are cheap only if the data is in the processor's caches, from
+ * which the step has just evicted it. So each observation prefetches data for a later one, and a
+ * step has a budget of CPU time, its *credit*. */
 #include "observer/observer.h"
 
 #include <string.h>
 
 #define NR_IMPL_LINES 3 /* lines of a TensorImpl: storage, sizes, version counter */
-#define AHEAD 8         /* storages between the one observed and the one prefetched */
-#define BUDGET_EACH 16  /* storages between two checks of the clock */
+#define AHEAD 8         /* how many storages further the prefetched one is in the list */
+#define CHECK_EACH 16   /* storages between two checks of the clock */
 /* CPU time that a step may spend on observing, on average: 1 % of the time since the previous step,
  * but at least 0.2 and at most 2 ms. An observation takes 0.6 to 1 us (measured), mostly cache and
  * page-table misses, and a storage needs four. So an enrolment adds an allowance once: with it
@@ -21,9 +21,9 @@
 #define STEP_MIN_NS 200000u
 #define STEP_MAX_NS 2000000u
 #define STEP_SHARE 100    /* a hundredth of the time between two steps */
-#define ENROLLED_NS 3000u /* for each undecided storage */
+#define ENROLLED_NS 3000u /* an enrolment's allowance for each undecided storage */
 #define ENROLLED_MAX_NS 4000000u
-/* The allowance in time of a device: a storage needs four probes of 2 us each, in two cycles. */
+/* The allowance in device time: a storage needs four probes of 2 us each, in two cycles. */
 #define ENROLLED_DEVICE_NS 8000u
 #define ENROLLED_DEVICE_MAX_NS 10000000u
 
@@ -35,8 +35,8 @@ uint64_t sfr_py_clock_ns(clockid_t id)
 	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* Adds a step's share to a credit, up to three shares. A credit that is already larger, because of
- * an enrolment's allowance, does not grow. */
+/* Adds a step's share to a credit, up to three shares, so that unused shares do not make one step
+ * slow. A credit that is already larger, because of an enrolment's allowance, does not grow. */
 static void add_share(uint64_t *credit_ns, uint64_t share)
 {
 	uint64_t most = *credit_ns > 3 * share ? *credit_ns : 3 * share;
@@ -61,11 +61,11 @@ static void grant_credit(struct sfr_py_observer *self)
 }
 
 /* A stretch of observing, and its budget. The budget is CPU time, because time in which the thread
- * is not scheduled should not count. Reading CPU time is a system call of 0.5 us, so it is read
- * only when as much wall time, which is cheap to read, has passed. */
+ * is not scheduled should not count. Reading CPU time is a system call of 0.5 us. So it is read
+ * only after the budget has passed in wall time, which is cheap to read. */
 struct span {
-	uint64_t wall, cpu; /* both clocks at its start, in ns */
-	uint64_t budget;
+	uint64_t wall, cpu; /* the two clocks at the start, in ns */
+	uint64_t budget;    /* ns */
 };
 
 static struct span span_start(uint64_t budget_ns)
@@ -101,8 +101,8 @@ static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 	return (const unsigned char *)(uintptr_t)at; /* NOLINT: an address that torch gave */
 }
 
-/* Prefetches what an observation of this storage will read; without that an observation has a dozen
- * cache misses. Prefetching cannot fault, so the addresses may be stale. */
+/* Prefetches the data that an observation of this storage reads. Without that, an observation has a
+ * dozen cache misses. Prefetching cannot fault, so the addresses may be stale. */
 static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 {
 	const struct sfr_py_watch *watch = &self->table.watches[number];
@@ -113,7 +113,7 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 	sfr_py_prefetch(entry->tensor);
 	for (i = 0; i < NR_IMPL_LINES; i++)
 		sfr_py_prefetch(entry->impl + (uint64_t)i * SFR_PY_LINE);
-	sfr_py_prefetch(watch->wrapper);
+	sfr_py_prefetch(watch->storage_object);
 	sfr_py_prefetch(watch->cdata);
 	sfr_py_prefetch(watch->cdata + SFR_PY_LINE);
 	for (i = 0; i < SFR_PY_NR_LINES && watch->device == 0; i++) {
@@ -123,8 +123,8 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 }
 
 /* Returns 1 if every tensor over the storage is alive and still has this memory, so that its bytes
- * may be read; 0 if not, or if torch cannot answer. The memory may belong to another storage by
- * now, at the same address; that is harmless, because defer() compares the storages themselves.
+ * may be read; 0 if not, or if torch cannot answer. By now the tensors may be over another storage
+ * that is at the same address; that is harmless, because defer() compares the storages themselves.
  * Leaves no exception set. */
 static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
 {
@@ -153,7 +153,7 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 
 /* Reads and stores the version of each tensor over the storage. Returns 1, or 0 if a version cannot
  * be read or, with `compare`, differs from the stored one. Leaves no exception set. */
-static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch, int compare)
+static int update_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch, int compare)
 {
 	uint32_t i;
 
@@ -179,16 +179,16 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 	return 1;
 }
 
-/* Records samples of one storage and arms it, or adds it to a probe if it is on a device. `fresh`:
- * an enrolment has just checked its memory. A storage that cannot be recorded gets the verdict
- * CAPTURED. */
+/* Records samples of one storage, or adds the storage to a probe if it is on a device. `fresh`: an
+ * enrolment has just checked the storage's memory. A storage that cannot be recorded gets the
+ * verdict CAPTURED. */
 static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 {
 	struct sfr_py_table *t = &self->table;
 	struct sfr_py_watch *watch = &t->watches[number];
 	int i;
 
-	if ((!fresh && !watch_is_whole(t, watch)) || !watch_versions(t, watch, 0)) {
+	if ((!fresh && !watch_is_whole(t, watch)) || !update_versions(t, watch, 0)) {
 		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
 		self->wanted = 1;
 		return;
@@ -199,11 +199,11 @@ static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 	}
 	for (i = 0; i < SFR_PY_NR_LINES; i++)
 		memcpy(self->lines[number][i], line_of(watch, i), SFR_PY_LINE);
-	self->armed[self->nr_armed++] = number;
+	self->recorded[self->nr_recorded++] = number;
 }
 
-/* Arms undecided storages in turn, from the cursor on, until half of the credit is spent. The other
- * half is for the comparison. */
+/* Records undecided storages in turn, from the cursor on, until half of the credit is spent. The
+ * other half is for the comparison. */
 void sfr_py_observer_record(struct sfr_py_observer *self)
 {
 	struct sfr_py_table *t = &self->table;
@@ -212,7 +212,7 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 
 	grant_credit(self);
 	span = span_start(self->credit_ns / 2);
-	self->nr_armed = 0;
+	self->nr_recorded = 0;
 	for (; left; left--, i++) {
 		if (i >= t->nr_watches)
 			i = 0;
@@ -221,7 +221,7 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 		if (i + AHEAD < t->nr_watches)
 			prefetch(self, i + AHEAD);
 		record_one(self, i, 0);
-		if (++nr_seen % BUDGET_EACH == 0 && span_is_over(&span))
+		if (++nr_seen % CHECK_EACH == 0 && span_is_over(&span))
 			break;
 	}
 	span_end(&span, &self->credit_ns);
@@ -242,21 +242,22 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
 		    self->table.watches[i].device != 0)
 			nr_device++;
-	/* set before the recording, because each probe that it adds spends some */
+	/* set before the recording, which spends some of it on each storage that it adds to a
+	 * probe */
 	self->device_credit_ns = allowance(nr_device, ENROLLED_DEVICE_NS, ENROLLED_DEVICE_MAX_NS);
 	for (i = 0; i < self->table.nr_watches; i++) {
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
 			record_one(self, i, 1);
 	}
-	/* set after it, because its CPU time does not count */
+	/* set after the recording, whose CPU time does not count */
 	self->credit_ns = allowance(self->nr_undecided, ENROLLED_NS, ENROLLED_MAX_NS);
 	sfr_py_probes_end_step(self);
 	grant_credit(self);
 }
 
-/* Compares what the host can see of a storage (its memory's address, its tensors' versions) with
- * what was recorded. Returns 1 if nothing has changed, so the bytes have to be compared. Otherwise
- * returns 0; the storage then has a verdict. */
+/* Compares the address of a storage's memory and its tensors' versions with the recorded ones.
+ * Returns 1 if nothing has changed, so that the bytes have to be compared. Otherwise gives the
+ * verdict CAPTURED, unless the storage has a verdict already, and returns 0. */
 static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_table *t = &self->table;
@@ -266,7 +267,7 @@ static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
 	if (watch->verdict != SFR_PY_UNDECIDED)
 		return 0;
 	whole = watch_is_whole(t, watch);
-	if (whole && watch_versions(t, watch, 1))
+	if (whole && update_versions(t, watch, 1))
 		return 1;
 	sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
 	/* The tensor or its storage was replaced; the next enrolment finds the new one. */
@@ -300,16 +301,16 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 	uint32_t n = 0;
 
 	sfr_py_probes_reach_gate(self, check_unchanged);
-	if (self->nr_armed == 0)
+	if (self->nr_recorded == 0)
 		return;
-	while (n < self->nr_armed) {
-		if (n + AHEAD < self->nr_armed)
-			prefetch(self, self->armed[n + AHEAD]);
-		compare_one(self, self->armed[n++]);
-		if (n % BUDGET_EACH == 0 && span_is_over(&span))
+	while (n < self->nr_recorded) {
+		if (n + AHEAD < self->nr_recorded)
+			prefetch(self, self->recorded[n + AHEAD]);
+		compare_one(self, self->recorded[n++]);
+		if (n % CHECK_EACH == 0 && span_is_over(&span))
 			break;
 	}
 	span_end(&span, &self->credit_ns);
-	self->cursor = self->armed[n - 1] + 1; /* go on after the last storage compared */
-	self->nr_armed = 0;
+	self->cursor = self->recorded[n - 1] + 1; /* go on after the last storage compared */
+	self->nr_recorded = 0;
 }

@@ -2,36 +2,40 @@
  *
  * One Observer watches the storages of one optimizer: those of its trained parameters and of the
  * tensors in their state. A save may defer such a storage, to copy it under the next forward and
- * backward, if only the next step writes to it. That is learned by observation: the contents at the
- * end of a step must be unchanged at the next step's gate. The time between the two is a *cycle*.
+ * backward, if only the next step writes to it. The observer learns that by observation: the
+ * contents at the end of a step must be unchanged at the next step's gate. The time from that end
+ * to the gate is a *cycle*.
  *
- *        enrol                record          compare: same, twice
- *   (new) ----> UNDECIDED --> (armed) ------------------------------> DEFERRABLE
- *                   ^            |  same, once       |  changed, gone, or owned twice
- *                   +------------+                   +---------------> CAPTURED
+ *        enrol               record            compare: same, twice
+ *   (new) ----> UNDECIDED --> (recorded) ---------------------------> DEFERRABLE
+ *                   ^             |  same, once      |  changed, gone, or two owners
+ *                   +-------------+                  +---------------> CAPTURED
  *
- * A storage is armed from its recording until the comparison. DEFERRABLE and CAPTURED are final for
- * it; only a new storage, or forget() (after load_state_dict), starts again. An observation covers
- * the `_version` of each tensor over the storage, and three cache lines of its bytes, because fused
- * kernels and `.data` do not count versions. A budget of CPU time of the calling thread bounds the
- * work in a step; the next step continues with the storages that this one did not reach.
+ * A storage is *recorded* from the end of a step until its comparison. DEFERRABLE and CAPTURED are
+ * final for it; only a new storage, or forget() (after load_state_dict), starts again. An
+ * observation covers the `_version` of each tensor over the storage, and three cache lines of its
+ * bytes, because fused kernels and `.data` do not count versions. A budget of CPU time of the
+ * calling thread bounds the work in a step; the next step continues with the storages that this one
+ * did not reach.
  *
- * Nothing here keeps memory alive. Tensors are held by weak references, and a storage by torch's
- * weak reference. With that the bytes may be freed, but the StorageImpl's address is not used
- * again. So equal addresses (`_cdata`) mean the same storage.
+ * Nothing here keeps memory alive: the observer refers to tensors by weak references, and to a
+ * storage by torch's own kind of weak reference. While that reference exists, the bytes may be
+ * freed, but no other StorageImpl gets this one's address. So equal addresses (`_cdata`) mean the
+ * same storage.
  *
- * Everything runs under the interpreter lock, with the garbage collector off. So no other Python
- * code runs meanwhile, except for the destructor of an object that is freed. If a destructor calls
- * the same observer, `busy` makes that call return at once, as if there were nothing to do.
+ * Everything but the calls of the driver runs under the interpreter lock, with the garbage
+ * collector off. So no other Python code runs meanwhile, except for the destructor of an object
+ * that is freed. If a destructor calls the same observer, `busy` makes that call return at once, as
+ * if there were nothing to do.
  *
  * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c stores it, observe.c
  * observes host memory, probes.c device memory, defer.c marks a save's storages; this file has the
  * type.
  *
  * One observation takes 0.6 to 1 us after a step, because of cache and page-table misses, and a
- * storage needs four. The budget of a step is the larger of 0.2 ms and 1 % of the step, at most 2
- * ms. Each enrolment adds 3 us a storage once, at most 4 ms. So 1,200 storages are decided by the
- * third step; after that a step costs 6 us. */
+ * storage needs four observations. The budget of a step is the larger of 0.2 ms and 1 % of the
+ * step, at most 2 ms. Each enrolment adds 3 us a storage once, at most 4 ms. So 1,200 storages are
+ * decided by the third step; after that a step costs 6 us. */
 #include "observer/observer.h"
 
 /* Makes other calls of this observer do nothing until leave(). Turns the garbage collector off, so
@@ -63,8 +67,8 @@ PyDoc_STRVAR(observer_enrol_doc,
 "enrol(param_groups, state, /)\n--\n\n"
 "Finds the storages that the optimizer owns now, and records samples of them; call it after a step.\n"
 "Storages known before keep their state. Returns a list of (serial, storage), one for each storage\n"
-"that the observer with this serial watches too. This observer captures them; the caller has the\n"
-"other one capture() them. After an exception nothing is watched.");
+"that another observer, the one with this serial, watches too. This observer captures these\n"
+"storages; the caller calls the other observer's capture(). After an exception nothing is watched.");
 
 static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 {
@@ -109,8 +113,8 @@ static PyObject *observer_is_idle(struct sfr_py_observer *self, PyObject *args)
 PyDoc_STRVAR(observer_stepped_doc,
 "stepped(param_groups, state, /)\n--\n\n"
 "Records, after a step and within the budget, samples of the undecided storages. Returns True\n"
-"instead if enrol() must be called first: it never was, groups or state have other sizes, a save\n"
-"found an unknown tensor, a storage is gone, or forget() was called.");
+"instead if enrol() must be called first: it was never called, the groups or the state have other\n"
+"sizes, a save found an unknown tensor, a storage is gone, or forget() was called.");
 
 static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 {
@@ -120,7 +124,7 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 		return NULL;
 	if (self->busy)
 		Py_RETURN_FALSE;
-	self->nr_armed = 0;
+	self->nr_recorded = 0; /* storages that no gate has compared: the step has changed them */
 	/* Not enter(): the call may release the interpreter lock, and other threads need the
 	 * garbage collector. */
 	self->busy = 1;
@@ -144,7 +148,7 @@ PyDoc_STRVAR(observer_compare_doc,
 static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 {
 	(void)none;
-	if (!self->busy && !self->forget && (self->nr_armed || self->nr_probes)) {
+	if (!self->busy && !self->forget && (self->nr_recorded || self->nr_probes)) {
 		enter(self);
 		sfr_py_observer_compare(self);
 		leave(self);
@@ -206,8 +210,8 @@ static PyObject *observer_present(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_see_through_doc,
 "see_through(type, name, /)\n--\n\n"
-"Makes all observers look at the tensor in attribute `name` of each tensor of exactly this type, in\n"
-"place of the tensor itself. A second type replaces the first.");
+"Makes all observers read, for each tensor of exactly this type, the inner tensor in its attribute\n"
+"`name`, which has the memory. A second type replaces the first.");
 
 static PyObject *observer_see_through(PyObject *type, PyObject *args)
 {
@@ -224,8 +228,8 @@ static PyObject *observer_see_through(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_defer_doc,
 "defer(param_groups, state, marks, /)\n--\n\n"
-"Marks the storages of a save that may be copied late: the optimizer still owns them, and they were\n"
-"found to change in its steps only. `marks`: a `memory_owners.Marks`.");
+"Marks the storages of a save that may be copied after the call: the optimizer still owns them, and\n"
+"they were found to change in its steps only. `marks`: a `memory_owners.Marks`.");
 
 /* Sets *m to the fields of a tuple memory_owners.Marks, borrowed from it. 0, or -1 with an
  * exception set. */
@@ -282,8 +286,8 @@ static PyObject *observer_defer_memory_owner(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_changed_doc,
 "changed(tensors, versions, /)\n--\n\n"
-"Returns the index of the first tensor whose `_version` is not the one in the list, or -1. Does not\n"
-"release the interpreter lock.");
+"Returns the index of the first tensor whose `_version` differs from that in `versions`, or -1. Does\n"
+"not release the interpreter lock.");
 
 static PyObject *observer_changed(PyObject *type, PyObject *args)
 {
@@ -333,8 +337,8 @@ static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 
 PyDoc_STRVAR(observer_forget_doc,
 "forget()\n--\n\n"
-"Stops watching everything. Nothing is deferred until the next enrolment and two cycles (from a\n"
-"step's end to the next gate) after it. Until that enrolment the observer refers to no tensor.");
+"Stops watching everything. Nothing is deferred until the next enrolment and two cycles after it,\n"
+"each from a step's end to the next gate. Until that enrolment the observer refers to no tensor.");
 
 static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
 {
@@ -387,7 +391,7 @@ static void observer_dealloc(struct sfr_py_observer *self)
 	sfr_py_observer_drop(self);
 	sfr_py_probes_fini(self);
 	PyMem_Free(self->lines);
-	PyMem_Free(self->armed);
+	PyMem_Free(self->recorded);
 	Py_XDECREF(self->owned);
 	Py_XDECREF(self->serial);
 	sfr_py_free((PyObject *)self);

@@ -20,29 +20,31 @@ static inline PyObject *sfr_py_referent(PyObject *ref)
 }
 
 /* How to read one attribute of torch's tensors or storages, or call one method without arguments.
- * If torch's type publishes a C function for it, that is called directly (15-30 ns instead of
- * 50-100). Otherwise Python looks the name up. */
+ * If torch's type publishes a C function for it, the function is called directly (15-30 ns instead
+ * of 50-100). Otherwise Python looks the name up. */
 struct sfr_py_access {
-	getter get; /* of an attribute; NULL: look it up by name */
-	void *closure;
-	PyCFunction call; /* of a method; NULL: look it up by name */
+	getter get;       /* reads the attribute; NULL: look it up by name */
+	void *closure;    /* the getter's second argument */
+	PyCFunction call; /* calls the method; NULL: look it up by name */
 	PyObject *name;
 	int is_method;
 };
 
-/* The types and attributes of torch that the observer uses. Filled once a process, by the first
- * Observer, and kept, because torch can be loaded only once and never unloads. */
+/* The types and attributes of torch that the observer uses. The first Observer of a process fills
+ * it, once: torch can be loaded only once and never unloads. */
 struct sfr_py_torch {
 	PyTypeObject *tensor, *parameter; /* the exact types that may be deferred */
-	PyTypeObject *wrapper; /* a type of sfr_py_see_through, DTensor; NULL: none yet */
-	PyObject *str_local;   /* name of its attribute with the tensor that has the memory */
+	PyTypeObject *wrapper; /* the type given to sfr_py_see_through: DTensor; NULL: none yet */
+	PyObject *str_local;   /* name of the wrapper's attribute that has its inner tensor */
 	PyObject *free_weak;   /* UntypedStorage._free_weak_ref */
 	PyObject *str_params;
-	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage; /* of tensors */
-	/* of a tensor that is not on the host: CUDA's number of its device, or -1 */
+	/* tensors' attributes */
+	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage;
+	/* CUDA's number of the device of a tensor that is not on the host; -1: another kind */
 	struct sfr_py_access device;
-	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref; /* of storages */
-	int ready;
+	/* storages' attributes */
+	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref;
+	int ready; /* the struct is filled */
 };
 extern struct sfr_py_torch sfr_py_torch;
 
@@ -59,9 +61,10 @@ PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
 int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out);
 /* Returns the truth of an attribute: 1, 0, or -1 with an exception set. */
 int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
-/* Makes the functions below look at an inner tensor in place of a tensor of exactly this type: at
- * the one in its attribute `name`, which has the memory. That runs no Python code. A second type
- * replaces the first. 0, or -1 with an exception set. */
+/* Declares a type of tensors that only wrap an inner tensor, which has the memory and is in their
+ * attribute `name`. For tensors of exactly this type, the functions below use the inner tensor, and
+ * get it without running Python code. A second type replaces the first. 0, or -1 with an exception
+ * set. */
 int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
 /* Returns a new reference to the tensor that has the memory: `tensor` itself if it is exactly a
  * Tensor or a Parameter, or the inner tensor of a wrapper (sfr_py_see_through). Returns NULL
@@ -70,13 +73,14 @@ int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
 PyObject *sfr_py_memory_of(PyObject *tensor);
 /* Returns 1 if sfr_py_memory_of gives a tensor, else 0. */
 int sfr_py_has_memory(PyObject *tensor);
-/* Returns a new reference to the storage of that memory, or NULL with an exception set. */
+/* Returns a new reference to the storage with the tensor's memory, or NULL with an exception
+ * set. */
 PyObject *sfr_py_storage_of(PyObject *tensor);
-/* Returns the address of that storage's StorageImpl; 0 if there is none, as for sparse tensors.
- * Sets no exception. */
+/* Returns the address of the StorageImpl of the tensor's storage; 0 if there is none, as for sparse
+ * tensors. Sets no exception. */
 uint64_t sfr_py_identity_of(PyObject *tensor);
-/* Sets *out to a number that grows with every write that torch counts, to the tensor or to its
- * inner tensor. 0, or -1 with an exception set: the tensor has no memory, or is an inference
+/* Sets *out to a number that grows with every write to the tensor or its inner tensor, as far as
+ * torch counts writes. 0, or -1 with an exception set: the tensor has no memory, or is an inference
  * tensor, for which torch counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
@@ -86,7 +90,8 @@ int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
 struct sfr_py_refs {
 	PyObject **items; /* strong references */
-	size_t nr, cap;   /* items in use; items that there is room for */
+	size_t nr;        /* items in use */
+	size_t cap;       /* items that fit */
 };
 
 struct sfr_py_walk {
@@ -96,21 +101,20 @@ struct sfr_py_walk {
 };
 
 /* Collects the tensors in `groups` (Optimizer.param_groups) and `state` (Optimizer.state). Runs no
- * Python code and allocates no Python object, so nothing changes meanwhile. Containers that are
- * built as in no optimizer of torch are skipped. 0, or -1 with an exception set (no memory); call
- * sfr_py_walk_fini in either case. */
+ * Python code and allocates no Python object, so nothing changes meanwhile. Skips containers of a
+ * kind that no optimizer of torch has. 0, or -1 with MemoryError set; call sfr_py_walk_fini in
+ * either case. */
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk);
 void sfr_py_walk_fini(struct sfr_py_walk *walk);
-/* Returns a cheap fingerprint of the two containers: it changes when a group, a parameter or a
+/* Returns a cheap fingerprint of `groups` and `state`: it changes when a group, a parameter or a
  * parameter's state is added or removed. */
 uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
-/* Storages up to these sizes (inclusive) are always captured. The first is for an optimizer's
- * storages on a device; the second for those of a memory owner (see sfr_py_defer_memory_owner), on
- * the host or a device. */
+/* An optimizer's storages on a device are always captured if they have this many bytes or fewer. */
 #define SFR_PY_DEVICE_MIN_NBYTES 65536
+/* The same for the storages of a memory owner (defer.c), on the host or a device. */
 #define SFR_PY_MEMORY_OWNER_MIN_NBYTES 65536
 #define SFR_PY_LINE 64     /* bytes of a cache line */
 #define SFR_PY_NR_CYCLES 2 /* cycles without a change until a storage may be deferred */
@@ -125,13 +129,14 @@ struct sfr_py_watch {
 	PyObject *ident;
 	uint64_t cdata; /* the same address as a number */
 	uint64_t addr, nbytes;
-	uint32_t device;   /* 0: host memory; n: CUDA device n - 1, which the host cannot read */
-	uintptr_t wrapper; /* address of Python's storage object; only to prefetch */
-	uint32_t first_tensor; /* index of a tensor over it; tensor.next links the others */
+	uint32_t device; /* 0: host memory; n: CUDA device n - 1, which the host cannot read */
+	uintptr_t storage_object; /* address of Python's storage object; only to prefetch */
+	uint32_t first_tensor;    /* index of a tensor over it; tensor.next links the others */
 	uint32_t nr_tensors;
-	uint32_t epoch, nr_owned; /* the last walk's number, and how many of the tensors it met */
-	uint8_t verdict;          /* enum sfr_py_verdict */
-	uint8_t nr_cycles;        /* comparisons so far, all without a change */
+	uint32_t epoch;    /* number of the last walk that found the storage */
+	uint32_t nr_owned; /* tensors over the storage that this walk found */
+	uint8_t verdict;   /* enum sfr_py_verdict */
+	uint8_t nr_cycles; /* comparisons so far, all without a change */
 };
 
 /* One tensor over a storage. */
@@ -139,8 +144,9 @@ struct sfr_py_tensor {
 	PyObject *ref;          /* weak reference to the tensor */
 	uintptr_t tensor, impl; /* addresses of the tensor and its TensorImpl; only to prefetch */
 	uint64_t version;       /* its version counter at the last recording */
-	uint32_t watch, next;   /* index of its storage; the next tensor over it, or SFR_PY_NONE */
-	uint32_t epoch;         /* the number of the last walk that has met it */
+	uint32_t watch;         /* index of its storage in `watches` */
+	uint32_t next;          /* index of the next tensor over that storage, or SFR_PY_NONE */
+	uint32_t epoch;         /* number of the last walk that found the tensor */
 };
 
 struct sfr_py_table {
@@ -163,37 +169,37 @@ enum sfr_py_probe_state {
 struct sfr_py_probe {
 	uint32_t device; /* as in a watch */
 	enum sfr_py_probe_state state;
-	struct sfr_probe *core;     /* NULL if BLIND from the start */
-	struct sfr_probe_range *at; /* the memory of the storages that this cycle probes */
-	uint32_t *asked;            /* the indices of these storages in the table */
-	uint32_t nr_asked, room;    /* how many they are; the room in both arrays */
+	struct sfr_probe *core;         /* NULL if BLIND from the start */
+	uint32_t *probed;               /* indices of the storages that this cycle probes */
+	struct sfr_probe_range *ranges; /* the memory of each of them */
+	uint32_t nr_probed;             /* items of `probed` and `ranges` in use */
+	uint32_t room;                  /* items that fit into each */
 };
-#define SFR_PY_MAX_PROBES 16 /* storages on further devices stay undecided */
+#define SFR_PY_MAX_PROBES 16 /* devices; storages on further ones stay undecided */
 
 struct sfr_py_observer {
 	PyObject_HEAD
 	PyObject *owned;  /* dict shared by all observers: storage -> serial of the first owner */
-	PyObject *serial; /* int: this observer's name in `owned` */
+	PyObject *serial; /* int: this observer's number in `owned` */
 	struct sfr_py_table table;
-	/* for each watch, the bytes of its cache lines at the last recording */
+	/* for each watch, the bytes of its three cache lines at the last recording */
 	unsigned char (*lines)[SFR_PY_NR_LINES][SFR_PY_LINE];
-	uint32_t *armed; /* indices of watches that are recorded and not yet compared */
-	uint32_t nr_armed, nr_undecided;
-	uint32_t cursor; /* index of the watch with which the next recording begins */
-	uint32_t epoch;  /* number of the last walk for a save */
-	/* how many tensors that can never be deferred the last enrolment found */
-	size_t nr_passed_over;
+	uint32_t *recorded; /* indices of watches that are recorded and not yet compared */
+	uint32_t nr_recorded;
+	uint32_t nr_undecided;     /* watches with the verdict UNDECIDED */
+	uint32_t cursor;           /* index of the watch with which the next recording begins */
+	uint32_t epoch;            /* number of the last walk for a save */
+	size_t nr_passed_over;     /* tensors of the last enrolment that can never be deferred */
 	uint64_t fingerprint;      /* sfr_py_walk_fingerprint at the last enrolment */
 	uint64_t credit_ns;        /* CPU time that may be spent on observing now */
-	uint64_t device_credit_ns; /* the same in time of devices */
+	uint64_t device_credit_ns; /* device time that may be spent on probes now */
 	struct sfr_py_probe probes[SFR_PY_MAX_PROBES];
 	uint32_t nr_probes;
-	/* when the last step ended; before the first, when this object was made */
-	uint64_t stepped_ns;
-	int busy;      /* between enter() and leave(): other calls do nothing */
-	int wanted;    /* an enrolment is needed: what the optimizer owns has changed */
-	int forget;    /* forget() was called: the table is dropped at the next enrolment */
-	int gc_was_on; /* before enter() */
+	uint64_t stepped_ns; /* when the last step ended; at first, when this object was made */
+	int busy;            /* between enter() and leave(): other calls do nothing */
+	int wanted;          /* an enrolment is needed: what the optimizer owns has changed */
+	int forget;          /* forget() was called: the table is dropped at the next enrolment */
+	int gc_was_on;       /* whether the garbage collector was on before enter() */
 };
 
 /* Sets a storage's verdict, and corrects nr_undecided if the storage was undecided before. */
@@ -202,7 +208,7 @@ void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *w
 
 /* table.c: returns the entry of this tensor, or NULL. */
 struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *table, PyObject *tensor);
-/* Stops watching everything. An exception that is set stays set. */
+/* Stops watching everything. Keeps an exception that is set. */
 void sfr_py_observer_drop(struct sfr_py_observer *self);
 /* Finds what the optimizer owns now, and makes a new table of it. For each storage that another
  * observer watches too, appends (serial of that observer, storage) to the list `clashes`. 0, or -1
@@ -210,7 +216,8 @@ void sfr_py_observer_drop(struct sfr_py_observer *self);
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  PyObject *clashes);
 
-/* probes.c. All are called between enter() and leave(), except for sfr_py_probes_take.
+/* probes.c. sfr_py_probes_harvest and sfr_py_probes_take call the driver without the interpreter
+ * lock. Their callers set `busy` meanwhile, so that other calls do nothing.
  *
  * Adds the watch with index `number`, a storage on a device, to that device's next probe, if the
  * budget allows. */
@@ -218,16 +225,15 @@ void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number);
 /* After the storages of a step have been added: makes the first probes of their devices due. */
 void sfr_py_probes_end_step(struct sfr_py_observer *self);
 /* At the next step's gate: makes the second probes due. They leave out the storages for which
- * `check_unchanged`, which compares what the host can see, returns 0. */
+ * `check_unchanged`, a function of observe.c that compares addresses and versions, returns 0. */
 void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
 			      int (*check_unchanged)(struct sfr_py_observer *self,
 						     uint32_t number));
-/* Gives verdicts on the storages of completed probes. Asks the driver without the interpreter lock,
- * so `busy` must be set. */
+/* Gives verdicts on the storages of completed probes. */
 void sfr_py_probes_harvest(struct sfr_py_observer *self);
 /* Returns 1 if no device waits for a probe or for a verdict, else 0. */
 int sfr_py_probes_are_idle(const struct sfr_py_observer *self);
-/* Drops what is being probed. Called when the indices of storages change. */
+/* Drops the probes under way without a verdict. Called when the indices of storages change. */
 void sfr_py_probes_reset(struct sfr_py_observer *self);
 /* Returns a new tuple of torch's numbers of the devices that wait for a probe; NULL with an
  * exception set. */
@@ -237,27 +243,27 @@ PyObject *sfr_py_probes_due(struct sfr_py_observer *self);
 int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_probes_fini(struct sfr_py_observer *self);
 
-/* The fields of a memory_owners.Marks, borrowed: the storages of a save, and lists of the deferred
- * ones. */
+/* The fields of a memory_owners.Marks, borrowed: the storages of a save, and lists of the storages
+ * that are deferred. */
 struct sfr_py_marks {
 	struct sfr_py_numbers *numbers; /* StorageImpl's address -> number of the storage */
 	PyObject *rows;                 /* bytearray of struct sfr_source, by number */
 	PyObject *indices;              /* list of the deferred storages' numbers */
-	/* lists of equal length: the tensors over these storages, with the number of its storage
-	 * and the version counter of each */
+	/* lists of equal length: the tensors over the deferred storages, the number of each
+	 * tensor's storage, and each tensor's version counter */
 	PyObject *tensors, *storage_numbers, *versions;
 };
 
-/* defer.c. Mark the storages of a save that may be deferred: sfr_py_observer_defer (between enter()
- * and leave()) those of an optimizer, sfr_py_defer_memory_owner those of a memory owner's tensors.
- * 0, or -1 with an exception set. */
+/* defer.c. Both mark the storages of a save that may be deferred: sfr_py_observer_defer, called
+ * between enter() and leave(), the optimizer's storages; sfr_py_defer_memory_owner the storages of
+ * a memory owner's tensors. 0, or -1 with an exception set. */
 int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  const struct sfr_py_marks *marks);
 int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *marks);
 
-/* observe.c; all between enter() and leave(). sfr_py_observer_record runs after a step and records
- * undecided storages within the budget; sfr_py_observer_record_all runs after an enrolment and
- * records all of them. */
+/* observe.c; the caller is between enter() and leave(). sfr_py_observer_record runs after a step
+ * and records undecided storages within the budget; sfr_py_observer_record_all runs after an
+ * enrolment and records every undecided storage. */
 void sfr_py_observer_record(struct sfr_py_observer *self);
 void sfr_py_observer_record_all(struct sfr_py_observer *self);
 /* At the next step's gate: compares each recorded storage once, within the budget. */

@@ -4,11 +4,11 @@
  *     ^                                                                            | take()
  *     +------------- done: verdicts ------------------------------ IN_FLIGHT <-----+
  *
- * The host reads and compares versions, at the step's end and at the gate. The core compares the
- * bytes with probes: it copies three lines of each storage at both moments. The caller's stream
- * waits for the copies, the host does not. So a verdict comes when both copies have completed: a
- * step later, or several if the host runs far ahead. Until then no other probe of that device
- * starts.
+ * The host reads the versions at the step's end and compares them at the gate. The core compares
+ * the bytes with probes: it copies three lines of each storage at both moments. The caller's stream
+ * waits for the copies, the host does not. So the verdict comes when both copies have completed,
+ * one step later, or several steps later if the host runs far ahead of the device. Until then no
+ * other probe of that device starts.
  *
  * Two whole cycles, each from a step's end to the next gate, are probed: with one cycle, a buffer
  * that is written every other step would pass. A cycle's copies have to complete before the next
@@ -24,7 +24,7 @@
 #include "observer/observer.h"
 #include "sfr/probe.h"
 
-#define PROBE_NS 2000u /* time of the device for one storage */
+#define PROBE_NS 2000u /* device time for one storage in one probe */
 #define NR_PROBES 2u   /* probes in a cycle */
 
 /* Returns the probe of a device (as in a watch), which is made at the first call; NULL if there are
@@ -46,24 +46,24 @@ static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t devi
 	return probe;
 }
 
-/* Makes the arrays of a probe long enough for all storages. 0, or -1 without an exception set if
- * there is no memory. */
+/* Makes the arrays of a probe long enough for all storages. 0, or -1 if there is no memory, without
+ * an exception set. */
 static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	uint32_t room = self->table.nr_watches;
-	struct sfr_probe_range *at;
-	uint32_t *asked;
+	struct sfr_probe_range *ranges;
+	uint32_t *probed;
 
 	if (probe->room >= room)
 		return 0;
-	at = PyMem_Realloc(probe->at, room * sizeof(*at));
-	if (!at)
+	ranges = PyMem_Realloc(probe->ranges, room * sizeof(*ranges));
+	if (!ranges)
 		return -1;
-	probe->at = at;
-	asked = PyMem_Realloc(probe->asked, room * sizeof(*asked));
-	if (!asked)
+	probe->ranges = ranges;
+	probed = PyMem_Realloc(probe->probed, room * sizeof(*probed));
+	if (!probed)
 		return -1;
-	probe->asked = asked;
+	probe->probed = probed;
 	probe->room = room;
 	return 0;
 }
@@ -77,15 +77,15 @@ void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number)
 	    self->device_credit_ns < NR_PROBES * PROBE_NS || make_room(self, probe))
 		return;
 	self->device_credit_ns -= NR_PROBES * PROBE_NS;
-	probe->asked[probe->nr_asked] = number;
-	probe->at[probe->nr_asked++] =
+	probe->probed[probe->nr_probed] = number;
+	probe->ranges[probe->nr_probed++] =
 		(struct sfr_probe_range){ .addr = watch->addr, .nbytes = watch->nbytes };
 }
 
 void sfr_py_probes_end_step(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++)
-		if (self->probes[k].state == SFR_PY_IDLE && self->probes[k].nr_asked > 0)
+		if (self->probes[k].state == SFR_PY_IDLE && self->probes[k].nr_probed > 0)
 			self->probes[k].state = SFR_PY_DUE;
 }
 
@@ -98,26 +98,26 @@ void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
 		if (probe->state != SFR_PY_TAKEN)
 			continue;
 		probe->state = SFR_PY_DUE_AGAIN;
-		for (uint32_t i = 0; i < probe->nr_asked; i++)
-			if (!check_unchanged(self, probe->asked[i]))
-				probe->at[i].nbytes = 0;
+		for (uint32_t i = 0; i < probe->nr_probed; i++)
+			if (!check_unchanged(self, probe->probed[i]))
+				probe->ranges[i].nbytes = 0; /* the probe skips it */
 	}
 }
 
 static void go_idle(struct sfr_py_probe *probe)
 {
 	probe->state = SFR_PY_IDLE;
-	probe->nr_asked = 0;
+	probe->nr_probed = 0;
 }
 
 /* Compares the copies of a completed cycle. Gives the verdict CAPTURED on storages that have
  * changed, and DEFERRABLE on those that were the same in enough cycles. */
 static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
-	for (uint32_t i = 0; i < probe->nr_asked; i++) {
-		struct sfr_py_watch *watch = &self->table.watches[probe->asked[i]];
+	for (uint32_t i = 0; i < probe->nr_probed; i++) {
+		struct sfr_py_watch *watch = &self->table.watches[probe->probed[i]];
 
-		if (probe->at[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
+		if (probe->ranges[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
 			continue;
 		if (!sfr_probe_same(probe->core, i))
 			sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
@@ -188,7 +188,7 @@ static void take_probe(struct sfr_py_probe *probe, uint64_t stream)
 {
 	int again = probe->state == SFR_PY_DUE_AGAIN, rc;
 
-	rc = sfr_py_unlocked(sfr_probe_copy(probe->core, stream, probe->at, probe->nr_asked,
+	rc = sfr_py_unlocked(sfr_probe_copy(probe->core, stream, probe->ranges, probe->nr_probed,
 					    again));
 	if (rc == 0)
 		probe->state = again ? SFR_PY_IN_FLIGHT : SFR_PY_TAKEN;
@@ -217,8 +217,8 @@ void sfr_py_probes_fini(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		sfr_probe_free(self->probes[k].core);
-		PyMem_Free(self->probes[k].at);
-		PyMem_Free(self->probes[k].asked);
+		PyMem_Free(self->probes[k].ranges);
+		PyMem_Free(self->probes[k].probed);
 	}
 	self->nr_probes = 0;
 }

@@ -1,16 +1,16 @@
-/* Reads torch's tensors. Of a tensor that only wraps another, it reads the inner one.
+/* Reads torch's tensors. If a tensor only wraps another one, the inner tensor is read.
  *
  * An observation reads a handful of attributes of each tensor, after every step. So attributes are
  * read through the getter functions that torch's types publish in their slots, bypassing the
  * interpreter.
  *
  * A DTensor has no memory of its own: its bytes are those of its local tensor, which is in a slot
- * of the object. Optimizers have the DTensor, so the walk finds the DTensor, the table refers to
- * it, and it is asked for its gradient. Its local tensor is asked for the address and the bytes.
+ * of the object. Optimizers refer to the DTensor. So the walk finds the DTensor, the table has a
+ * reference to it, and its gradient is read. Its address and bytes are those of its local tensor.
  *
- * Each of the two counts only some of the writes. The DTensor's operators write to the local tensor
- * below the layer that counts versions, and code that writes to the local tensor directly does not
- * change the DTensor's count. So both counts are compared. */
+ * Each of the two tensors has a version counter that misses some writes. The DTensor's operators
+ * write to the local tensor below the layer that counts versions, and code that writes to the local
+ * tensor directly does not change the DTensor's count. So both counts are compared. */
 #include "observer/observer.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -21,9 +21,9 @@ struct sfr_py_torch sfr_py_torch;
 
 /* ---- reading ------------------------------------------------------------ */
 
-/* Prepares reading the attribute `name` (or calling the method) of objects of `type`. Uses the C
- * function that its base class publishes, unless there is none or `type` overrides it; then the
- * name is looked up at each read. 0, or -1 with an exception set. */
+/* Prepares reading the attribute `name` (or calling the method) of objects of `type`. Takes the C
+ * function that the class `base` publishes. If there is none, or `type` overrides it, each read
+ * looks the name up. 0, or -1 with an exception set. */
 static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
 		       const char *name, int is_method)
 {
@@ -83,7 +83,8 @@ int sfr_py_torch_init(void)
 
 	if (t->ready)
 		return 0;
-	/* Each look-up is made only if the previous one has succeeded; the last one tells. */
+	/* Each look-up is made only if the previous one succeeded, so checking the last is
+	 * enough. */
 	torch = PyImport_ImportModule("torch");
 	nn = torch ? PyImport_ImportModule("torch.nn") : NULL;
 	binding = nn ? PyImport_ImportModule("torch._C") : NULL;
@@ -133,7 +134,7 @@ out:
 	return ret;
 }
 
-/* A getter that returns the result of the Python function `function`, its closure. */
+/* A getter for tests, whose closure is a Python function: returns what it returns for `object`. */
 static PyObject *ask_function(PyObject *object, void *function)
 {
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
@@ -143,8 +144,9 @@ int sfr_py_torch_present(PyObject *name, PyObject *function)
 {
 	static struct {
 		const char *name;
-		struct sfr_py_access *access, was; /* `was`: the access to torch itself */
-		PyObject *function;                /* NULL: torch answers */
+		struct sfr_py_access *access; /* how the attribute is read now */
+		struct sfr_py_access was;     /* how it is read from torch itself */
+		PyObject *function;           /* the test's; NULL: torch is read */
 	} presented[] = {
 		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
 		{ .name = "is_shared", .access = &sfr_py_torch.is_shared },
@@ -303,7 +305,7 @@ int sfr_py_version_of(PyObject *tensor, uint64_t *out)
 		 (memory == tensor || !sfr_py_read_u64(&sfr_py_torch.version, memory, &inner)))
 		ret = 0;
 	if (!ret)
-		*out = own + inner; /* changes with either, because neither ever decreases */
+		*out = own + inner; /* a change of either shows, because neither ever decreases */
 	Py_XDECREF(memory);
 	return ret;
 }

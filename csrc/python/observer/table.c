@@ -1,8 +1,8 @@
 /* The storages and tensors that an observer watches, and their update at an enrolment.
  *
- * An enrolment builds a new table from a walk over the optimizer, and moves into it what is known
- * of storages that still exist. The rest is freed with the old table, so storages and tensors that
- * the optimizer dropped need no book-keeping of their own. */
+ * An enrolment builds a new table from a walk over the optimizer, and moves into it the watches of
+ * storages that the optimizer still has. The others are freed with the old table, so storages and
+ * tensors that the optimizer dropped need no book-keeping of their own. */
 #include "observer/observer.h"
 
 #include <string.h>
@@ -25,9 +25,9 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 	return 0;
 }
 
-/* Stops watching a storage: drops torch's weak reference to it and, unless the current table still
- * watches the storage, this observer's entry for it in `owned`. A watch without an ident was moved
- * to another table, so there is nothing to do for it. */
+/* Stops watching a storage: drops torch's weak reference to it. Also removes this observer's entry
+ * for it in `owned`, unless the current table still watches the storage. A watch without an ident
+ * was moved to another table, so nothing is done for it. */
 static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 {
 	PyObject *holder, *answer;
@@ -68,7 +68,7 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 	struct sfr_py_table old = self->table;
 
 	memset(&self->table, 0, sizeof(self->table));
-	self->nr_armed = self->nr_undecided = 0;
+	self->nr_recorded = self->nr_undecided = 0;
 	sfr_py_probes_reset(self);
 	table_fini(self, &old);
 }
@@ -150,7 +150,7 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 		return 0;
 	}
 	watch->cdata = cdata;
-	watch->wrapper = (uintptr_t)storage;
+	watch->storage_object = (uintptr_t)storage;
 	watch->first_tensor = SFR_PY_NONE;
 	watch->verdict = SFR_PY_UNDECIDED;
 	watch->ident = sfr_py_read(&torch->weak_ref, storage);
@@ -203,9 +203,9 @@ static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 	return yes;
 }
 
-/* Adds a tensor to the new table `t`, and its storage if `t` does not have it yet. A tensor that
- * can never be deferred is only counted (nr_passed_over). `stateless`: Optimizer.state is empty. 0,
- * or -1 with an exception set. */
+/* Adds a tensor to the new table `t`, and its storage if `t` does not have the storage yet. A
+ * tensor that can never be deferred is only counted (nr_passed_over). `stateless`: Optimizer.state
+ * is empty. 0, or -1 with an exception set. */
 static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     int stateless, PyObject *clashes)
 {
@@ -219,7 +219,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	int ret = 0;
 
 	if (sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor))
-		return 0; /* it is state of two parameters, and entered already */
+		return 0; /* it is part of two parameters' state, and is in the table already */
 	if (stateless && !known) {
 		/* Without state, a gradient at a step shows that a parameter is trained. */
 		grad = sfr_py_read(&torch->grad, tensor);
@@ -264,8 +264,8 @@ out:
 	return ret;
 }
 
-/* Captures the storage of a tensor that is in a group but not trained, because writes to it may
- * come at any time. */
+/* Captures the storage of a tensor that is in a group but not trained, because any code may write
+ * to it at any time. */
 static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 {
 	uint64_t identity = sfr_py_identity_of(tensor);
@@ -282,17 +282,17 @@ static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_t
 	uint32_t i;
 
 	PyMem_Free(self->lines);
-	PyMem_Free(self->armed);
+	PyMem_Free(self->recorded);
 	self->lines = NULL;
-	self->armed = NULL;
-	self->nr_armed = self->cursor = self->nr_undecided = 0;
+	self->recorded = NULL;
+	self->nr_recorded = self->cursor = self->nr_undecided = 0;
 	sfr_py_probes_reset(self);
 	for (i = 0; i < t->nr_watches; i++)
 		if (t->watches[i].verdict == SFR_PY_UNDECIDED)
 			self->nr_undecided++;
 	self->lines = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->lines));
-	self->armed = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->armed));
-	if (self->lines && self->armed)
+	self->recorded = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->recorded));
+	if (self->lines && self->recorded)
 		return 0;
 	PyErr_NoMemory();
 	return -1;
@@ -321,7 +321,8 @@ int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObje
 		enrol_other(&fresh, walk.others.items[i]);
 	ret = prepare_recording(self, &fresh);
 out:
-	/* Installed first: table_fini keeps the entries in `owned` that the current table has. */
+	/* The new table is installed first, because freeing the old one keeps those entries in
+	 * `owned` whose storages the current table watches. */
 	old = self->table;
 	self->table = fresh;
 	table_fini(self, &old);

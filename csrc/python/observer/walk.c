@@ -55,8 +55,8 @@ static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth);
 
 /* Walks the attributes of a tensor whose type is a subclass of Tensor. Such a tensor may wrap other
- * tensors, as a quantized state does, and the wrapped tensors are its attributes. Returns 0 or -1,
- * as walk_state does. */
+ * tensors, which are its attributes, as a quantized optimizer state does. Returns 0 or -1, as
+ * walk_state does. */
 static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 {
 	PyObject *attributes = PyObject_GenericGetDict(tensor, NULL);
@@ -71,9 +71,9 @@ static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 	return ret;
 }
 
-/* Appends every tensor in a parameter's state that has memory (sfr_py_has_memory) to `found`.
- * `depth` is how many containers `value` is inside of. Returns 0, or -1 with an exception
- * set. */
+/* Appends every tensor in `value`, which is a parameter's state or an object in it, to `found` if
+ * the tensor has memory (sfr_py_has_memory). `depth` is how many containers `value` is inside of.
+ * Returns 0, or -1 with an exception set. */
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 {
 	PyObject *key, *item;
@@ -158,7 +158,8 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 		if (refs_push(&walk->found, key) || walk_state(value, &walk->found, 0))
 			goto out;
 	}
-	/* Parameters without state: if no parameter has any, a trained one is a candidate too. */
+	/* A parameter without state is a candidate only if it is trained and no parameter has
+	 * state. */
 	for (i = 0; i < params.nr; i++) {
 		uint64_t *has_state = sfr_py_map_find(&trained, (uintptr_t)params.items[i]);
 
@@ -197,5 +198,7 @@ uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state)
 			params += (uint64_t)PyList_Size(list) * (uint64_t)(2 * i + 1);
 	}
 	PyErr_Clear();
+	/* The lowest bit is set because the result must differ from 0, an observer's first
+	 * value. */
 	return (params << 24) ^ ((uint64_t)PyDict_Size(state) << 1) ^ 1;
 }
