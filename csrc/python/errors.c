@@ -1,4 +1,5 @@
-/* Turns the core's codes into Python exceptions; nothing else does.
+/* Turns the core's codes into Python exceptions; nothing else does. A code above -1000 is -errno;
+ * the core's own codes, SFR_E*, are below.
  *
  * A failed save is not raised here. Its error belongs to the handle, which builds it from the
  * report (core_save.py) with path, phase and errno. */
@@ -7,9 +8,9 @@
 #include <errno.h>
 #include <string.h>
 
-/* Raises the error that the package has for a thread that could not start; always returns NULL.
- * That is what EAGAIN means here, and the system's text, "resource temporarily unavailable", does
- * not tell the user what to do. */
+/* Raises the package's error for a thread that could not start, which the core reports as -EAGAIN.
+ * The system's text, "resource temporarily unavailable", would not tell the user what to do. Always
+ * returns NULL. */
 static PyObject *raise_no_thread(void)
 {
 	PyObject *threads = PyImport_ImportModule("stillframe._base.threads");
@@ -35,7 +36,7 @@ PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 		return PyErr_NoMemory();
 	if (code == -EINVAL)
 		type = PyExc_ValueError;
-	else if (code > -1000) /* -errno; the core's own codes are below */
+	else if (code > -1000)
 		return sfr_py_raise_os(state, code);
 	PyErr_SetString(type, sfr_code_message(code));
 	return NULL;
@@ -112,7 +113,7 @@ int sfr_py_u64(PyObject *number, uint64_t *out)
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-#define SLICE_NS UINT64_C(50000000) /* so a signal is answered within 50 ms */
+#define SLICE_NS UINT64_C(50000000) /* 50 ms: a signal is answered after that time at most */
 
 struct sfr_py_wait sfr_py_wait(PyObject *timeout)
 {

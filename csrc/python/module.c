@@ -27,8 +27,8 @@ static int exec_errors(PyObject *module)
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Adds constants of the core, under their names there without SFR_. 0, or -1 with an exception
- * set. */
+/* Adds the core's constants to the module, under the core's names without SFR_. 0, or -1 with an
+ * exception set. */
 static int exec_constants(PyObject *module)
 {
 #define CONSTANT(name)                                                                             \

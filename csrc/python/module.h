@@ -41,8 +41,7 @@ struct sfr_py_state {
 #undef X
 };
 struct sfr_py_state *sfr_py_state(PyObject *module);
-/* Returns the state of the module that an object's type belongs to. It must be one of the types
- * above, which have no subclasses. */
+/* Returns the module's state for an object of one of the types above, which have no subclasses. */
 struct sfr_py_state *sfr_py_state_of(PyObject *object);
 
 /* Raises the exception for `code`, which is SFR_E* or -errno: MemoryError for -ENOMEM, ValueError
@@ -54,9 +53,9 @@ PyObject *sfr_py_error_text(const struct sfr_err *err);
  * codes that come from the operating system. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
-/* Makes a Restore of an archive. It owns `check` (finished, with SFR_CHECK_KEEP), which is freed on
+/* Makes a Restore of an archive. Takes over `check`, a finished check with SFR_CHECK_KEEP, on
  * failure too; the caller keeps `fd` open. `flags` are SFR_RESTORE_*. Returns None if the archive's
- * records are not where torch and stillframe put them, NULL with an exception set. */
+ * records are not where torch and stillframe put them, or NULL with an exception set. */
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
@@ -121,12 +120,12 @@ int sfr_py_u64(PyObject *number, uint64_t *out);
  * The wait ends when the code is not SFR_EAGAIN, the time has passed, or an exception is set. */
 enum {
 	SFR_PY_BEGINS = 1, /* no slice has run yet */
-	SFR_PY_RAISED,     /* an exception is set: a handler raised, or the timeout is no number */
+	SFR_PY_RAISED,     /* an exception is set: a signal handler raised, or a bad timeout */
 };
 struct sfr_py_wait {
 	uint64_t left_ns;  /* the time after this slice; SFR_FOREVER: without bound */
 	uint64_t slice_ns; /* the length of this slice */
-	int rc;            /* what the last slice returned, or one of the above */
+	int rc;            /* the last slice's result, or one of the two values above */
 };
 struct sfr_py_wait sfr_py_wait(PyObject *timeout);
 /* Returns whether another slice follows, and sets its length. Runs Python's signal handlers
@@ -142,8 +141,8 @@ static inline void sfr_py_prefetch(uintptr_t address)
 }
 
 /* Each of these files has a function sfr_py_add_* that adds the file's types and functions to the
- * module: 0, or -1 with an exception set. The one of reader.c calls those of file.c and restore.c.
- * log.c also has notices and forks. */
+ * module: 0, or -1 with an exception set. sfr_py_add_reader also calls sfr_py_add_file and
+ * sfr_py_add_restore. */
 /* clang-format off */
 #define SFR_PY_FILES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(path) \

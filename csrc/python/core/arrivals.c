@@ -164,8 +164,8 @@ static PyObject *arrive(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
 	{ "arrive", arrive, METH_VARARGS,
 	  "arrive(fd, timeout=None) -> bool: waits until all bytes of an arriving file are fetched, and "
-	  "keeps them in memory; False if the timeout passed. With timeout 0 it has the first ones "
-	  "fetched, and does not wait." },
+	  "keeps them in memory; False if the timeout passed. With timeout 0 it starts the fetching of "
+	  "the first bytes, and does not wait." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -114,6 +114,7 @@ static PyObject *engine_use_device(PyObject *object, PyObject *number)
 		return NULL;
 	rc = sfr_py_unlocked(sfr_engine_use_device(engine_of(object), (uint32_t)device, why,
 						   sizeof(why)));
+	/* An error without a sentence is not the device's, so it is raised. */
 	return rc < 0 && !why[0] ? sfr_py_none_or_raise(object, rc) : PyUnicode_FromString(why);
 }
 

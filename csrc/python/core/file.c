@@ -14,13 +14,14 @@
 #include "module.h"
 #include "core/objects.h"
 
-#define WINDOW (128u << 10) /* bytes */
+#define WINDOW (128u << 10) /* bytes of the window, which serves reads of up to a quarter of it */
 #define SLICE (64u << 20)   /* bytes read between two checks for signals */
 
 struct sfr_py_file {
 	PyObject_HEAD
 	struct sfr__source source;
-	uint64_t len, at; /* the file's length; the position, which may be past it */
+	uint64_t len;     /* the file's length in bytes */
+	uint64_t at;      /* the position, which may be past the end */
 	uint64_t win_off; /* the window contains [win_off, win_off + win_len) of the file */
 	size_t win_len;
 	char *win;
@@ -214,8 +215,8 @@ static PyMethodDef methods[] = {
 	{ "seek", file_seek, METH_VARARGS, "seek(offset, whence=0) -> int: the new position." },
 	{ "tell", file_tell, METH_NOARGS, "tell() -> int: the position." },
 	{ "read", file_read, METH_VARARGS,
-	  "read(nbytes=-1) -> bytes: so many, or as many as are left; -1 and None: all that are "
-	  "left." },
+	  "read(nbytes=-1) -> bytes: `nbytes` bytes, fewer only at the file's end; -1 and None: all "
+	  "that are left." },
 	{ "readinto", file_readinto, METH_O,
 	  "readinto(buffer) -> int: fills the buffer, or as much of it as bytes are left; returns "
 	  "how many bytes were read." },

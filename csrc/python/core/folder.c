@@ -1,9 +1,9 @@
 /* _core.Folder: a directory that is filled under a temporary name and then renamed; _core.tidy.
  * sfr/folder.h describes the steps.
  *
- * A failure of a step is a failure of the save, whose handle makes the exception later. So a step
- * does not raise it, but returns (result, code, phase, note): code 0 or the error, the phase of the
- * save in which it happened, and one more fact about it or "". */
+ * A step that fails does not raise, because the save's handle makes the exception later. Each step
+ * returns (result, code, phase, note): `code` is 0 or the error, `phase` is the phase of the save
+ * in which the error happened, and `note` is one more fact about the error, or "". */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/folder.h"
@@ -42,7 +42,7 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void folder_dealloc(PyObject *object)
 {
-	/* Removes the temporary directory, if the user of the object has not done so. */
+	/* Also does what clear() does, if it was not called. */
 	sfr_py_unlocked_void(sfr_folder_free(folder_of(object)));
 	sfr_py_free(object);
 }
@@ -71,7 +71,8 @@ static PyObject *folder_sync(PyObject *object, PyObject *unused)
 	uint64_t nbytes = 0;
 	PyObject *number;
 
-	(void)sfr_py_unlocked(sfr_folder_sync(folder_of(object), &nbytes, &err)); /* err has it */
+	/* The result is dropped in these three functions because `err` has the code too. */
+	(void)sfr_py_unlocked(sfr_folder_sync(folder_of(object), &nbytes, &err));
 	number = PyLong_FromUnsignedLongLong(nbytes);
 	return number ? result_tuple(number, &err) : NULL;
 }
@@ -80,7 +81,7 @@ static PyObject *folder_commit(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr_py_unlocked(sfr_folder_commit(folder_of(object), &err)); /* err has it */
+	(void)sfr_py_unlocked(sfr_folder_commit(folder_of(object), &err));
 	return result_tuple(Py_NewRef(Py_None), &err);
 }
 
@@ -88,13 +89,13 @@ static PyObject *folder_clear(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr_py_unlocked(sfr_folder_clear(folder_of(object), &err)); /* err has it */
+	(void)sfr_py_unlocked(sfr_folder_clear(folder_of(object), &err));
 	return result_tuple(Py_NewRef(Py_None), &err);
 }
 
 static PyMethodDef methods[] = {
 	{ "open", folder_open, METH_NOARGS,
-	  "open() -> (path of the temporary directory or None, code, phase, note): makes it." },
+	  "open() -> (path or None, code, phase, note): makes the temporary directory." },
 	{ "sync", folder_sync, METH_NOARGS,
 	  "sync() -> (bytes of all files, code, phase, note): syncs all files and directories." },
 	{ "commit", folder_commit, METH_NOARGS,
@@ -129,7 +130,8 @@ static PyObject *tidy(PyObject *module, PyObject *path)
 
 static PyMethodDef functions[] = {
 	{ "tidy", tidy, METH_O,
-	  "tidy(directory): removes what dead writers have left there, as each save into it does." },
+	  "tidy(directory): removes the temporary files and directories of dead writers, as each save "
+	  "into this directory does." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -116,7 +116,7 @@ static PyObject *tune_cuda(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(log_tune_doc, "log_tune(patience_ns)\n--\n\nSets how long a file system may take before "
-			   "the log sets it aside; 0 restores the default.");
+			   "the log no longer waits for it; 0 restores the default.");
 
 static PyObject *tune_log(PyObject *module, PyObject *args)
 {

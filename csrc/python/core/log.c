@@ -36,7 +36,7 @@ static PyObject *log_exists(PyObject *module, PyObject *key)
 static PyObject *log_drain(PyObject *module, PyObject *timeout)
 {
 	struct sfr_py_wait w = sfr_py_wait(timeout);
-	uint64_t seq = 0;
+	uint64_t seq = 0; /* set by the first slice: all slices wait for the same entries */
 
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_log_drain(&seq, w.slice_ns));
@@ -115,7 +115,7 @@ static PyObject *fork_generation(PyObject *module, PyObject *unused)
 struct sfr_py_load {
 	PyObject_HEAD
 	struct sfr_log_load *load;
-	int fd; /* of the opened file; -1: not opened yet, or closed */
+	int fd; /* descriptor of the opened file; -1: not opened yet, or closed */
 };
 
 static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -220,7 +220,7 @@ static PyMethodDef functions[] = {
 	{ "log_stop", log_stop, METH_NOARGS,
 	  "log_stop(): waits until the log is empty, then ends its threads." },
 	{ "notice_wait", notice_wait, METH_NOARGS,
-	  "notice_wait() -> (NOTICE_*, number of the save or snapshot, sentence): waits for the next." },
+	  "notice_wait() -> (NOTICE_*, number of the save or snapshot, sentence): waits for the next notice." },
 	{ "notice_stop", notice_stop, METH_NOARGS,
 	  "notice_stop(): makes the thread that waits in notice_wait return NOTICE_STOP, once." },
 	{ "fork_generation", fork_generation, METH_NOARGS,

@@ -13,7 +13,7 @@
 
 struct sfr_py_memory {
 	PyObject_HEAD
-	struct sfr_snapshot *snapshot; /* a reference and a view */
+	struct sfr_snapshot *snapshot; /* this object owns a reference to it and a view of it */
 	char *base;
 	Py_ssize_t len;
 	PyObject *weak_references;

@@ -33,7 +33,7 @@ PyObject *sfr_py_memory_new(struct sfr_py_state *state, struct sfr_snapshot *sna
 PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticket,
 			    PyObject *timeout);
 
-#define SFR_PY_MAX_STREAMS 64
+#define SFR_PY_MAX_STREAMS 64 /* most devices in one call */
 
 /* streams.c: reads a tuple of (device, handle of its current stream) into `streams`. Returns their
  * number, or -1 with an exception set. */

@@ -98,6 +98,7 @@ static PyObject *onload_wait(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
+	/* Asks without waiting first: copies that have ended need no release of the lock. */
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_onload_wait(onload_of(object), 0);
 	while (sfr_py_next_slice(&w))
@@ -132,8 +133,8 @@ static PyMethodDef methods[] = {
 	{ "wait", onload_wait, METH_VARARGS,
 	  "wait(timeout=None) -> bool: waits until no copy is running; False if the timeout passed." },
 	{ "times", onload_times, METH_NOARGS,
-	  "times() -> (seconds of the copies, seconds that a stream waited), or None if they "
-	  "are not known yet." },
+	  "times() -> (seconds that the copies took, seconds that a stream waited for them), or None "
+	  "if the times are not known yet." },
 	{ "error", onload_error, METH_NOARGS,
 	  "error() -> str: the error of the device, or ''; final once wait() has returned True." },
 	{ NULL, NULL, 0, NULL },

@@ -6,7 +6,7 @@
 
 #include <errno.h>
 
-#define MAX_DIMS 64
+#define MAX_DIMS 64 /* dimensions of a tensor; append() raises ValueError for more */
 
 static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -50,8 +50,9 @@ static int read_ints(PyObject *tuple, int64_t out[MAX_DIMS])
 }
 
 /* Appends a tensor in host memory as an archive of its own. `item` is a tuple (torch's name of the
- * storage type, number of elements of the storage, sizes, strides, address, nbytes). 0; -1 with an
- * exception set; or the core's code, for which no exception is set. */
+ * storage type, number of elements of the storage, sizes, strides, address, nbytes). Returns 0, or
+ * a negative number. If no exception is set then, the number is the core's code, still to be
+ * raised. */
 static int add_tensor(struct sfr_parts *parts, PyObject *item)
 {
 	int64_t sizes[MAX_DIMS], strides[MAX_DIMS];
@@ -146,9 +147,9 @@ static PyObject *parts_nbytes(PyObject *object, void *closure)
 
 static PyMethodDef methods[] = {
 	{ "append", parts_append, METH_O,
-	  "append(items) -> [(offset, length)], where each item is in the file. A bytes-like object is"
-	  " appended as it is; a tuple (storage, numel, sizes, strides, address, nbytes) describes a"
-	  " tensor, which is appended as an archive of its own." },
+	  "append(items) -> [(offset, length)], the offset and length of each item in the file. A"
+	  " bytes-like object is appended as it is; a tuple (storage, numel, sizes, strides, address,"
+	  " nbytes) describes a tensor, which is appended as an archive of its own." },
 	{ "source", parts_source, METH_VARARGS,
 	  "source(address, nbytes): appends memory, which must not change until the save has "
 	  "ended." },

@@ -4,8 +4,8 @@
 #include "sfr/target.h"
 
 /* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev): the parent's real path, the
- * last component, the st_mode of what exists at the path or 0, whether the parent is readable, and
- * the parent's st_dev. None if a component is missing or cannot be examined. */
+ * last component, the st_mode of the path or 0 if nothing exists there, whether the parent is
+ * readable, and the parent's st_dev. None if a component is missing or cannot be examined. */
 static PyObject *resolve_path(PyObject *module, PyObject *args)
 {
 	struct sfr_target target;
@@ -21,7 +21,7 @@ static PyObject *resolve_path(PyObject *module, PyObject *args)
 			     PyBool_FromLong((long)target.readable), (unsigned long long)target.fs);
 }
 
-enum { TEXT_BYTES = 8192 }; /* meminfo has about 1,600, memory.stat less than 4,000 */
+enum { TEXT_BYTES = 8192 }; /* /proc/meminfo has about 1,600, memory.stat less than 4,000 */
 
 /* read_text(path) -> bytes: the beginning of a file, b"" if it cannot be read. The call keeps the
  * interpreter lock: the kernel makes such a file in microseconds, but getting the lock back from a

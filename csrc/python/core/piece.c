@@ -1,8 +1,8 @@
 /* _core.Piece: a piece (sfr/stream.h) of a save that is sent to an object store.
  *
  * A Piece exports its bytes as a buffer, for example to the client of the store, and each buffer
- * has a reference to the Piece. When the last reference is gone, the memory goes back to the
- * save. */
+ * has a reference to the Piece. When the last reference to the Piece is gone, the save gets the
+ * memory back. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/stream.h"
@@ -76,7 +76,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-	{ "offset", piece_offset, NULL, "the offset of its first byte in the file", NULL },
+	{ "offset", piece_offset, NULL, "the offset of the piece's first byte in the file", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 
@@ -87,8 +87,8 @@ static PyType_Slot slots[] = {
 	{ Py_bf_getbuffer, piece_getbuffer },
 	{ Py_sq_length, piece_length },
 	{ Py_tp_doc,
-	  "Bytes of a save, made by Ticket.next_piece; their memory goes back when nobody refers "
-	  "to them" },
+	  "Bytes of a save, made by Ticket.next_piece; the save gets their memory back when this "
+	  "object is freed" },
 	{ 0, NULL },
 };
 

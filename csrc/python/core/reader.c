@@ -9,10 +9,10 @@
 #include "module.h"
 #include "sfr/crc.h"
 
-#define SLICE_NS 100000000u
-/* For fewer bytes the interpreter lock is kept: their CRC takes microseconds, getting the lock back
- * from a busy Python thread takes milliseconds. */
-#define CRC_ALONE 65536
+#define SLICE_NS 100000000u /* 0.1 s */
+/* The CRC of fewer bytes than this takes only microseconds, so crc32() keeps the interpreter lock.
+ * Getting the lock back from a busy Python thread would take milliseconds. */
+#define CRC_UNLOCK_NBYTES 65536
 
 /* Returns a new list of (name, reason) of the damaged records that the result lists; NULL with an
  * exception set. */
@@ -54,9 +54,9 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 			     records_as_list(result));
 }
 
-/* Between two slices: runs signal handlers and calls `progress`, unless it is None. 0, or -1 with
- * an exception set. */
-static int pause_check(const struct sfr_check *check, PyObject *progress)
+/* Runs signal handlers, and calls `progress` unless it is None. To be called between two slices. 0,
+ * or -1 with an exception set. */
+static int between_slices(const struct sfr_check *check, PyObject *progress)
 {
 	PyObject *answer;
 
@@ -81,7 +81,7 @@ static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress
 		rc = sfr_py_unlocked(sfr_check_run(run, SLICE_NS));
 		if (rc != SFR_EAGAIN)
 			break;
-		if (pause_check(run, progress) != 0)
+		if (between_slices(run, progress) != 0)
 			return -1;
 	}
 	if (rc != 0 && sfr_check_os_error(run))
@@ -207,7 +207,7 @@ static PyObject *crc32(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "y*|I:crc32", &data, &value))
 		return NULL;
-	if (data.len < CRC_ALONE) {
+	if (data.len < CRC_UNLOCK_NBYTES) {
 		crc = sfr_crc32(value, data.buf, (size_t)data.len);
 	} else {
 		crc = sfr_py_unlocked(sfr_crc32(value, data.buf, (size_t)data.len));

@@ -4,7 +4,7 @@
 
 /* Returns the nanoseconds from the ticket's creation to `then_ns`; -1 if `then_ns` is 0, which
  * means "not yet". */
-static long long since(const struct sfr_report *report, uint64_t then_ns)
+static long long after_creation(const struct sfr_report *report, uint64_t then_ns)
 {
 	return then_ns ? (long long)(then_ns - report->created_ns) : -1;
 }
@@ -43,8 +43,9 @@ PyObject *sfr_py_report_dict(const struct sfr_report *r)
 			     "peak_pool_bytes", (unsigned long long)r->peak_pool_bytes,
 			     "slot_wait_ns", (unsigned long long)r->slot_wait_ns, "block_wait_ns",
 			     (unsigned long long)r->block_wait_ns, "launched_after_ns",
-			     since(r, r->launched_ns), "staged_after_ns", since(r, r->staged_ns),
-			     "ended_after_ns", since(r, r->ended_ns), "io_mode",
+			     after_creation(r, r->launched_ns), "staged_after_ns",
+			     after_creation(r, r->staged_ns), "ended_after_ns",
+			     after_creation(r, r->ended_ns), "io_mode",
 			     io_modes[r->io_mode <= SFR_IO_BUFFERED ? r->io_mode : 0], "over_slots",
 			     PyBool_FromLong((long)r->over_slots), "fallbacks", sentences);
 }

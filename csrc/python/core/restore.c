@@ -85,16 +85,16 @@ static struct sfr_restore *open_restore_of(PyObject *object)
 	return restore;
 }
 
-/* Returns 1 if there is a record `index`, else 0 with IndexError set. With `all`, `index` may also
- * be the number of records, which means all of them. */
-static int is_record(const struct sfr_restore *restore, uint64_t index, int all)
+/* Raises IndexError if there is no record `index`. With `all`, `index` may also be the number of
+ * records, which means all of them. Returns 0, or -1 with the exception set. */
+static int require_record(const struct sfr_restore *restore, uint64_t index, int all)
 {
 	const uint64_t nr = sfr_restore_nr(restore);
 
 	if (index < nr || (all && index == nr))
-		return 1;
+		return 0;
 	PyErr_SetString(PyExc_IndexError, "there are fewer records");
-	return 0;
+	return -1;
 }
 
 static PyObject *restore_close(PyObject *object, PyObject *unused)
@@ -119,7 +119,8 @@ static PyObject *restore_sizes(PyObject *object, PyObject *args)
 		if (size == NULL || PyList_Append(list, size) < 0)
 			Py_CLEAR(list);
 		Py_XDECREF(size);
-		/* one more, so that empty records end the list too */
+		/* An empty record counts as 1, so that many of them do not make a list without
+		 * end. */
 		sum += sfr_restore_nbytes(restore, i) + 1;
 	}
 	return list;
@@ -139,7 +140,7 @@ static PyObject *restore_into(PyObject *object, PyObject *args)
 
 		if (mem == NULL && PyErr_Occurred())
 			return NULL;
-		if (!is_record(restore, first + (uint64_t)i, 0))
+		if (require_record(restore, first + (uint64_t)i, 0) < 0)
 			return NULL;
 		sfr_restore_into(restore, first + (uint64_t)i, mem);
 	}
@@ -169,7 +170,7 @@ static PyObject *restore_into_device(PyObject *object, PyObject *args)
 	unsigned int device;
 
 	if (restore == NULL || !PyArg_ParseTuple(args, "KIK:into_device", &index, &device, &mem) ||
-	    !is_record(restore, index, 0))
+	    require_record(restore, index, 0) < 0)
 		return NULL;
 	sfr_restore_into_device(restore, index, device, mem);
 	Py_RETURN_NONE;
@@ -212,7 +213,7 @@ static PyObject *restore_reach(PyObject *object, PyObject *number)
 	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
-	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 0))
+	if (restore == NULL || PyErr_Occurred() || require_record(restore, index, 0) < 0)
 		return NULL;
 	return PyLong_FromUnsignedLongLong(sfr_reader_reach(sfr_restore_reader(restore), index));
 }
@@ -222,7 +223,7 @@ static PyObject *restore_until(PyObject *object, PyObject *number)
 	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
-	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 0))
+	if (restore == NULL || PyErr_Occurred() || require_record(restore, index, 0) < 0)
 		return NULL;
 	sfr_reader_until(sfr_restore_reader(restore), index);
 	Py_RETURN_NONE;
@@ -234,8 +235,10 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 
-	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 1))
+	if (restore == NULL || PyErr_Occurred() || require_record(restore, index, 1) < 0)
 		return NULL;
+	/* Asks without waiting first: a record that is already read needs no release of the
+	 * lock. */
 	w.rc = sfr_reader_wait(sfr_restore_reader(restore), index, 0);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_reader_wait(sfr_restore_reader(restore), index,
@@ -280,13 +283,14 @@ static PyObject *restore_nr(PyObject *object, void *unused)
 static PyMethodDef methods[] = {
 	{ "sizes", restore_sizes, METH_VARARGS,
 	  "sizes(first, least) -> list: the lengths in bytes of the records from `first` on, until "
-	  "their sum is at least `least`." },
+	  "they add up to `least`, with 1 added for each record." },
 	{ "into", restore_into, METH_VARARGS,
 	  "into(first, addresses): sets the destinations of the records from `first` on. A record "
 	  "with address 0 is only checked." },
 	{ "device", restore_device, METH_VARARGS,
-	  "device(number, stream) -> None, or why the device cannot be used. Call it before "
-	  "into_device: then nothing is written before the work that is on the stream now is done." },
+	  "device(number, stream) -> None, or a sentence that says why the device cannot be used. Call "
+	  "it before into_device: records are then written to the device only after the work that is "
+	  "on the stream now." },
 	{ "into_device", restore_into_device, METH_VARARGS,
 	  "into_device(index, device, address): sets the destination of one record in a "
 	  "device's memory." },
@@ -298,8 +302,8 @@ static PyMethodDef methods[] = {
 	{ "until", restore_until, METH_O,
 	  "until(index): reads no further than this record needs, until the next call of until." },
 	{ "wait", restore_wait, METH_O,
-	  "wait(index) -> bool: waits until the record is read and good (`nr`: all of them); "
-	  "False if the restore has failed. Raises StillframeError if go has not been called "
+	  "wait(index) -> bool: waits until the record, or with index `nr` every record, is read and "
+	  "checked; False if the restore has failed. Raises StillframeError if go has not been called "
 	  "for reach(index) records." },
 	{ "failure", restore_failure, METH_NOARGS,
 	  "failure() -> (code, record's name, offset in the file, reason or None) of the first "

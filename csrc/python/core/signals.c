@@ -1,4 +1,5 @@
-/* _core.leave_signal: a forked worker leaves a signal to its parent (sfr/signals.h). */
+/* _core.leave_signal: makes a forked worker ignore a signal while its parent lives
+ * (sfr/signals.h). */
 #include "module.h"
 #include "sfr/signals.h"
 

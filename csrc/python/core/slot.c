@@ -65,11 +65,12 @@ static PyObject *slot_is_over(PyObject *object, PyObject *unused)
 
 static PyMethodDef methods[] = {
 	{ "launched", slot_launched, METH_NOARGS,
-	  "launched(): records that the call that took the slot is over. Until then close() does not "
-	  "wait for it on this thread." },
+	  "launched(): records that the call that took the slot is over. Until then close() of the "
+	  "engine, if called on this thread, does not wait for the slot." },
 	{ "give_back", slot_give_back, METH_NOARGS,
 	  "give_back(): gives the slot back, because the save has ended." },
-	{ "is_over", slot_is_over, METH_NOARGS, "is_over() -> bool: whether it was given back." },
+	{ "is_over", slot_is_over, METH_NOARGS,
+	  "is_over() -> bool: whether the slot was given back." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -51,8 +51,8 @@ static struct sfr_snapshot *snapshot_of(PyObject *object)
 	return ((struct sfr_py_snapshot *)object)->snapshot;
 }
 
-/* Leases the memory, all at once: while it waits, it has none. When the timeout has passed, raises
- * PoolExhaustedError, even if only saves use the pool. */
+/* Leases the memory of all copies at once, so a snapshot that waits holds none. When the timeout
+ * has passed, raises PoolExhaustedError, even if a save would return memory later. */
 static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
@@ -157,6 +157,7 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
+	/* Asks without waiting first: copies that have ended need no release of the lock. */
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_snapshot_wait(s, 0, &torn);
 	while (sfr_py_next_slice(&w))
@@ -204,13 +205,14 @@ static PyObject *snapshot_file(PyObject *object, PyObject *unused)
 			     (unsigned long long)(uintptr_t)base, (unsigned long long)len);
 }
 
+/* Tells the core whether the pool will get this memory back without the user's help. */
 static PyObject *snapshot_will_return(PyObject *object, PyObject *truth)
 {
-	int yes = PyObject_IsTrue(truth);
+	int will_return = PyObject_IsTrue(truth);
 
-	if (yes < 0)
+	if (will_return < 0)
 		return NULL;
-	sfr_py_unlocked_void(sfr_snapshot_will_return(snapshot_of(object), yes));
+	sfr_py_unlocked_void(sfr_snapshot_will_return(snapshot_of(object), will_return));
 	Py_RETURN_NONE;
 }
 
@@ -257,8 +259,8 @@ static PyMethodDef methods[] = {
 	  "file() -> (descriptor, offset in it, address, length): for another process that maps the "
 	  "memory. None if the memory is private or has been returned." },
 	{ "will_return", snapshot_will_return, METH_O,
-	  "will_return(yes): says whether this memory returns to the pool without the user's help, "
-	  "so that a lease may wait for it." },
+	  "will_return(yes): with True, a call that finds too little memory in the pool waits for "
+	  "this snapshot's, which comes back without the user's help. With False it does not wait." },
 	{ "leased", snapshot_leased, METH_NOARGS,
 	  "leased() -> bool: whether the memory has not been returned yet." },
 	{ NULL, NULL, 0, NULL },

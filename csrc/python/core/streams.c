@@ -1,4 +1,4 @@
-/* Reads the callers' current streams from a Python tuple. */
+/* Reads a Python tuple of the devices' current streams, which several methods take. */
 #include "module.h"
 #include "core/objects.h"
 

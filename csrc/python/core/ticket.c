@@ -29,7 +29,7 @@ static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyOb
 
 /* Returns whether the bytes are an array of items of `item` bytes that is not too long. If not,
  * sets ValueError. */
-static bool is_array(const Py_buffer *bytes, size_t item)
+static bool check_array(const Py_buffer *bytes, size_t item)
 {
 	if ((size_t)bytes->len % item == 0 && (size_t)bytes->len / item < UINT32_MAX)
 		return true;
@@ -68,8 +68,8 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		.members = members.obj != NULL && members.len == 0 ? &none : members.buf,
 		.nr_members = (uint32_t)((size_t)members.len / sizeof(struct sfr_member)),
 	};
-	if (is_array(&rows, sizeof(struct sfr_source)) &&
-	    is_array(&members, sizeof(struct sfr_member)))
+	if (check_array(&rows, sizeof(struct sfr_source)) &&
+	    check_array(&members, sizeof(struct sfr_member)))
 		rc = sfr_save_new(((struct sfr_py_engine *)engine)->engine, &desc, &ticket);
 	else
 		rc = SFR_PY_RAISED;
@@ -118,13 +118,13 @@ struct submission {
 	struct sfr_ticket *ticket;
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	int nr_streams;
-	enum stage stage; /* the one to begin or to go on with */
+	enum stage stage; /* the stage to begin or to continue */
 };
 
 /* Goes through the stages from s->stage on, each with a wait of at most `slice` ns. Returns 0 when
- * the save is launched; SFR_EAGAIN when a stage has to wait longer, so call again; or the code with
- * which s->stage failed. All stages are in one call, so that a save that waits for nothing releases
- * the interpreter lock only once. */
+ * the save is launched, SFR_EAGAIN when a stage has to wait longer (call again), or the code with
+ * which s->stage failed. One call goes through all stages, so that a save that waits for nothing
+ * releases the interpreter lock only once. */
 static int submit_on(struct submission *s, uint64_t slice)
 {
 	for (;; s->stage++) {
@@ -162,8 +162,9 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 		return NULL;
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(submit_on(&s, w.slice_ns));
-	/* A save that failed before its launch is abandoned, so that nobody waits for it. With
-	 * ESTATE it may have been submitted before and be in flight, so it is left alone. */
+	/* A save that failed before its launch is abandoned, so that nobody waits for it.
+	 * SFR_ESTATE means that the save may have been submitted before and be in flight, so it is
+	 * left alone. */
 	if (s.stage != LAUNCH && w.rc != SFR_ESTATE) {
 		sfr_py_unlocked_void(sfr_save_abandon(s.ticket));
 	}
@@ -184,7 +185,8 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 		return NULL;
 	}
 	w = sfr_py_wait(timeout);
-	/* Usually the answer is known already, and needs no release of the interpreter lock. */
+	/* The interpreter lock is kept if the state is reached already, as usual, or if this call
+	 * only asks whether the save has ended. */
 	if (w.rc != SFR_PY_RAISED && (sfr_save_reached(t, (enum sfr_wait_for)what) ||
 				      (what == SFR_WAIT_ENDED && w.left_ns == 0)))
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
@@ -317,7 +319,7 @@ static PyMethodDef methods[] = {
 	{ "is_staged", ticket_is_staged, METH_NOARGS,
 	  "is_staged() -> bool: whether the save is staged and has not failed since." },
 	{ "progress", ticket_progress, METH_NOARGS,
-	  "progress() -> (bytes written, bytes in all)." },
+	  "progress() -> (bytes written so far, bytes of the whole file)." },
 	{ "report", ticket_report, METH_NOARGS,
 	  "report() -> dict: struct sfr_report (sfr/save.h), with times since the save's creation." },
 	{ "next_piece", ticket_next_piece, METH_VARARGS,

@@ -1,5 +1,6 @@
-/* The timeline's functions in _core: they start and stop a trace, and record spans that only Python
- * knows. The docstrings are in the method table at the end. */
+/* Functions of _core for stillframe.trace, which writes a timeline of saves and training steps to a
+ * file. They start and stop the recording, and record the spans that happen in Python: calls, gates
+ * and optimizer steps. The docstrings are in the method table at the end. */
 #include "module.h"
 
 #include "trace/trace.h"
@@ -62,8 +63,8 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* Both are called at each step, so they parse no arguments: the optimizer's address identifies
- * it. */
+/* The next two functions are called at each step, so they parse no arguments: the optimizer's
+ * address identifies it. */
 static PyObject *trace_step_begins(PyObject *module, PyObject *optimizer)
 {
 	sfr_trace_step((uint64_t)(uintptr_t)optimizer, false);

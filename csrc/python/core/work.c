@@ -69,7 +69,7 @@ static PyMethodDef work_methods[] = {
 };
 
 static PyGetSetDef work_getset[] = {
-	{ "number", work_number, NULL, "The number by which log_work_next names this work.", NULL },
+	{ "number", work_number, NULL, "the number by which log_work_next names this work", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 
