@@ -2,11 +2,12 @@
 
 The bytes of a file tell its kind; its name decides only if the bytes do not. The check covers:
 
-    torch.save     its end record and directory; thorough: every CRC, every record its pickle names
+    torch.save     its end record and directory; thorough: also every CRC, and that every record
+                   which its pickle names is there
     legacy format  (of torch before 1.6) the file's length, from the pickles at its beginning
     safetensors    its header, and the file's length; the format has no checksums
     an index       every file that it names, with the tensors that it names
-    DCP directory  every file that .metadata names, and its length; thorough: every CRC
+    DCP directory  every file that .metadata names, and its length; thorough: also every CRC
 
 A check that is not thorough finds files that are cut short or were never written. It reads no
 tensor's bytes.
@@ -32,7 +33,7 @@ GOOD, DAMAGED, UNUSABLE = 0, 1, 2  # UNUSABLE: not readable, or not a checkpoint
 _INDEX_SUFFIXES = (safetensors.INDEX_SUFFIX, ".bin.index.json")
 _NO_MEMORY = "not enough memory to check it"
 
-Progress = Callable[[int, int], object]
+Progress = Callable[[int, int], object]  # takes the bytes done and the file's length
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,11 @@ class Finding:
     nbytes: int | None = None
     num_records: int = 0
     num_unchecked: int = 0  # records that are compressed or have no CRC
-    num_compressed: int = 0  # those of the unchecked records that are compressed
+    num_compressed: int = 0  # unchecked records that are compressed
     num_trailing: int = 0  # bytes after the archive's end
     num_bad: int = 0
     format: str = "archive"
-    bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, error
+    bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, what is wrong
     cause: Exception | None = None  # the error, if the path could not be read
 
     @property
@@ -89,7 +90,7 @@ def check(
     Args:
         thorough: Compare every CRC.
         progress: Called now and then with the bytes done and the file's length.
-        bound: Limits the memory for each pickle that is read; see `pickles.Bound`.
+        bound: Limits the memory for each pickle that is read (`pickles.Bound`).
     """
     try:
         if disk.is_directory(path):
@@ -109,7 +110,7 @@ def check(
 def _check_opened(
     file: Opened, path: str, thorough: bool, progress: Progress | None, bound: Bound
 ) -> Finding:
-    """Check an open file that is no index. An error of its bytes becomes a finding."""
+    """Check an open file that is no index. Errors in reading its bytes become findings."""
     fd = file.fileno()
     try:
         if file_kinds.is_safetensors(fd, path):
@@ -158,8 +159,8 @@ def _check_file(
 
 
 def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Finding:
-    """Check what concerns the directory as a whole. For a directory of DCP this includes its files;
-    for any other the caller checks each file."""
+    """Check that a directory has the files that its kind must have. The files themselves are
+    checked only in a directory of DCP; in any other the caller checks each one."""
     names = disk.names(path)
     if (wrong := kinds.incomplete(path, names, disk)) is not None:
         return Finding(path, DAMAGED, wrong)
@@ -181,8 +182,7 @@ def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Fin
 
 def _check_index(path: str, disk: Disk) -> Finding:
     """Check that the files of an index are there, and that each has the tensors that the index
-    names. No CRC is compared here: a check of each file does that.
-    """
+    names for it. CRCs are not compared here, but by the checks of the files."""
     files = safetensors.read_index(disk, path)
     for name, tensors in files.items():
         shard = os.path.join(os.path.dirname(path), name)

@@ -43,16 +43,16 @@ from stillframe._base.disk import LOCAL, Disk
 from stillframe._base.file_kinds import MARKER
 from stillframe._check import pickles
 
-# Names of files that count as checkpoints, or as parts of one (PART_NAME). Other programs write
-# .bin and .pkl files too, so files with these suffixes count only under Hugging Face's names.
+# Names of files that are checkpoints, or parts of one. Other programs write .bin and .pkl files
+# too, so files with these suffixes count only under the names that Hugging Face's libraries use.
 CHECKPOINT_NAME = re.compile(
     r".*\.(ckpt|pt|pth|safetensors|(safetensors|bin)\.index\.json)"
     r"|(.*pytorch_model.*|adapter_model|training_args|optimizer(_\d+)?|scheduler(_\d+)?"
     r"|sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin"
     r"|(random_states|custom_checkpoint)_\d+\.pkl"
 )
-# Names of files that are only parts of a checkpoint: files that Hugging Face's libraries write into
-# a directory, and shards. Many of these names match CHECKPOINT_NAME too.
+# Names of files that are only parts of a checkpoint: shards, and files that Hugging Face's
+# libraries write into a directory. Many of these names match CHECKPOINT_NAME too.
 PART_NAME = re.compile(
     r"(model|adapter_model)(_\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     r"|.*-\d+-of-\d+\.(safetensors|bin)|.*\.distcp"
@@ -61,12 +61,14 @@ PART_NAME = re.compile(
     r"|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
     r"|(random_states|custom_checkpoint)_\d+\.pkl"
 )
+# Names of the directories to which a Trainer and Accelerate save.
 _TRAINER = re.compile(r"checkpoint-(\d+)")
 _ACCELERATE = re.compile(r"checkpoint_\d+")
 _TRAINER_STATE, _TRAINING_ARGS = "trainer_state.json", "training_args.bin"
 _UNFINISHED = "checkpoint-is-incomplete.txt"  # exists while a Trainer saves after SIGTERM
-_OF_TRAINER = {_TRAINER_STATE, _TRAINING_ARGS, _UNFINISHED, "config.json"}
-# Names of the files and directories that each library writes for a model, an optimizer, ...
+_TRAINER_FILES = {_TRAINER_STATE, _TRAINING_ARGS, _UNFINISHED, "config.json"}
+# Names of the files and directories that transformers, Accelerate and DeepSpeed write for a model,
+# and for an optimizer.
 _MODEL = re.compile(
     r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_model\.(safetensors|bin)"
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?|global_step\d+|pytorch_model(_\d+)?"
@@ -80,11 +82,12 @@ _RANDOM_STATES = re.compile(r"random_states_(\d+)\.pkl")
 _NUMBERED = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|custom_checkpoint)(?:_(\d+))?\.(safetensors|bin|pkl)"
 )
-_DEEPSPEED = "latest"  # the name of DeepSpeed's file that names its directory
+_DEEPSPEED = "latest"  # DeepSpeed's file with the name of the directory that has its state
 
 
 def kind_of(path: str, names: Sequence[str]) -> str | None:
-    """Return what a directory with these names is: a kind of the table above, or None."""
+    """Return the kind of a directory in which there are these names: a kind of the table at the
+    head of this file, or None."""
     if file_kinds.is_sharded(names):
         return "sharded"
     others = any(name != "meta.pt" and CHECKPOINT_NAME.fullmatch(name) for name in names)
@@ -92,9 +95,9 @@ def kind_of(path: str, names: Sequence[str]) -> str | None:
         return "shards"
     if any(map(_RANDOM_STATES.fullmatch, names)):
         return "accelerate"
-    name = _name(path)
+    name = _base_name(path)
     has_parts = not names or any(map(_is_part, names))
-    if _TRAINER.fullmatch(name) and (has_parts or not _OF_TRAINER.isdisjoint(names)):
+    if _TRAINER.fullmatch(name) and (has_parts or not _TRAINER_FILES.isdisjoint(names)):
         return "transformers"
     if _TRAINER_STATE in names:
         return None  # a copy under another name, or a Trainer's own directory
@@ -103,7 +106,7 @@ def kind_of(path: str, names: Sequence[str]) -> str | None:
     return None
 
 
-def _name(path: str) -> str:
+def _base_name(path: str) -> str:
     return os.path.basename(os.path.abspath(path))
 
 
@@ -112,30 +115,31 @@ def _is_part(name: str) -> bool:
 
 
 def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | None:
-    """Return a sentence about what a directory with these names lacks, or None. Of the files that
-    are there, only JSON files are checked.
+    """Return a sentence about a file that is missing in a directory with these names, or None. The
+    files that are there are not checked, except JSON files.
 
     Raises:
         OSError: A file in the directory cannot be read.
     """
-    if MARKER in names and (wrong := _without_listed(path, disk)):
+    if MARKER in names and (wrong := _missing_listed_file(path, disk)):
         return wrong
     kind = kind_of(path, names)
-    if kind == "sharded" and _name(path).endswith(".ckpt") and "meta.pt" not in names:
+    if kind == "sharded" and _base_name(path).endswith(".ckpt") and "meta.pt" not in names:
         return "it has no meta.pt, which Lightning writes last"
     if kind == "shards":
         return "it has no .metadata, which is written last"
     if kind == "transformers":
-        return _of_trainer(path, names, disk)
+        return _incomplete_trainer(path, names, disk)
     if kind == "accelerate":
-        return _of_accelerate(path, names, disk)
+        return _incomplete_accelerate(path, names, disk)
     return None
 
 
-def _without_listed(path: str, disk: Disk) -> str | None:
-    """Return which file a directory lacks that its marker names."""
+def _missing_listed_file(path: str, disk: Disk) -> str | None:
+    """Return a sentence about a file that the directory's marker names and that is missing or has
+    another size, or None."""
     try:
-        sizes = _json(os.path.join(path, MARKER), disk)["files"]
+        sizes = _read_json(os.path.join(path, MARKER), disk)["files"]
         listed = [(os.fsdecode(name), int(nbytes)) for name, nbytes in sizes.items()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"{MARKER} is truncated or damaged"
@@ -149,31 +153,32 @@ def _without_listed(path: str, disk: Disk) -> str | None:
     return None
 
 
-def _of_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
-    """Return `incomplete` for a checkpoint of the transformers Trainer."""
-    step = int(_name(path).rpartition("-")[2])
+def _incomplete_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
+    """Return the result of `incomplete` for a checkpoint of the transformers Trainer."""
+    step = int(_base_name(path).rpartition("-")[2])
     if _UNFINISHED in names:
         return f"it has {_UNFINISHED}"
-    if wrong := _without_model(path, names, disk):
+    if wrong := _missing_model(path, names, disk):
         return wrong
     if _TRAINER_STATE not in names:
         return f"it has no {_TRAINER_STATE}, which is written last"
     if wrong := _unreadable_json(path, names, disk):
         return wrong
-    state = _json(os.path.join(path, _TRAINER_STATE), disk)
+    state = _read_json(os.path.join(path, _TRAINER_STATE), disk)
     if not isinstance(state, dict) or state.get("global_step") != step:
         other = state.get("global_step") if isinstance(state, dict) else None
         return f"its {_TRAINER_STATE} is of step {other}"
-    tag, wrong = _deepspeed(path, names, disk)
+    tag, wrong = _deepspeed_tag(path, names, disk)
     has = {
         "optimizer": any(map(_OPTIMIZER.fullmatch, names)),
         "scheduler": "scheduler.pt" in names or tag is not None,
         "RNG state": any(map(_RNG.fullmatch, names)),
     }
     args: dict[str, Any] = {}
-    # A whole checkpoint of one rank needs no look into this file.
+    # This file tells which parts may be missing. A checkpoint of one rank with all parts does not
+    # need it.
     if _TRAINING_ARGS in names and not (all(has.values()) and "rng_state.pth" in names):
-        args = _training_args(os.path.join(path, _TRAINING_ARGS), disk)
+        args = _read_training_args(os.path.join(path, _TRAINING_ARGS), disk)
     if args.get("save_only_model", not any(has.values())):
         return wrong
     for part, there in has.items():
@@ -181,13 +186,13 @@ def _of_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
             return f"it has no {part}"
     if tag is not None and re.fullmatch(r"global_step\d+", tag) and tag != f"global_step{step}":
         return f"its DeepSpeed state is of {tag}"
-    return wrong or _without_ranks(names, _RNG, args.get("ranks", 1))
+    return wrong or _missing_rank(names, _RNG, args.get("ranks", 1))
 
 
-def _of_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
-    """Return `incomplete` for a checkpoint of Accelerate."""
-    tag, wrong = _deepspeed(path, names, disk)
-    if wrong := wrong or _without_model(path, names, disk, by_hooks=True):
+def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
+    """Return the result of `incomplete` for a checkpoint of Accelerate."""
+    tag, wrong = _deepspeed_tag(path, names, disk)
+    if wrong := wrong or _missing_model(path, names, disk, by_hooks=True):
         return wrong
     if tag is None and not any(map(_OPTIMIZER.fullmatch, names)):
         return "it has no optimizer"
@@ -202,10 +207,10 @@ def _of_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
                 # The first file has no number, except those of custom objects.
                 tail = f"_{number}" if number or suffix == "pkl" else ""
                 return f"it has no {stem}{tail}.{suffix}"
-    return _without_ranks(names, _RANDOM_STATES, 1) or _unreadable_json(path, names, disk)
+    return _missing_rank(names, _RANDOM_STATES, 1) or _unreadable_json(path, names, disk)
 
 
-def _without_model(
+def _missing_model(
     path: str, names: Sequence[str], disk: Disk, *, by_hooks: bool = False
 ) -> str | None:
     """Return a sentence about the file of a model that is missing, or None.
@@ -235,9 +240,9 @@ def _without_model(
     return "it has no model"
 
 
-def _deepspeed(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None, str | None]:
-    """Return the name of the directory with DeepSpeed's state, or None without DeepSpeed; and a
-    sentence about what is wrong with that directory, or None."""
+def _deepspeed_tag(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None, str | None]:
+    """Return the name of the directory with DeepSpeed's state, or None if there is no such state;
+    and a sentence if this directory is missing, or None."""
     named = os.path.join(path, _DEEPSPEED)
     if _DEEPSPEED not in names or disk.is_directory(named):
         return None, None
@@ -246,13 +251,13 @@ def _deepspeed(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None,
     return tag, None if whole else f"it has no directory {tag}, which {_DEEPSPEED} names"
 
 
-def _without_ranks(names: Sequence[str], of_rank: re.Pattern[str], least: int) -> str | None:
-    """Return a sentence about the rank whose file is missing, or None.
+def _missing_rank(names: Sequence[str], of_rank: re.Pattern[str], least: int) -> str | None:
+    """Return a sentence about the first rank whose file is missing, or None.
 
     Args:
-        of_rank: Matches the name of a rank's file.
-        least: How many ranks saved at least. 0 means that each node has a directory of its own;
-            then nothing is checked.
+        of_rank: Matches the name of a rank's file; its group is the rank.
+        least: How many ranks have saved, at least. 0 means that each node has a directory of its
+            own; then nothing is checked.
     """
     if least == 0:
         return None
@@ -268,21 +273,22 @@ def _unreadable_json(path: str, names: Sequence[str], disk: Disk) -> str | None:
     for name in names:
         if name.endswith(".json"):
             try:
-                _json(os.path.join(path, name), disk)
+                _read_json(os.path.join(path, name), disk)
             except (ValueError, RecursionError):
                 return f"{name} is truncated or damaged"
     return None
 
 
-def _json(path: str, disk: Disk) -> Any:
+def _read_json(path: str, disk: Disk) -> Any:
     return json.loads(disk.read(path))
 
 
-def _training_args(path: str, disk: Disk) -> dict[str, Any]:
-    """Return `save_only_model`, and `ranks`: how many ranks saved to this directory, or 0 if each
-    node has a directory of its own.
+def _read_training_args(path: str, disk: Disk) -> dict[str, Any]:
+    """Return two facts from training_args.bin: `save_only_model`; and `ranks`, how many ranks saved
+    to this directory, or 0 if each node has a directory of its own.
 
-    A value that cannot be read is left out. The CRC is compared, so no damaged pickle is read.
+    A value that cannot be read is left out. The CRC is compared first, so no damaged pickle is
+    read.
     """
     try:
         with disk.open(path, peek=True) as file:
@@ -320,7 +326,7 @@ def checkpoints_in(
 
     Args:
         failures: Gets an error for each directory that cannot be listed.
-        is_complete: The caller has already called `incomplete` for `directory` itself.
+        is_complete: `incomplete` has returned None for `directory`, so it is not called again.
     """
     for root, directories, names in disk.walk(directory, failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
@@ -338,8 +344,8 @@ def checkpoints_in(
 
 
 def _lacks_something(path: str, names: list[str], failures: list[OSError], disk: Disk) -> bool:
-    """Return whether a directory is a checkpoint that lacks a file. False if it cannot be read;
-    the error is then in `failures`."""
+    """Return whether a directory is a checkpoint that lacks a file. If the directory cannot be
+    read, append the error to `failures` and return False."""
     try:
         return incomplete(path, names, disk) is not None
     except OSError as error:

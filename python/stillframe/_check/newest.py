@@ -6,17 +6,17 @@ These rules give their order:
     1. Names that differ only in a step, in an epoch, or in the only number that they contain are
        one series. In a series the highest number is the newest (the step before the epoch),
        whatever the times are.
-    2. Between series, such as last.ckpt and epoch=1-step=200.ckpt, the modification time
-       of the newest of each decides.
+    2. Between series, such as last.ckpt and epoch=1-step=200.ckpt, the modification times of their
+       newest members decide.
 
 A candidate is a file or directory directly in the directory:
 
     file         with a checkpoint's name, or that begins like one
-    directory    of a kind of kinds.py; or with a number in its name and checkpoints in it. In a
-                 store only the marker tells whether such a directory is whole
+    directory    of one of the kinds in kinds.py; or with a number in its name and checkpoints in
+                 it. In a store such a numbered directory must have the marker (kinds.py)
 
-Hidden names (temporaries are among them) and parts of Hugging Face checkpoints are no candidates.
-Symbolic links to a name in the same directory are none either, since their target already is one.
+Hidden names are no candidates (temporaries are hidden), and neither are parts of Hugging Face
+checkpoints. Nor are symbolic links to a name in the same directory: the target is one already.
 If the directory itself is a checkpoint of some kind, it is the only candidate.
 """
 
@@ -57,9 +57,9 @@ def find(
 
     Args:
         thorough: Compare every CRC.
-        bound: Limits the memory for each pickle that is read; see `pickles.Bound`.
-        incomplete: Called with a directory, the names in it and the disk; returns what the
-            directory lacks, or None.
+        bound: Limits the memory for each pickle that is read (`pickles.Bound`).
+        incomplete: Called with a directory, the names in it and the disk; returns a sentence about
+            what the directory lacks, or None.
 
     Raises:
         OSError: The directory cannot be listed, or the store does not answer.
@@ -83,7 +83,8 @@ def find(
 
 
 def series_of(name: str) -> tuple[str, int]:
-    """Return a name without its number, and the number. Names of one series differ only in that.
+    """Return a name with "#" in place of its number, and the number. Names of one series differ
+    only in the number.
 
     A number may have a label, such as "step". A name without a number, or with several numbers that
     have no label, is a series of its own.
@@ -113,10 +114,10 @@ def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
             continue
         series, number = series_of(name)
         by_series.setdefault(series, []).append((number, name))
-    # A heap of series: (minus the time of the newest member, the path of that member, all members).
+    # A heap of series: (minus the time of the newest member, its path, the members that are left).
     waiting: list[tuple[float, str, list[tuple[int, str]]]] = []
 
-    def enter(series: list[tuple[int, str]]) -> None:
+    def push(series: list[tuple[int, str]]) -> None:
         """Push a series with the time of its newest member, which is the last. If there is only one
         series, the time is not needed and not looked up."""
         path = os.path.join(directory, series[-1][1])
@@ -125,13 +126,13 @@ def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
 
     for members in by_series.values():
         members.sort()
-        enter(members)
+        push(members)
     while waiting:
         _, path, rest = heapq.heappop(waiting)
         rest.pop()
         yield path
         if rest:
-            enter(rest)
+            push(rest)
 
 
 # ---- one candidate ------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def _why_not_whole(
 
 
 def _why_file_is_bad(path: str, thorough: bool, bound: Bound, disk: Disk) -> str | None:
-    """Return `_why_not_whole` for a candidate that is a file."""
+    """Return the result of `_why_not_whole` for a candidate that is a file."""
     if not (disk.exists(path) or os.path.islink(path)) or not kinds.is_checkpoint(path, disk):
         raise _NoCheckpointError
     found = _check(path, thorough, bound, disk)
@@ -211,8 +212,8 @@ def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding
 
 
 def _is_checkpoint(path: str, names: list[str], disk: Disk) -> bool:
-    """Return whether a directory of no kind is a checkpoint of several files: it has a number in
-    its name, and checkpoints directly in it."""
+    """Return whether a directory that is of no kind in kinds.py is a checkpoint of several files:
+    it has a number in its name, and checkpoints directly in it."""
     return re.search(r"\d", os.path.basename(path)) is not None and any(
         kinds.is_checkpoint(os.path.join(path, name), disk) for name in names if name[0] != "."
     )

@@ -1,7 +1,7 @@
 """Pickles of checkpoints, read into stubs: nothing that a pickle names is imported or called.
 
-So this is safe on any file and works without the pickled classes. torch is not needed either,
-because the names of its types give the sizes of their elements.
+So reading is safe on any file and works without the pickled classes. It does not need torch either,
+because the names of torch's types give the sizes of their elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from stillframe._tree.keypaths import Storage
 # A function that takes the length of a pickle and returns a context manager. Inside it the process
 # may take only as much new memory as such a pickle needs. The limit is necessary because CPython's
 # unpickler has a table of objects that is as long as the largest index in the pickle. One flipped
-# bit there makes it allocate 64 GB. The limit holds for the whole process, so only commands set it.
+# bit in an index makes it allocate 64 GB. The limit holds for the whole process, so only the
+# commands of the shell set one.
 Bound: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
 MOST_BYTES = 1 << 63  # every tensor and storage is shorter than this
@@ -64,7 +65,8 @@ def unbounded(_nbytes: int) -> AbstractContextManager[None]:
 
 
 class _Raw(io.RawIOBase):
-    """An open file for Python's buffered reader. Reading an arriving file waits for its bytes."""
+    """An open file as a raw file for Python's BufferedReader. A read of an arriving file waits for
+    its bytes."""
 
     def __init__(self, fd: int) -> None:
         self._file = _core.File(fd, os.fstat(fd).st_size)
@@ -93,7 +95,7 @@ def reading(fd: int) -> IO[bytes]:
 def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> Any:
     """Return the object of the pickle at the file's position, made of stubs.
 
-    In the legacy format three other pickles precede that of the object.
+    With `legacy`, skip the three pickles that precede the object's in torch's legacy format.
 
     Raises:
         pickle.UnpicklingError: There is no pickle at this position, or it is cut short.
@@ -103,7 +105,7 @@ def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> 
 
 
 def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, Storage]]:
-    """Return the object, and the storages that its pickle names, by key."""
+    """Return what `read` returns, and the storages that the pickle names, by key."""
     here, end = file.tell(), file.seek(0, os.SEEK_END)
     file.seek(here)
     try:
@@ -120,7 +122,7 @@ def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, S
 
 def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
     """Return the records that an archive's pickle names and that are missing or too short, each
-    with what is wrong. Return none if the pickle refers to its storages in another way than torch.
+    with what is wrong. Return [] if the pickle cannot be read, or its storages are not torch's.
 
     Raises:
         MemoryError: As `read`.
@@ -146,8 +148,8 @@ def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
 def truncated(fd: int, bound: Bound = unbounded) -> str | None:
     """Return a sentence if a file of torch's legacy format is truncated, otherwise None.
 
-    The file's last pickle lists the storages. Each storage follows: its length (8 bytes), then its
-    bytes.
+    The file's last pickle lists the keys of the storages. After it come the storages, each as its
+    length (8 bytes) and its bytes.
 
     Raises:
         MemoryError: As `read`.
@@ -170,8 +172,8 @@ def truncated(fd: int, bound: Bound = unbounded) -> str | None:
 def _lacking(
     data: bytes, nbytes_of: Callable[[str], int | None], bound: Bound
 ) -> list[tuple[str, str]]:
-    """Return `lacking` for the pickle in `data`. `nbytes_of` returns the length of a record, or
-    None if the archive lacks it."""
+    """Return the result of `lacking` for the pickle in `data`. `nbytes_of` returns the length of a
+    record, or None if the archive lacks it."""
     wrong = []
     for key, storage in _read(io.BytesIO(data), False, bound)[1].items():
         nbytes, least = nbytes_of(f"data/{key}"), _storage_nbytes(storage)
@@ -198,10 +200,11 @@ def _storage_nbytes(storage: Storage) -> int:
 
 @functools.lru_cache(maxsize=128)
 def dtype(name: str) -> tuple[str, int]:
-    """Return the type named by a storage's class or a dtype, and the bytes of its elements.
+    """Return the name of the element type that a storage class or a dtype stands for, and the bytes
+    of an element.
 
     Args:
-        name: For example ``torch.FloatStorage`` or ``torch.int8``.
+        name: For example ``torch.FloatStorage`` (then the type is ``float32``) or ``torch.int8``.
 
     Raises:
         ValueError: There is no such type.

@@ -31,11 +31,11 @@ MapLocation: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """The arguments of a load. `load` explains those that are not explained here."""
+class Request:
+    """The arguments of one call of `load`, which explains them."""
 
-    path: str  # the name for `disk`, and for messages
-    disk: Disk
+    path: str  # the name of the file on `disk`, also used in messages
+    disk: Disk  # the local file system, or the store of a URL
     map_location: MapLocation
     weights_only: bool | None
     verify: bool
@@ -48,10 +48,10 @@ class How:
         return self.weights_only is not None and not self.weights_only
 
     def open_file(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
-        """Wait for the saves of a path that were submitted before, and open it.
+        """Wait for the saves of a path that were submitted before, and open the file.
 
         Args:
-            peek: As for `Disk.open`.
+            peek: Only a small part of the file will be read for now.
         """
         if not self.disk.is_remote:
             return closing(ordered.open_in_order(path))
@@ -77,13 +77,13 @@ class How:
 
 
 class TorchMustReadError(Exception):
-    """Only torch.load can read the archive; the message says why."""
+    """The error for an archive that only torch.load can read; the message says why."""
 
 
 @contextmanager
 def half_written() -> Iterator[None]:
     """Add a note to any exception that is raised in the block: the targets are half written. Add
-    none if the message says so already."""
+    no note if the message says this already."""
     try:
         yield
     except BaseException as error:
@@ -93,12 +93,12 @@ def half_written() -> Iterator[None]:
 
 
 @contextmanager
-def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
+def explained(fd: int, request: Request, more: str = "") -> Iterator[None]:
     """Turn an exception of a restore that is raised in the block into an error for users.
 
     Args:
         fd: The open file.
-        how: The arguments of the load.
+        request: The arguments of the load.
         more: A clause for the end of the message.
 
     Raises:
@@ -109,51 +109,51 @@ def explained(fd: int, how: How, more: str = "") -> Iterator[None]:
     except RestoreFailed as failed:
         if failed.failure.code == -errno.EOPNOTSUPP:
             raise TorchMustReadError(PACKED) from None
-        _raise_failure(failed.failure, fd, how, more)
+        _raise_failure(failed.failure, fd, request, more)
     except restore.Missing as missing:
-        names = _tensors_in(fd, how, str(missing))
+        names = _tensors_in(fd, request, str(missing))
         raise CorruptCheckpointError(
-            f"{how.path} cannot be loaded: record {missing} is missing{names}{more}"
+            f"{request.path} cannot be loaded: record {missing} is missing{names}{more}"
         ) from None
     except restore.CutShort as short:
-        names = _tensors_in(fd, how, str(short))
+        names = _tensors_in(fd, request, str(short))
         raise RuntimeError(
-            f"{how.path} cannot be loaded: record {short} is too short for what is in"
+            f"{request.path} cannot be loaded: record {short} is too short for what is in"
             f" it{names}; {WAS_FREED}"
         ) from None
 
 
-def _raise_failure(failure: Failure, fd: int, how: How, more: str) -> NoReturn:
+def _raise_failure(failure: Failure, fd: int, request: Request, more: str) -> NoReturn:
     """Raise the error for a restore's failure, with `more` at the end of the message."""
     if failure.code == _core.ECORRUPT:
-        more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
+        more = f" (at byte {failure.offset}{_tensors_in(fd, request, failure.record)}){more}"
         try:
             # This reads the whole file again, and raises an error in the words of `stillframe
             # verify` if it is damaged.
-            check_fd(fd, how.path, verify=how.verify)
+            check_fd(fd, request.path, verify=request.verify)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}{more}") from None
-        medium = "the connection" if how.disk.is_remote else "the disk"
+        medium = "the connection" if request.disk.is_remote else "the disk"
         raise CorruptCheckpointError(
-            f"{how.path} cannot be loaded: record {failure.record}: {failure.reason}{more}; read"
-            f" again, it is right: {medium} or the memory is not to be trusted"
+            f"{request.path} cannot be loaded: record {failure.record}: {failure.reason}{more};"
+            f" read again, it is right: {medium} or the memory is not to be trusted"
         )
-    if how.disk.is_remote:
-        # `load` replaces this error by the store's error, and a note then says the same as `more`.
+    if request.disk.is_remote:
+        # `load` replaces this error by the store's, and adds a note that says the same as `more`.
         more = ""
     if failure.reason is not None:
-        raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
+        raise StillframeError(f"{request.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"
-    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", how.path)
+    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", request.path)
 
 
-def _tensors_in(fd: int, how: How, record: str) -> str:
+def _tensors_in(fd: int, request: Request, record: str) -> str:
     """Return words for a message that name the tensors in a record, or "" if it has none."""
     folder, _, key = record.partition("/")
     if folder != "data":
         return ""
     try:
-        core = how.open_again(fd)
+        core = request.open_again(fd)
         try:
             (pickled,) = records.read(core, ("data.pkl",))
         finally:

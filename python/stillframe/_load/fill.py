@@ -4,9 +4,9 @@ The records are read in the file's order. A record whose bytes are a target's wh
 straight into it. Any other is read into temporary memory and copied from there, as for strided
 views and parts of a storage.
 
-A tensor of the file without a target is new: it is in a value that is replaced, or belongs to an
-object that loads its state itself. In the plan it has no memory. It gets the memory that its record
-is read into, and stays the same object.
+A tensor of the file without a target is *new*: it is in a value of the tree that the file's value
+replaces, or belongs to an object that loads its state itself. Such a tensor has no memory in the
+plan. It gets the memory that its record is read into, and stays the same object.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of these types wrap no ot
 class Fill:
     """A reader of a file's records into their targets.
 
-    A record has a number in its file. This number is the key in the dicts here, and the element in
-    the sets.
+    Records are numbered in the order of the file. The keys of the dicts here, and the elements of
+    the sets, are these numbers.
 
     Args:
         core: A restore of the file that has not begun.
-        plan: Which tensor of the file goes to which target. The file's tensors have no memory; they
-            are those of `restore.Shapes` or `flat.Files.shapes`.
+        plan: Which tensor of the file goes to which target. The file's tensors have no memory:
+            `restore.Shapes` or `flat.Files.shapes` has made them.
         new: The plan's `new_tensors`.
-        first: The number of the file's first record in the plan, which counts the records of all
-            files.
+        first: The plan's number for this file's first record. A plan for several files numbers
+            all their records together.
     """
 
     def __init__(self, core: _core.Restore, plan: Plan, new: list[Tensor], first: int = 0) -> None:
@@ -49,6 +49,7 @@ class Fill:
             index = self._number(found, first)
             if index is not None and found.numel():
                 self._wanted.setdefault(index, []).append((target, found))
+        # Each new tensor that has a record in this file, after the number of this record.
         numbers = [self._number(found, first) for found in new]
         self._new = [(i, found) for i, found in zip(numbers, new, strict=True) if i is not None]
         # The records that are read into the memory of a new tensor.
@@ -57,11 +58,12 @@ class Fill:
         self._straight: dict[int, Tensor] = {}
         for index, pairs in self._wanted.items():
             target, found = pairs[0]
-            if index not in self._kept and _is_all_of_it(target, found, self._sizes[index]):
+            if index not in self._kept and _can_be_read_into(target, found, self._sizes[index]):
                 self._straight[index] = target
         # The devices of those targets that are not in host memory, as `_device` numbers them.
         devices = {i: _device.number_of_tensor(target) for i, target in self._straight.items()}
         self._devices = {index: device for index, device in devices.items() if device > 0}
+        # The memory of records that are copied from there to their targets.
         self._temporary: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.UntypedStorage] = {}  # the memory of the new tensors
         self._placed = 0  # how many records have a destination
@@ -149,9 +151,10 @@ class Fill:
             torch.utils.swap_tensors(found, new)  # type: ignore[no-untyped-call]
 
 
-def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
-    """Return whether a record can be read straight into the target: the record's bytes, which
-    `found` describes, are exactly the bytes of the target's memory."""
+def _can_be_read_into(target: Tensor, found: Tensor, nbytes: int) -> bool:
+    """Return whether a record can be read straight into the target, because its bytes are exactly
+    those of the target's memory. `found` is the file's tensor over the record, `nbytes` the
+    record's length."""
     return (
         type(target) in _PLAIN
         and _device.number_of_tensor(target) >= 0
@@ -177,8 +180,8 @@ def _start(target: Tensor) -> int:
 def _view_of(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
     """Return a tensor like `found` over its record's bytes, which begin at `start` in `storage`."""
     if start % found.element_size():
-        # A tensor must begin at a multiple of its element size. The record is at an address that
-        # is right for a target with smaller elements only, so its bytes are copied.
+        # A tensor must begin at a multiple of its element size. `start` is no such multiple,
+        # because the record was read into a target with smaller elements. So the bytes are copied.
         record = torch.empty(0, dtype=torch.uint8, device=storage.device)
         record.set_(storage, start, (storage.nbytes() - start,), (1,))
         storage, start = record.clone().untyped_storage(), 0

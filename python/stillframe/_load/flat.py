@@ -28,7 +28,7 @@ from stillframe._base.disk import Opened
 from stillframe._base.records import RestoreFailed
 from stillframe._base.safetensors import Entry, Header
 from stillframe._load import placement, restore
-from stillframe._load.errors import HALF_WRITTEN, How, MapLocation, named
+from stillframe._load.errors import HALF_WRITTEN, MapLocation, Request, named
 from stillframe._load.fill import Fill
 from stillframe._load.into import Plan
 from stillframe.errors import CorruptCheckpointError, StillframeError
@@ -51,15 +51,15 @@ class _File:
     opened: Opened
     path: str
     header: Header
-    first: int  # the number of its first tensor among those of all files
+    first: int  # the number of its first tensor, counted over all files
 
 
 class Files:
-    """A safetensors file, or all that an index names; a context manager.
+    """A safetensors file, or all files that an index names; a context manager.
 
     Args:
         opened: The open file or index; the caller closes it.
-        how: The arguments of the load.
+        request: The arguments of the load.
 
     Raises:
         CorruptCheckpointError: A file is damaged or missing.
@@ -67,14 +67,14 @@ class Files:
         StillframeError: This torch lacks a type that a file has.
     """
 
-    def __init__(self, opened: Opened, how: How) -> None:
-        self._how = how
+    def __init__(self, opened: Opened, request: Request) -> None:
+        self._request = request
         self._stack = contextlib.ExitStack()
         try:
-            self._files = self._open(opened, how.path)
+            self._files = self._open(opened, request.path)
         except safetensors.Damaged as error:
             self._stack.close()
-            raise CorruptCheckpointError(f"{how.path} cannot be loaded: {error}") from None
+            raise CorruptCheckpointError(f"{request.path} cannot be loaded: {error}") from None
         except BaseException:
             self._stack.close()
             raise
@@ -90,11 +90,12 @@ class Files:
         if not path.endswith(safetensors.INDEX_SUFFIX):
             return [_File(opened, path, _header(opened.fileno(), path), 0)]
         files: list[_File] = []
-        for name, tensors in safetensors.read_index(self._how.disk, path).items():
+        for name, tensors in safetensors.read_index(self._request.disk, path).items():
             shard = os.path.join(os.path.dirname(path), name)
-            opened = self._stack.enter_context(self._how.open_file(shard, peek=True))
+            opened = self._stack.enter_context(self._request.open_file(shard, peek=True))
             header = _header(opened.fileno(), shard)
-            self._how.disk.rest(opened)  # frees its memory, because an index may name many files
+            # Frees the file's memory, because an index may name many files.
+            self._request.disk.rest(opened)
             safetensors.refuse_other_tensors(name, header.entries, tensors)
             first = files[-1].first + len(files[-1].header.entries) if files else 0
             files.append(_File(opened, shard, header, first))
@@ -113,7 +114,7 @@ class Files:
         """Yield the names and new tensors of one file."""
         entries = file.header.entries
         if isinstance(map_location, dict):
-            # safetensors files have no devices: all tensors count as saved on the CPU
+            # A safetensors file does not say where its tensors were: all count as saved on the CPU.
             map_location = map_location.get("cpu", "cpu")
         if str(map_location) == "meta" or restore.reads_no_bytes():
             yield from _without_bytes(entries, map_location)
@@ -126,23 +127,23 @@ class Files:
             devices = {} if device is None else dict.fromkeys(range(len(entries)), device)
         restore_location = _location_rule(None if devices else map_location)
         core = self._restore(file)
-        memory = restore.Ahead(core, restore.ahead_bytes(map_location, devices), devices)
+        memory = restore.ReadAhead(core, restore.ahead_bytes(map_location, devices), devices)
         with bar.watched(core.done, file.path, file.header.nbytes), _explained(file):
             try:
                 memory.begin()
                 for index, entry in enumerate(entries):
                     storage = memory.take(index)
-                    assert storage is not None  # this is the first request for the record
+                    assert storage is not None  # no record is taken twice
                     storage = storage if devices else restore_location(storage, "cpu")
-                    yield entry.name, _over(storage, entry)
+                    yield entry.name, _tensor_over(storage, entry)
                 memory.finish()
             finally:
                 memory.close()
-        self._how.disk.rest(file.opened)
+        self._request.disk.rest(file.opened)
 
     def mapped(self, map_location: MapLocation) -> dict[str, Tensor]:
-        """Return tensors over the files' pages, mapped privately. A tensor whose bytes are not
-        aligned in its file is copied."""
+        """Return tensors over the files' pages, mapped privately. A tensor is copied if its bytes
+        do not begin at a multiple of its element size."""
         if restore.reads_no_bytes() or str(map_location) == "meta":
             return self.load(map_location)
         tensors: dict[str, Tensor] = {}
@@ -157,7 +158,7 @@ class Files:
                 storage = whole[entry.begin : entry.end]
                 if entry.begin % _dtype(entry).itemsize:
                     storage = storage.clone()
-                tensors[entry.name] = _over(restore_location(storage, "cpu"), entry)
+                tensors[entry.name] = _tensor_over(restore_location(storage, "cpu"), entry)
         return tensors
 
     # ---- in place ----
@@ -171,11 +172,12 @@ class Files:
         for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
             storage = restore.new_storage(size, "meta")
             storage._checkpoint_offset = number  # torch keeps an offset in this attribute
-            tensors[entry.name] = _over(storage, entry)
+            tensors[entry.name] = _tensor_over(storage, entry)
         return tensors, sizes
 
     def fill(self, plan: Plan, new: list[Tensor]) -> None:
-        """Read the bytes into the targets; see `Fill`. Afterwards call the plan's `finish`."""
+        """Read the bytes into the targets, with `Fill`. Afterwards call the plan's `finish`. `new`
+        is the plan's `new_tensors`."""
         for file in self._files:
             if file.header.entries:
                 core = self._restore(file)
@@ -185,7 +187,7 @@ class Files:
                     _explained(file, f"; {HALF_WRITTEN}"),
                 ):
                     Fill(core, plan, new, file.first).run()
-                self._how.disk.rest(file.opened)
+                self._request.disk.rest(file.opened)
 
     def _restore(self, file: _File) -> _core.Restore:
         """Return a restore whose records are the file's tensors."""
@@ -193,12 +195,12 @@ class Files:
         for entry in file.header.entries:
             stretches.extend((entry.begin, entry.end - entry.begin))
         fd = file.opened.fileno()
-        return _core.restore_bare(fd, stretches, file.header.nbytes, self._how.shared)
+        return _core.restore_bare(fd, stretches, file.header.nbytes, self._request.shared)
 
 
 def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
-    """Return a file's tensors. If `into` is a module, add the names of its tensors that are tied to
-    one of them.
+    """Return a file's tensors by name. If `into` is a module, add the names of those of its tensors
+    that are tied to one in the file.
 
     Tied tensors share memory. A safetensors file has them once, under one of their names.
     """
@@ -249,8 +251,8 @@ def _shape(entry: Entry) -> tuple[int, ...]:
     return (*entry.shape[:-1], entry.shape[-1] // 2)
 
 
-def _over(storage: torch.UntypedStorage, entry: Entry) -> Tensor:
-    """Return an entry's tensor over `storage`, which has exactly its bytes."""
+def _tensor_over(storage: torch.UntypedStorage, entry: Entry) -> Tensor:
+    """Return an entry's tensor over `storage`, which has the bytes of this tensor only."""
     shape = _shape(entry)
     # Strides of a contiguous tensor: in each dimension the product of the later sizes.
     strides = itertools.accumulate(

@@ -26,7 +26,7 @@ from stillframe._tree.rebuild import (
     reach,
 )
 
-_MAX_SHOWN = 8
+_MAX_SHOWN = 8  # problems that an error lists
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of these types wrap no other tensors
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _OVERLAPS = 1  # at::MemOverlap::Yes
@@ -39,9 +39,10 @@ class Plan:
 
     Attributes:
         tensors: (path in the tree, target, the file's tensor) of each tensor to be written to.
-        values: (container, key, the file's value); set in the containers after all bytes are read.
-        calls: The calls to make after that, in this order.
-        problems: Sentences about parts that do not fit.
+        values: (container, key, the file's value) of each value to be set in a container, after all
+            bytes are read.
+        calls: The calls to make after the values are set, in this order.
+        problems: Sentences about parts of the tree that do not fit the file.
     """
 
     tensors: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
@@ -73,10 +74,10 @@ class Plan:
         """Return the file's tensors that get new memory: those in `values` and in arguments of
         `calls`.
 
-        Return None if the plan cannot be carried out from the records. Either some tensors of
-        `restore.Shapes` do not tell which bytes are theirs: they wrap other tensors, are inside
-        objects that are no containers, or are longer than their records. Or several targets share
-        memory, and their order in the tree decides which bytes it keeps.
+        Return None if the plan cannot be carried out straight from the records. One reason is a
+        tensor of `restore.Shapes` that does not tell which bytes are its own: it wraps other
+        tensors, is inside an object that is no container, or is longer than its record. The other
+        is targets that share memory, where the order in the tree decides which bytes remain.
 
         Args:
             sizes: The bytes of each record.
@@ -113,8 +114,8 @@ class Plan:
 
 
 def _leaves(trees: list[Any]) -> Iterator[Any]:
-    """Yield the objects in nested containers that are no containers themselves, each once. The
-    attributes of containers and tensors are walked too."""
+    """Yield every object inside the trees that is not a container, once. Attributes of containers
+    and tensors are walked too."""
     stack, seen = [*trees], set()
     while stack:
         node = stack.pop()
@@ -132,11 +133,11 @@ def _leaves(trees: list[Any]) -> Iterator[Any]:
 
 
 def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
-    """Return whether targets share memory that different bytes of the file go to.
+    """Return whether some targets share memory and get different bytes of the file.
 
     Such memory should get the bytes of the last target in the tree. But records are read in the
     file's order, and several at a time. Targets count as sharing memory if their address ranges
-    overlap, even if their elements only interleave, as those of columns do.
+    overlap, even if their elements only interleave, as the columns of a matrix do.
     """
     spans: list[tuple[str, int, int, object]] = []  # (device, first byte, end, source)
     for _, target, found in tensors:
@@ -174,10 +175,10 @@ def _is_over_its_record(found: Tensor, sizes: list[int]) -> bool:
 def match(target: Any, found: Any) -> Plan:
     """Find which part of a file goes to which part of `target`, by its path in the two trees.
 
-    All parts of `target` must be in the file; the file may have more. In dictionaries and lists the
-    file's value replaces values that are not tensors, containers or objects with a state_dict. A
-    container or object that is in `target` several times, even inside itself, is filled once, from
-    its first path.
+    All parts of `target` must be in the file; the file may have more. A value in a dictionary or
+    list is replaced by the file's value if it is not a tensor, a container or an object with a
+    state_dict. A container or object that is in `target` several times, even inside itself, is
+    filled once, from its first path.
     """
     plan = Plan()
     stack: list[tuple[str, Any, Any]] = [("", target, found)]
@@ -204,7 +205,7 @@ def match(target: Any, found: Any) -> Plan:
                 stack.append((item_path, value, file_value))
             elif why := _why_not_replaced(value, file_value):
                 plan.problems.append(f"{item_path} {why}")
-            elif not isinstance(here, tuple):
+            elif not isinstance(here, tuple):  # values in a tuple stay as they are
                 plan.values.append((here, name, file_value))
     return plan
 
@@ -223,7 +224,7 @@ def _item(found: Any, name: Any) -> Any:
 
 
 def _is_walked(value: Any) -> bool:
-    """Return whether a value is filled in place, or has parts that are. If not, the file's value
+    """Return whether a value, or a part of it, is filled in place. If not, the file's value
     replaces it."""
     if isinstance(value, tuple):
         return any(map(_is_walked, value))
@@ -232,7 +233,7 @@ def _is_walked(value: Any) -> bool:
 
 def _why_not_replaced(value: Any, file_value: Any) -> str:
     """Return why the file's value cannot replace `value` in the user's tree, or "" if it can."""
-    if lacking := stateful.half_stateful(value):
+    if lacking := stateful.missing_method(value):
         return f"is a {type(value).__name__}, which cannot be filled: it has no {lacking}"
     data = value is None or type(value) in ATOMS or is_atom(value) or is_array(value)
     if data or type(value) is type(file_value) or isinstance(value, (*_CONTAINERS, bytearray)):
@@ -273,7 +274,9 @@ def _match_tensor(plan: Plan, path: str, target: Tensor, found: Any) -> None:
     elif not (_is_strided(target) and _is_strided(found)):
         plan.problems.append(f"{path} is not strided")
     elif (target.shape, target.dtype) != (found.shape, found.dtype):
-        plan.problems.append(f"{path} is {_words(target)}, and {_words(found)} in the file")
+        plan.problems.append(
+            f"{path} is {_type_and_shape(target)}, and {_type_and_shape(found)} in the file"
+        )
     elif why := _why_not_written_to(target):
         plan.problems.append(f"{path} {why}")
     else:
@@ -297,7 +300,7 @@ def _why_not_written_to(target: Tensor) -> str:
     return ""
 
 
-def _words(tensor: Tensor) -> str:
+def _type_and_shape(tensor: Tensor) -> str:
     """Return the type and shape for a message, such as "float32 (2, 3)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
@@ -309,11 +312,11 @@ def copy(plan: Plan) -> None:
 
 
 def copy_tensor(target: Tensor, found: Tensor) -> None:
-    """Copy without recording it in autograd's graph.
+    """Copy `found` to the target. autograd does not record the copy.
 
-    This does not use `torch.no_grad()`. A Ctrl-C at the end of that block would leave gradients
-    off for good. Only a target that requires grad is detached: for some kinds of tensors detach()
-    returns a copy, or a tensor with a scale of its own.
+    `torch.no_grad()` is not used, because a Ctrl-C at the end of its block would leave gradients
+    off for good. The target is detached only if it requires grad, because detach() of some kinds of
+    tensors returns a copy, or a tensor with a scale of its own.
     """
     if target.requires_grad:
         target = target.detach()

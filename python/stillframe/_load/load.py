@@ -11,12 +11,12 @@ There are three ways to read a file:
 
 A safetensors file has no pickle: flat.py reads its tensors into new memory or in place.
 
-Each way reads data.pkl once, with two exceptions. If a file is left to torch.load after other code
-has unpickled it, torch.load reads the pickle again. And if storages are to be loaded to the devices
-where they were saved, placement.py first reads the pickle to find these devices.
+Each way reads the pickle (the record data.pkl) once, with two exceptions. If another way reads it
+and then gives up, torch.load reads it again. And if storages are to be loaded to the devices where
+they were saved, placement.py first reads the pickle to find these devices.
 
-If the pickle does not tell which bytes go where, one of the other ways loads the file into new
-memory, and into= is filled from there by a copy.
+The pickle may not tell which bytes go to which target of into=. Then another way loads the file
+into new memory, and the targets are filled from there by a copy.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from stillframe._load import flat, placement, restore
 from stillframe._load.errors import (
     HALF_WRITTEN,
     PACKED,
-    How,
     MapLocation,
     Path,
+    Request,
     TorchMustReadError,
     check_fd,
     explained,
@@ -163,86 +163,89 @@ def load(
             " torch.serialization.skip_data"
         )
     disk, text = disks.of_path(path, storage_options)
-    how = How(text, disk, map_location, weights_only, verify, shared)
-    with disk, how.open_file(text) as opened:
+    request = Request(text, disk, map_location, weights_only, verify, shared)
+    with disk, request.open_file(text) as opened:
         fd = opened.fileno()
         # Garbage collection takes an eighth of a load of many thousand tensors.
         with no_collection():
             if flat.is_safetensors_or_index(fd, text):
-                return _load_safetensors(opened, into, how, mmap=mmap)
+                return _load_safetensors(opened, into, request, mmap=mmap)
             if into is not None:
-                return _load_into(fd, into, how)
-            return _load_by_torch(fd, how, mmap=True) if mmap else _load_fd(fd, how)
+                return _load_into(fd, into, request)
+            return _load_by_torch(fd, request, mmap=True) if mmap else _load_fd(fd, request)
 
 
-def _open_records(fd: int, how: How) -> tuple[int, _core.Restore | None, str]:
+def _open_records(fd: int, request: Request) -> tuple[int, _core.Restore | None, str]:
     """Check the directory of an open archive.
 
-    The check and the load use the same open file, so a save that replaces the path in between does
-    no harm.
+    The check and the load use the same open file, so it does not matter if a save replaces the file
+    at the path in between.
 
     Returns:
         The file's length; a restore of its records, or None if torch.load has to read the file; and
         the reason for that.
     """
-    found, core = how.open(fd)
+    found, core = request.open(fd)
     if found["format"] == "foreign":  # neither an archive nor torch's legacy format
-        words = file_kinds.guess(fd, how.path)
+        words = file_kinds.guess(fd, request.path)
         if words is not None:
             found["error"] = f"it is not a torch.save file; it looks like {words}"
-    refuse_damaged(found, how.path)
+    refuse_damaged(found, request.path)
     why = PACKED if found["format"] == "archive" else "it is in the legacy format"
-    if core is not None and (reason := restore.why_not(core, how.map_location)) is not None:
+    if (
+        core is not None
+        and (reason := restore.why_torch_must_read(core, request.map_location)) is not None
+    ):
         core.close()
         core, why = None, reason
     return found["nbytes"], core, why
 
 
-def _load_fd(fd: int, how: How) -> Any:
+def _load_fd(fd: int, request: Request) -> Any:
     """Load an open file into new memory. The caller closes `fd`."""
-    nbytes, core, why = _open_records(fd, how)
+    nbytes, core, why = _open_records(fd, request)
     if core is not None:
         devices: dict[int, torch.device] = {}
-        if placement.may_find(how.map_location):
-            devices = placement.find(how.open_again(fd), how.map_location)
-        archive = restore.open_archive(core, fd, nbytes, how.map_location, devices)
+        if placement.may_find(request.map_location):
+            devices = placement.find(request.open_again(fd), request.map_location)
+        archive = restore.open_archive(core, fd, nbytes, request.map_location, devices)
         try:
-            with bar.watched(core.done, how.path, nbytes), explained(fd, how):
-                return archive.load(how.map_location, not how.runs_code)
+            with bar.watched(core.done, request.path, nbytes), explained(fd, request):
+                return archive.load(request.map_location, not request.runs_code)
         except TorchMustReadError as error:
             why = str(error)
         except pickle.UnpicklingError:
-            if how.runs_code:
+            if request.runs_code:
                 raise
             why = "torch.load refuses it, and says how to go on"
-    _logger.debug("%s goes to torch.load: %s", how.path, why)
-    return _load_by_torch(fd, how)
+    _logger.debug("%s goes to torch.load: %s", request.path, why)
+    return _load_by_torch(fd, request)
 
 
-def _load_into(fd: int, into: Any, how: How) -> Any:
+def _load_into(fd: int, into: Any, request: Request) -> Any:
     """Load an open file into the tensors and objects of `into`."""
-    nbytes, core, why = _open_records(fd, how)
-    planned = None if core is None else _plan_ahead(core, into, how)
+    nbytes, core, why = _open_records(fd, request)
+    planned = None if core is None else _plan_ahead(core, into, request)
     if core is None:
-        plan = _copy_into(fd, into, how, why, _load_by_torch)
+        plan = _copy_into(fd, into, request, why, _load_by_torch)
     elif planned is None:
-        plan = _copy_into(fd, into, how, "its pickle does not tell what goes where", _load_fd)
+        plan = _copy_into(fd, into, request, "its pickle does not tell what goes where", _load_fd)
     else:
         gate.wait()  # because saves may still be copying from the tensors of `into`
         with half_written():
             try:
-                plan = _fill(*planned, fd, how, nbytes)
+                plan = _fill(*planned, fd, request, nbytes)
             except TorchMustReadError as error:
-                plan = _copy_into(fd, into, how, str(error), _load_by_torch)
+                plan = _copy_into(fd, into, request, str(error), _load_by_torch)
     plan.finish()
     return into
 
 
-def _load_safetensors(opened: Opened, into: Any, how: How, *, mmap: bool) -> Any:
+def _load_safetensors(opened: Opened, into: Any, request: Request, *, mmap: bool) -> Any:
     """Load a safetensors file, or all files that an index names."""
-    with flat.Files(opened, how) as files:
+    with flat.Files(opened, request) as files:
         if into is None:
-            return files.mapped(how.map_location) if mmap else files.load(how.map_location)
+            return files.mapped(request.map_location) if mmap else files.load(request.map_location)
         shapes, sizes = files.shapes()
         plan = match(into, flat.with_ties(shapes, into))
         plan.refuse_short(sizes)
@@ -252,9 +255,9 @@ def _load_safetensors(opened: Opened, into: Any, how: How, *, mmap: bool) -> Any
             plan = _copy_into(
                 opened.fileno(),
                 into,
-                how,
+                request,
                 why,
-                lambda _fd, how: flat.with_ties(files.load("cpu"), into),
+                lambda _fd, request: flat.with_ties(files.load("cpu"), into),
             )
         else:
             gate.wait()  # because saves may still be copying from the tensors of `into`
@@ -264,24 +267,26 @@ def _load_safetensors(opened: Opened, into: Any, how: How, *, mmap: bool) -> Any
     return into
 
 
-def _fill(plan: Plan, new: list[Tensor], fd: int, how: How, nbytes: int) -> Plan:
-    """Read the records of a file straight to their targets.
+def _fill(plan: Plan, new: list[Tensor], fd: int, request: Request, nbytes: int) -> Plan:
+    """Read the records of a file straight to their targets. Return the plan, for its `finish`.
 
     Args:
         new: The plan's `new_tensors`.
         nbytes: The file's length, for the progress bar.
     """
-    core = how.open_again(fd)
-    with bar.watched(core.done, how.path, nbytes), explained(fd, how, f"; {HALF_WRITTEN}"):
+    core = request.open_again(fd)
+    with bar.watched(core.done, request.path, nbytes), explained(fd, request, f"; {HALF_WRITTEN}"):
         Fill(core, plan, new).run()
     return plan
 
 
-def _copy_into(fd: int, into: Any, how: How, why: str, other: Callable[[int, How], Any]) -> Plan:
-    """Load the file with `other` into new memory on the CPU, and copy from there to `into`. `why`
-    says, for the log, why this is necessary."""
-    _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
-    plan = match(into, other(fd, replace(how, map_location="cpu")))
+def _copy_into(
+    fd: int, into: Any, request: Request, why: str, other: Callable[[int, Request], Any]
+) -> Plan:
+    """Load the file with `other` into new memory on the CPU, and copy from there to `into`. Return
+    the plan, for its `finish`. `why` says, for the log, why a second copy is necessary."""
+    _logger.debug("%s goes to its targets by way of a second copy: %s", request.path, why)
+    plan = match(into, other(fd, replace(request, map_location="cpu")))
     plan.refuse_problems()
     gate.wait()  # because saves may still be copying from the tensors of `into`
     with half_written():
@@ -289,23 +294,25 @@ def _copy_into(fd: int, into: Any, how: How, why: str, other: Callable[[int, How
     return plan
 
 
-def _plan_ahead(core: _core.Restore, into: Any, how: How) -> tuple[Plan, list[Tensor]] | None:
+def _plan_ahead(
+    core: _core.Restore, into: Any, request: Request
+) -> tuple[Plan, list[Tensor]] | None:
     """Find which record goes to which target from the file's pickle alone, without reading any
     tensor's bytes.
 
     Returns:
         The plan and its `new_tensors`. None if the pickle cannot be read in this way, or does not
-        tell which bytes go where. The caller then loads the file in another way, which reports what
-        is wrong with the pickle, if anything is.
+        tell which bytes go where. The caller then loads the file in another way, which raises an
+        error if the pickle is damaged.
 
     Raises:
         ValueError: Something does not fit.
     """
     shapes = restore.Shapes(core)
     try:
-        found = shapes.load(not how.runs_code)
+        found = shapes.load(not request.runs_code)
     except Exception as error:
-        _logger.debug("the pickle of %s cannot be read ahead: %r", how.path, error)
+        _logger.debug("the pickle of %s cannot be read ahead: %r", request.path, error)
         return None
     plan = match(into, found)
     plan.refuse_short(shapes.sizes)
@@ -313,56 +320,57 @@ def _plan_ahead(core: _core.Restore, into: Any, how: How) -> tuple[Plan, list[Te
     return None if new is None else (plan, new)
 
 
-def _load_by_torch(fd: int, how: How, *, mmap: bool = False) -> Any:
+def _load_by_torch(fd: int, request: Request, *, mmap: bool = False) -> Any:
     """Load with torch.load, after a check. If CRCs are compared, the check reads the whole file,
     and torch.load reads it again.
 
-    If a file is not in the page cache, reading the headers of its records, which are far apart,
-    would disable the kernel's readahead for the load. So a check without CRCs reads them
-    afterwards.
+    A check without CRCs reads the headers of the records only after the load. They are far apart,
+    so reading them first would disable the kernel's readahead for a file that is not cached.
 
     Args:
-        mmap: The storages are pages of the file.
+        mmap: Make storages that are pages of the file.
     """
     _core.arrive(fd)  # waits until all bytes of a remote object are here
     if mmap:
-        found, core = how.open(fd)
+        found, core = request.open(fd)
         if core is not None:
             core.close()
-        refuse_damaged(found, how.path)
+        refuse_damaged(found, request.path)
         if found["format"] == "archive" and core is None:
-            raise ValueError(f"{how.path} cannot be mapped: {PACKED}; load it without mmap=True")
-    found = check_fd(fd, how.path, verify=how.verify, later=not (how.verify or mmap))
+            raise ValueError(
+                f"{request.path} cannot be mapped: {PACKED}; load it without mmap=True"
+            )
+    found = check_fd(fd, request.path, verify=request.verify, later=not (request.verify or mmap))
     if mmap:
         # The path may name another file by now, but this name is that of the open file.
-        return _torch_load(f"/proc/self/fd/{fd}", how, mmap=True)
+        return _torch_load(f"/proc/self/fd/{fd}", request, mmap=True)
     if found["format"] != "archive":
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
-            return _torch_load(file, how)
+            return _torch_load(file, request)
     try:
-        # This is no slower than to pass a path, which torch.load would open as a Python file.
-        loaded = _torch_load(_core.File(fd, found["nbytes"]), how)
+        # No slower than torch.load with a path, and it reads the very file that was checked.
+        loaded = _torch_load(_core.File(fd, found["nbytes"]), request)
     except Exception as error:
         try:
-            check_fd(fd, how.path, verify=False)
+            check_fd(fd, request.path, verify=False)
         except CorruptCheckpointError as corrupt:
             raise corrupt from error
         raise
     if not found["headers"]:
-        check_fd(fd, how.path, verify=False)
+        check_fd(fd, request.path, verify=False)
     return loaded
 
 
-def _torch_load(file: Any, how: How, *, mmap: bool = False) -> Any:
+def _torch_load(file: Any, request: Request, *, mmap: bool = False) -> Any:
     """Call torch.load. If the archive lacks a record, raise CorruptCheckpointError."""
     # mmap is always given, because torch's configuration may make True its default, and then the
     # tensors would depend on the file.
     try:
-        return torch.load(file, how.map_location, weights_only=how.weights_only, mmap=mmap)
+        return torch.load(file, request.map_location, weights_only=request.weights_only, mmap=mmap)
     except RuntimeError as error:
         if (name := _LACKING.search(str(error))) is None:
             raise
         raise CorruptCheckpointError(
-            f"{how.path} cannot be loaded: record {name[1]} is missing"
+            f"{request.path} cannot be loaded: record {name[1]} is missing"
         ) from error

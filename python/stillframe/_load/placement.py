@@ -28,8 +28,8 @@ _BYTEORDER = sys.byteorder.encode()
 
 
 def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
-    """Return the records that are to be read straight to a CUDA device: their numbers, each with
-    its device. Return none if torch has to decide for each storage itself.
+    """Return the numbers of the records that are to be read straight to a CUDA device, each with
+    the device. Return {} if torch has to decide on the device of each storage itself.
 
     Args:
         peek: A restore of the file that has not begun; it is closed here.
@@ -71,8 +71,7 @@ def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device |
 
 
 def may_find(map_location: Any) -> bool:
-    """Return False if `find` cannot find any device, judging by this process and map_location
-    alone."""
+    """Return False if `find` would find no device, whatever the file is."""
     if callable(map_location) or not (_device.may_be_loaded_to() and _is_torchs_rule_known()):
         return False
     if isinstance(map_location, (str, torch.device)):

@@ -10,7 +10,7 @@ is ever made from bytes that were not checked.
     the core's threads   record 0 | record 1 | record 2 | record 3 | ...
     the unpickler             asks for 0 ....... for 1 ... for 2 ...
 
-Files that need more than this, such as TorchScript, are left to torch.load: see `why_not`.
+Files that need more than this, such as TorchScript, are left to torch.load (`why_torch_must_read`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from stillframe.errors import StillframeError
 EVERYTHING = 1 << 62  # bytes; more than any file has
 _BATCH_BYTES = 64 << 20  # bytes of memory that are allocated at a time
 _AHEAD_BYTES = 1 << 30  # bytes of memory that are allocated ahead of the unpickler
-# The same if torch copies each storage from host memory to a device afterwards.
+# The same limit if torch copies each storage from host memory to a device afterwards.
 _DEVICE_AHEAD_BYTES = 256 << 20
-_Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
+_Devices: TypeAlias = dict[int, torch.device]  # number of a record -> the device it is read to
 _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")  # contents of the record "version"
 
@@ -64,13 +64,13 @@ class Missing(Exception):
     """The error of a record that the pickle names and the file lacks; `args` has its name."""
 
 
-class Ahead:
+class ReadAhead:
     """Memory for the records of a file, which threads read ahead of the code that takes them.
 
     Args:
         core: A restore of the file that has not begun.
-        ahead: How many bytes may be read before they are asked for.
-        devices: The devices of records that are not read into host memory.
+        ahead: How many bytes may be read before a caller takes them.
+        devices: The devices of those records that are not read into host memory.
     """
 
     def __init__(self, core: _core.Restore, ahead: int, devices: _Devices) -> None:
@@ -84,9 +84,9 @@ class Ahead:
     def begin(self) -> None:
         """Allocate memory for the first records and start the threads."""
         for device in {*self._devices.values()}:
-            new_storage(1, device)  # makes torch create a context
+            new_storage(1, device)  # makes torch create a context of the driver for the device
         open_devices(self._core, numbers_of(self._devices.values()))
-        self._find_memory(1)
+        self._allocate_memory(1)
 
     def take(self, index: int) -> torch.UntypedStorage | None:
         """Wait until a record is read and checked, and return its bytes, which the caller then
@@ -94,7 +94,7 @@ class Ahead:
         # Records in the same chunk of the file are read together, so all of them need memory.
         reach = self._core.reach(index)
         if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
-            self._find_memory(reach)
+            self._allocate_memory(reach)
         records.wait(self._core, index)
         storage, self._storages[index] = self._storages[index], None
         if storage is not None:
@@ -103,7 +103,7 @@ class Ahead:
 
     def finish(self) -> None:
         """Wait until every record is read and checked."""
-        self._find_memory(self._core.nr)
+        self._allocate_memory(self._core.nr)
         records.wait(self._core, self._core.nr)
 
     def close(self) -> None:
@@ -111,9 +111,9 @@ class Ahead:
         self._core.close()
         self._storages.clear()
 
-    def _find_memory(self, least: int) -> None:
-        """Allocate memory for records: for the first `least` at least, and for as many as may be
-        read ahead."""
+    def _allocate_memory(self, least: int) -> None:
+        """Allocate memory for at least the first `least` records, and then for as many more as may
+        be read ahead. Let the threads read them."""
         before = count = len(self._storages)  # records that have memory
         while count < least or (count < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(count, _BATCH_BYTES)
@@ -130,7 +130,7 @@ class Archive:
     """The records of an open file, in place of torch's reader: `_load` asks for them by name.
 
     Args:
-        core, ahead, devices: As for `Ahead`.
+        core, ahead, devices: As for `ReadAhead`.
         fd: The open file; the caller closes it.
         nbytes: The file's length.
     """
@@ -142,7 +142,7 @@ class Archive:
         self._core = core
         self._fd = fd
         self._nbytes = nbytes
-        self._records = Ahead(core, ahead, devices)
+        self._records = ReadAhead(core, ahead, devices)
         # (storage, its record, the record's length) of each storage that was given to torch.
         self._given: list[tuple[weakref.ref[torch.UntypedStorage], str, int]] = []
 
@@ -157,7 +157,7 @@ class Archive:
         """
         unpickler: Any = _weights_only_unpickler if weights_only else pickle
         stays: Callable[[str], bool] | None = None
-        if _is_cpu_rule_torchs() and (map_location is None or _is_cpu(map_location)):
+        if _cpu_rule_is_torchs() and (map_location is None or _is_cpu(map_location)):
             stays = _stays_on_cpu(map_location is not None)
         unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, stays))
         try:
@@ -171,8 +171,8 @@ class Archive:
         return loaded
 
     def storage(self, kind: Any, key: Any, numel: int) -> Any:
-        """Return a storage of class `kind` on the CPU as `_load` would, or None if torch has to
-        make it. The record data/<key> has `numel` elements, according to the pickle."""
+        """Return a storage of class `kind` on the CPU as `_load` would make it, or None if torch
+        has to make it. According to the pickle, its record data/<key> has `numel` elements."""
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if not isinstance(key, str):
             return None
@@ -217,13 +217,13 @@ class Archive:
     # ---- records ----
 
     def _note_given(self, name: str, storage: torch.UntypedStorage) -> None:
-        """Remember the length of a storage that torch gets, for `refuse_short`."""
+        """Remember the length of a storage that is given to torch, for `refuse_short`."""
         self._given.append((weakref.ref(storage), name, storage.nbytes()))
 
     def refuse_short(self) -> None:
-        """Raise CutShort if a tensor reaches beyond its record. When torch made this tensor, the
-        storage grew, and the new bytes are undefined. (In torch.load itself storages cannot grow,
-        so it raises an error.)"""
+        """Raise CutShort if a tensor reaches beyond its record. torch has then lengthened the
+        storage to make the tensor, and the new bytes are undefined. (torch.load's own storages
+        cannot grow, so it raises an error.)"""
         for alive, name, nbytes in self._given:
             storage = alive()
             if storage is not None and storage.nbytes() != nbytes:
@@ -309,8 +309,8 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
 
 
 def _stays_on_cpu(all_do: bool) -> Callable[[str], bool]:
-    """Return a function that takes the location of a saved storage, and returns whether the storage
-    is loaded to the CPU. With `all_do` it always returns True."""
+    """Return a function that tells whether a storage is loaded to the CPU, given the location where
+    it was saved. With `all_do` it always returns True."""
     if all_do:
         return lambda location: True
     return lambda location: location == "cpu"
@@ -323,13 +323,14 @@ def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None)
     For every storage, `_load` finds out three times whether tensors are to be fake, and to which
     device the storage goes. With many small tensors that is a quarter of the whole load.
 
-    A class is part of a reference cycle and lives until garbage is collected. So this class has
-    only a weak reference to the archive. A strong one would keep the archive's threads and memory
+    Every class is part of a reference cycle, so it lives until garbage is collected. This class has
+    only a weak reference to the archive; a strong one would keep the archive's threads and memory
     after a Ctrl-C.
 
     Args:
         base: torch's unpickler, which reads the pickle.
-        stays: See `_stays_on_cpu`; None leaves all storages to torch.
+        stays: Tells which storages are loaded to the CPU (`_stays_on_cpu`); with None, torch makes
+            all storages.
     """
     alive = weakref.ref(archive)
 
@@ -350,9 +351,9 @@ def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None)
 def _short_cut(
     archive: Archive, stays: Callable[[str], bool], theirs: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a `persistent_load`, the unpickler's function that turns a reference to a storage into
-    the storage. It makes storages on the CPU itself, and calls torch's (`theirs`) for all others.
-    """
+    """Return a `persistent_load`: the function with which an unpickler turns a reference to a
+    storage into the storage. This one makes storages on the CPU, and calls torch's function
+    (`theirs`) for all others."""
     made: dict[str, Any] = {}  # the storages made so far, by key
 
     def persistent_load(saved: Any) -> Any:
@@ -363,7 +364,7 @@ def _short_cut(
             if stays(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
-                    if storage._data_ptr():  # torch makes a new object for each empty storage
+                    if storage._data_ptr():  # not empty; torch makes a new object for empty ones
                         made[key] = storage
                     return storage
         return theirs(saved)
@@ -379,7 +380,7 @@ def _is_cpu(map_location: Any) -> bool:
     return isinstance(map_location, (str, torch.device)) and str(map_location) == "cpu"
 
 
-def _is_cpu_rule_torchs() -> bool:
+def _cpu_rule_is_torchs() -> bool:
     """Return whether nobody has registered another rule for storages that were saved on the CPU."""
     return serialization._package_registry[0][2] is serialization._cpu_deserialize
 
@@ -402,7 +403,8 @@ class Shapes:
         self._records: dict[str, bytes] = {}
 
     def load(self, weights_only: bool) -> Any:
-        """Return the tree on the meta device; the arguments are those of `Archive.load`."""
+        """Return the tree with its tensors on the meta device. `weights_only` is as for
+        `Archive.load`."""
         unpickler = _weights_only_unpickler if weights_only else pickle
         names = [name for name in self._NAMES if self._core.find(name) >= 0]
         try:
@@ -414,7 +416,8 @@ class Shapes:
             self._core.close()
 
     def has_record(self, name: str) -> bool:
-        # False for .format_version: with that record torch would compute offsets, not ask for them.
+        # False for ".format_version": if it existed, torch would compute the offsets of records
+        # instead of calling get_record_offset.
         return name in self._records
 
     def get_record(self, name: str) -> bytes:
@@ -431,11 +434,12 @@ class Shapes:
 
 
 def record_of(tensor: torch.Tensor) -> int | None:
-    """Return the number of the record of a tensor of `Shapes`; None if the tensor wraps others."""
+    """Return the number of the record that has the bytes of a tensor of `Shapes`; None if the
+    tensor wraps others."""
     return tensor.untyped_storage()._checkpoint_offset
 
 
-def why_not(core: _core.Restore, map_location: Any) -> str | None:
+def why_torch_must_read(core: _core.Restore, map_location: Any) -> str | None:
     """Return why torch.load has to read an archive; None if this module can read it."""
     if not _load_is_as_known():
         return "this torch loads in another way"

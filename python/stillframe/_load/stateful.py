@@ -75,24 +75,24 @@ class Filling:
 
 def is_stateful(node: object) -> bool:
     """Return whether the node can return and load a state_dict."""
-    return _has(node, "state_dict") and _has(node, "load_state_dict")
+    return _has_method(node, "state_dict") and _has_method(node, "load_state_dict")
 
 
-def half_stateful(node: object) -> str:
+def missing_method(node: object) -> str:
     """Return the name of the method that a node lacks, if it has only one of state_dict and
     load_state_dict; otherwise ""."""
     names = "state_dict", "load_state_dict"
-    lacking = [name for name in names if not _has(node, name)]
+    lacking = [name for name in names if not _has_method(node, name)]
     return lacking[0] if len(lacking) == 1 else ""
 
 
-def _has(node: object, name: str) -> bool:
+def _has_method(node: object, name: str) -> bool:
     """Return whether a node has a method of this name. Classes and tensors count as having none."""
     return not isinstance(node, (type, Tensor)) and callable(getattr(node, name, None))
 
 
 def filling(path: str, node: Any, found: Any) -> Filling:
-    """Find how to fill a node from `found`, the file's object at the same path."""
+    """Return how to fill a node from `found`, the file's object at the same path."""
     if not isinstance(node, (Module, Optimizer)):
         return _by_load_state_dict(path, node, found)
     if not isinstance(found, dict):
@@ -100,8 +100,8 @@ def filling(path: str, node: Any, found: Any) -> Filling:
         said = f"{where} is a {kind}, and {type(found).__name__} in the file, not its state_dict"
         return Filling(problems=(said,))
     if isinstance(node, Module):
-        return _of_module(path, node, found)
-    return _of_optimizer(path, node, found)
+        return _module_filling(path, node, found)
+    return _optimizer_filling(path, node, found)
 
 
 def _by_load_state_dict(path: str, node: Any, found: Any) -> Filling:
@@ -109,7 +109,7 @@ def _by_load_state_dict(path: str, node: Any, found: Any) -> Filling:
     return Filling(calls=(Call(path, node.load_state_dict, found, (found,)),))
 
 
-def _below(path: str, name: Any) -> str:
+def _item_path(path: str, name: Any) -> str:
     """Return the path of the item `name` of the object at `path`."""
     return f"{path}.{name}" if path else str(name)
 
@@ -117,7 +117,7 @@ def _below(path: str, name: Any) -> str:
 # ---- modules ----
 
 
-def _of_module(path: str, module: Module, found: dict[str, Any]) -> Filling:
+def _module_filling(path: str, module: Module, found: dict[str, Any]) -> Filling:
     """Return how to fill a module: in place if `load_state_dict` would only copy."""
     if not _is_plain(module):
         return _by_load_state_dict(path, module, found)
@@ -136,7 +136,7 @@ def _of_module(path: str, module: Module, found: dict[str, Any]) -> Filling:
         return Filling(problems=tuple(said))
     extra = [name for name in live if name.rpartition(".")[2] == _EXTRA_STATE]
     names = [name for name in live if name not in extra]
-    pairs = [(_below(path, name), live[name], found[name]) for name in names]
+    pairs = [(_item_path(path, name), live[name], found[name]) for name in names]
     if not all(_is_copied(target, file_value) for _, target, file_value in pairs):
         return _by_load_state_dict(path, module, found)
     calls = (_set_extra_state(path, module, name, found[name]) for name in extra)
@@ -150,7 +150,7 @@ def _quoted(name: Any) -> str:
 def _set_extra_state(path: str, module: Module, name: str, value: Any) -> Call:
     """Return the call that gives extra state to the submodule that `name` begins with."""
     owner = module.get_submodule(name.rpartition(".")[0])
-    return Call(_below(path, name), owner.set_extra_state, value, (value,))
+    return Call(_item_path(path, name), owner.set_extra_state, value, (value,))
 
 
 def _is_plain(module: Module) -> bool:
@@ -194,7 +194,7 @@ def _is_copied(target: Any, found: Any) -> bool:
 # ---- optimizers ----
 
 
-def _of_optimizer(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Filling:
+def _optimizer_filling(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Filling:
     """Return how to fill an optimizer: its state in place if `load_state_dict` would only copy."""
     plain = (
         type(optimizer).state_dict is Optimizer.state_dict
@@ -204,13 +204,13 @@ def _of_optimizer(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Fil
     )
     if not plain:
         return _by_load_state_dict(path, optimizer, found)
-    if problem := _other_groups(optimizer, found):
+    if problem := _why_groups_differ(optimizer, found):
         return Filling(problems=(f"{path or 'the object itself'}: {problem}",))
-    state = _filled_in_place(optimizer.state_dict()["state"], found["state"])
+    state = _state_with_own_tensors(optimizer.state_dict()["state"], found["state"])
     if state is None:
         return _by_load_state_dict(path, optimizer, found)
     pairs = tuple(
-        (_below(path, f"state.{number}.{name}"), value, found["state"][number][name])
+        (_item_path(path, f"state.{number}.{name}"), value, found["state"][number][name])
         for number, entry in state.items()
         for name, value in entry.items()
         if isinstance(value, Tensor)
@@ -221,8 +221,9 @@ def _of_optimizer(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Fil
     return Filling(pairs, (call,))
 
 
-def _other_groups(optimizer: Optimizer, found: dict[str, Any]) -> str:
-    """Return why load_state_dict would refuse the groups, or "" if it would not."""
+def _why_groups_differ(optimizer: Optimizer, found: dict[str, Any]) -> str:
+    """Return why load_state_dict would refuse the file's parameter groups, or "" if it would
+    accept them."""
     try:
         theirs = [len(group["params"]) for group in found["param_groups"]]
         if not isinstance(found["state"], dict):
@@ -240,10 +241,11 @@ def _other_groups(optimizer: Optimizer, found: dict[str, Any]) -> str:
     return ""
 
 
-def _filled_in_place(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any] | None:
+def _state_with_own_tensors(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any] | None:
     """Return an optimizer's state from the file, but with the optimizer's own tensors in it.
 
-    Return None if the two differ in more than values, as for an optimizer that has not stepped yet.
+    Return None if the two states differ in more than values. The state of an optimizer that has not
+    stepped yet, for example, is empty.
     """
     if not live or live.keys() != found.keys():
         return None
@@ -263,7 +265,8 @@ def _filled_in_place(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, A
 
 
 def _is_alike(value: Any, found: Any) -> bool:
-    """Return whether both are tensors of one kind, or values without tensors in them."""
+    """Return whether both are tensors of the same shape and dtype, or both are numbers, strings or
+    None."""
     if isinstance(value, Tensor) and isinstance(found, Tensor):
         return (
             type(value) in _PLAIN_TENSORS

@@ -1,8 +1,8 @@
 """The key path of an object that cannot be pickled, for a note on the pickler's error.
 
-The search runs only after an error, so it may cost as much as the pickling. In each container it
-descends into the first part that cannot be pickled on its own. Tensors always pass, because their
-bytes are saved outside the pickle.
+The search runs only after an error, so it may cost as much as the pickling. From the root on, it
+descends into the first part that cannot be pickled on its own. Tensors count as picklable, because
+their bytes are saved outside the pickle.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-_MOST_DEPTH = 100
-_PROTOCOL = 2
+_MOST_DEPTH = 100  # containers inside each other, after which the search ends
+_PROTOCOL = 2  # as in `skeleton`
 
 
 def note(error: BaseException, root: object) -> None:
@@ -23,7 +23,7 @@ def note(error: BaseException, root: object) -> None:
     that object is not found, or is `root` itself."""
     try:
         path, node = _find(root)
-    except Exception:  # the second attempt to pickle the object fails in another way
+    except Exception:  # an object raises during the search: the first error gets no note
         return
     if path:
         error.add_note(f"stillframe: that is the {type(node).__name__} at {path!r} of the object")
@@ -44,15 +44,15 @@ def _find(root: object) -> tuple[str, object]:
 
 
 def _unpicklable_parts(node: object, above: list[object]) -> Iterator[tuple[str, object]]:
-    """Yield the parts of `node` that cannot be pickled, except the objects in `above`, through
-    which the search has come."""
+    """Yield the parts of `node` that cannot be pickled, except the objects in `above`, which the
+    search has been in already."""
     for suffix, part in _parts(node):
         if not (any(part is each for each in above) or _can_be_pickled(part)):
             yield suffix, part
 
 
 def _parts(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a node, named as in `keypaths`."""
+    """Yield the parts of a node, each with its component of the key path; ".{}" in a set."""
     if isinstance(node, dict):
         yield from ((f".{key}", value) for key, value in node.items())
     elif isinstance(node, (list, tuple)):

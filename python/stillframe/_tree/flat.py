@@ -7,10 +7,10 @@ known which storages are captured and which are deferred, `Flat.lay_out` orders 
 writes the header.
 
 Tensors with longer elements come first, so that each starts at a multiple of its element size.
-Among the tensors of one element size, those that are copied together are adjacent. The order is
-otherwise that of the safetensors library, by dtype and name. The data begin at a multiple of 4096,
-for readers that map the file or read it with O_DIRECT. The header is filled up with spaces, which
-the format allows.
+Among tensors of one element size, those that the same lane copies are adjacent. The order is
+otherwise that of the safetensors library, by dtype and name. The bytes of the first tensor begin at
+a multiple of 4096, for readers that map the file or read it with O_DIRECT. Spaces fill the header
+up to there, which the format allows.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _ALIGN = 4096
 _METADATA = "__metadata__"
 _MEMBER = struct.Struct("=QQII")  # struct sfr_member: off, nbytes, source, reserved
 
-_PAIRS = "F4"  # two elements a byte: torch's shapes count bytes, and the format's count elements
-# By dtype: the format's name, the position in the library's order, and torch's bytes an element.
+# A byte has two elements of this dtype. torch's shapes count the bytes, the format's the elements.
+_PAIRS = "F4"
+# By dtype: the format's name, the position in the library's order, and torch's bytes per element.
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
     getattr(torch, word): (name, rank, getattr(torch, word).itemsize)
     for rank, (name, (_, word)) in enumerate(safetensors.DTYPES.items())
@@ -42,13 +43,13 @@ _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
 }
 
 _quoted: Callable[[str], str] = encode_basestring
-# Returns the conjugate and negative bits; {} if neither is set. Unlike is_conj and is_neg, it does
-# not release the interpreter lock.
+# Returns a tensor's conjugate and negative bits; {} if neither is set. Unlike is_conj and is_neg,
+# it does not release the interpreter lock.
 _bits: Callable[[Tensor], dict[str, bool]] = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
 class Member(NamedTuple):
-    """One tensor: which bytes of which storage, and what the header says of it.
+    """One tensor of the file: its bytes in a storage, and its entry in the header.
 
     Attributes:
         storage: The storage's number; -1 for a tensor without bytes.
@@ -56,7 +57,7 @@ class Member(NamedTuple):
         rank: The position of the dtype in the library's order.
         itemsize: The bytes of an element.
         shape: The shape for the header.
-        offset, nbytes: The tensor's bytes in the storage.
+        offset, nbytes: Where the tensor's bytes begin in the storage, and how many they are.
     """
 
     name: str
@@ -71,7 +72,8 @@ class Member(NamedTuple):
 
 @dataclass(slots=True)
 class Flat(Skeleton):
-    """The contents of a safetensors file; ``data`` is its header, which `lay_out` makes.
+    """The contents of a safetensors file. Unlike that of other skeletons, ``data`` is the file's
+    header, which `lay_out` makes.
 
     Attributes:
         members: The tensors.
@@ -90,8 +92,7 @@ class Flat(Skeleton):
         which must be final.
 
         Args:
-            by_lane: Put tensors that are copied together next to each other, whatever their element
-                sizes.
+            by_lane: Put the tensors of a lane next to each other, whatever their element sizes.
 
         Returns:
             One ``struct sfr_member`` (24 bytes) for each tensor that has bytes, in their order in
@@ -147,17 +148,16 @@ class Flat(Skeleton):
 
 
 def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
-    """Check that a safetensors file can hold ``obj``, and find its storages. `Flat.lay_out` does
-    the rest.
+    """Check that a safetensors file can hold ``obj``, and find its storages. `Flat.lay_out` then
+    makes the header.
 
-    torch copies tensors of devices other than CUDA to host memory in the call, and a sentence in
-    ``fallbacks`` says so. torch also makes copies of conjugated and negated tensors.
+    Tensors on devices other than CUDA are copied to host memory by torch in the call, and a
+    sentence in ``fallbacks`` says so. Conjugated and negated tensors are copied by torch too.
 
     Raises:
-        Exception: As `safetensors.torch.save_file`, with messages that say the same. ValueError if
-            ``obj`` is no dict of tensors, or a tensor is sparse or not contiguous; RuntimeError if
-            tensors share memory; KeyError if the format lacks a dtype; TypeError if a name is not a
-            string.
+        Exception: The types are those of `safetensors.torch.save_file`. ValueError if ``obj`` is no
+            dict of tensors, or a tensor is sparse or not contiguous; RuntimeError if tensors share
+            memory; KeyError if the format lacks a dtype; TypeError if a name is not a string.
     """
     with torch._C.DisableTorchFunction():
         tensors = checked(obj)
@@ -178,8 +178,8 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
 
 
 def checked(obj: object) -> dict[str, Tensor]:
-    """Return ``obj`` if it is a dict of dense tensors that share no memory; otherwise raise as
-    `build`."""
+    """Return ``obj`` if it is a dict of dense tensors that share no memory; otherwise raise the
+    error of `build`."""
     if not isinstance(obj, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(obj)}")
     sparse = []
@@ -199,7 +199,7 @@ def checked(obj: object) -> dict[str, Tensor]:
         )
     if _METADATA in obj:
         raise ValueError(f"a tensor cannot be named {_METADATA}: use metadata=")
-    if shared := _sharing(obj):
+    if shared := _names_sharing_memory(obj):
         raise RuntimeError(
             f"Some tensors share memory, which a safetensors file cannot keep: {shared}. Save one"
             " of each, or copies of them (`tensor.clone()`), or use format='torch', which keeps"
@@ -208,8 +208,8 @@ def checked(obj: object) -> dict[str, Tensor]:
     return obj
 
 
-def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Return the names of tensors with common bytes, in groups."""
+def _names_sharing_memory(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Return the names of the tensors that have bytes in common, as one list for each group."""
     names_of: dict[tuple[Any, int, int], list[str]] = {}  # by storage
     for name, tensor in tensors.items():
         device = tensor.device
@@ -224,7 +224,7 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
         if len(names) == 1:
             continue
         last = -1  # where the previous tensor ends
-        for begin, end, name in sorted((*_area(tensors[name]), name) for name in names):
+        for begin, end, name in sorted((*_byte_range(tensors[name]), name) for name in names):
             if begin < last:
                 groups[-1].append(name)
             else:
@@ -233,25 +233,25 @@ def _sharing(tensors: dict[str, Tensor]) -> list[list[str]]:
     return [names for names in groups if len(names) > 1]
 
 
-def _area(tensor: Tensor) -> tuple[int, int]:
-    """Return the offsets in its storage at which a tensor's bytes begin and end. The tensor has
-    elements."""
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the offsets in its storage at which the bytes of a tensor, which is not empty, begin
+    and end."""
     first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = first + sum((size - 1) * stride for size, stride in steps)
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
-def _in_elements(name: str, shape: list[int]) -> list[int]:
-    """Return a shape that counts elements, for a tensor whose shape counts bytes of two elements
-    each."""
+def _shape_in_elements(name: str, shape: list[int]) -> list[int]:
+    """Convert the shape of a tensor of two elements per byte, in which torch counts bytes, to one
+    that counts elements."""
     if not shape:
         raise ValueError(f"`{name}` has elements of four bits and no dimension to count them in")
     return [*shape[:-1], 2 * shape[-1]]
 
 
 class _Builder:
-    """The storages of a file's tensors, each once, and its members."""
+    """Collects the storages of a file's tensors, each once, and the file's members."""
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
@@ -283,13 +283,13 @@ class _Builder:
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()
         nbytes, offset = tensor.numel() * itemsize, int(tensor.storage_offset()) * itemsize
-        number = self._enter(name, tensor, device, offset + nbytes) if nbytes else -1
+        number = self._add_storage(name, tensor, device, offset + nbytes) if nbytes else -1
         shape = list(tensor.shape)
         if word == _PAIRS:
-            shape = _in_elements(name, shape)
+            shape = _shape_in_elements(name, shape)
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
-    def _enter(self, name: str, tensor: Tensor, device: int, needed: int) -> int:
+    def _add_storage(self, name: str, tensor: Tensor, device: int, needed: int) -> int:
         """Return the number of the tensor's storage, which is added if it is new. The storage must
         have at least `needed` bytes."""
         storage = tensor.untyped_storage()

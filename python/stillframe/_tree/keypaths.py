@@ -1,4 +1,4 @@
-"""Key paths of the tensors in a pickle that use a given storage.
+"""Key paths of the tensors in a pickle that use a given storage, such as "optim.state.0.exp_avg".
 
 The pickle is read with an unpickler that imports nothing and calls none of the object's code. Each
 class or function becomes a stub that keeps the arguments of its call. So reading is safe on any
@@ -29,7 +29,7 @@ class Storage:
 class Stub:
     """A stub for an instance of any class, or for the result of any function."""
 
-    _name = ""  # of the class or function; set in a subclass for each
+    _name = ""  # name of the class or function, each of which gets a subclass of its own
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Stub:
         stub = object.__new__(cls)
@@ -41,6 +41,8 @@ class Stub:
     # Shared by all stubs, because most stay empty and a checkpoint has two stubs for each tensor.
     items: Mapping[Any, Any] = MappingProxyType({})
     elements: Sequence[Any] = ()
+
+    # The unpickler calls these methods, as it would call those of the real object.
 
     def __call__(self, *args: Any) -> Stub:
         return Stub(self, *args)
@@ -106,16 +108,16 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, (set, frozenset)):
         yield from (("", value) for value in node)
     elif isinstance(node, Stub):
-        yield from (("", value) for arg in node.args for value in _flat(arg))
+        yield from (("", value) for arg in node.args for value in _flatten(arg))
         yield from children(node.items) if node.items else ()
         yield from children(node.elements)
         state = node.state if isinstance(node.state, tuple) else (node.state,)
         yield from (("", part) for part in state)  # a tuple is (__dict__, slots)
 
 
-def _flat(arg: Any) -> Iterator[Any]:
-    """Yield the argument of a call. If it is a tuple, yield its items instead, at any depth,
-    because their indices would mean nothing to users."""
+def _flatten(arg: Any) -> Iterator[Any]:
+    """Yield an argument of a call. If it is a tuple, yield its items instead, and so at any depth,
+    because indices into arguments would mean nothing to users."""
     stack = [arg]
     while stack:
         part = stack.pop()
@@ -139,8 +141,8 @@ def _key(key: Any) -> str:
 def of_storage(data: bytes, key: str) -> list[str]:
     """Return the paths of the tensors (or storage objects) in pickle ``data`` over storage ``key``.
 
-    A path joins dictionary keys, indices and attribute names with dots; the root is ``""``. Paths
-    are unique and in the order of the tree. A shared object has the first of its paths.
+    A path joins dictionary keys, indices and attribute names with dots; that of the root is ``""``.
+    Each path occurs once, in the order of the tree. An object with several paths has the first.
     """
     paths: dict[str, None] = {}
     seen: set[int] = set()

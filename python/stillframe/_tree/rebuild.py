@@ -43,9 +43,9 @@ ATOMS: frozenset[type[Any]] = frozenset(
         *(decimal.Decimal, fractions.Fraction, re.Pattern),
     }
 )
-# The same holds for subclasses of these.
+# The walk does not enter instances of these types and of their subclasses either.
 ATOM_BASES = (type, enum.Enum, pathlib.PurePath, int, float, str, bytes, complex)
-PLAIN = (Tensor, Parameter)  # the types of tensors that need no code of a subclass
+PLAIN = (Tensor, Parameter)  # tensors of exactly these types need no code of a subclass
 
 getstate = object.__getstate__  # returns a tensor's attributes; None if it has none
 
@@ -91,8 +91,8 @@ def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
 
     Args:
         parts: The parts of a tensor.
-        holder: Given if the walk enters none of the parts. It is returned if any part is a tensor
-            or has one inside.
+        holder: An object around all parts that the walk leaves whole, if there is one. It is
+            returned if any part is a tensor or has one inside.
     """
     # Nodes to search, each with the outermost object around it that the walk leaves whole.
     stack: list[tuple[Any, Any]] = [(part, holder) for part in parts]
@@ -117,7 +117,8 @@ def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
 
 
 def reach(tensor: Tensor) -> int:
-    """Return the least length in bytes that the storage of a strided tensor must have."""
+    """Return how far a strided tensor reaches into its storage: the offset in bytes at which its
+    last element ends. The storage must be at least so long."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.size(), tensor.stride(), strict=True)
@@ -155,7 +156,7 @@ class Builder:
 
     Args:
         made: New objects that exist already, by the ids of the old objects. `build` adds to it.
-        firsts: By number of a storage, some new tensor over it; None if there is none yet.
+        firsts: For each storage, by number, a new tensor over it; None if there is none yet.
         others: By id of each old tensor that is not in `made`: the number of its storage if the
             tensor is a view of one storage. Otherwise a `Flattened`, a `Reduced`, or the tensor
             itself, which the new tree then has too.
@@ -185,7 +186,7 @@ class Builder:
     # ---- storages ----
 
     def storage(self, number: int) -> UntypedStorage:
-        """Return the new storage of a number, whose bytes are a part of `memory`."""
+        """Return the new storage with this number. Its bytes are a part of `memory`."""
         first = self._firsts[number]
         if first is None:
             count, dtype = self._nbytes[number], torch.uint8
@@ -197,15 +198,15 @@ class Builder:
             self._firsts[number] = first
         return first.untyped_storage()
 
-    def _same_storage(self, old: UntypedStorage) -> UntypedStorage:
+    def _new_storage(self, old: UntypedStorage) -> UntypedStorage:
         """Return the new storage for an old one; KeyError if the walk did not find it."""
         number = self._numbers.get(old._cdata)
         if number is None:
             raise KeyError(old._cdata)
         return self.storage(number)
 
-    def fetch(self, number: int, storage: UntypedStorage) -> None:
-        """Copy the bytes of an old storage, which is on another device, into the new storage."""
+    def copy_storage(self, number: int, storage: UntypedStorage) -> None:
+        """Copy the bytes of an old storage, which is not on the CPU, into the new storage."""
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
         source.set_(storage)
         target = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -213,7 +214,7 @@ class Builder:
         target.copy_(source)
 
     def address(self) -> int:
-        """Return the address of `memory`; 0 if no new tensor has bytes."""
+        """Return the address of `memory`, found from a new tensor; 0 if no new tensor has bytes."""
         for first, offset, nbytes in zip(self._firsts, self._offsets, self._nbytes, strict=True):
             if first is not None and nbytes:
                 return first.untyped_storage().data_ptr() - offset
@@ -221,8 +222,8 @@ class Builder:
 
     # ---- tensors ----
 
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        """Return the copy of a tensor, over the new storage."""
+    def _rebuild_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the new tensor for an old one, over the new storage."""
         found = self._others.get(id(tensor))
         if type(found) is not int:
             return self._rebuild_other(tensor, found)
@@ -235,8 +236,8 @@ class Builder:
         new = torch.empty(0, dtype=tensor.dtype, device="cpu")
         new.set_(self.storage(found), tensor.storage_offset(), tensor.size(), tensor.stride())
         if not nbytes:
-            # The old memory was freed, as FSDP frees that of gathered parameters. The new storage
-            # must be empty too, but set_ has grown it to the tensor's size.
+            # The old memory was freed, as FSDP does with the memory of gathered parameters. The new
+            # storage must be empty too, but set_ has grown it to the tensor's size.
             new.untyped_storage().resize_(0)
         if tensor.dtype.is_complex and tensor.is_conj():
             torch._C._set_conj(new, True)
@@ -259,15 +260,15 @@ class Builder:
         if found is None:
             raise RuntimeError("a tensor came into the tree while it was copied")
         if type(found) is Flattened:
-            new = self._flattened(found)
+            new = self._rebuild_flattened(found)
         elif type(found) is Reduced:
-            new = self._reduced(found)
+            new = self._rebuild_reduced(found)
         else:
             new = tensor
         self._memo[id(tensor)] = new
         return new
 
-    def _flattened(self, found: Flattened) -> Tensor:
+    def _rebuild_flattened(self, found: Flattened) -> Tensor:
         """Rebuild a wrapper subclass around the copies of its inner tensors."""
         inner = {name: self.build(part) for name, part in found.inner.items()}
         kind: Any = type(found.tensor)
@@ -279,7 +280,7 @@ class Builder:
             new.requires_grad_(found.tensor.requires_grad)
         return new
 
-    def wrap(
+    def make_dtensors(
         self,
         kind: Any,
         wrapped: dict[int, tuple[Any, Tensor]],
@@ -305,7 +306,7 @@ class Builder:
             new = memo[id(old)]
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
 
-    def _reduced(self, found: Reduced) -> Tensor:
+    def _rebuild_reduced(self, found: Reduced) -> Tensor:
         """Rebuild a tensor as its `__reduce_ex__` says."""
         args = [self.build(arg) for arg in found.args]
         with warnings.catch_warnings():  # torch's own functions use its deprecated TypedStorage
@@ -335,16 +336,16 @@ class Builder:
         key = id(node)
         new: Any
         if isinstance(node, Tensor):
-            return self._tensor(node)
+            return self._rebuild_tensor(node)
         if isinstance(node, tuple):
-            new = self._tuple(node, kind)
+            new = self._rebuild_tuple(node, kind)
             self._memo[key] = new
         elif isinstance(node, (dict, list, deque, set)):
-            new = self._container(node)
+            new = self._rebuild_container(node)
         elif isinstance(node, UntypedStorage):
-            new = self._memo[key] = self._same_storage(node)
+            new = self._memo[key] = self._new_storage(node)
         elif isinstance(node, TypedStorage):
-            storage = self._same_storage(node._untyped_storage)
+            storage = self._new_storage(node._untyped_storage)
             new = TypedStorage(wrap_storage=storage, dtype=node.dtype, _internal=True)  # type: ignore[no-untyped-call]
             self._memo[key] = new
         elif is_array(node) or kind is bytearray:
@@ -353,7 +354,7 @@ class Builder:
             new = node
         return new
 
-    def _tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
+    def _rebuild_tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
         """Rebuild a tuple, or a named one."""
         parts = [self.build(value) for value in node]
         attributes = attributes_of(node)
@@ -369,7 +370,7 @@ class Builder:
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
         return new
 
-    def _container(self, node: Any) -> Any:
+    def _rebuild_container(self, node: Any) -> Any:
         """Return a copy, with new parts, of a container that is not a plain dict, list or tuple."""
         kind = type(node)
         if kind is OrderedDict:
@@ -387,8 +388,8 @@ class Builder:
         self._memo[id(node)] = new
         if isinstance(node, dict):
             for name, value in list(node.items()):
-                # A subclass may override __setitem__, so dict's method is called. Only for an
-                # OrderedDict its own is called, which records the order.
+                # A subclass may override __setitem__, so dict's own method is called. The exception
+                # is OrderedDict, whose method records the order.
                 if kind is OrderedDict:
                     new[name] = self.build(value)
                 else:

@@ -1,10 +1,14 @@
 """The skeleton of an object: its pickle, and the storages of its tensors.
 
 ``torch.save`` pickles an object with every storage replaced by an id, then writes the storages one
-by one. `build` makes the pickle, and returns the addresses of the storages' bytes, which the core
-writes. ``torch.load`` makes the same objects from both files, because both pickles come from
-Python's C pickler. This module only tells the pickler what to write for storages and plain tensors
-(``csrc/python/skeleton/skeleton.c`` explains how plain tensors get into the pickle).
+by one. `build` makes such a pickle, and returns the addresses of the storages' bytes, which the
+core writes. ``torch.load`` makes the same objects from a file of either, because both pickles come
+from Python's C pickler. This module only tells the pickler what to write for storages and for
+*plain* tensors: those that are bytes with a shape, and need no code of a subclass.
+
+The pickler asks the *collector*, an object of C code, about each object. The collector numbers the
+storages. It also writes the pickles of plain tensors without calling their methods, which is the
+*fast path* (``csrc/python/skeleton/skeleton.c`` explains it).
 """
 
 from __future__ import annotations
@@ -64,8 +68,8 @@ class Skeleton:
             ``data/i``. Their bytes stay at the addresses in ``rows`` as long as this list lives and
             nobody resizes them.
         numbers: The storages' numbers, by the addresses of the StorageImpls in the caller's tree.
-            A storage that was copied to the host is in ``storages`` as the copy, and here as the
-            original.
+            If a storage was copied to the host, ``storages`` has the copy, but the address here is
+            that of the original.
         rows: One ``struct sfr_source`` (24 bytes) for each storage, every lane 0.
         num_tensors: How many distinct tensor objects there are.
         fallbacks: Sentences for the report, about what made the save slower.
@@ -94,7 +98,7 @@ class Skeleton:
         which the core lays out. Call it once, when the lanes in `rows` are final.
 
         Args:
-            by_lane: Put tensors that are copied together next to each other.
+            by_lane: Put the tensors of a lane next to each other.
         """
         return None
 
@@ -109,8 +113,8 @@ class _Pickler(_pickle.Pickler):
 
 
 def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str, str, int]:
-    """Return the persistent id of a storage object, as ``torch.save`` makes it. The collector calls
-    this for each storage object that the pickler meets."""
+    """Return the persistent id of a storage object, as ``torch.save`` makes it: the tuple that
+    stands for the storage in the pickle. The collector calls this for each storage object."""
     if isinstance(obj, TypedStorage):
         storage = obj._untyped_storage
         dtype = obj.dtype
@@ -155,9 +159,8 @@ def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
 
 
 def _learn_words() -> bool:
-    """Have the C code find the offsets of the words that it reads from every TensorImpl. Return
-    False if the TensorImpl of this torch does not have them, so that the fast path is impossible.
-    """
+    """Have the C code find where torch keeps the words (8 bytes each) that it reads from every
+    tensor. Return False if this torch keeps them elsewhere, so that the fast path is impossible."""
     samples = _samples()
     try:
         return _core.learn_words(samples)
@@ -171,6 +174,7 @@ def _keys(*names: str) -> int:
     return functools.reduce(operator.or_, (each.raw_repr() for each in sets))
 
 
+# The dispatch keys that plain tensors may have.
 _USUAL_KEYS = _keys(
     *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
     "ADInplaceOrView",
@@ -178,8 +182,8 @@ _USUAL_KEYS = _keys(
 
 
 def _where(tensor: Tensor) -> int:
-    """Return where tensors with the dispatch keys of `tensor` live: 0 for host memory, 1 for CUDA
-    devices. Return -1 for any other device, and for tensors that are more than bytes with a shape:
+    """Return where plain tensors with the dispatch keys of `tensor` have their bytes: 0 for host
+    memory, 1 for CUDA devices. Return -1 for any other device, and for tensors that are not plain:
     sparse, nested, quantized, conjugated, negated, named, wrapped or all zeros without memory."""
     if torch._C._dispatch_keys(tensor).raw_repr() & ~_USUAL_KEYS:
         return -1
@@ -252,7 +256,8 @@ _UNSEEN = (
 
 
 def _transformed() -> bool:
-    """Return whether dispatch modes or function transforms see (and may change) tensors."""
+    """Return whether torch's dispatch modes or function transforms are active. They may change
+    every tensor."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -285,15 +290,16 @@ def _default_location_tags() -> tuple[bool, bool]:
 
 
 def tree_collector() -> _core.Collector:
-    """Return a collector for `stillframe._tree.walk`. That module disables function modes itself
-    and needs no location tags, so only dispatch modes and transforms switch off the fast path."""
+    """Return a collector for `stillframe._tree.walk`. Only dispatch modes and transforms switch its
+    fast path off, because `walk` disables function modes itself and needs no location tags."""
     return _core.Collector(
         _tree_types, fast_path=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
     )
 
 
 def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
-    """Return the pickle of ``obj``, in which a number replaces each plain tensor.
+    """Return the pickle of ``obj``, in which a number stands for each plain tensor until
+    `Collector.splice` puts the tensor's own pickle there.
 
     The pickler, which keeps the pickled objects alive, is freed on return.
     """
@@ -335,8 +341,8 @@ def build(obj: object) -> Skeleton:
 
 
 def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]) -> list[str]:
-    """Replace the storages numbered ``elsewhere`` by copies in host memory. Return sentences about
-    them for the report."""
+    """Replace the storages with the numbers ``elsewhere`` by copies in host memory. Return
+    sentences about the copies for the report."""
     counts: dict[str, int] = {}
     for index in elsewhere:
         device = str(storages[index].device)

@@ -11,8 +11,8 @@ attributes, and storages. NumPy arrays are copied. Every other object is left wh
 that the new tree has the very same object.
 
 The new tensors are made in one of four ways:
-- C code finds and makes all plain tensors in one call (skeleton/copies.c). It makes the local
-  tensors of DTensors too; DTensors with the old specifications are put around them.
+- C code (skeleton/copies.c) makes all plain tensors, as skeleton.py defines them, in one call. It
+  makes the local tensors of DTensors too; `rebuild` puts new DTensors around them.
 - Other strided tensors are made from offset, size and stride.
 - Tensors of wrapper subclasses that have `__tensor_flatten__` are taken apart with it, and put
   together again.
@@ -21,9 +21,10 @@ The new tensors are made in one of four ways:
   whole although it has tensors inside, as for ShardedTensor. Such a tensor is refused, because the
   new tensor would have the old memory.
 
-A tree is walked rather than pickled, so it may contain objects that cannot be pickled, such as the
-process groups in what DCP or a callback passes. Garbage collection is paused during both walks:
-many thousand new objects made it scan the whole process repeatedly, which doubled the time.
+A tree is walked rather than pickled, so it may contain objects that cannot be pickled, such as
+process groups, which trees of DCP and of callbacks contain. Garbage collection is paused during
+both walks: many thousand new objects made it scan the whole process repeatedly, which doubled the
+time.
 """
 
 from __future__ import annotations
@@ -68,20 +69,20 @@ class Tree:
 
     Attributes:
         storages: The storages, each once; this object keeps them alive.
-        numbers: Their numbers, by the addresses of their StorageImpls.
+        numbers: The storages' numbers, by the addresses of their StorageImpls.
         rows: One ``struct sfr_source`` for each storage, every lane 0. The address is 0 if a
             storage is neither in host memory nor on a CUDA device.
         elsewhere: Numbers of the storages whose address is 0.
         devices: Numbers of the CUDA devices that have storages.
-        reads_bytes: Whether rebuilding reads the copied bytes, as tensors that reduce themselves
-            may do.
+        reads_bytes: Whether rebuilding may read the copied bytes: tensors that reduce themselves
+            may do so. The caller must then have copied them before.
         left_whole: Objects that are neither containers nor tensors nor plain values, in the order
             of the walk.
     """
 
     def __init__(self, root: object, *, lanes: bool = True) -> None:
-        """Walk the tree under `root`. If `lanes` is False, the storages on CUDA devices are in
-        `elsewhere` too, so torch copies them."""
+        """Walk the tree under `root`. If `lanes` is False, no lane copies the storages on CUDA
+        devices: they are in `elsewhere`, so torch copies them."""
         self._root = root
         self._lanes = lanes
         self.reads_bytes = False
@@ -110,30 +111,32 @@ class Tree:
         """Walk the tree and find its tensors. The collector, which is C code, enters plain
         containers and collects plain tensors; this method handles every other node."""
         seen: set[int] = set()
-        stack = self._rest((root,), seen, collector)
+        stack = self._collect_plain((root,), seen, collector)
         while stack:
             node = stack.pop()
             kind = type(node)
             if kind in ATOMS or id(node) in seen:
                 continue
             seen.add(id(node))
-            stack += self._rest(self._children(node, kind, collector), seen, collector)
+            stack += self._collect_plain(self._record(node, kind, collector), seen, collector)
 
-    def _rest(
+    def _collect_plain(
         self, nodes: list[Any] | tuple[Any, ...], seen: set[int], collector: _core.Collector
     ) -> list[Any]:
-        """Return the nodes that the collector does not handle, last one first. The caller takes
-        them from the end, and so in the tree's order, in which the storages probably are in memory.
+        """Have the collector walk the nodes. Return those that it does not handle, last one first.
+
+        The caller takes them from the end, and so in the tree's order, which is probably also the
+        order of the storages in memory.
         """
         rest = collector.walk(nodes, seen)
         if self._dtensor is not None and rest:
-            rest = self._see_through(rest, collector)
+            rest = self._record_dtensors(rest, collector)
         rest.reverse()
         return rest
 
-    def _see_through(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
-        """Record the DTensors among the nodes. Return the other nodes and what is left to walk in
-        the DTensors: local tensors that are not plain, and attributes."""
+    def _record_dtensors(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
+        """Record the DTensors among the nodes. Return the nodes still to be walked: those that are
+        no DTensors, the attributes of DTensors, and local tensors that are not plain."""
         kind, known = self._dtensor, self._wrapped
         inner, locals_ = [], []
         for node in nodes:
@@ -148,7 +151,7 @@ class Tree:
                     inner += collector.collect(tuple(attributes.values()))
         return inner + collector.collect(locals_) if locals_ else inner
 
-    def _children(
+    def _record(
         self, node: Any, kind: type[Any], collector: _core.Collector
     ) -> list[Any] | tuple[Any, ...]:
         """Record a node that is not plain, and return the objects in it that are to be walked."""
@@ -162,7 +165,7 @@ class Tree:
             return list(node)
         if isinstance(node, (UntypedStorage, TypedStorage)):
             storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
-            self._enter(storage, _device.number_of(storage.device), collector)
+            self._add_storage(storage, _device.number_of(storage.device), collector)
         elif not (is_array(node) or is_atom(node) or kind is bytearray):
             self.left_whole.append(node)
         return []
@@ -182,7 +185,7 @@ class Tree:
             and not (tensor.is_quantized or tensor.is_nested)
         ):
             device = _device.number_of_tensor(tensor)
-            self._others[key] = self._enter(tensor.untyped_storage(), device, collector)
+            self._others[key] = self._add_storage(tensor.untyped_storage(), device, collector)
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
@@ -190,8 +193,8 @@ class Tree:
             if holder is not None:
                 raise TypeError(self._refusal(tensor, holder))
             self._others[key] = flattened
-            # The new tensor has the same parts that are no tensors, such as the device mesh of a
-            # DTensor subclass, which describes processes and is never changed.
+            # Parts that are no tensors are not copied: the new tensor has the same ones. An example
+            # is the device mesh of a DTensor subclass, which describes processes and never changes.
             inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
             return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
@@ -212,7 +215,7 @@ class Tree:
             f" its live memory. Take the tensors out of the {kind}, or save it with async_save"
         )
 
-    def _enter(self, storage: UntypedStorage, device: int, collector: _core.Collector) -> int:
+    def _add_storage(self, storage: UntypedStorage, device: int, collector: _core.Collector) -> int:
         """Return the number of a storage, new or known; `device` is as in `_device.number_of`."""
         if device > 0 and not self._lanes:
             device = -1
@@ -222,13 +225,14 @@ class Tree:
         """Add the storages on CUDA devices to `elsewhere`, so that torch copies them."""
         words = memoryview(self.rows).cast("Q")
         for number in range(len(self.storages)):
-            if words[3 * number + 2]:  # lane and device in one word; the lane is 0
+            if words[3 * number + 2]:  # the word has lane and device; the lane is 0
                 words[3 * number] = words[3 * number + 2] = 0
                 self.elsewhere.append(number)
         self.devices = ()
 
     def own_objects(self) -> dict[int, Any]:
-        """Return deep copies of the objects left whole, by the ids of the objects; sharing is kept.
+        """Return deep copies of the objects left whole, by the ids of the objects. An object that
+        two of them refer to is copied once.
 
         An object that cannot be copied is skipped. It cannot be pickled either, so a later pickling
         raises the error.
@@ -281,8 +285,8 @@ class Tree:
             nbytes = memoryview(self.rows).cast("Q")[1::3]
             builder = Builder(made, firsts, self._others, self.numbers, memory, offsets, nbytes)
             for number in self.elsewhere:
-                builder.fetch(number, self.storages[number])
-            builder.wrap(self._dtensor, self._wrapped, self._with_attributes)
+                builder.copy_storage(number, self.storages[number])
+            builder.make_dtensors(self._dtensor, self._wrapped, self._with_attributes)
             built = builder.build(self._root)
             if self.reads_bytes:
                 # torch keeps rebuilt sparse tensors in a list until this call, so their memory

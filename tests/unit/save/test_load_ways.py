@@ -305,7 +305,7 @@ def test_tensors_saved_on_a_device_follow_map_location(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("into", [None, {}])
 def test_archive_left_to_torch_is_logged_and_closed(into, path, monkeypatch, caplog, used_restores):
-    monkeypatch.setattr(restore, "why_not", lambda core, map_location: "of a reason")
+    monkeypatch.setattr(restore, "why_torch_must_read", lambda core, map_location: "of a reason")
     with caplog.at_level("DEBUG", "stillframe"):
         stillframe.load(path, into=into)
     assert "of a reason" in caplog.text
