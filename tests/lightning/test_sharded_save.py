@@ -155,7 +155,7 @@ class Copying:
 def following(copying):
     """Return a save of that snapshot."""
     handle = SnapshotSave("c", "c", None, entered=0.0)
-    handle.copies(copying)
+    handle.set_snapshot(copying)
     return handle
 
 
@@ -167,7 +167,7 @@ def test_save_still_being_copied_becomes_staged_at_the_copys_end():
     staged = handle.staging_completion
     assert not staged.done()
     copying.end()
-    handle.copied()
+    handle.record_copied()
     handle.wait_staged(timeout=0)
     staged.result(timeout=0)
     assert not handle.done()
@@ -179,7 +179,7 @@ def test_save_whose_copy_failed_is_never_staged(before):
     handle = following(copying)
     staged = handle.staging_completion if before else None
     copying.end(stillframe.TornSnapshotError("torn"))
-    handle.copied()
+    handle.record_copied()
     staged = staged or handle.staging_completion
     assert not handle._is_staged()
     with pytest.raises(stillframe.TornSnapshotError):

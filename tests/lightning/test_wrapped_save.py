@@ -24,7 +24,7 @@ STATE = {"x": torch.ones(90_000)}
 def save_of(taken=None):
     save = SnapshotSave("a", "a", None, entered=0.0)
     if taken is not None:
-        save.copies(taken)
+        save.set_snapshot(taken)
     return save
 
 
@@ -256,7 +256,7 @@ def test_wait_staged_times_out_with_a_message():
 def test_save_without_a_copy_is_never_staged(monkeypatch):
     save, heard = save_of(), []
     monkeypatch.setattr(type(save._outcome), "notify_staged", lambda each: heard.append(each))
-    save.copied()
+    save.record_copied()
     assert not heard
     save.end(None, OSError("full"))
     assert save.state == "failed"

@@ -161,7 +161,7 @@ def test_forked_child_uploads_nothing_of_its_parent(store, run, tmp_path):
         store.wait_for("begin", "a.pt")
 
         def work() -> None:
-            assert not journal._locked and not uploads._held
+            assert not journal._locked and not uploads._postponed
             assert not mirror.uploader._thread.is_alive() and stillframe.exists("b.pt")
             uploaded()
 

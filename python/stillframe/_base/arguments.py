@@ -7,7 +7,10 @@ import numbers
 
 
 def refuse_unclear(**switches: object) -> None:
-    """Refuse unclear values of boolean arguments, which `switches` gives by their names.
+    """Refuse unclear values of boolean arguments.
+
+    Args:
+        **switches: The arguments, by their names.
 
     Raises:
         TypeError: An argument is None or a string.

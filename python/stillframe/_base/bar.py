@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Update = Callable[[int, int], object]  # called with the bytes done and the bytes in all
+Update = Callable[[int, int], object]  # moves a bar: takes the bytes done and the bytes in all
 
 _QUIET_S = 1.0  # shorter work shows no bar
-_EVERY_S = 0.1  # between two updates of the bar
+_EVERY_S = 0.1  # the time between two updates of the bar
 
 
 def on_terminal() -> bool:
@@ -49,12 +49,12 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
 
 @contextmanager
 def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
-    """Show a bar of the progress that `done()` returns, once the block has lasted a second.
+    """Show a bar of the block's progress, once the block has lasted a second.
 
-    Another thread calls `done`, which returns the bytes so far. The bar ends with the block, or
-    when `done` raises ValueError because its object is closed.
+    The bar ends with the block, or when `done` raises ValueError because its object is closed.
 
     Args:
+        done: Returns the bytes so far; called on another thread.
         path: The file that the bar names.
         nbytes: The bytes in all.
     """

@@ -11,7 +11,7 @@ class Birth:
     memory, and so must not use the object.
 
     Args:
-        what: The object's name in the error, as in "this Engine".
+        what: The words for the object in the error, such as "this Engine".
     """
 
     __slots__ = ("_generation", "_what")

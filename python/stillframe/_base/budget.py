@@ -2,11 +2,12 @@
 
     budget = (what the system leaves + what our pools hold already) / 2 / local ranks
 
-"What the system leaves" is the least of MemAvailable and, for the process's memory cgroup and each
-of its parents (v1 and v2), limit - usage + inactive file pages. The kernel reclaims those pages
-before memory runs short, and a machine that writes checkpoints has many of them. The memory that
-our own pools hold is added back, because the system counts it as used. Otherwise that memory would
-be subtracted twice for a second engine: here, and when the core subtracts what other pools have.
+"What the system leaves" is the least of these numbers: MemAvailable of the machine and, for the
+process's memory cgroup and each of its parents (v1 and v2), limit - usage + inactive file pages.
+The kernel reclaims those pages before memory runs short, and a machine that writes checkpoints has
+many of them. The memory that our own pools hold is added back, because the system counts it as
+used. Otherwise that memory would be subtracted twice for a second engine: here, and when the core
+subtracts what other pools have.
 
 A limit of address space (`ulimit -v`, which batch systems set) works differently. Reserved
 addresses count against the limit even if no memory is used, and the limit applies to this process
@@ -32,7 +33,7 @@ _NO_LIMIT = 1 << 62  # more than any machine has
 
 
 class Budget(NamedTuple):
-    """The memory that default pools may take.
+    """The memory that default pools, those without `pool_bytes`, may take.
 
     Attributes:
         shared: The most bytes of all such pools in this process together.
@@ -44,7 +45,8 @@ class Budget(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The names in one version of the cgroup interface: two files, and a key in `memory.stat`."""
+    """The names in one version of the cgroup interface: two files, and the key in `memory.stat` for
+    inactive file pages."""
 
     limit: str
     usage: str
@@ -62,20 +64,20 @@ def measure(held: int, root: Path = Path("/")) -> Budget:
         held: Bytes that the pools of this process hold.
         root: The directory with `proc` and `sys`.
     """
-    least = min(_available(root), _groups(root))
+    least = min(_left_by_machine(root), _left_by_cgroups(root))
     # A system without any figures gets pools of one block: slow, but safe.
     shared = 0 if least == _NO_LIMIT else (least + held) // 2 // _local_ranks()
-    return Budget(shared, _address_space(root) // 2)
+    return Budget(shared, _left_by_rlimit(root) // 2)
 
 
-def _available(root: Path) -> int:
-    """Return the bytes of MemAvailable."""
+def _left_by_machine(root: Path) -> int:
+    """Return the bytes that the kernel could give away now (MemAvailable)."""
     kib = _number(root / "proc/meminfo", "MemAvailable:")
     return _NO_LIMIT if kib is None else kib * 1024
 
 
-def _groups(root: Path) -> int:
-    """Return the least number of bytes that a memory cgroup of the process leaves.
+def _left_by_cgroups(root: Path) -> int:
+    """Return the least number of bytes that a memory cgroup of the process, v1 or v2, leaves.
 
     A line of /proc/self/cgroup is `number:controllers:/group`. The line of cgroup v2 has number 0
     and no controllers.
@@ -87,13 +89,17 @@ def _groups(root: Path) -> int:
         if not colon:
             continue
         if "memory" in controllers.split(","):
-            least = min(least, _chain(mount / "memory", group, _V1))
+            least = min(least, _left_by_chain(mount / "memory", group, _V1))
         elif number == "0" and not controllers:
-            least = min(least, _chain(mount, group, _V2), _chain(mount / "unified", group, _V2))
+            least = min(
+                least,
+                _left_by_chain(mount, group, _V2),
+                _left_by_chain(mount / "unified", group, _V2),  # if both versions are in use
+            )
     return least
 
 
-def _chain(mount: Path, group: str, files: _Files) -> int:
+def _left_by_chain(mount: Path, group: str, files: _Files) -> int:
     """Return the least number of bytes that a group or one of its parents leaves.
 
     Inside a container, /proc may give the group's path on the host. That path does not exist below
@@ -114,7 +120,8 @@ def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
 
 def _left_by(folder: Path, files: _Files) -> int:
     """Return how many bytes the limit of one group leaves, `_NO_LIMIT` if it has none."""
-    limit = _number(folder / files.limit)  # v2 says "max" for none, v1 a huge number
+    # Without a limit the file has "max" in v2, and a huge number in v1.
+    limit = _number(folder / files.limit)
     usage = _number(folder / files.usage)
     if limit is None or limit == _NO_LIMIT or usage is None:
         return _NO_LIMIT
@@ -129,7 +136,7 @@ def _local_ranks() -> int:
     return max(1, int(found[1])) if found else 1
 
 
-def _address_space(root: Path) -> int:
+def _left_by_rlimit(root: Path) -> int:
     """Return the bytes that RLIMIT_AS leaves. The first number of statm is the pages in use."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -139,7 +146,7 @@ def _address_space(root: Path) -> int:
 
 def _number(file: Path, key: str = "") -> int | None:
     """Return the number in a file that follows `key` at the start of a line. Without a key, return
-    the number at the start of the file. None: there is no such number or file."""
+    the number at the start of the file. Return None if there is no such number or file."""
     start = rf"(?m)^{re.escape(key)}" if key else r"\A"
     found = re.search(rf"{start}[ \t]*(\d+)", _text(file))
     return min(int(found[1]), _NO_LIMIT) if found else None

@@ -38,7 +38,8 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _drop_ended(frames: list[FrameType]) -> bool:
-    """Remove the frames that have left this thread's stack. Return whether any had."""
+    """Remove the frames that have left this thread's stack from the list. Return whether there were
+    any."""
     living = set(stack(sys._getframe(1)))
     ended = [each for each in frames if each not in living]
     for each in ended:
@@ -80,7 +81,7 @@ class no_collection:  # lower case for the same reason
 
     def __enter__(self) -> None:
         frames = _frames.no_collection
-        # An interrupted block has left collection off. Then this block turns it on again.
+        # If an interrupted block has left collection off, this block turns it on at its end.
         interrupted = bool(frames) and _drop_ended(frames)
         self._enabled = gc.isenabled() or interrupted
         if self._enabled:

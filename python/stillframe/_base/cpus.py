@@ -8,8 +8,8 @@ before the binding:
 
 - If the main thread had more CPUs when this module was imported, our threads get those.
 - Otherwise the runtime knows how many CPUs the process had. If all its places together have that
-  number of CPUs, our threads get them; or else all CPUs that the system grants, if their number is
-  right.
+  number of CPUs, our threads get them. If not, our threads get all CPUs that the system grants,
+  provided that their number is right.
 
 If the main thread's CPUs are not a place, the program has set them itself (`os.sched_setaffinity`,
 `taskset -p`). Our threads then inherit them, as they do without a runtime.
@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from stillframe import _core
 
+# The path of a runtime's library (GNU, Intel or LLVM) in a line of /proc/self/maps.
 _RUNTIME = re.compile(r"/.*/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
@@ -35,7 +36,7 @@ class Runtime(NamedTuple):
     """The answers of an OpenMP runtime.
 
     Attributes:
-        places: The sets of CPUs that it binds threads to; empty if it binds none.
+        places: The sets of CPUs that the runtime binds threads to; empty if it binds none.
         number: How many CPUs the process had when the runtime was loaded.
     """
 
@@ -78,18 +79,19 @@ def before_binding(
     if not binding:
         return None
     if main != first:
-        return first if main < first else None  # the program set another mask
-    # If an earlier runtime had already bound the main thread, a later runtime has counted only the
-    # CPUs of that place. So the largest number is right.
+        return first if main < first else None  # if it has other CPUs, the program has set them
+    # A runtime that was loaded after the main thread had been bound has counted only the CPUs of
+    # that place. So the largest number is right.
     runtime = max(binding, key=lambda each: each.number)
     listed = set().union(*runtime.places)
     if runtime.number <= len(main):
-        return None
+        return None  # the process had no CPUs but these
     if len(listed) == runtime.number:
         return listed
     if len(found := granted()) == runtime.number:
         return found
-    # A user may list fewer places than the process had CPUs. If there are more, some were not its.
+    # A user may have listed only some of the process's CPUs as places. If more are listed than the
+    # process had, some of them belong to others.
     return listed if len(listed) < runtime.number else None
 
 
@@ -97,16 +99,16 @@ def inspect() -> Cpus:
     """Return where threads may run, judging by the process as it is now."""
     main = _of_main_thread()
     before = None
-    if len(main) < os.sysconf("SC_NPROCESSORS_ONLN"):
+    if len(main) < os.sysconf("SC_NPROCESSORS_ONLN"):  # otherwise it has all CPUs
         before = before_binding(main, _first, _runtimes(), _granted)
     return Cpus(main, before or main, before is not None)
 
 
 def spread() -> None:
-    """Find the CPUs of the process, for threads that the core starts from now on and for
-    `spread_thread`."""
+    """Find the CPUs of the process. The threads that the core starts from now on run on them, and
+    `spread_thread` uses them."""
     global _known
-    with contextlib.suppress(OSError):  # a sandbox forbids it, and threads inherit the CPUs
+    with contextlib.suppress(OSError):  # in a sandbox that forbids it, threads inherit the CPUs
         if _known is None or _known.main != _of_main_thread():
             _known = inspect()
             _core.set_cpus(tuple(_known.ours if _known.bound else ()))

@@ -1,7 +1,7 @@
 """Questions to torch about CUDA: where a tensor lives, and the current stream.
 
-No function except `begin` initialises CUDA in a process that has not used it, because the forked
-children of a process that has initialised CUDA cannot use it.
+No function except `make_context` initialises CUDA in a process that has not used it. The forked
+children of a process that has initialised CUDA could not use it.
 
 The core cannot ask torch for the current stream, because the function in torch's ABI is missing
 from CPU builds. So Python asks, which takes 0.2 us, and passes the stream's handle to the core.
@@ -20,13 +20,14 @@ _is_cuda = torch.version.cuda is not None
 index_of: Callable[[torch.Tensor], int] = (
     torch._C.TensorBase.get_device if _is_cuda else lambda tensor: -1
 )
-"""Returns n for a tensor on CUDA device n, -1 for one elsewhere outside host memory."""
+"""Returns n for a tensor on CUDA device n, and -1 for any other tensor."""
 
+# Returns the handle of the current stream of a device; None in CPU builds of torch.
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def number_of(device: torch.device) -> int:
-    """Return 0 for host memory, n for CUDA device n - 1, -1 for any other device."""
+    """Return 0 for host memory, n + 1 for CUDA device n, and -1 for any other device."""
     if device.type == "cpu":
         return 0
     if device.type == "cuda" and _is_cuda and device.index is not None:
@@ -39,7 +40,7 @@ on_host: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_cpu.__get__  # 
 
 
 def number_of_tensor(tensor: torch.Tensor) -> int:
-    """Return `number_of` for a tensor's device."""
+    """Return the number, as of `number_of`, of the device that a tensor is on."""
     return 0 if on_host(tensor) else number_of(tensor.device)
 
 
@@ -90,7 +91,7 @@ def in_use() -> list[int]:
     return [number for number in (current, *others) if has_context(number)]
 
 
-def begin(number: int) -> None:
+def make_context(number: int) -> None:
     """Have torch make its context on a device, if this process has not used the device yet.
 
     The core uses the context that exists on a device, and never makes one.

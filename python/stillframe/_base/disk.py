@@ -21,11 +21,11 @@ class Opened(Protocol):
 
 
 class Disk:
-    """The local file system. Its methods raise OSError.
+    """The local file system, and the base class of stores. The methods raise OSError.
 
     Attributes:
-        is_remote: Whether the files are in a store. An OSError of a store means that it does not
-            answer, not that a checkpoint is damaged.
+        is_remote: Whether the files are in a store. An OSError of a store means that the store does
+            not answer, not that a checkpoint is damaged.
     """
 
     is_remote = False
@@ -69,7 +69,8 @@ class Disk:
         return os.stat(path).st_size
 
     def read(self, path: str, nbytes: int = -1) -> bytes:
-        """Return the first bytes of a regular file; all if `nbytes` is negative."""
+        """Return the first `nbytes` bytes of a file, or all if `nbytes` is negative. Return b"" for
+        anything but a regular file."""
         with self.open(path) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return b""
@@ -85,8 +86,8 @@ class Disk:
         return open(path, "rb", buffering=0, opener=_open_at_once)
 
     def forget(self, path: str) -> None:
-        """Forget what is known of a file (in a store, its size and version). The next `open` then
-        asks again."""
+        """Forget what is known of a file. In a store that is its size and version, which the next
+        `open` then asks for again."""
 
     def rest(self, file: Opened) -> None:
         """Give back the memory of a file that stays open and is not read for a while."""

@@ -1,5 +1,5 @@
-"""Questions to torch.distributed: whether there are other ranks, and DTensor's class. Also a wait
-for entries that other ranks write to the process group's store.
+"""Questions to torch.distributed: whether there are other ranks, and what DTensor's class is.
+`poll` waits for entries that other ranks write to the process group's store.
 
 DTensor's class is found without importing it: code that has a DTensor has imported the class.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.distributed
 
-_SHORTEST_S, _LONGEST_S = 0.0002, 0.01  # the pauses between two queries of a store
+# The first and the longest pause between two queries of a store.
+_SHORTEST_S, _LONGEST_S = 0.0002, 0.01
 
 
 def is_initialized() -> bool:

@@ -2,6 +2,7 @@
 
 `threading.Event` holds a lock while it begins and ends a wait. A signal handler may run on the
 same thread at that moment. If the handler waits for a thread that calls `set`, it waits forever.
+Here `set` and `wait` share no lock that could be held at that moment.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ class Event:
 
     def __init__(self) -> None:
         self._is_set = False
-        # One lock for each thread that waits. The lock is held until `set` releases it.
+        # One lock for each thread that waits. The thread acquires its lock twice. The second time
+        # it waits until `set` releases the lock.
         self._waiting: list[threading.Lock] = []
 
     def is_set(self) -> bool:
@@ -38,7 +40,7 @@ class Event:
         mine.acquire()
         self._waiting.append(mine)
         try:
-            # After the append: `set` either finds the lock, or has set the flag by now.
+            # This check comes after the append: `set` either finds the lock, or has set the flag.
             if not self._is_set:
                 mine.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:

@@ -1,6 +1,7 @@
-"""Guesses at what a file is if it is no checkpoint, as words that complete "it looks like ...".
+"""Kinds of files and directories: which ones are checkpoints, and guesses at what others are.
 
-The guesses use only the file's first bytes, type and name.
+A guess is words that complete "it looks like ...". It uses only the first bytes, the type and the
+name of a file.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ MARKER = ".stillframe.json"
 
 # The metadata file of torch.distributed.checkpoint: of all ranks, or of a rank that saved alone.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
-_HEAD = 4096  # how many bytes of a file are read
+_HEAD = 4096  # how many bytes of a file are read for a guess
 # The first name in an archive of torch, "NAME/data.pkl", ends within so many bytes. NAME is usually
 # the file's name.
 _FIRST_NAME = 512
-LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic number, pickled
+# Near the beginning of a file in torch's old format: its magic number, pickled.
+LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
+# Types of files other than regular ones: a test of `st_mode`, and the words for the type.
 _TYPES = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -34,6 +37,7 @@ _TYPES = (
     (stat.S_ISDIR, "a directory"),
 )
 
+# The first bytes of files of other formats, and the words for the format.
 _BEGINNINGS = (
     (b"\x1f\x8b", "gzip: unpack it first"),
     (b"\x28\xb5\x2f\xfd", "zstd: unpack it first"),
@@ -88,7 +92,7 @@ def describe_directory(path: str, disk: Disk = LOCAL) -> str:
 
 
 def guess(fd: int, path: str) -> str | None:
-    """Return what an open file looks like, or None if nothing but a checkpoint fits.
+    """Return what an open file looks like, or None if it may be a (damaged) checkpoint.
 
     Raises:
         OSError: It cannot be read.
@@ -105,7 +109,7 @@ def guess(fd: int, path: str) -> str | None:
         return None
     if safetensors.begins_like_one(head):
         return "safetensors"
-    if head[257:262] == b"ustar":
+    if head[257:262] == b"ustar":  # where a tar archive has its magic
         return "tar: unpack it first"
     for beginning, words in _BEGINNINGS:
         if head.startswith(beginning):
@@ -117,7 +121,7 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     """Return why a file is not a checkpoint at all, or None if it is a damaged checkpoint.
 
     Args:
-        found: The result of the core's check, which the file failed.
+        found: The result of the core's check of the file, which has found it damaged.
     """
     if (words := guess(fd, path)) is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
@@ -157,6 +161,7 @@ def is_another_zip(fd: int) -> bool:
     beginning.
     """
     head = _core.read_at(fd, _HEAD, 0)
+    # The header of the first record has the name's length at offset 26, and the name at offset 30.
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return b"/" not in name and b"data.pkl" not in head[:_FIRST_NAME]
 

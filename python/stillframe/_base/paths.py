@@ -21,7 +21,7 @@ class Target:
         shown: The path as the user gave it.
         directory: The real path of its directory.
         name: The file's name in that directory.
-        file_system: `st_dev` of that directory.
+        file_system: `st_dev` of the directory.
     """
 
     shown: str
@@ -35,12 +35,12 @@ class CheckpointPath:
     """The path of a checkpoint that other code writes or names as well, for instance Lightning.
 
     A public call makes it with `CheckpointPath.of` and passes it on, so that the path is checked
-    only once for being remote. Two such paths are equal if their names are.
+    only once for being remote. Two such paths are equal if their attributes `name` are equal.
 
     Attributes:
         given: The path as it was given.
-        name: A local path made absolute, or the URL.
-        remote: Whether it is a `scheme://` path.
+        name: The path made absolute if it is local, or else the URL.
+        remote: Whether the path is the URL of an object in a store.
     """
 
     given: Any = field(compare=False)
@@ -56,7 +56,7 @@ class CheckpointPath:
             ValueError: `path` is a `file://` URL of another host.
         """
         if not isinstance(path, (str, bytes, os.PathLike)):
-            raise no_path(path)
+            raise no_path_error(path)
         text = os.fsdecode(path)
         remote = urls.is_remote(text)
         name = text if remote else os.path.abspath(urls.local_path(text))
@@ -84,11 +84,11 @@ class CheckpointPath:
         """
         if self.remote:
             return urls.key(self.name)
-        as_text(self.given)
+        as_text(self.given)  # only for its exceptions
         return key(self.name, follow_link=follow_link)
 
 
-def no_path(path: object) -> TypeError:
+def no_path_error(path: object) -> TypeError:
     """Return the error to raise for an object that is given instead of a path."""
     message = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
     if hasattr(path, "write") or hasattr(path, "read"):
@@ -105,7 +105,7 @@ def as_text(path: object) -> str:
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
-        raise no_path(path)
+        raise no_path_error(path)
     if urls.is_remote(text):
         shown = urls.shown(text)
         raise ValueError(f"{shown}: remote paths are not supported here; give a local path")
@@ -152,7 +152,7 @@ def target(
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
         durable: The file's directory will be synced, and so will the parent of each new directory.
-        directory: The target is to be a directory instead of a regular file.
+        directory: The save makes a directory instead of a regular file.
 
     Raises:
         TypeError, ValueError: See `as_text`.
@@ -163,13 +163,15 @@ def target(
     if directory:
         text = text.rstrip("/") or text
     last = os.path.basename(text)
-    if last in (".", "..") and directory:  # a user names a directory to be replaced
+    if last in (".", "..") and directory:  # the directory will be replaced, so it needs a name
         raise SaveError(errno.EINVAL, "give the directory's own name", text, "open")
-    if last in ("", ".", "..") and not create_parents:  # the path names no file
+    # The path names no file. A save for Lightning (`create_parents`) drops a slash at the end, as
+    # fsspec does.
+    if last in ("", ".", "..") and not create_parents:
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
     # The core looks everything up with one release of the interpreter lock: the parent, the name,
-    # the mode of what has the name, whether the parent can be read, and its st_dev. If that fails,
-    # Python looks again, to make directories or to find the right error.
+    # the mode of the file with that name, whether the parent can be read, and the parent's st_dev.
+    # If that fails, Python looks again, to make directories or to find the right error.
     resolved = _core.resolve(os.fsencode(text), follow_link)
     if resolved is not None:
         _, real_name, mode, is_readable, file_system = resolved
@@ -192,7 +194,7 @@ def target(
     except OSError as error:
         strerror = error.strerror or str(error)
         if error.errno == errno.ENOENT:
-            strerror = f"{strerror}: the parent directory {parent} is missing{hint(text)}"
+            strerror = f"{strerror}: the parent directory {parent} is missing{tilde_hint(text)}"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
     return Target(text, os.fsencode(parent), os.fsencode(name), found.st_dev)
 
@@ -205,16 +207,16 @@ def object_target(url: object) -> Target:
     return Target(shown, os.fsencode(parent), os.fsencode(name), 0)
 
 
-def hint(text: str) -> str:
+def tilde_hint(text: str) -> str:
     """Return a hint to add to a message about a missing path that begins with "~", or ""."""
     return " ('~' is not expanded: give os.path.expanduser(path))" if text.startswith("~") else ""
 
 
 def _may_replace(mode: int, follow_link: bool, directory: bool) -> bool:
-    """Return whether a save of a file (or `directory`) can replace what has the name.
+    """Return whether a save of a file (or `directory`) can replace the file that has its name.
 
     Args:
-        mode: The `st_mode` of what has the name; 0 if nothing has it.
+        mode: The `st_mode` of the file that has the name; 0 if there is none.
     """
     if directory:
         return not mode or stat.S_ISDIR(mode)
@@ -233,7 +235,7 @@ def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> N
     if _may_replace(mode, follow_link, directory):
         return
     if _core.log_exists(os.fsencode(full)) == 0:
-        return  # something has the name, and a remove in the log will remove it before this save
+        return  # a remove in the log will remove the file before this save
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if directory and not stat.S_ISLNK(mode):
@@ -245,7 +247,7 @@ def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> N
 
 def make_directories(directory: str, durable: bool) -> None:
     """Make `directory` and its missing parents. With `durable`, sync the parent of each new
-    directory, which makes the new entry durable."""
+    directory, so that the new directory survives a power failure."""
     missing = []
     while not os.path.isdir(directory):
         missing.append(directory)
@@ -280,7 +282,7 @@ def put_back(text: str) -> bool:
         above = parent
     if os.path.lexists(above):
         return False
-    _core.tidy(os.fsencode(parent))
+    _core.tidy(os.fsencode(parent))  # puts back what dead writers have moved aside there
     return os.path.lexists(above)
 
 

@@ -14,7 +14,7 @@ class Failure:
 
     code: int  # the core's ECORRUPT, or a negative errno
     record: str  # the name of the record
-    offset: int  # in the file
+    offset: int  # of the failure in the file, in bytes
     reason: str | None  # what is wrong; None for an errno
 
 
@@ -27,7 +27,8 @@ class RestoreFailed(Exception):
 
 
 def wait(core: _core.Restore, index: int) -> None:
-    """Wait until a record is read and its CRC is right. Index `core.nr` waits for all records.
+    """Wait until the record with this index is read and its CRC is right. The index `core.nr` waits
+    for all records.
 
     Raises:
         RestoreFailed: A record is damaged or could not be read.
@@ -47,6 +48,7 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
         RestoreFailed: A record is damaged or could not be read.
     """
     numbers = [core.find(name) for name in names]
+    # The memory for each record, by the record's number.
     wanted = {number: bytearray(core.sizes(number, 1)[0]) for number in numbers if number >= 0}
     try:
         for number, data in wanted.items():

@@ -21,11 +21,12 @@ from stillframe._base.disk import Disk
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the library's limit
-_MAX_BYTES = 1 << 63
+_MAX_BYTES = 1 << 63  # sizes and offsets in a header have to be smaller
+# The errors that code raises when it reads JSON that has not the expected structure.
 _ERRORS = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 
-# By the format's name of a type: the bits of an element, and torch's name of the type ("": torch
-# has none). The order is the library's, which writes tensors of the last types first.
+# For each type, by its name in the format: the bits of an element, and torch's name for the type,
+# which is "" if torch lacks it. The order is the library's: it writes tensors of later types first.
 DTYPES = {
     "BOOL": (8, "bool"),
     "F4": (4, "float4_e2m1fn_x2"),
@@ -57,7 +58,7 @@ class Damaged(Exception):
 
 
 class Entry(NamedTuple):
-    """A tensor. Its bytes are from `begin` to `end`, offsets in the file."""
+    """A tensor. Its bytes are between the offsets `begin` and `end` of the file."""
 
     name: str
     dtype: str

@@ -55,7 +55,11 @@ def _from_text(text: str, name: str) -> int:
 
 
 def whole_number(value: object, name: str) -> int:
-    """Return an int that is not a bool; NumPy's ints are accepted."""
+    """Return `value` as an int; NumPy's ints are accepted.
+
+    Raises:
+        TypeError: It is not an int, or a bool. The message has the argument's `name`.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -65,7 +69,8 @@ def whole_number(value: object, name: str) -> int:
 
 
 def bounded(number: int, name: str, least: int, most: int, *, shown: object = None) -> int:
-    """Return `number`, or raise ValueError if it is out of bounds; the message shows `shown`."""
+    """Return `number`, or raise ValueError if it is out of bounds. The message shows `shown` in its
+    place, if that is given."""
     shown = number if shown is None else shown
     if number < least:
         raise ValueError(f"{name} has to be at least {least}, not {shown}")
@@ -76,15 +81,15 @@ def bounded(number: int, name: str, least: int, most: int, *, shown: object = No
 
 def decimal(nbytes: float) -> str:
     """Format bytes in units of 1000: "300 MB", "1.52 GB"."""
-    return _show(nbytes, 1000, ("B", "kB", "MB", "GB", "TB"))
+    return _format(nbytes, 1000, ("B", "kB", "MB", "GB", "TB"))
 
 
 def binary(nbytes: float) -> str:
     """Format bytes in units of 1024, as for pools and blocks: "16 MiB", "1.5 GiB"."""
-    return _show(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _format(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def _show(nbytes: float, base: int, units: tuple[str, ...]) -> str:
+def _format(nbytes: float, base: int, units: tuple[str, ...]) -> str:
     step = 0
     # Three digits are shown. A value that they would round up to `base` gets the next unit.
     while nbytes >= 0.9995 * base and step < len(units) - 1:

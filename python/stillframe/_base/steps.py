@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from stillframe import _core
 
-# A code of the core (STEP_...), and its two arguments: a path, and the content or the new path.
+# A code of the core (STEP_...) and two arguments: a path, and the file's content or the new path.
 Step = tuple[int, bytes, bytes]
 
 

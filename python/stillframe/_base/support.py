@@ -11,7 +11,8 @@ import sys
 
 VERSION = "0.1.0"
 TORCH = (2, 10)
-# Packages that a module of the same name serves: the oldest version, and what pip calls them.
+# The packages for which stillframe has a module of the same name, each with the oldest version that
+# it supports and the name for pip.
 FRAMEWORKS = {
     "accelerate": ((1, 10), "accelerate"),
     "lightning": ((2, 4), "lightning"),
@@ -61,7 +62,7 @@ def parsed(version: str) -> tuple[int, int]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed. Errors of the package itself
+    """Return the version of a package, or None if it is not installed. Other errors of its import
     propagate."""
     try:
         return str(importlib.import_module(package).__version__)

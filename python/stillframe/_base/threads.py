@@ -14,7 +14,8 @@ from stillframe.errors import StillframeError
 
 
 def refused() -> OSError:
-    """Return the error for a thread that the system refused to start; errors.c raises it too."""
+    """Return the error for a thread that the system refused to start. errors.c raises the same one
+    for the core's threads."""
     return OSError(
         errno.EAGAIN,
         "the system refused to start another thread: raise the limit on processes (ulimit -u, or"
@@ -58,6 +59,7 @@ def start(thread: threading.Thread) -> None:
         thread.start()
         spread_thread(thread)
     except RuntimeError:
+        # The thread was not started, although the interpreter is not exiting: the system refused.
         if thread.ident is None and threading.main_thread().is_alive():
             raise refused() from None
         raise
@@ -68,8 +70,9 @@ class SingleThread:
 
     `Thread.start` does not allow that: two callers at the same time can start one `Thread` object
     twice. A lock does not help, because a signal handler may interrupt the thread that holds the
-    lock, and wait for another thread that wants it. So every caller that finds no owner starts a
-    thread. The first of these threads becomes the owner, and the others end at once.
+    lock, and wait for another thread that wants it. So every caller starts a thread, unless one
+    runs the function already. The first of these threads becomes the *owner* and runs the function,
+    and the others end at once.
 
     Args:
         target: The function.

@@ -1,8 +1,8 @@
 """`stillframe.trace(path)`: a timeline of saves and training steps that opens in Perfetto.
 
-The core records spans in a buffer per thread, and a separate thread writes them to the file
-(csrc/core/trace). `_core.trace_*` adds what only Python sees: the call, planning, the gate, steps.
-This module starts and ends traces.
+A span is an action with its begin and end. The core records spans in a buffer per thread, and a
+separate thread writes them to the file (csrc/core/trace). With `_core.trace_*` Python code adds its
+own spans: the call, planning, the gate, steps. This module starts and ends traces.
 
 There is one trace at a time, because two would need two buffers per thread. The file is a complete
 JSON document after every write, so nothing has to happen when the process dies. A span that has not

@@ -20,7 +20,7 @@ _ALIASES = {
 }
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _AZURE_HOST = re.compile(r"([^.]+)\.(?:dfs|blob)\..+", re.IGNORECASE)
-_PORT = re.compile(r":\d*$")
+_PORT = re.compile(r":\d*$")  # at the end of a host
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -32,8 +32,8 @@ class Url:
         bucket: The bucket, container or host (with its port), without user info
             (`user:password@`).
         account: Azure's storage account, if the URL names it; otherwise "".
-        path: Everything after the slash that follows the bucket, as it was given. Nothing is
-            decoded, as in fsspec.
+        path: Everything after the slash that follows the bucket, up to the question mark, as it
+            was given. Nothing is decoded, as in fsspec.
         query: Everything after the question mark; it may be a signature.
         user: The user info, which may hold a password.
     """
@@ -59,8 +59,8 @@ class Url:
         host, _, path = text[match.end() :].partition("/")
         user, at, host = host.rpartition("@")
         if not at and "@" in path and ":" in _PORT.sub("", host):
-            # A password with a slash, as in user:pass/word@host/path: what precedes the @ is user
-            # info.
+            # The password contains a slash, as in user:pass/word@host/path. The colon, which is not
+            # that of a port, shows that everything before the @ is user info.
             more, _, rest = path.partition("@")
             user = f"{host}/{more}"
             host, _, path = rest.partition("/")

@@ -40,8 +40,8 @@ from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine
 from stillframe._save.handle import (
     SaveHandle,
-    follow_with,
     report_of,
+    set_mirror,
     take_unseen_error,
     wait_for_end,
 )
@@ -244,7 +244,7 @@ class Saver:
         writer.side_file = request.side_file
         path = target.shown
         save = SnapshotSave(path, target.given, request.on_durable, entered=entered, known_as=path)
-        follow_with(save, request.mirror)
+        set_mirror(save, request.mirror)
         rounds = self._rounds_of(request.group)
         work = rounds.next(target, request, save, writer)
         try:

@@ -129,7 +129,7 @@ class Round:
                 self.staged.wait_until_copied()
             finally:
                 # Even after an error, which a thread that waits for the staging then gets.
-                self.save.copied()
+                self.save.record_copied()
 
     def wait_to_write(self) -> None:
         """Wait until no earlier entry of the log concerns the directory.

@@ -112,11 +112,11 @@ class Staged:
         assert taken is not None
         self._tree = unfinished_tree(taken)
         self.upload_begins()
-        save.copies(taken)
+        save.set_snapshot(taken)
         if is_copied(taken):
-            save.copied()
+            save.record_copied()
         else:
-            call_when_copied(taken, save.copied)
+            call_when_copied(taken, save.record_copied)
         return self._tree
 
     def upload_begins(self) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from stillframe._base.arguments import refuse_unclear
 from stillframe._dcp.staged import Staged, Stages, StateDict
-from stillframe._save.engine import Engine, refuse_no_engine
+from stillframe._save.engine import Engine, require_engine
 from stillframe._snapshot.loans import keep_bits
 from stillframe.errors import StillframeError
 
@@ -90,7 +90,7 @@ class PinnedStager(AsyncStager):
 
     def __init__(self, engine: Engine | None = None, overlap: bool = True) -> None:
         if engine is not None:
-            refuse_no_engine(engine)
+            require_engine(engine)
         refuse_unclear(overlap=overlap)
         self._engine = engine
         self._overlap = overlap

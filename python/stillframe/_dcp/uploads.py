@@ -157,6 +157,6 @@ class FileUpload:
         except BaseException as error:
             # The frames of a traceback may hold memory of the file, and the save ends only when
             # nothing does.
-            raise upload.failure(error.with_traceback(None)) from None
+            raise upload.fail(error.with_traceback(None)) from None
         report: SaveReport = save.result()
         return dataclasses.replace(report, io_mode=self._store.client)

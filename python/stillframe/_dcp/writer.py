@@ -32,7 +32,7 @@ from stillframe._dcp.location import Directory, Location, StorageOptions, is_loc
 from stillframe._dcp.side_file import SideFile
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
-from stillframe._save.engine import Engine, refuse_no_engine
+from stillframe._save.engine import Engine, require_engine
 from stillframe._save.report import SaveReport
 
 log = logging.getLogger("stillframe")
@@ -110,7 +110,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
             raise ValueError(f"thread_count has to be a positive int, not {thread_count!r}")
         if engine is not None:
-            refuse_no_engine(engine)
+            require_engine(engine)
         self._path: str | None = None
         self._location: Location | None = None
         self._storage_options = storage_options

@@ -201,7 +201,7 @@ class Rotation:
             submit = functools.partial(ordered.submit_remove, file.name, key, remove_tree, needed)
             if inner is not None:
                 submit = functools.partial(inner.remove, file.name, key, needed)
-            if not uploads.hold(key, submit):  # it submits after an upload, if there is one
+            if not uploads.postpone(key, submit):  # it submits after an upload, if there is one
                 submit()
         self._newest_key = key
 

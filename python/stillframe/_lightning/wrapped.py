@@ -23,7 +23,7 @@ from stillframe._base.calls import inside
 from stillframe._base.paths import CheckpointPath
 from stillframe._save import ordered as _ordered
 from stillframe._save.engine import Engine, take_slot
-from stillframe._save.handle import SaveHandle, follow_with, wait_for_end
+from stillframe._save.handle import SaveHandle, set_mirror, wait_for_end
 from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
 from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
@@ -77,7 +77,7 @@ class Inner:
                 save = SnapshotSave(
                     target.text, target.given, options.on_durable, entered=entered, slot=slot
                 )
-                follow_with(save, options.mirror)
+                set_mirror(save, options.mirror)
                 save.record_slot_wait()  # the wait for the slot is over
                 taken = _take(checkpoint, options.overlap, engine, pending)
             except BaseException:
@@ -90,7 +90,7 @@ class Inner:
                 fallbacks.append(sentence)
                 live = checkpoint
             else:
-                save.copies(taken)
+                save.set_snapshot(taken)
 
             def work() -> bool:
                 return self._work(save, target, live, storage_options, fallbacks)
@@ -121,7 +121,7 @@ class Inner:
         failed: BaseException | None = None
         try:
             tree = live if taken is None else taken.tree
-            save.copied()
+            save.record_copied()
             self.io.save_checkpoint(tree, target.given, storage_options=storage_options)
             nbytes = _size(target.text, 0 if taken is None else taken.nbytes)
         except BaseException as error:  # whatever the other code raises, the save has failed

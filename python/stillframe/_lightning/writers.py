@@ -34,7 +34,7 @@ from stillframe._load.load import load
 from stillframe._preemption import in_time
 from stillframe._save import uploads
 from stillframe._save.api import async_save, engine_or_default, save
-from stillframe._save.engine import Engine, limits_of, refuse_no_engine
+from stillframe._save.engine import Engine, limits_of, require_engine
 from stillframe._save.handle import SaveHandle
 from stillframe._save.options import (
     DEFAULT_IN_FLIGHT,
@@ -90,7 +90,7 @@ class PluginOptions:
             in_time.refuse_deadline(self.deadline)
         own = self.engine_options()
         if self.engine is not None:
-            refuse_no_engine(self.engine)
+            require_engine(self.engine)
             refuse_skipping(limits_of(self.engine).when_busy)
             if own is not None:
                 raise ValueError(

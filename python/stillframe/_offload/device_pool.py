@@ -13,7 +13,7 @@ import torch
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base import sizes
-from stillframe._save.engine import Engine, core_of, note_use, usage
+from stillframe._save.engine import Engine, core_of, note_use, pool_usage
 from stillframe.errors import PoolExhaustedError, StillframeError
 
 HOST = torch.device("cpu")
@@ -99,7 +99,7 @@ class DevicePool:
         if self.number < 0:
             raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
         if self.number:
-            _device.begin(self.number - 1)  # makes torch's context, which the core uses
+            _device.make_context(self.number - 1)  # makes torch's context, which the core uses
         if self.number and (why := self.core.use_device(self.number - 1)):
             raise StillframeError(f"nothing can be brought to {self.device}: {why}")
         self.stats = new_stats(slots)
@@ -134,7 +134,7 @@ class DevicePool:
             except PoolExhaustedError:
                 raise PoolExhaustedError(
                     f"a group of {sizes.decimal(nbytes)} does not fit into the pool, where tickets"
-                    f" count as snapshots. {usage(self.engine)}"
+                    f" count as snapshots. {pool_usage(self.engine)}"
                 ) from None
 
     @contextmanager

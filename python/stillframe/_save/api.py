@@ -13,7 +13,7 @@ from stillframe._base import file_kinds, paths, urls
 from stillframe._base.arguments import refuse_unclear
 from stillframe._base.calls import inside
 from stillframe._save import completion, directory, ordered, uploads
-from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine
+from stillframe._save.engine import Engine, Path, is_closed, is_used, require_engine
 from stillframe._save.handle import Deadline, SaveHandle
 from stillframe._save.options import (
     EngineOptions,
@@ -23,7 +23,7 @@ from stillframe._save.options import (
     format_of,
 )
 from stillframe._save.outcome import take_failures
-from stillframe._save.remote import StorageOptions, remove_object, start_save, will_be_there
+from stillframe._save.remote import StorageOptions, remove_object, start_save, will_exist
 from stillframe._save.report import SaveReport
 from stillframe.errors import StillframeError
 
@@ -36,7 +36,7 @@ class _Default:
     Attributes:
         engine: The engine, made by the first `get`.
         options: The arguments for a new engine, set by `configure`.
-        given: `default_engine()` has returned the engine, so it may be in use without our notice.
+        given: `default_engine()` has returned the engine, so its caller may use it at any time.
     """
 
     def __init__(self) -> None:
@@ -85,14 +85,14 @@ def default_engine() -> Engine:
 
 
 def engine_or_default(engine: Engine | None) -> Engine:
-    """Return the engine that an argument `engine=` means.
+    """Return the engine that an argument `engine=` stands for; None is the default engine.
 
     Raises:
         TypeError: The argument is neither an engine nor None.
     """
     if engine is None:
         return _default.get()
-    refuse_no_engine(engine)
+    require_engine(engine)
     return engine
 
 
@@ -103,9 +103,9 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
     `default_engine()`.
 
     Args:
-        **engine_options: Those of `Engine`: `pool_bytes`, `block_bytes`, `writer_threads`,
-            `max_in_flight`, `when_busy`, `shared_memory`. Options left out have `Engine`'s
-            defaults, even if an earlier call set them.
+        **engine_options: The options of `Engine`: `pool_bytes`, `block_bytes`,
+            `writer_threads`, `max_in_flight`, `when_busy`, `shared_memory`. Options left out have
+            `Engine`'s defaults, even if an earlier call set them.
 
     Raises:
         StillframeError: The default engine is in use already.
@@ -154,8 +154,9 @@ def async_save(
         overlap: False copies everything during the call.
         durable: Sync the file and its directory. False skips both: after a power failure the path
             holds the old file, the new one, or a damaged one, which `load` notices.
-        check_mutation: Compare a checksum of all bytes that are copied after the call, at the call
-            and when copied, to find code that writes at the wrong time. Slow.
+        check_mutation: Compute a checksum of all bytes that are copied after the call, once at the
+            call and once when they are copied. If the two differ, code has written at the wrong
+            time, and the save fails. Slow.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is
             durable.
         format: "torch" or "safetensors", whatever the path's ending.
@@ -163,8 +164,8 @@ def async_save(
         mirror: For local paths: the URL of a directory in a store, such as "s3://bucket/run/". When
             the file is durable it is uploaded there in the background, under its own name; see
             docs/remote.md.
-        storage_options: For URLs, the mirror's too: credentials and other options of the store, as
-            fsspec takes them. Without them the environment's are used.
+        storage_options: Credentials and other options of the store to which the path or the mirror
+            belongs, as fsspec takes them. By default they come from the environment.
         engine: The engine to use, `default_engine()` by default.
 
     Raises:
@@ -184,6 +185,7 @@ def async_save(
         metadata=metadata,
         mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
     )
+    # With a mirror the path is local, and the options belong to the mirror's store.
     own_options = storage_options if mirror is None else None
     return start_save(engine_or_default(engine), obj, path, options, own_options)
 
@@ -230,7 +232,7 @@ def save(
         metadata=metadata,
         mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
     )
-    own_options = storage_options if mirror is None else None
+    own_options = storage_options if mirror is None else None  # as in `async_save`
     handle = start_save(engine_or_default(engine), obj, path, options, own_options)
     report: SaveReport = handle.result()
     return report
@@ -258,7 +260,7 @@ def remove(
         storage_options: See `async_save`.
 
     Raises:
-        TypeError, ValueError: `path` is not a path, or the options are not the store's.
+        TypeError, ValueError: `path` is not a path, or the store does not take the options.
         StillframeError: The interpreter is exiting.
     """
     refuse_unclear(wait_for_mirror=wait_for_mirror)
@@ -269,16 +271,16 @@ def remove(
     key = paths.key(path, follow_link=False)
     _warn_of_tilde(path, _core.log_exists(key))
     completion.completion.start()
-    if uploads.hold(key, lambda: _remove_held(key), wait=wait_for_mirror):
-        return
+    if uploads.postpone(key, lambda: _remove_postponed(key), wait=wait_for_mirror):
+        return  # the remove will be submitted after the upload
     _core.log_remove(key)
     if completion.completion.is_over and not ordered.is_inside():
         _core.log_drain(None)  # at exit nobody else waits for the remove
 
 
-def _remove_held(key: bytes) -> None:
-    """Submit a remove that has waited for an upload. This may happen during the exit, which waits
-    for such removes."""
+def _remove_postponed(key: bytes) -> None:
+    """Submit a remove that was postponed until after an upload. This may happen during the exit,
+    which waits for such removes."""
     completion.completion.start(under_way=True)
     _core.log_remove(key)
 
@@ -294,14 +296,14 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
         storage_options: See `async_save`.
 
     Raises:
-        TypeError, ValueError: `path` is not a path, or the options are not the store's.
+        TypeError, ValueError: `path` is not a path, or the store does not take the options.
         OSError: The store does not answer.
     """
     if urls.is_remote(path):
-        return will_be_there(path, storage_options)
+        return will_exist(path, storage_options)
     urls.refuse_options(path, storage_options)
     key = paths.key(path, follow_link=False)
-    if uploads.is_held(key):
+    if uploads.is_postponed(key):
         return False
     known = _core.log_exists(key)
     if known < 0 and os.path.islink(path):  # no entry of the log concerns the link itself
@@ -323,8 +325,8 @@ def _warn_of_tilde(path: Path, known: int) -> None:
         known: What `log_exists` returned for the path; negative if no entry of the log concerns it.
     """
     text = paths.as_text(path)
-    if known < 0 and paths.hint(text) and not os.path.lexists(text):
-        _logger.warning("stillframe: nothing is at %s%s", text, paths.hint(text))
+    if known < 0 and paths.tilde_hint(text) and not os.path.lexists(text):
+        _logger.warning("stillframe: nothing is at %s%s", text, paths.tilde_hint(text))
 
 
 def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
@@ -352,18 +354,18 @@ def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
             if (left := uploads.wait(deadline.left())) is not None:
                 raise TimeoutError(f"not uploaded yet: {left}")
             _wait_for_log(deadline)
-    for failure in take_failures(first_only=True):
+    for failure in take_failures(first_only=True):  # one, or none
         raise failure.error
 
 
 def _wait_for_log(deadline: Deadline) -> None:
     """Wait until the log is empty, and settle the handles; TimeoutError after the deadline."""
     if not _core.log_drain(deadline.left()):
-        raise TimeoutError(f"after {deadline.timeout:g} s: {under_way()}")
+        raise TimeoutError(f"after {deadline.timeout:g} s: {pending_sentence()}")
     settle_all()
 
 
-def under_way() -> str:
+def pending_sentence() -> str:
     """Return a sentence about the saves and removes that have not ended."""
     count = _core.log_pending()
     saves = [f"{save.path}: {save.state}" for save in list(completion.in_flight.values())]

@@ -26,8 +26,8 @@ from stillframe._save.api import engine_or_default
 from stillframe._save.core_save import CoreSave
 from stillframe._save.directory import DirectorySave
 from stillframe._save.engine import Engine, Path, limits_of, note_use
-from stillframe._save.handle import SaveHandle, SkippedSave, follow_with, wait_for_end
-from stillframe._save.objects import objects_save
+from stillframe._save.handle import SaveHandle, SkippedSave, set_mirror, wait_for_end
+from stillframe._save.objects import new_objects_save
 from stillframe._save.options import Format, OnDurable, SaveOptions, Size, format_of
 from stillframe._save.remote import StorageOptions
 from stillframe._save.shards import split
@@ -53,7 +53,7 @@ def checkpoint(
                 json.dump(config, file)
         files.handle.result()   # optional: durable; raises what went wrong
 
-    Inside the block, `files.path` is a temporary directory next to `path`. `files.save` stages an
+    Inside the block, `files.path` is a temporary directory next to `path`. `files.save` copies an
     object as `async_save` does. Anyone may write other files into `files.path`, and into new
     directories below it, until the block ends. The end of the block submits the save and returns.
     In the background the rest is written and all of it is synced; then the directory gets its name,
@@ -88,7 +88,8 @@ def checkpoint(
             its `max_in_flight` slots, when the block begins.
 
     Returns:
-        A context manager, which `as` names: it has `.path`, `.save`, `.handle`.
+        A context manager. The object that `as` names has `.path`, `.save`, `.save_safetensors` and
+        `.handle`.
 
     Raises:
         TypeError, ValueError: Unusable arguments.
@@ -97,6 +98,7 @@ def checkpoint(
         BusyError, ForkError, StillframeError: (when the block begins) See `Engine`. With
             `when_busy="skip"` the block runs, nothing of it is kept, and the handle is "skipped".
     """
+    # With a mirror the path is local, and the options belong to the mirror's store.
     own_options = storage_options if mirror is None else None
     if not urls.is_remote(path):
         urls.refuse_options(path, own_options)
@@ -113,7 +115,8 @@ class Checkpoint:
     """The files of one checkpoint, while its block runs. Made by `checkpoint`; used once."""
 
     _save: DirectorySave | None = None  # None before the block has begun
-    _skipped: SkippedSave | None = None  # the user's handle, if the engine was busy and may skip
+    # The handle for the user, if the engine was busy and its `when_busy` is "skip".
+    _skipped: SkippedSave | None = None
 
     def __init__(
         self,
@@ -136,16 +139,16 @@ class Checkpoint:
     @property
     def path(self) -> str:
         """The temporary directory that the block fills."""
-        return self._begun().directory
+        return self._require_save().directory
 
     @property
     def handle(self) -> SaveHandle:
         """The handle of the whole checkpoint. Wait for it after the block."""
-        save = self._begun()
+        save = self._require_save()
         return save if self._skipped is None else self._skipped
 
     def save(self, obj: object, name: str) -> None:
-        """Save `obj` as a file of the checkpoint; stage it as `async_save` does.
+        """Save `obj` as a file of the checkpoint; copy it as `async_save` does.
 
         Args:
             obj: Anything `torch.save` takes.
@@ -173,7 +176,7 @@ class Checkpoint:
             name: A path relative to the checkpoint that ends in ".safetensors".
             metadata: Strings that the file's header holds besides the tensors.
             max_shard_size: The most bytes of tensors in one file: an int, or a string such as
-                "5GB". More are split as `save_pretrained` does, into files such as
+                "5GB". A larger dict is split as `save_pretrained` does, into files such as
                 "model-00001-of-00003.safetensors", which "model.safetensors.index.json" names.
 
         Raises:
@@ -211,7 +214,7 @@ class Checkpoint:
     ) -> None:
         try:
             with inside():
-                save = self._begun()
+                save = self._require_save()
                 if self._skipped is not None:
                     save.give_up("the engine was busy")
                 elif kind is None:
@@ -230,14 +233,14 @@ class Checkpoint:
         completion.completion.start()
         save: DirectorySave
         if urls.is_remote(self._given):
-            save = objects_save(
+            save = new_objects_save(
                 self._given, self._storage_options, self._options.on_durable, entered=entered
             )
         else:
-            save = self._directory_save(entered)
+            save = self._new_directory_save(entered)
         self._save = save
         try:
-            follow_with(save, self._options.mirror)
+            set_mirror(save, self._options.mirror)
             save.take_slot(self._engine, nested=nested)
         except BusyError:
             if limits_of(self._engine).when_busy != "skip":
@@ -246,7 +249,7 @@ class Checkpoint:
         save.open()  # a skipped save too, because the block runs and writes into the directory
         note_use(self._engine)
 
-    def _directory_save(self, entered: float) -> DirectorySave:
+    def _new_directory_save(self, entered: float) -> DirectorySave:
         durable = self._options.durable
         target = paths.target(
             self._given, follow_link=True, create_parents=False, durable=durable, directory=True
@@ -261,13 +264,14 @@ class Checkpoint:
         )
 
     def _leave(self, why: str) -> None:
-        """Give the save up if its block has not ended. Do nothing in a forked child."""
+        """Give the save up for the reason `why`, unless it was launched or given up already. Do
+        nothing in a forked child."""
         save = self._save
         if save is not None and save.is_open():
             save.give_up(why)
             save.close()
 
-    def _begun(self) -> DirectorySave:
+    def _require_save(self) -> DirectorySave:
         """Return the save, or raise StillframeError if the block has not begun."""
         if self._save is None:
             raise StillframeError("use it as `with stillframe.checkpoint(path) as files:`")
@@ -275,7 +279,7 @@ class Checkpoint:
 
     def _add_name(self, name: str) -> None:
         """Record the name of a new file, and make the directories above it."""
-        save = self._begun()
+        save = self._require_save()
         save.refuse_closed()
         if name in save.names:
             raise ValueError(f"{name} was saved already in this checkpoint")
@@ -286,9 +290,9 @@ class Checkpoint:
         self, obj: object, name: str, format: Format, metadata: Mapping[str, str] | None
     ) -> None:
         """Start the save of a file; if the call raises, the name is free again."""
-        save = self._begun()
+        save = self._require_save()
         self._add_name(name)
-        if self._skipped is not None:
+        if self._skipped is not None:  # the block runs, but nothing of it is kept
             return
         made: list[CoreSave] = []  # gets the file's save, once it exists
         try:

@@ -1,18 +1,19 @@
 """The two threads of the package that run Python: completion and callbacks.
 
 The core's threads never call the interpreter. They post notices, which the completion thread takes.
-Once the last byte is copied, it gives the verdict on tensor versions and drops the sources. When a
-save has ended, it settles the handle, which means that the handle takes the save's result. Users'
+Once the last byte is copied, this thread gives the verdict on tensor versions and drops the
+sources. When a save has ended, it *settles* the handle: the handle takes the save's result. Users'
 callbacks run on a second thread, so a callback that saves, waits or hangs delays only other
 callbacks.
 
 Both are daemon threads. They start with the first save of a process, and again in a forked child
-that saves. They end with the interpreter:
+that saves. They end with the interpreter. Its exit begins with the *drain*, in which `exit.py`
+waits until all saves and removes have ended.
 
     running ──exit begins──▶ draining ──the threads have ended──▶ over
 
 During the drain, only the callback thread and the thread that runs the exit handlers may save.
-After the drain, exit handlers may still save. No thread of ours is left to settle such a save, so
+After the drain, exit handlers may still save. None of our threads is left to settle such a save, so
 the call waits for its end and runs its callbacks itself. Under Python 3.12 and later no thread can
 start once exit handlers run. If an exit handler makes the first save of a process, the state is
 "over" from the start.
@@ -42,8 +43,8 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-_MEMORY_S = 0.01  # the pause after a MemoryError, before the next try
-_DRAIN_POLL_S = 0.01
+_MEMORY_PAUSE_S = 0.01  # the pause after a MemoryError, before the next try
+_DRAIN_POLL_S = 0.01  # between two checks whether the drain is over
 
 
 class InFlight(Protocol):
@@ -58,8 +59,8 @@ class InFlight(Protocol):
     def progress(self) -> tuple[int, int]: ...
 
 
-# Saves that have not ended, by the number of their ticket or one of `numbers`. The package keeps
-# no other strong reference to a handle.
+# Saves that have not ended. The key is the number of the save's ticket, or a number of `numbers` if
+# it has no ticket. The package keeps no other strong reference to a handle.
 in_flight: dict[int, InFlight] = {}
 
 
@@ -151,21 +152,22 @@ class _Completion:
     """The completion thread: it takes notices of the core and settles saves.
 
     Attributes:
-        is_over: The thread has ended, or could not start. So each call waits for its own save.
+        is_over: The drain is over: the thread has ended, or could not start because the interpreter
+            was exiting. From then on each call waits for its own save.
     """
 
     def __init__(self) -> None:
         self._thread = threads.SingleThread(_take_notices, "sf-completion")
-        self._exiting: threading.Thread | None = None  # the thread that drains
-        self._threads_go_on = False  # see `begin_exit`
+        self._exiting: threading.Thread | None = None  # the thread that runs the drain
+        self._threads_go_on = False  # other threads may save after the drain; see `begin_exit`
         self.is_over = False
 
     def start(self, *, under_way: bool = False) -> None:
         """Start the thread unless it runs. Every save and remove calls this first.
 
         Args:
-            under_way: The caller is part of a save that had begun before the exit. The exit waits
-                for that save.
+            under_way: The caller is part of a save that had begun before the exit. It may save
+                during the drain, because the drain waits for that save anyway.
 
         Raises:
             StillframeError: The interpreter is exiting, and this thread may not save any more.
@@ -189,7 +191,7 @@ class _Completion:
 
     @property
     def draining(self) -> bool:
-        """Return whether the exit has begun, but has not yet printed what failed."""
+        """Return whether the drain is running. After it the exit prints uncollected errors."""
         return self._exiting is not None and not self.is_over
 
     def begin_exit(self, *, threads_go_on: bool = False) -> None:
@@ -202,7 +204,7 @@ class _Completion:
         self._exiting = threading.current_thread()
 
     def stop(self) -> None:
-        """Settle the saves that have ended, and end the thread for good."""
+        """End the drain: settle the saves that have ended, and end the thread for good."""
         self.is_over = True
         _core.notice_stop()
         if self._thread.prevent():
@@ -230,7 +232,7 @@ def _next_notice() -> tuple[int, int, str]:
         try:
             return _core.notice_wait()
         except MemoryError:  # the core keeps the notice
-            time.sleep(_MEMORY_S)
+            time.sleep(_MEMORY_PAUSE_S)
 
 
 def _take_notice() -> bool:

@@ -1,12 +1,12 @@
-"""The handle of a save that the core makes, over the core's ticket.
+"""Implements `CoreSave`: the handle of a save that the core makes, over the core's ticket.
 
-The ticket holds all changing state. This module adds the verdict on tensor versions (`verdict.py`)
-and the sentences of a report or an error.
+The ticket holds all changing state. This module adds the verdict on tensor versions (`verdict.py`),
+and turns the core's report into a `SaveReport` or an error.
 
 If Ctrl-C interrupts the call after the launch, the save goes on, and its handle still settles it.
-If Ctrl-C comes before the launch, the core abandons the save at once, and not only when the
-traceback that refers to it is freed. Until then the save would hold its slot and blocks, and a save
-made by the code that handles the interrupt could wait for these forever.
+If Ctrl-C comes before the launch, the core abandons the save at once. Otherwise the save would hold
+its slot and blocks until the traceback that refers to it is freed. A save made by the code that
+handles the interrupt could then wait for them forever.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CoreSave(SaveHandle):
             rest of it at the end.
         deferral: Which of its storages are copied after the call.
         path: The path for messages and the report.
-        given: The path for `on_durable`.
+        given: The path as the user gave it, for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
         ordered: The save has an entry in the log.
 
@@ -73,10 +73,10 @@ class CoreSave(SaveHandle):
         self._num_tensors = skeleton.num_tensors
         self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
         self._confirmed = False  # the core has the verdict
-        # The core's times count from the making of the ticket, those of a report from the call.
+        # The core's times count from the making of the ticket, the times of a report from the call.
         self._entered_to_ticket_s = time.perf_counter() - entered
-        self._call = Interval(entered)
-        self._gates: list[Interval] = []
+        self._call = Interval(entered)  # until the call returns
+        self._gates: list[Interval] = []  # the waits of optimizer steps
 
     # ---- the call ----
 
@@ -96,22 +96,22 @@ class CoreSave(SaveHandle):
             if self._ticket.report()["launched_after_ns"] >= 0:
                 # Ctrl-C came just after the launch. The save goes on and settles by itself, and
                 # later saves come after it in the log.
-                self._go_on()
+                self._end_call()
             else:
                 completion.in_flight.pop(number, None)
                 self._verdict.end(self)
                 self._end_mirror(False)
             raise
-        self._go_on()
+        self._end_call()
 
     def abandon(self) -> None:
         """End a save whose call raises before it is launched, so that nobody waits for it."""
         self._ticket.abandon()
 
-    def _go_on(self) -> None:
-        """End the call: make steps wait for deferred sources. Drop the sources if all of them are
-        captured."""
-        self._verdict.launched(self)
+    def _end_call(self) -> None:
+        """End the call of a launched save. Make steps wait for deferred sources, or drop the
+        sources if all of them are captured."""
+        self._verdict.make_steps_wait(self)
         if not self._verdict.is_needed and not self._devices:  # copies from devices may still run
             self._release_sources()
         self._call.end()
@@ -133,7 +133,7 @@ class CoreSave(SaveHandle):
         """Wait until every byte in host memory is copied, or the save has ended. Have the calling
         thread's current streams wait for the bytes in device memory.
 
-        Return as `stillframe._watch.gate.Pending.gate`.
+        Return False if copies from a device still run, so that a later step has to ask again.
         """
         if self._outcome.settled:
             return True
@@ -156,7 +156,7 @@ class CoreSave(SaveHandle):
         """Give the core the verdict, unless the core has it already.
 
         Args:
-            copied: All bytes are copied, so no step needs to wait for this save any more.
+            copied: All bytes are copied. Then no step waits for this save any more.
         """
         if self._verdict.is_needed and not self._confirmed:
             self._ticket.confirm(self._verdict.judge())
@@ -213,7 +213,11 @@ class CoreSave(SaveHandle):
         self._settle()
 
     def _wait(self, what: int, deadline: Deadline, wanted: str) -> None:
-        """Wait for a `_core.WAIT_*`. After the deadline raise TimeoutError: not `wanted` yet."""
+        """Wait for the event `what`, a `_core.WAIT_*`.
+
+        Raises:
+            TimeoutError: The deadline passed. The message says that the save is not `wanted` yet.
+        """
         if not self._ticket.wait(what, deadline.left()):
             raise self._timeout_error(deadline, wanted)
 
@@ -222,7 +226,7 @@ class CoreSave(SaveHandle):
     def _settle(self) -> None:
         if not self._outcome.settled:
             facts = self._ticket.report()
-            # The caller has waited for the end. Before it, the report has no result.
+            # The caller has waited for the save's end. Before the end, the report has no result.
             assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
             self._end_mirror(not facts["code"])
             if facts["code"]:
@@ -273,8 +277,9 @@ class CoreSave(SaveHandle):
         return error_of_step(self._path, code, facts["phase"], facts["note"])
 
     def _torn_error(self, index: int) -> TornSnapshotError:
-        """Return the error about a torn storage. Have later saves capture what its owner has."""
-        skeleton = self._skeleton  # another thread may settle the save and drop it
+        """Return the error about a torn storage. Make later saves capture everything that belongs
+        to the storage's optimizer."""
+        skeleton = self._skeleton  # read once: another thread may settle the save and drop it
         names = skeleton.names(index) if skeleton is not None else []
         what = self._verdict.blame(index, names)
         return TornSnapshotError(

@@ -2,8 +2,8 @@
 
 Each file is a save without an entry in the log (`SaveOptions.ordered`). It gets its name within the
 temporary directory as soon as it is synced. The directory has one entry, as external work. When the
-entry is at the head of the log, the work waits for the files and syncs what others wrote. Then it
-puts the directory in place and removes the old one (csrc/core/file/folder.c).
+entry is at the head of the log, this work waits for the files and syncs those that other code
+wrote. Then it puts the directory in place and removes the old one (csrc/core/file/folder.c).
 
     open ──the block ends──▶ in the log ──at its head──▶ committing ──▶ durable, failed
       │                          ╲─ cancel ─▶ cancelled
@@ -46,7 +46,7 @@ class DirectorySave(ExternalSave):
 
     Args:
         folder: The temporary directory, not yet made; None if a subclass makes its own.
-        key: The directory's name in the log.
+        key: The directory's name in the log, see `paths.key`.
 
     Attributes:
         directory: The path of the temporary directory; "" before `open`.
@@ -74,7 +74,7 @@ class DirectorySave(ExternalSave):
         self._opened_by: int | None = threading.get_ident()  # the block's thread, until its end
         self._closed = Event()  # the block has ended
         self._closed_s = 0.0  # seconds from the block's entry to its end
-        self._leaving: Interval | None = None  # the time that `launch` takes
+        self._leaving: Interval | None = None  # the duration of `launch`, at the end of the block
 
     # ---- for users ----
 
@@ -132,7 +132,11 @@ class DirectorySave(ExternalSave):
     # ---- for the block ----
 
     def take_slot(self, engine: Engine, *, nested: bool) -> None:
-        """Take a slot of the engine for the whole directory, see `engine.take_slot`."""
+        """Take one slot of the engine for the whole directory, and record how long that took.
+
+        Raises:
+            BusyError, ForkError, StillframeError: See `engine.take_slot`.
+        """
         self._slot = take_slot(engine, nested=nested)
         self.record_slot_wait()
 
@@ -143,9 +147,9 @@ class DirectorySave(ExternalSave):
             SaveError: The operating system refused it.
         """
         assert self._folder is not None
-        self.directory = self._do(self._folder.open())
+        self.directory = self._result_of(self._folder.open())
         note_open(self)
-        self._call.end()  # what follows is the block, which is the user's time
+        self._call.end()  # the block that follows is the user's time
 
     def is_open(self) -> bool:
         """Return whether the block has not ended. A forked child gets False: the block is its
@@ -197,7 +201,7 @@ class DirectorySave(ExternalSave):
             StillframeError: The save was given up, because the interpreter is exiting.
         """
         self._birth.refuse_child()
-        if not self._not_started:
+        if not self._unclaimed:  # `give_up` has ended the save
             raise StillframeError(f"{self._path} was not saved: the interpreter is exiting")
         self._leaving = Interval(time.perf_counter())
         self._closed_s = time.perf_counter() - self._entered
@@ -206,18 +210,19 @@ class DirectorySave(ExternalSave):
         self.close()
         for copy in self._copies:
             # Future's own method runs `_forward_staging` on the thread that resolves the future.
-            # `CallingLater`'s override would use the callback thread, which callbacks may delay.
+            # The override in `CallbackThreadFuture` would wait for the callbacks of users.
             Future.add_done_callback(copy, self._forward_staging)
         self._forward_staging()
         self._leaving.end()
 
     def give_up(self, why: str) -> None:
-        """Cancel the save and remove its files, unless it was launched or has ended."""
-        if not self._birth.foreign() and self.may_start():
+        """Cancel the save and remove its files, unless its work has begun or it has ended. `why` is
+        the reason for the error message."""
+        if not self._birth.foreign() and self.claim_end():
             self._give_up(why)
 
-    def was_not_launched(self) -> None:
-        super().was_not_launched()
+    def undo_begin(self) -> None:
+        super().undo_begin()
         self._give_up("the end of its block was interrupted")
 
     def _give_up(self, why: str) -> None:
@@ -241,9 +246,10 @@ class DirectorySave(ExternalSave):
     def close(self) -> None:
         """Record that the block is over, so that its thread may wait for the save's end.
 
-        During the block this is refused: a signal handler on that thread would wait forever.
+        During the block that thread may not wait. Otherwise a signal handler on it would wait
+        forever for the end of the block, which it interrupts.
         """
-        _open_ones.discard(self)
+        _open_saves.discard(self)
         self._closed.set()
         self._opened_by = None
 
@@ -285,7 +291,7 @@ class DirectorySave(ExternalSave):
             SaveError, StillframeError: A file failed, or a step of the commit did.
             CancelledError: The save was cancelled.
         """
-        failure: BaseException | None = None  # of the first file that failed
+        failure: BaseException | None = None  # the error of the first file that failed
         for file in self._files:
             error = _error_of(file)
             if error is not None and failure is None:
@@ -295,9 +301,9 @@ class DirectorySave(ExternalSave):
         if failure is not None:
             raise failure
         assert self._folder is not None
-        nbytes = self._do(self._folder.sync())
+        nbytes = self._result_of(self._folder.sync())
         self._decide_to_commit()
-        self._do(self._folder.commit())
+        self._result_of(self._folder.commit())
         return nbytes
 
     def _report(self, nbytes: int) -> SaveReport:
@@ -327,16 +333,16 @@ class DirectorySave(ExternalSave):
         )
 
     def _will_hold(self, name: str) -> bool:
-        """Return whether the directory will have this file. Other code's files are found in the
-        temporary directory before the commit, and then in the directory itself."""
+        """Return whether the directory will have this file. Files that other code wrote are looked
+        up in the temporary directory before the commit, and then in the directory itself."""
         above = os.fsdecode(self._key) if self._is_committing() else self.directory
         return name in self.names or os.path.lexists(os.path.join(above, name))
 
     def _release(self) -> None:
         self._files, self._copies = [], []
 
-    def _do(self, answer: tuple[T, int, str, str]) -> T:
-        """Return the result of a step of the folder.
+    def _result_of(self, answer: tuple[T, int, str, str]) -> T:
+        """Return the result of a step that the core has carried out for the directory.
 
         Args:
             answer: What a method of `_core.Folder` returns: the result, a code (0 or negative), the
@@ -376,18 +382,18 @@ def _error_of(file: CoreSave) -> BaseException | None:
     return error
 
 
-# Directories whose block has not ended.
-_open_ones: weakref.WeakSet[DirectorySave] = weakref.WeakSet()
+# The saves whose block has not ended.
+_open_saves: weakref.WeakSet[DirectorySave] = weakref.WeakSet()
 
 
 def note_open(save: DirectorySave) -> None:
-    """Record that the block of a save has begun, for `give_up_open_directories`."""
-    _open_ones.add(save)
+    """Record that the block of a save has begun. At exit `give_up_open_directories` gives it up."""
+    _open_saves.add(save)
 
 
 def give_up_open_directories() -> None:
     """Give up the saves of directories whose block has not ended, because the interpreter exits."""
-    for save in list(_open_ones):
+    for save in list(_open_saves):
         save.give_up("the interpreter exited inside its block")
 
 
@@ -401,12 +407,12 @@ def will_hold(key: bytes) -> bool:
     for save in reversed(list(completion.in_flight.values())):
         if isinstance(save, DirectorySave) and key.startswith(save._key + b"/"):
             return save._will_hold(os.fsdecode(key[len(save._key) + 1 :]))
-    return os.path.lexists(key)  # the save has just ended
+    return os.path.lexists(key)  # the save has ended meanwhile
 
 
 def _forked() -> None:
     """Forget the parent's blocks in a forked child."""
-    _open_ones.clear()
+    _open_saves.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -6,8 +6,9 @@
     skeleton.build   makes the pickle and finds its storages; for safetensors flat.build does
     gate.defer       decides which storages are copied after the call
     lay_out          makes the header of safetensors, which depends on that decision
-    _core.Ticket     takes a slot, captures, and launches the save
-    gate.track       makes the next optimizer step wait for the deferred bytes
+    _core.Ticket     makes the ticket
+    save.launch      takes a slot, captures, and leaves the rest to the core's threads; with
+                     gate.track it makes the next optimizer step wait for the deferred bytes
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stillframe._base.birth import Birth
 from stillframe._base.calls import inside, no_collection
 from stillframe._save import completion, ordered
 from stillframe._save.core_save import CoreSave
-from stillframe._save.handle import SaveHandle, SkippedSave, follow_with, wait_for_end
+from stillframe._save.handle import SaveHandle, SkippedSave, set_mirror, wait_for_end
 from stillframe._save.options import (
     DEFAULT_BLOCK,
     DEFAULT_IN_FLIGHT,
@@ -33,7 +34,7 @@ from stillframe._save.options import (
     SaveOptions,
     Size,
     WhenBusy,
-    copiers,
+    nr_copiers,
 )
 from stillframe._tree import flat, skeleton
 from stillframe._tree.skeleton import Skeleton
@@ -44,7 +45,8 @@ log = logging.getLogger("stillframe")
 
 Path = str | os.PathLike[str]
 
-_WARM_UP_STEP = 1 << 30  # bytes that one call into the core takes; signals wait for its end
+# The bytes that `warm_up` takes with one call into the core. Signals are answered between calls.
+_WARM_UP_STEP = 1 << 30
 
 
 class Engine:
@@ -99,7 +101,7 @@ class Engine:
                 limits.writer_threads,
                 limits.max_in_flight,
                 limits.shared_memory,
-                copiers(),
+                nr_copiers(),
                 *caps,
             )
         except MemoryError:
@@ -110,7 +112,7 @@ class Engine:
         except OSError as error:
             if not shared_memory:
                 raise
-            raise OSError(error.errno, _no_shared_memory(error)) from None
+            raise OSError(error.errno, _shared_memory_problem(error)) from None
 
     def __enter__(self) -> Engine:
         return self
@@ -203,7 +205,7 @@ class Engine:
 
 
 def core_of(engine: Engine) -> _core.Engine:
-    """Return the core's engine, which can be used.
+    """Return the core's engine of an engine that can be used.
 
     Raises:
         ForkError: This process is a forked child of the one that made the engine.
@@ -239,7 +241,7 @@ def note_use(engine: Engine) -> None:
     engine._used = True
 
 
-def refuse_no_engine(engine: object) -> None:
+def require_engine(engine: object) -> None:
     """Refuse an object that is not an engine.
 
     Raises:
@@ -265,7 +267,7 @@ def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot
     otherwise.
 
     Args:
-        nested: The thread is inside another of our calls, so it must not wait for a slot.
+        nested: The thread is inside another of our calls, so this one must not wait for a slot.
         wait: Wait, whatever the engine's `when_busy` says.
 
     Raises:
@@ -278,12 +280,12 @@ def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot
     try:
         slot = _core.Slot(core, flags)
     except BusyError:
-        raise _busy(engine) from None
+        raise _busy_error(engine) from None
     engine._used = True
     return slot
 
 
-def usage(engine: Engine) -> str:
+def pool_usage(engine: Engine) -> str:
     """Return sentences that say what holds the pool's memory and what the user can do."""
     stats = engine._core.stats()
     by_saves, leased = stats["save_bytes"], stats["leased_bytes"]
@@ -297,8 +299,8 @@ def usage(engine: Engine) -> str:
     )
 
 
-def _no_shared_memory(error: OSError) -> str:
-    """Return the words for an error of an engine with `shared_memory=True`."""
+def _shared_memory_problem(error: OSError) -> str:
+    """Return the message for an error of an engine with `shared_memory=True`."""
     if error.errno == errno.EFBIG:
         return (
             "shared_memory=True: the pool would be a file longer than the process may have"
@@ -341,7 +343,9 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             else:
                 tree = skeleton.build(obj)
             deferral = gate.defer(tree, overlap=options.overlap)
-            members = tree.lay_out(by_lane=options.stream)  # None for torch's format
+            # A stream needs deferred tensors of one lane next to each other. The result is None for
+            # torch's format.
+            members = tree.lay_out(by_lane=options.stream)
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
         shown = options.shown or target.shown
@@ -365,7 +369,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             entered=entered,
             ordered=options.ordered,
         )
-        follow_with(save, options.mirror)
+        set_mirror(save, options.mirror)
         if options.before_launch is not None:
             options.before_launch(save)
         _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
@@ -374,11 +378,11 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         except BusyError:
             if engine._limits.when_busy == "skip":
                 return SkippedSave(shown)
-            raise _busy(engine) from None
+            raise _busy_error(engine) from None
         except PoolExhaustedError:
             raise PoolExhaustedError(
                 f"{shown} was not saved: the save needs memory of the pool that only"
-                f" snapshots could give back. {usage(engine)}"
+                f" snapshots could give back. {pool_usage(engine)}"
             ) from None
         engine._used = True
         _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
@@ -399,7 +403,7 @@ def _refuse_swapped(obj: object, path: object) -> None:
         )
 
 
-def _busy(engine: Engine) -> BusyError:
+def _busy_error(engine: Engine) -> BusyError:
     """Return the error for a save that finds no free slot."""
     most = engine._limits.max_in_flight
     names = ", ".join(save.path for save in list(completion.in_flight.values()))
@@ -410,7 +414,12 @@ def _busy(engine: Engine) -> BusyError:
 
 
 def _log_warm_up(now: int, before: int, wanted: int, seconds: float) -> None:
-    """Log how many bytes the pool holds `now`, and had `before` the warm-up `seconds` ago."""
+    """Log the progress of a warm-up that began `seconds` ago.
+
+    Args:
+        now, before: The bytes that the pool holds now, and held when the warm-up began.
+        wanted: The bytes that the user asked for.
+    """
     speed = f" ({(now - before) / 1e9 / seconds:.1f} GB/s)" if now > before and seconds else ""
     log.info(
         "stillframe: warm-up: the pool holds %s, %s were asked for%s",

@@ -1,11 +1,13 @@
 """The end of the process: saves in flight finish, and errors that nobody collected are printed.
 
+The *drain* (`_drain`) is the wait for these saves, for removes and for uploads.
+
 The process's exit status is not changed, because Python lets no exit handler change it. A program
 that ends with `stillframe.wait_all()` fails if a save failed.
 
 Children of multiprocessing (started by fork or forkserver) end by `os._exit` and run no exit
-handlers. But multiprocessing runs its own finalizers in every child, so the drain is also
-registered as a finalizer. A spawned child drains twice, and the second drain finds nothing to do.
+handlers. But multiprocessing runs its own finalizers in every child, so there the drain is
+registered as one of them. A spawned child drains twice, and the second drain finds nothing to do.
 The main process has only the exit handler.
 """
 
@@ -21,7 +23,7 @@ from multiprocessing import process, util
 from stillframe import _core
 from stillframe._base.trace import end_at_exit
 from stillframe._save import completion, uploads
-from stillframe._save.api import close_default, settle_all, under_way
+from stillframe._save.api import close_default, pending_sentence, settle_all
 from stillframe._save.directory import give_up_open_directories
 from stillframe._save.outcome import take_failures
 
@@ -30,7 +32,7 @@ log = logging.getLogger("stillframe")
 # The priority of the finalizer; higher ones run first. The drain runs before the finalizers of
 # multiprocessing's queues (10) and pools (15), which callbacks of the last saves may still use.
 _PRIORITY = 100
-_QUIET_S = 1.0  # a shorter wait is not announced
+_QUIET_S = 1.0  # nothing is printed about a shorter wait
 _GIVEN_UP_S = 5.0  # the wait for cancelled saves: enough, if the file system answers
 
 
@@ -56,7 +58,7 @@ def _wait_for_log() -> None:
 
 
 def _warn_once() -> None:
-    """Print what a second Ctrl-C would do, after the first one."""
+    """Print after the first Ctrl-C what a second one will do."""
     if _core.log_pending() or uploads.left() is None:
         _print_line("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
     else:
@@ -64,14 +66,14 @@ def _warn_once() -> None:
 
 
 def _give_up() -> bool:
-    """Cancel all saves and uploads. Return False if a save does not end nevertheless."""
+    """Cancel all saves and uploads. Return False if a save does not end in time."""
     for handle in list(completion.in_flight.values()):
         handle.cancel()
     uploads.give_up()
     _print_line("stillframe: given up")
     if _core.log_drain(_GIVEN_UP_S):
         return True
-    _print_line(f"stillframe: left as it is: {_core.log_unanswered() or under_way()}")
+    _print_line(f"stillframe: left as it is: {_core.log_unanswered() or pending_sentence()}")
     return False
 
 
@@ -84,7 +86,7 @@ def _drain(*, threads_go_on: bool = False) -> None:
     Args:
         threads_go_on: The program's threads run on after the drain, and may save.
     """
-    interrupts = 1 if _interrupted() else 0  # the Ctrl-C that ended the program counts
+    interrupts = 1 if _interrupted() else 0  # the Ctrl-C that ended the program is the first one
     # These run even if the rest is given up. The trace ends after the saves, so that it shows them.
     last: list[Callable[[], object]] = [end_at_exit, settle_all, _say_what_failed]
     steps: list[Callable[[], object]] = [
@@ -107,8 +109,8 @@ def _drain(*, threads_go_on: bool = False) -> None:
 
     def give_up() -> None:
         if not _give_up():
-            # Skip the steps after this one: to close the engine would wait for the save, and to
-            # stop a thread too.
+            # Skip the steps after this one. The close of the engine and the stops of the threads
+            # would wait for the save.
             steps[1:] = last
 
     while steps:  # a step is removed when it is done, so an interrupted one runs again
@@ -137,16 +139,16 @@ def _drain_child() -> None:
     _drain(threads_go_on=True)
 
 
-def _finish_child(_: object = None) -> None:
+def _drain_at_end_of_child(_: object = None) -> None:
     """Have this child of multiprocessing drain when its target has returned or raised."""
     util.Finalize(None, _drain_child, exitpriority=_PRIORITY)
 
 
-def _finish_inner_child() -> None:
+def _drain_at_end_if_child() -> None:
     """Have this process drain if it is a child of multiprocessing, or such a child forked it with
     os.fork: both may end by `os._exit`."""
     if process.parent_process() is not None:
-        _finish_child()
+        _drain_at_end_of_child()
 
 
 def _say_what_failed() -> None:
@@ -164,6 +166,7 @@ def _print_line(sentence: str) -> None:
 def install() -> None:
     """Register the drain; called once, when the package is imported."""
     atexit.register(_drain)
-    util.register_after_fork(_drain_child, _finish_child)  # runs in each child of multiprocessing
-    _finish_inner_child()  # if such a child is the first process to import the package
-    os.register_at_fork(after_in_child=_finish_inner_child)
+    # multiprocessing calls the function at the start of each child.
+    util.register_after_fork(_drain_child, _drain_at_end_of_child)
+    _drain_at_end_if_child()  # such a child may be the first process to import the package
+    os.register_at_fork(after_in_child=_drain_at_end_if_child)

@@ -1,7 +1,7 @@
 """Implements `ExternalSave`: a save that the core does not write as one file.
 
-It ends as external work in the order of the log (`ordered.py`). Its subclasses know how the bytes
-are written. Another CheckpointIO, or all ranks together, write a snapshot (`_snapshot/save.py`). A
+It ends as external work in the order of the log (`ordered.py`). Each subclass writes the bytes in
+another way. Another CheckpointIO, or all ranks together, write a snapshot (`_snapshot/save.py`). A
 thread sends the bytes to a store (`remote.py`). Each file of a directory is written by a save of
 its own (`directory.py`).
 
@@ -32,7 +32,7 @@ class ExternalSave(SaveHandle):
     Args:
         path: The path to show.
         given: The path as given, for `on_durable`.
-        entered: `time.perf_counter()` at the call's entry.
+        entered: `time.perf_counter()` at the entry of the user's call.
         slot: The save's slot, which is given back at the end; None if the save takes no slot.
         known_as: The name for the save in the log message about an error that nobody collected.
 
@@ -58,9 +58,9 @@ class ExternalSave(SaveHandle):
         self._slot = slot
         self._entered = entered
         self._waited_s = 0.0  # how long the call waited for a slot
-        self._call = Interval(entered)
-        self._over = Event()
-        self._not_started = [True]  # `may_start` takes the element, in one atomic operation
+        self._call = Interval(entered)  # until the call returns
+        self._over = Event()  # the save has ended
+        self._unclaimed = [True]  # `claim_end` takes the element, in one atomic operation
         self._decisions: list[str] = []  # _CANCELLED and _COMMITTED; the first one counts
 
     # ---- for users ----
@@ -75,7 +75,8 @@ class ExternalSave(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def _has_ended(self) -> bool:
-        # The slot is over when it is given back or its engine is closed.
+        # The end includes the slot, so that a new save finds it free. The slot is over when it is
+        # given back or its engine is closed.
         return self._outcome.settled and (self._slot is None or self._slot.is_over())
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
@@ -103,44 +104,44 @@ class ExternalSave(SaveHandle):
     def submit(self, key: bytes, kind: int, work: Callable[[], bool]) -> None:
         """Put the save into the log, with its external work.
 
-        If this raises, the save was not made and nobody calls `work`. Only after Ctrl-C just after
-        the launch does the save go on.
+        If this raises, the save was not made and nobody calls `work`. There is one exception: after
+        a Ctrl-C that comes just after the launch, the save goes on.
 
         Args:
-            key: The name in the log, see `paths.key`.
+            key: The path's name in the log, see `paths.key`.
             kind: See `ordered.submit`.
             work: Called when the save's entry is at the head of the log. It has to call `end`, and
                 to return whether the save succeeded.
         """
         try:
             self.begin()
-            ordered.submit(key, kind, lambda after_good: self.may_start() and work())
-            self.launched()
+            ordered.submit(key, kind, lambda after_good: self.claim_end() and work())
+            self.record_launch()
         except BaseException:
-            if self.may_start():
-                self.was_not_launched()
+            if self.claim_end():
+                self.undo_begin()
             raise
 
-    def may_start(self) -> bool:
-        """Return True to the first caller only, who then has to end the save. The caller is either
-        the thread that does the external work, or code that gives the save up before."""
+    def claim_end(self) -> bool:
+        """Claim the right and the duty to end the save. Return True to the first caller only: the
+        thread that does the external work, or code that gives the save up before."""
         try:
-            return self._not_started.pop()
+            return self._unclaimed.pop()
         except IndexError:
             return False
 
     def begin(self) -> None:
-        """Keep the save alive from now until its end, and begin its mirror's upload."""
+        """Keep the save alive from now until its end, and begin its upload to a mirror."""
         if self._mirror is not None:
             self._mirror.begin()
         completion.in_flight[self._number] = self
 
-    def launched(self) -> None:
+    def record_launch(self) -> None:
         """Record that the save now ends by itself, whatever becomes of the call."""
         if self._slot is not None:
             self._slot.launched()
 
-    def was_not_launched(self) -> None:
+    def undo_begin(self) -> None:
         """Undo `begin`: the save was not made."""
         self._end_mirror(False)
         self._give_back_slot()

@@ -3,7 +3,8 @@
 Two subclasses know what a save is doing. `CoreSave` (`core_save.py`) asks its ticket in the core.
 `ExternalSave` (`external.py`) is for bytes that other code writes: another CheckpointIO, the ranks
 of a distributed checkpoint, a store's client, or the saves of a directory's files. Every handle has
-an `Outcome`, which records how the save ended and whether somebody has seen its error.
+an `Outcome`, which records how the save ended and whether somebody has *collected*, that is seen,
+its error.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class SaveHandle:
         *,
         known_as: str = "a save",
     ) -> None:
-        uploads.drop_held(path)  # a remove that still waits there would delete the new file
+        uploads.drop_postponed(path)  # a postponed remove of the path would delete the new file
         self._path = path
-        self._mirror: MirrorUpload | None = None
+        self._mirror: MirrorUpload | None = None  # the upload that follows the save
         self._birth = Birth(f"the save of {path}")
         self._outcome = Outcome(given, on_durable, known_as)
 
@@ -165,7 +166,7 @@ class SaveHandle:
 
         `torch.distributed.checkpoint.async_save` uses the same name.
         """
-        return self._outcome.staging(self, self._is_staged)
+        return self._outcome.staging_future(self, self._is_staged)
 
     @property
     def upload_completion(self) -> Future[SaveReport | MaybeNone]:
@@ -173,7 +174,7 @@ class SaveHandle:
 
         `torch.distributed.checkpoint.async_save` uses the same name.
         """
-        return self._outcome.upload(self)
+        return self._outcome.upload_future(self)
 
     # ---- for subclasses to override ----
 
@@ -188,7 +189,8 @@ class SaveHandle:
         self._outcome.notify()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
-        """Wait until the save is staged. Return False if it has failed, or is about to fail."""
+        """Wait until the save is staged. Return False if it has failed or is about to fail: the
+        error is known at its end."""
         return self._outcome.error is None
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
@@ -198,12 +200,13 @@ class SaveHandle:
     # ---- inside ----
 
     def _end_mirror(self, good: bool) -> None:
-        """Tell the mirror whether the save succeeded, before anybody else learns of its end."""
+        """Tell the upload to the mirror that the save has ended, and whether it succeeded. Call
+        this before anybody else learns of the end."""
         if self._mirror is not None:
             self._mirror.end(good)
 
     def _raise(self) -> None:
-        """Raise the error of a save that has ended, if there is one."""
+        """Raise the error of a save that has ended, if there is one; it is then collected."""
         self._outcome.collect()
         if self._outcome.error is not None:
             raise self._outcome.error
@@ -268,8 +271,8 @@ class SkippedSave(SaveHandle):
 # ---- for the rest of the package ----
 
 
-def follow_with(handle: SaveHandle, mirror: MirrorUpload | None) -> None:
-    """Have an upload to a mirror follow a save that has not begun. None means no upload."""
+def set_mirror(handle: SaveHandle, mirror: MirrorUpload | None) -> None:
+    """Set the upload to a mirror that follows a save, before the save begins; None for none."""
     handle._mirror = mirror
 
 

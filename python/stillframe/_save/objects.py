@@ -42,10 +42,12 @@ class _Sending:
     """The sending of one object: its upload, and the thread that runs `upload.run`.
 
     Args:
-        before_end: Waits until the object may become visible; raises if it must not.
+        before_end: Called when all bytes are sent. It waits until the object may become visible,
+            and raises if it must not.
 
     Attributes:
-        ready: Set when all bytes are sent and the save of the bytes is good, or after a failure.
+        ready: Set when all bytes are sent and the copy is found to be consistent, or after a
+            failure.
         finished: Set when the object is visible in the store, or after a failure.
         error: The failure; None if there is none.
     """
@@ -59,13 +61,14 @@ class _Sending:
 
     def _run(self) -> None:
         try:
-            self.upload.run(self._wait)
+            self.upload.run(self._wait_to_appear)
         except BaseException as error:
-            self.error = self.upload.failure(error.with_traceback(None))
+            self.error = self.upload.fail(error.with_traceback(None))
         self.ready.set()
         self.finished.set()
 
-    def _wait(self) -> None:
+    def _wait_to_appear(self) -> None:
+        """Report that all bytes are sent, and wait until the object may become visible."""
         self.ready.set()
         self._before_end()
 
@@ -101,7 +104,8 @@ class ObjectsSave(DirectorySave):
     # ---- for the block ----
 
     def open(self) -> None:
-        """Make the local directory for the files that others write."""
+        """Make the local directory for the files that others write, and ask the store whether an
+        older checkpoint is replaced."""
         self._replaces = self._store.exists(self._key_of(MARKER))
         self.directory = tempfile.mkdtemp(prefix="stillframe-")
         note_open(self)
@@ -174,14 +178,15 @@ class ObjectsSave(DirectorySave):
                 self._send_files()
             listed = [each.key for each in self._store.list(self._prefix)]
             self._store.delete(key for key in listed if key not in self._sizes)
-            start = len(self._key_of(""))
+            start = len(self._key_of(""))  # the marker has the names without the prefix
             files = {key[start:]: nbytes for key, nbytes in sorted(self._sizes.items())}
             put_marker(self._store, self._key_of(MARKER), files)
         self._is_complete = True
         return sum(self._sizes.values())
 
     def _raise_failure(self) -> None:
-        """Raise the error of the first object that has failed."""
+        """Raise CancelledError if the save was cancelled, or else the error of the first object
+        that has failed."""
         self._refuse_cancelled()
         for each in self._sending:
             if each.error is not None:
@@ -228,7 +233,7 @@ class ObjectsSave(DirectorySave):
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
-def objects_save(
+def new_objects_save(
     url: Any, storage_options: StorageOptions, on_durable: OnDurable | None, *, entered: float
 ) -> ObjectsSave:
     """Return the save of a checkpoint at a URL; nothing is sent yet.

@@ -15,14 +15,14 @@ from stillframe._save.report import SaveReport
 
 WhenBusy = Literal["wait", "skip", "raise"]
 Format = Literal["torch", "safetensors"]
-OnDurable = Callable[[Any, SaveReport], object]
+OnDurable = Callable[[Any, SaveReport], object]  # gets the path as the user gave it, and the report
 Size = int | str
 
-DEFAULT_BLOCK = 16 << 20
-DEFAULT_IN_FLIGHT = 2
-_DEFAULT_WRITERS = 2
-_POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
-_PAGE = 4096
+DEFAULT_BLOCK = 16 << 20  # bytes
+DEFAULT_IN_FLIGHT = 2  # saves
+_DEFAULT_WRITERS = 2  # threads
+_POOL_VARIABLE = "STILLFRAME_POOL_BYTES"  # the environment variable with the pool's cap
+_PAGE = 4096  # bytes; a block is a multiple of it
 
 # The largest values of options. A larger value is a mistake, and would overflow in the core.
 _MOST_BLOCKS = 1 << 28
@@ -116,14 +116,14 @@ class Limits:
         return cls(
             pool,
             block,
-            _count(writers, "writer_threads", _MOST_WRITERS),
-            _count(max_in_flight, "max_in_flight", _MOST_IN_FLIGHT),
+            _checked_count(writers, "writer_threads", _MOST_WRITERS),
+            _checked_count(max_in_flight, "max_in_flight", _MOST_IN_FLIGHT),
             when_busy,
             shared_memory,
         )
 
 
-def copiers() -> int:
+def nr_copiers() -> int:
     """Return how many threads may help with a large copy: one for each core except the caller's.
 
     The ranks of a machine share its cores; torchrun sets their number in LOCAL_WORLD_SIZE.
@@ -133,14 +133,14 @@ def copiers() -> int:
     return max(0, min(cpus.count() // ranks - 1, _MOST_COPIERS))
 
 
-def _count(value: object, name: str, most: int) -> int:
+def _checked_count(value: object, name: str, most: int) -> int:
     """Return a whole number from 1 to `most`, or raise TypeError or ValueError."""
     return sizes.bounded(sizes.whole_number(value, name), name, 1, most)
 
 
 def _pool_bytes(given: Size | None) -> tuple[int, str]:
-    """Return the cap, and the name of the argument or variable that gave it, for messages. The cap
-    is 0 if nobody gave one."""
+    """Return the pool's cap in bytes, and for messages the name of the argument or variable that
+    gave it. The cap is 0 if nobody gave one."""
     if given is not None:
         return sizes.parse(given, "pool_bytes"), "pool_bytes"
     text = os.environ.get(_POOL_VARIABLE, "").strip()
@@ -168,8 +168,8 @@ class SaveOptions:
         metadata: For safetensors, the strings that the header holds besides the tensors.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
         stream: The bytes are sent to a store (`remote.py`); there is no file.
-        shown: The path in messages and the report; None for the given one.
-        before_launch: Called with the handle before the save is launched.
+        shown: The path in messages and the report; None for the path as the user gave it.
+        before_launch: Called with the save's handle before the launch; None calls nothing.
         mirror: The upload to a mirror that follows the save; None if there is none.
     """
 
@@ -234,7 +234,7 @@ class SaveOptions:
 
         Args:
             nested: The thread is inside another of our calls; see `calls.py`.
-            when_busy: The engine's.
+            when_busy: The engine's option of this name.
         """
         return (
             (_core.SAVE_DURABLE if self.durable else 0)

@@ -39,7 +39,7 @@ class _Worker:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread: SingleThread | None = None
-        self._doing: int | None = None  # the thread that does the work at the head of the log
+        self._doing: int | None = None  # the id of the thread that is doing external work
         # Work that has not begun, by the number of its entry.
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
 
@@ -99,7 +99,7 @@ class _Worker:
         number, after_good = found
         waiting = self._waiting.pop(number, None)
         if waiting is None:
-            return True  # `submit` was interrupted or `end` was called, and ends the entry
+            return True  # the entry is ended by an interrupted `submit`, or by a call of `end`
         entry, function = waiting
         good = False
         self._doing = threading.get_ident()
@@ -134,7 +134,8 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
 
 
 def end(entry: _core.LogWork, good: bool) -> None:
-    """End an entry before its function has returned. A function that has not begun never runs.
+    """End an entry, even before its function has returned. If the function has not begun, it never
+    runs.
 
     Args:
         good: The work succeeded.
@@ -157,7 +158,8 @@ class LogEntry:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._at_head, self._over = Event(), Event()
-        self._before = _core.LogLoad(key)  # waits for the entries of the name that exist now
+        # A load of the log waits for the entries of its name that exist now. Nothing is read.
+        self._before = _core.LogLoad(key)
         self._entry: _core.LogWork | None = None
 
     def submit(self) -> None:
@@ -176,7 +178,7 @@ class LogEntry:
 
     def wait_to_write(self) -> None:
         """Wait until everything of this name that was submitted before has ended."""
-        with contextlib.suppress(OSError):  # the file need not exist
+        with contextlib.suppress(OSError):  # the file need not exist: only the wait matters
             self._before.open()
             self._before.close()
 
@@ -251,7 +253,7 @@ def wait_for_key(key: bytes) -> None:
     that ends in a slash stands for everything below it."""
     refuse_inside()
     with contextlib.suppress(OSError):  # the name need not exist, nor be local
-        _core.LogLoad(key).open()  # waits, and would then open a local file
+        _core.LogLoad(key).open()  # only for the wait; a file that it opens is closed at once
 
 
 Path = str | os.PathLike[str]
@@ -312,7 +314,7 @@ def _open(key: bytes, path: Path) -> _core.LogLoad:
     except OSError as error:
         text, words = os.fspath(path), error.strerror
         if error.errno == errno.ENOENT:
-            words = f"{words}{paths.hint(text)}"
+            words = f"{words}{paths.tilde_hint(text)}"
         raise type(error)(error.errno, words, text) from None
     return load
 

@@ -51,7 +51,7 @@ class Failure:
             _failures.remove(self)
         self.collected = True
 
-    def dropped(self, what: str) -> None:
+    def log_if_uncollected(self, what: str) -> None:
         """Log the error, because nobody can ask for it any more, unless it was collected or the
         exit will print it. `what` names the save."""
         if not (self.collected or self.logged or completion.completion.draining):
@@ -73,10 +73,10 @@ def take_failures(*, first_only: bool) -> list[Failure]:
     return taken
 
 
-class CallingLater(Future[Any]):
-    """A future whose callbacks run on the callback thread, as a handle's do.
+class CallbackThreadFuture(Future[Any]):
+    """A future whose callbacks run on the callback thread, as the callbacks of a handle do.
 
-    The thread that resolves the future must not be delayed, because it has other saves to end.
+    They must not delay the thread that resolves the future, because it has other saves to end.
     """
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
@@ -86,13 +86,14 @@ class CallingLater(Future[Any]):
             super().add_done_callback(functools.partial(_call_later, fn))
 
 
-class SaveFuture(CallingLater):
+class SaveFuture(CallbackThreadFuture):
     """A future of a handle. A call for its result collects the save's error.
 
     The future keeps its handle alive; the handle has only a weak reference to the future.
 
     Args:
-        upload: The future is done when the save is durable, otherwise when the save is staged.
+        upload: True for the future that is done when the save is durable, False for the one that
+            is done when the save is staged.
     """
 
     def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
@@ -124,7 +125,7 @@ class SaveFuture(CallingLater):
 
 class _Futures:
     """Weak references to a handle's futures for one event: its staging, or its upload. A future
-    lives as long as somebody holds it."""
+    lives as long as its user keeps it."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[SaveFuture]] = []
@@ -168,7 +169,7 @@ class Outcome:
         known_as: The name for the save in the log message about an error that nobody collected.
 
     Attributes:
-        cancellable: Users can cancel the futures, which does not cancel the save.
+        cancellable: Users can cancel the futures. That does not cancel the save.
     """
 
     cancellable = True
@@ -182,15 +183,16 @@ class Outcome:
         self._copy_errors: list[BaseException | None] = []
         self._notified = False
         self._on_durable = [] if on_durable is None else [on_durable]
-        self._wakers: list[Callable[[], object]] = []  # see `wake_at_end`
-        self._callbacks: list[Callable[[], object]] = []  # see `call_at_end`
+        # Functions to call at the end, on the settling thread and on the callback thread.
+        self._wakers: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._staging, self._upload = _Futures(), _Futures()
 
     def __del__(self) -> None:
-        # With a default, because an exception may have come in the middle of `__init__`.
+        # There may be no `_failure`, if an exception came in the middle of `__init__`.
         failure = getattr(self, "_failure", None)
         if failure is not None:
-            failure.dropped(self._known_as)
+            failure.log_if_uncollected(self._known_as)
 
     @property
     def settled(self) -> bool:
@@ -239,8 +241,8 @@ class Outcome:
             self._failures.append(Failure(error))
             for other in self._failures[1:]:  # two threads settled at once: only the first counts
                 other.collect()
-            if completion.completion.is_over:  # the exit has printed failures and prints no more
-                self._failures[0].dropped("a save")
+            if completion.completion.is_over:  # the exit no longer prints errors, so log it now
+                self._failures[0].log_if_uncollected("a save")
         end = _End(report, error, report if value is None else value)
         self._ends.append(end)
         if report is not None and self._ends[0] is end:
@@ -302,30 +304,30 @@ class Outcome:
         with contextlib.suppress(ValueError):  # the function was called already
             self._wakers.remove(function)
 
-    def staging(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:
+    def staging_future(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:
         """Return the future of staging: the same one as long as somebody holds it."""
         for future in self._staging.alive():
             return future
-        future = self._staging.add(self._future(handle, upload=False))
+        future = self._staging.add(self._new_future(handle, upload=False))
         if self._copy_errors:
             _resolve(future, self._copy_errors[0], None)
         elif self.settled or is_staged():
             _resolve(future, self.error, None)
         return future
 
-    def upload(self, handle: object) -> SaveFuture:
+    def upload_future(self, handle: object) -> SaveFuture:
         """Return the future of the report: the same one as long as somebody holds it."""
         for future in self._upload.alive():
             return future
-        future = self._upload.add(self._future(handle, upload=True))
+        future = self._upload.add(self._new_future(handle, upload=True))
         if self.settled:
             _resolve(future, self.error, self._end.value)
         return future
 
-    def _future(self, handle: object, *, upload: bool) -> SaveFuture:
+    def _new_future(self, handle: object, *, upload: bool) -> SaveFuture:
         future = SaveFuture(handle, self, upload)
         if not self.cancellable:
-            future.set_running_or_notify_cancel()  # a running future refuses `cancel`
+            future.set_running_or_notify_cancel()  # marks it as running, so `cancel` is refused
         return future
 
     def take_unseen(self) -> BaseException | None:

@@ -1,7 +1,7 @@
 """Files made of parts, which the core's threads write from memory that must not change meanwhile.
 
     parts = Parts()
-    offsets = parts.append([row_of(tensor), b"bytes", ...])    adds torch.save archives, or bytes
+    offsets = parts.append([row_of(tensor), b"bytes", ...])    adds archives of tensors, or bytes
     handle = submit_parts(engine, parts, path, owners=[...])   starts a save outside the log
 
 The call copies nothing. Long parts are written from the memory where they are, and short parts go
@@ -30,7 +30,8 @@ from stillframe._tree.skeleton import Skeleton
 from stillframe._watch import gate
 
 Parts = _core.Parts
-# A tensor: torch's storage class, the number of elements, shape, strides, address and bytes.
+# A tensor: the name of torch's storage class, the number of elements, the shape, the strides, the
+# address, and the length in bytes.
 Row = tuple[str, int, tuple[int, ...], tuple[int, ...], int, int]
 
 # The name of torch's storage class for each dtype, except the quantized ones (Q...).
@@ -72,7 +73,7 @@ def is_dense(tensor: Tensor) -> bool:
     order of the dimensions."""
     if tensor.is_contiguous():
         return True
-    reach = 1
+    reach = 1  # how many elements the dimensions so far fill
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1 and stride != reach:
             return False
@@ -81,11 +82,11 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class PartsSave(CoreSave):
-    """A save that reads its sources until it has ended. So the sources are dropped in `_settle`,
-    and not after the copies as those of a `CoreSave` are."""
+    """A save that reads its sources until it has ended. So it drops the sources in `_settle`, and
+    not in `_end_call` or `after_copy` as other saves do."""
 
-    def _go_on(self) -> None:
-        self._verdict.launched(self)
+    def _end_call(self) -> None:
+        self._verdict.make_steps_wait(self)
 
     def after_copy(self) -> None:
         pass

@@ -42,7 +42,7 @@ from stillframe.errors import BusyError, SaveError, StillframeError
 StorageOptions = Mapping[str, Any] | None
 
 _PAUSE_S = 0.02  # the longest wait for a block while earlier blocks of its part are kept
-_SLICE_S = 1.0  # the longest wait for a block otherwise; then the thread looks for a `give_up`
+_SLICE_S = 1.0  # the longest wait for any other block, before the next check for `give_up`
 _POLL_S = 0.005  # between two checks of how much the store has acknowledged
 
 
@@ -93,11 +93,11 @@ class Upload:
             BaseException: What `before_end` or the client raises. The old object is untouched.
         """
         nbytes = self.nbytes
-        self._store.put(self.key, self._pieces(part_bytes(nbytes), before_end), nbytes)
+        self._store.put(self.key, self._file_bytes(part_bytes(nbytes), before_end), nbytes)
 
-    def failure(self, error: BaseException) -> BaseException:
-        """Give up, and return the error to report: that of `file` if it failed, or else the
-        store's as a SaveError.
+    def fail(self, error: BaseException) -> BaseException:
+        """Give up, and return the error to report: the error of `file` if that save failed, or
+        else the error of the store as a SaveError.
 
         Args:
             error: What `run` has raised.
@@ -105,7 +105,7 @@ class Upload:
         self.give_up()
         own: BaseException | None = None
         if self.file is not None:
-            with contextlib.suppress(CancelledError):  # it had not failed: `give_up` cancelled it
+            with contextlib.suppress(CancelledError):  # `file` had not failed before `give_up`
                 own = self.file.exception()
         if own is not None:
             return own
@@ -114,7 +114,7 @@ class Upload:
             return SaveError(code, error.strerror or str(error), self._shown, "upload")
         return error
 
-    def _pieces(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
+    def _file_bytes(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
         """Yield the bytes of the file.
 
         A client holds bytes, and so their blocks, until it has a whole part. So blocks are
@@ -126,18 +126,18 @@ class Upload:
             before_end: See `run`; called before the generator ends.
         """
         kept: list[_Bytes] = []
-        nbytes = 0  # in `kept`
+        nbytes = 0  # the number of bytes in `kept`
         try:
             while True:
-                piece = self._next(_PAUSE_S if kept else _SLICE_S)
-                if piece is None:
+                block = self._next_block(_PAUSE_S if kept else _SLICE_S)
+                if block is None:
                     kept = [each.copied() for each in kept]
                     continue
-                if not len(piece):
+                if not len(block):
                     break
-                kept.append(_Bytes(piece, 0, len(piece)))
-                nbytes += len(piece)
-                del piece
+                kept.append(_Bytes(block, 0, len(block)))
+                nbytes += len(block)
+                del block
                 while nbytes >= part:
                     yield from _take(kept, part)
                     nbytes -= part
@@ -151,7 +151,7 @@ class Upload:
             # The save ends only when all blocks are released. After an exception, the traceback
             # keeps this frame and its variables alive.
             kept.clear()
-            piece = None
+            block = None
 
     def _wait_until_good(self) -> None:
         """Wait until every block is released and the save is staged. Until then the save can be
@@ -161,17 +161,17 @@ class Upload:
 
         Raises:
             StillframeError: The save of the bytes failed.
-            CancelledError: See `_next`.
+            CancelledError: See `_next_block`.
         """
         assert self.file is not None
         while True:
-            self._next(0.0)  # only for its exceptions: all blocks have been handed out
+            self._next_block(0.0)  # only for its exceptions: all blocks have been handed out
             sent, nbytes = self.file.progress()
             if sent >= nbytes and self.file._is_staged():
                 return
             time.sleep(_POLL_S)
 
-    def _next(self, timeout: float) -> _core.Piece | None:
+    def _next_block(self, timeout: float) -> _core.Piece | None:
         """Return the next block of the save, an empty one after the last, or None after `timeout`
         seconds.
 
@@ -241,6 +241,7 @@ class RemoteSave(ExternalSave):
         self._store = store
         self._key = key
         self._upload = Upload(store, object_key, url)
+        # None before `launch`, and if the call raises.
         self._entry: ordered.LogEntry | None = None
         self._launched = Event()  # the save has its entry in the log, or was given up
         self._thread: threading.Thread | None = None
@@ -280,10 +281,10 @@ class RemoteSave(ExternalSave):
     # ---- for `save_to_store` ----
 
     def start(self, file: CoreSave) -> None:
-        """Start the thread that sends.
+        """Start the thread that sends the bytes that `file` stages.
 
-        Call it before the save of the bytes, `file`, is launched: the capture may wait for memory
-        that is released only when bytes are sent.
+        Call it before the launch of `file`: the capture may wait for memory that is released only
+        when bytes are sent.
 
         Raises:
             StillframeError: The interpreter is exiting.
@@ -305,12 +306,12 @@ class RemoteSave(ExternalSave):
         """Append the save to the log, after everything that was submitted before."""
         self._entry = ordered.LogEntry(self._key)
         self._entry.submit()
-        self.launched()
+        self.record_launch()
         self._launched.set()
         file = self._upload.file
         assert file is not None
         # Future's own method runs `_forward_staging` on the thread that resolves the future. The
-        # override in `CallingLater` would use the callback thread, which callbacks may delay.
+        # override in `CallbackThreadFuture` would wait for the callbacks of users.
         Future.add_done_callback(file.staging_completion, self._forward_staging)
 
     def give_up(self) -> None:
@@ -319,10 +320,10 @@ class RemoteSave(ExternalSave):
         self._upload.abandon()
         self._launched.set()
         if self._thread is None or self._thread.ident is None:  # no thread will end the save
-            self.was_not_launched()
+            self.undo_begin()
 
     def _forward_staging(self, copy: Future[None]) -> None:
-        """Resolve this handle's staging future as that of the save of the bytes."""
+        """Resolve this handle's staging future as `copy`, the staging future of `file`."""
         if not self._outcome.settled:
             # Future's own method, because `copy.exception()` would count the error as collected.
             error = CancelledError() if copy.cancelled() else Future.exception(copy)
@@ -337,7 +338,7 @@ class RemoteSave(ExternalSave):
             self._upload.run(self._wait_to_become_visible)
             report = self._report()
         except BaseException as error:  # whatever it is, the save must end
-            failure = self._failure(error.with_traceback(None))
+            failure = self._fail(error.with_traceback(None))
         self._launched.wait()
         self.error_is_known = self._entry is None  # no entry: the call itself raised the error
         self.end(report, failure, entry=self._entry)
@@ -363,14 +364,15 @@ class RemoteSave(ExternalSave):
             path=self._path,
             blocked_s=self._call.seconds,
             backpressure_s=self._waited_s + report.backpressure_s,
-            # The times of `report` count from the entry of the inner call.
+            # The times of `report` count from the call of `submit`, later than the user's call.
             staged_after_s=file.entered - self._entered + report.staged_after_s,
             durable_after_s=time.perf_counter() - self._entered,
             io_mode=self._store.client,
         )
 
-    def _failure(self, error: BaseException) -> BaseException:
-        failure = self._upload.failure(error)
+    def _fail(self, error: BaseException) -> BaseException:
+        """Give up after `error`, and return the error to report."""
+        failure = self._upload.fail(error)
         if self._is_cancelled():
             return CancelledError(f"the save of {self._path} was cancelled")
         return failure
@@ -469,7 +471,7 @@ def remove_object(url: Any, storage_options: StorageOptions) -> None:
     ordered.submit_remove(urls.shown(url), urls.key(url), delete)
 
 
-def will_be_there(url: Any, storage_options: StorageOptions) -> bool:
+def will_exist(url: Any, storage_options: StorageOptions) -> bool:
     """Return whether an object, or a checkpoint of several objects, will exist when all saves and
     removes submitted so far have ended: see `stillframe.exists`."""
     store, object_key = open_store(url, storage_options)

@@ -11,7 +11,7 @@ from stillframe._base import sizes
 
 IoMode = Literal["direct", "buffered", "obstore", "fsspec", "wrapped"]
 
-# (bytes, seconds from the call to the durable file) of the process's last saves.
+# The process's last saves, for estimates: bytes, and seconds from the call to the durable file.
 measured: deque[tuple[int, float]] = deque(maxlen=8)
 
 

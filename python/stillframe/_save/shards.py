@@ -26,7 +26,7 @@ class Shards:
     Attributes:
         files: The tensors of each file, by its name.
         index_name: The name of the index; "" if there is only one file, which needs no index.
-        index: The contents of the index.
+        index: The contents of the index, which is JSON.
     """
 
     files: dict[str, dict[str, Tensor]]

@@ -1,7 +1,7 @@
 """Uploads to a mirror (`_remote/mirror.py`): what saves, removes, waits and the exit need of them.
 
-This module also holds the removes that wait for an upload. They are not in the log yet, because
-later saves would have to wait for them there.
+A remove of a file that is still to be uploaded is *postponed*: it is kept here and not in the log,
+because later saves would have to wait for it there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from stillframe._remote.mirror import MirrorUpload
 
 log = logging.getLogger("stillframe")
 
-_URL = "'s3://bucket/run/'"
+_URL = "'s3://bucket/run/'"  # an example for messages
 
-# The removes that wait for an upload: for each name in the log, a function that submits the remove.
-_held: dict[bytes, Callable[[], object]] = {}
+# The postponed removes: for each name in the log, a function that submits the remove.
+_postponed: dict[bytes, Callable[[], object]] = {}
 
 
 def upload_of(
@@ -34,10 +34,10 @@ def upload_of(
     follow_link: bool = True,
     create_parents: bool = False,
 ) -> MirrorUpload | None:
-    """Return the upload that is to follow a save; None without a mirror.
+    """Return the upload that is to follow a save; None if `mirror` is None.
 
     Args:
-        durable, create_parents: See `MirrorUpload`.
+        durable, create_parents: As for the save.
         follow_link: The save replaces the file that a link at the path names, not the link.
 
     Raises:
@@ -64,7 +64,8 @@ def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: ob
     """Upload what earlier processes have left in the directories of these checkpoints.
 
     Args:
-        mirror: As for `upload_of`; without one nothing is done.
+        mirror: See `upload_of`; None does nothing.
+        paths: The checkpoints; URLs are skipped.
     """
     for path in paths:
         if not urls.is_remote(path):
@@ -76,26 +77,27 @@ def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: ob
 # ---- removes ----
 
 
-def hold(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool:
+def postpone(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool:
     """Have `submit()` called when nothing of this name is left to be uploaded.
 
     Return False if the caller should submit now: nothing is left, or `wait` is False.
 
     Args:
         key: The path's name in the log.
+        submit: Submits the remove of the path.
     """
-    _held.pop(key, None)
+    _postponed.pop(key, None)
     if not wait or not mirrors.uploader.is_used() or not mirrors.uploader.has(os.fsdecode(key)):
         return False
     log.info("stillframe: %s is removed when it is uploaded", os.fsdecode(key))
-    _held[key] = submit
-    mirrors.uploader.follow(os.fsdecode(key), functools.partial(_release, key))
+    _postponed[key] = submit
+    mirrors.uploader.follow(os.fsdecode(key), functools.partial(_submit_postponed, key))
     return True
 
 
-def _release(key: bytes) -> None:
-    """Submit the held remove of a name, unless a save has dropped it."""
-    submit = _held.pop(key, None)
+def _submit_postponed(key: bytes) -> None:
+    """Submit the postponed remove of a name, unless a save has dropped it."""
+    submit = _postponed.pop(key, None)
     if submit is not None:
         try:
             submit()
@@ -103,21 +105,21 @@ def _release(key: bytes) -> None:
             log.warning("stillframe: %s could not be removed: %s", os.fsdecode(key), error)
 
 
-def is_held(key: bytes) -> bool:
-    """Return whether a remove of this name, or of a directory above it, is held."""
-    return any(key == each or key.startswith(each + b"/") for each in list(_held))
+def is_postponed(key: bytes) -> bool:
+    """Return whether a remove of this name, or of a directory above it, is postponed."""
+    return any(key == each or key.startswith(each + b"/") for each in list(_postponed))
 
 
-def drop_held(path: str) -> None:
-    """Drop the held removes of a path that is saved now, and of the directories above it, because
-    they would remove the new file."""
-    if not _held:
+def drop_postponed(path: str) -> None:
+    """Drop the postponed removes of a path that is saved now, and of the directories above it,
+    because they would remove the new file."""
+    if not _postponed:
         return
     parent, name = os.path.split(path)
     # A link at the path has two names: its target's and its own.
     for text in (os.path.realpath(path), os.path.join(os.path.realpath(parent or "."), name)):
         while len(text) > 1:
-            _held.pop(os.fsencode(text), None)
+            _postponed.pop(os.fsencode(text), None)
             text = os.path.dirname(text)
 
 
@@ -135,15 +137,15 @@ def left() -> Backlog | None:
 
 
 def finish(quiet_s: float, say: Callable[[str], object]) -> None:
-    """Upload what is due, as long as the stores answer, and report the held removes.
+    """Upload what is due, as long as the stores answer. Drop and report the postponed removes.
 
     Args:
-        quiet_s: A shorter wait is not announced.
-        say: Called with each line to print.
+        quiet_s: Nothing is printed about a shorter wait, in seconds.
+        say: Prints a line.
     """
     mirrors.uploader.finish(quiet_s, say)
-    for key in list(_held):
-        _held.pop(key, None)
+    for key in list(_postponed):
+        _postponed.pop(key, None)
         say(f"stillframe: {os.fsdecode(key)} was not removed: it is not uploaded yet")
 
 
@@ -159,7 +161,7 @@ def give_up() -> None:
 
 def _forked() -> None:
     """Forget the parent's removes in a forked child."""
-    _held.clear()
+    _postponed.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

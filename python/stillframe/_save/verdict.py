@@ -1,7 +1,7 @@
 """`Verdict`: whether a deferred copy holds the state at the call.
 
-    made ──launched──▶ steps wait for the copy ──over──▶ no step waits ──▶ ended
-                          │ judge: compares versions, once
+    made ──make_steps_wait──▶ steps wait for the copy ──let_steps_go──▶ no step waits ──▶ ended
+                                 │ judge: compares versions, once
 
 The core compares samples of the copied bytes; this module compares torch's version counters. It
 does so once, when the first caller needs the verdict: an optimizer's step, a waiting caller, the
@@ -31,20 +31,20 @@ class Verdict:
     def __init__(self, deferral: gate.Deferral) -> None:
         self._deferral = deferral
         self._answers: list[int] = []  # the results of `judge`; the first one counts
-        self._over = False  # `over` was called
+        self._over = False  # `let_steps_go` was called
 
     @property
     def is_needed(self) -> bool:
         """Return whether anything is copied after the call."""
         return bool(self._deferral.indices)
 
-    def launched(self, pending: gate.Pending) -> None:
+    def make_steps_wait(self, pending: gate.Pending) -> None:
         """Make every later step wait for the copy that `pending` represents."""
         if not self.is_needed:
             self._deferral.close()
             return
         gate.track(pending, self._deferral)
-        if self._over:  # another thread called `over` in the meantime
+        if self._over:  # another thread called `let_steps_go` in the meantime
             gate.untrack(pending)
 
     def judge(self) -> int:
@@ -65,7 +65,7 @@ class Verdict:
         self._deferral = _NOTHING
 
     def release(self) -> None:
-        """Drop the tensors. `blame` may still be called."""
+        """Drop the tensors, which `judge` no longer needs. `blame` may still be called."""
         self._deferral.release()
 
     def blame(self, index: int, names: Sequence[str]) -> str:

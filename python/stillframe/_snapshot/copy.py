@@ -1,10 +1,10 @@
 """Tracks the copy of a snapshot: its sources, its end, and the verdict on torn sources.
 
-    started -> copying -> ended -> settled
+    made -> copying -> ended -> settled
 
-The copy is settled when the verdict is given, once, from the core's samples and torch's version
-counters (`_save/verdict.py`). The first caller that needs the verdict asks for it: an optimizer's
-step, `Snapshot.wait()`, the completion thread, a fork, or the end of the process.
+The copy is settled when the verdict is known. The verdict is given once, from the core's samples
+and torch's version counters (`_save/verdict.py`). The first caller that needs it asks for it: an
+optimizer's step, `Snapshot.wait()`, the completion thread, a fork, or the end of the process.
 
 `ordinary_copy` makes a copy like `snapshot`'s in ordinary memory, for a full pool.
 """
@@ -36,11 +36,11 @@ log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
 
-_ALIGN = 64  # bytes; alignment of each storage, as in the pool
+_ALIGN = 64  # bytes; the alignment of each storage's copy in `ordinary_copy`, as in the pool
 
 
 class SnapshotLike(Protocol):
-    """The part of `Snapshot` that this module calls."""
+    """The method of `Snapshot` that this module calls."""
 
     def _names(self, index: int) -> list[str]:
         """Return the key paths of the tensors over the storage with this number."""
@@ -57,7 +57,7 @@ class Copy:
     Attributes:
         devices: The numbers of the CUDA devices that have storages of the tree.
         shared: Forked children may read the memory.
-        seen: The error was raised to a caller.
+        seen: A caller has got the error, so it is not logged when the Snapshot dies.
         gate_wait_s: How long optimizer steps have waited for the copy.
         snapshot: A weak reference to the Snapshot; None before there is one.
     """
@@ -91,13 +91,15 @@ class Copy:
             # even if Ctrl-C ends this call. There is no notice if the copy has ended already.
             if outlasts_call and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
-        self.verdict.launched(self)
+        self.verdict.make_steps_wait(self)
         self.settle()
 
     def gate(self) -> bool:
-        """Let the optimizer's step begin; see `gate.Pending`. Wait until no host memory of the tree
-        is read any more. Have the calling thread's current streams wait for the copies from
-        devices. Return False if such copies still run."""
+        """Make an optimizer's step wait for the copy. Return when no host memory of the tree is
+        read any more. Have the calling thread's current streams wait for the copies from devices.
+
+        Return False if copies from devices still run, so that a later step has to ask again.
+        """
         entered = time.perf_counter()
         with inside():
             if self.devices:
@@ -194,7 +196,7 @@ def _copies() -> list[Copy]:
 
 
 def _before_fork() -> None:
-    """Complete shared copies, because a child gets shared memory as it is at the fork."""
+    """Wait for shared copies, because a child gets their memory as it is at the fork."""
     for copy in _copies():
         if copy.shared:
             copy.core.wait(None)
@@ -221,7 +223,7 @@ def ordinary_copy(tree: T) -> tuple[T, int, int]:
     end = 0
     for _, nbytes in source.sources():
         offsets.append(end)
-        end += -(-nbytes // _ALIGN) * _ALIGN
+        end += -(-nbytes // _ALIGN) * _ALIGN  # rounded up to a multiple
     # The tensors over the memory keep it alive.
     memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -1,4 +1,4 @@
-"""Waits for the end of processes and futures, for callers that cannot wait themselves."""
+"""Calls a function when a process or future has ended, so that its hold on memory ends too."""
 
 from __future__ import annotations
 
@@ -17,41 +17,44 @@ from stillframe._base import threads
 log = logging.getLogger("stillframe")
 
 
-def call_at_end(of: Any, function: Callable[[], object]) -> None:
+def call_at_end(process_or_future: Any, function: Callable[[], object]) -> None:
     """Have `function()` called, on any thread, once a process or future has ended.
 
     Args:
-        of: A started `multiprocessing.Process` of any start method, a `subprocess.Popen`, or
-            anything with `add_done_callback`, such as `concurrent.futures.Future`.
+        process_or_future: A started `multiprocessing.Process` of any start method, a
+            `subprocess.Popen`, or anything with `add_done_callback`, such as
+            `concurrent.futures.Future`.
         function: Called once. It must not raise.
 
     Raises:
-        TypeError: `of` is none of these.
+        TypeError: `process_or_future` is none of these.
         ValueError: The process was not started, or was closed.
         OSError: The system refuses the thread that would wait for the process.
     """
-    register = getattr(of, "add_done_callback", None)
+    register = getattr(process_or_future, "add_done_callback", None)
     if callable(register):
         register(lambda _: function())
         return
-    if isinstance(of, BaseProcess):
-        if of.exitcode is not None:
+    if isinstance(process_or_future, BaseProcess):
+        if process_or_future.exitcode is not None:
             function()
             return
         try:
             # `sentinel` becomes readable when the process ends. It is duplicated, because `close()`
             # of the process object closes it.
-            end = os.dup(of.sentinel)
+            end = os.dup(process_or_future.sentinel)
         except ValueError as error:
-            raise ValueError(f"{of!r} has to be started before something is held for it") from error
+            raise ValueError(
+                f"{process_or_future!r} has to be started before something is held for it"
+            ) from error
         try:
             call_after(lambda: _wait_readable(end), function)
         except BaseException:
             os.close(end)
             raise
         return
-    if isinstance(of, subprocess.Popen):
-        process = of
+    if isinstance(process_or_future, subprocess.Popen):
+        process = process_or_future
         if process.poll() is not None:
             function()
             return
@@ -59,16 +62,16 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
         return
     raise TypeError(
         "expected a multiprocessing.Process, a subprocess.Popen or a future (with"
-        f" add_done_callback), not {type(of).__name__}"
+        f" add_done_callback), not {type(process_or_future).__name__}"
     )
 
 
-def has_memory_of_its_own(of: Any) -> bool:
-    """Return whether `of` is a process that was not forked, and so got copies of its arguments at
-    its start."""
-    if not isinstance(of, BaseProcess):
+def has_memory_of_its_own(process: Any) -> bool:
+    """Return whether an object is a process that was not forked, and so got copies of its arguments
+    at its start."""
+    if not isinstance(process, BaseProcess):
         return False
-    method = getattr(of, "_start_method", None) or multiprocessing.get_start_method()
+    method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
     return method != "fork"
 
 

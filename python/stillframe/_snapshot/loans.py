@@ -19,11 +19,11 @@ snapshot nor by another process.
 
 Callers that need memory of the pool wait up to two minutes for memory on loan. They do not wait
 forever, because a loop in the borrower keeps the tensors of its last item while it waits for the
-next. After that time memory on loan counts as held by its user.
+next item. After two minutes memory on loan counts as held by its user.
 
 A *reducer* tells multiprocessing how to pickle the objects of a class. The reducers here handle
-storages on loan, which torch's reducers would move to shared memory of their own. They pass all
-other storages to torch's.
+storages on loan, which torch's reducers would move to shared memory of their own. They leave all
+other storages to torch's reducers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from stillframe import _core
 from stillframe._snapshot.holds import call_after
 from stillframe.errors import StillframeError
 
-PATIENCE_S = 120.0  # how long others wait for memory on loan, in seconds
+PATIENCE_S = 120.0  # how long callers that need memory on loan wait for it
 
 _loans: list[Loan] = []  # offered or lent; any thread changes the list, by atomic operations
 # Held while a channel is made, and by `os.fork`: a child closes the channels in `_loans`, and must
@@ -56,11 +56,11 @@ _offering = threading.RLock()
 _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.WeakKeyDictionary()
 
 
-class _Thread(threading.local):
-    keeps_bits = False  # see `keep_bits`
+class _ThreadState(threading.local):
+    keeps_bits = False  # whether the thread has called `keep_bits`
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 class Lender:
@@ -70,7 +70,8 @@ class Lender:
         core: The core's snapshot.
         location: The memory as `_core.Snapshot.file` returns it: file descriptor, offset in the
             file, address, and bytes.
-        patience_s: How long others wait for memory on loan; None if it is sure to come back.
+        patience_s: How long callers that need the memory wait for it while it is on loan, in
+            seconds. None waits without a limit, for memory that is sure to come back.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Lender:
         self.patience_s = patience_s
         # The offsets of this snapshot's storages. Other snapshots may be in the memory too.
         self._offsets = set(core.offsets())
-        self._readers: list[object] = []  # one object for each process that `reader` has registered
+        self._readers: list[object] = []  # one object for each process of `register_reader`
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -105,11 +106,11 @@ class Lender:
         call_after(loan.serve, loan.end)
         return channel
 
-    def reader(self) -> Callable[[], None]:
-        """Register a process that will read memory on loan. Return a function that the caller has
+    def register_reader(self) -> Callable[[], None]:
+        """Register a process that will read memory on loan. Return the function that the caller has
         to call when the process has ended.
 
-        When the last such process has ended, offers that no process has taken are withdrawn.
+        When the last registered process has ended, offers that no process has taken are withdrawn.
         """
         mark = object()
         self._readers.append(mark)
@@ -141,8 +142,8 @@ class Loan:
     def __init__(self, lender: Lender, channel: socket.socket) -> None:
         self.lender = lender
         self._channel = channel
-        self._lock = threading.RLock()  # protects the next two, of which at most one is set
-        self._asked = False  # the borrower gets the memory
+        self._lock = threading.RLock()  # protects the next two flags
+        self._asked = False  # the borrower has asked in time, and gets the memory
         self._over = False  # the loan was withdrawn or recalled
         channel.settimeout(lender.patience_s)
         if not lender.core.hold():
@@ -176,7 +177,7 @@ class Loan:
         callers that need this memory raise PoolExhaustedError instead of waiting for it."""
         core = self.lender.core
         core.view()
-        core.will_return(False)
+        core.will_return(False)  # callers do not wait for the view to end
         core.unhold()
         self._give_back = core.unview
         self._channel.settimeout(None)
@@ -195,8 +196,8 @@ class Loan:
             self.recall()
 
     def forget(self) -> None:
-        """Close the copy of our end that a forked child has. As long as that is open, the borrower
-        does not see that the parent has closed its end."""
+        """Close the copy of our end that a forked child has. As long as the copy is open, the
+        borrower does not see that the parent has closed its end."""
         self._channel.close()
 
     def recall(self) -> None:

@@ -4,7 +4,7 @@ Either another CheckpointIO writes it as external work of the log (`_lightning/w
 ranks together write it through torch.distributed.checkpoint (`_dcp/rounds.py`). Users get the same
 kind of handle for both.
 
-    made ──begin──▶ under way ──copied──▶ staged ──end──▶ durable or failed
+    made ──begin──▶ under way ──record_copied──▶ staged ──end──▶ durable or failed
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SnapshotSave(ExternalSave):
     ) -> None:
         super().__init__(path, given, on_durable, entered=entered, slot=slot, known_as=known_as)
         self._taken: Snapshot[Any] | None = None
-        self._nbytes = self._deferred_nbytes = self._num_tensors = 0
+        self._nbytes = self._deferred_nbytes = self._num_tensors = 0  # of the snapshot
         self._copied_s: float | None = None  # seconds from the call to the end of the copy
 
     # ---- for users ----
@@ -70,8 +70,8 @@ class SnapshotSave(ExternalSave):
 
     # ---- for the code that makes the save ----
 
-    def copies(self, taken: Snapshot[Any]) -> None:
-        """Record the snapshot that is written; without it, the state itself is written."""
+    def set_snapshot(self, taken: Snapshot[Any]) -> None:
+        """Set the snapshot that is written. Without this call the state itself is written."""
         self._taken = taken
         self._nbytes, self._num_tensors = taken.nbytes, taken.num_tensors
         self._deferred_nbytes = taken.deferred_nbytes
@@ -80,18 +80,18 @@ class SnapshotSave(ExternalSave):
         """Return the snapshot that is written; None if there is none, and after the end."""
         return self._taken
 
-    def launched(self) -> None:
+    def record_launch(self) -> None:
         """Record that the save now ends by itself, so that the snapshot's memory is sure to come
         back."""
         taken = self._taken
-        super().launched()
+        super().record_launch()
         if taken is not None:
             will_return(taken)
 
     def _release(self) -> None:
         self._taken = None
 
-    def copied(self) -> None:
+    def record_copied(self) -> None:
         """Record that the copy has ended, successfully or not. May be called again."""
         if self._copied_s is None:
             self._copied_s = time.perf_counter() - self._entered
@@ -112,9 +112,9 @@ class SnapshotSave(ExternalSave):
         Args:
             nbytes: The number of bytes that were written.
             io_mode, fallbacks: See `SaveReport`.
-            more_pool_bytes: Bytes of the pool that writing has taken besides the snapshot's.
+            more_pool_bytes: Bytes of the pool that the writing has used, without the snapshot.
         """
-        self.copied()
+        self.record_copied()
         assert self._copied_s is not None
         taken = self._taken
         durable_after_s = time.perf_counter() - self._entered

@@ -33,7 +33,7 @@ from stillframe._base.calls import inside
 from stillframe._base.distributed import memory_of
 from stillframe._save import completion, ordered
 from stillframe._save.api import engine_or_default
-from stillframe._save.engine import Engine, core_of, limits_of, note_use, usage
+from stillframe._save.engine import Engine, core_of, limits_of, note_use, pool_usage
 from stillframe._snapshot import loans
 from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
@@ -62,14 +62,14 @@ class Snapshot(Generic[T]):
         self,
         copy: Copy,
         tree: T,
-        begins: list[int],
+        addresses: list[int],
         shared: bool,
         lender: loans.Lender | None = None,
     ) -> None:
         self._copy = copy
         self._tree: T | None = tree
-        self._begins = begins  # by the storage's number, the address of its copy
-        self._shared = shared  # with forked children
+        self._addresses = addresses  # the address of each storage's copy, by the storage's number
+        self._shared = shared  # forked children may read the memory
         self._lender = lender
         self._birth = Birth("this Snapshot")
         self._released = False
@@ -158,13 +158,13 @@ class Snapshot(Generic[T]):
         self._tree = None
 
     def hold_until(self, process_or_future: Any) -> None:
-        """Keep the memory until a writer has ended, whatever becomes of the tensors here.
+        """Keep the memory until a process or future has ended, whatever becomes of the tensors.
 
         Args:
             process_or_future: A started `multiprocessing.Process`, a `subprocess.Popen`, or a
                 future (anything with `add_done_callback`). A spawned process has copies of its own
                 and needs no memory of the pool. With `shared="spawn"`, memory that was offered to
-                it and never asked for is taken back when it has ended.
+                the process is taken back at its end, if it has not mapped the memory.
 
         Raises:
             TypeError, ValueError: The argument is none of these, or has not been started.
@@ -180,7 +180,7 @@ class Snapshot(Generic[T]):
             raise StillframeError("the snapshot's memory has gone back to the pool already")
         held = [core.unhold]
         if self._lender is not None:
-            held.append(self._lender.reader())
+            held.append(self._lender.register_reader())
         try:
             call_at_end(process_or_future, functools.partial(_end_once, held))
         except BaseException:
@@ -188,8 +188,8 @@ class Snapshot(Generic[T]):
             raise
 
     def _names(self, index: int) -> list[str]:
-        """Return the key paths of the tensors over a storage."""
-        begin = self._begins[index]
+        """Return the key paths of the tensors over the storage with this number."""
+        begin = self._addresses[index]
 
         def begins_there(node: Any) -> bool:
             try:
@@ -209,7 +209,7 @@ def is_copied(taken: Snapshot[Any]) -> bool:
 
 
 def _end_once(held: list[Callable[[], None]]) -> None:
-    """Call the functions in `held`, each once, even if a future calls this several times."""
+    """Call the functions in `held`, each once, even if a future calls its callback twice."""
     while held:
         try:
             end = held.pop()
@@ -231,8 +231,9 @@ def snapshot(
 
     Args:
         tree: Containers with tensors, such as a checkpoint.
-        overlap: Copy storages that only an optimizer's step changes under the next forward and
-            backward, as `async_save` does. The next step, `.wait()` and `.tree` wait for them.
+        overlap: Copy some storages after the call, under the next forward and backward: those that
+            only an optimizer's step changes, as in `async_save`. The next step, `.wait()` and
+            `.tree` wait for these copies.
         shared: True lets processes that are forked from now on read the memory. Without it,
             reading a tensor of the tree in a forked child crashes the child. "spawn" lets
             processes that are not forked map the memory: multiprocessing then pickles tensors of
@@ -307,7 +308,7 @@ def snapshot_to_write(
             with inside():
                 used = engine_or_default(engine)
                 shared: Shared = "spawn" if limits_of(used).shared_memory else False
-                # The writer ends by itself, so others wait for it without a limit.
+                # The writer ends by itself, so callers wait for its memory without a limit.
                 return _take(tree, overlap, shared, used, own_objects=True, patience_s=None)
         except PoolExhaustedError:
             if not wait_for_room():
@@ -322,7 +323,7 @@ def recall(taken: Snapshot[Any]) -> None:
 
 
 def _check_shared(engine: Engine, shared: Shared) -> Engine:
-    """Return the engine, or raise ValueError if its memory cannot be shared in this way."""
+    """Return `engine`, or raise ValueError if its memory cannot be shared as `shared` says."""
     if not (isinstance(shared, bool) or shared == "spawn"):
         raise ValueError(f"shared has to be False, True or 'spawn', not {shared!r}")
     if shared == "spawn" and not limits_of(engine).shared_memory:
@@ -346,8 +347,8 @@ def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> No
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
-    """Have callers that need memory wait for this snapshot's, because it comes back by itself. With
-    `yes=False`, they no longer wait for it."""
+    """Declare that a snapshot's memory comes back by itself. Callers that need the memory then wait
+    for it instead of raising PoolExhaustedError. `yes=False` withdraws the declaration."""
     taken._copy.core.will_return(yes)
 
 
@@ -361,7 +362,7 @@ def gate_wait_s(taken: Snapshot[Any]) -> float:
     return taken._copy.gate_wait_s
 
 
-def _most_s() -> float | None:
+def _longest_wait_s() -> float | None:
     """Return how many seconds a call may wait for memory; None for no limit."""
     return _INSIDE_S if ordered.is_inside() else None
 
@@ -406,7 +407,7 @@ def _take(
     try:
         forks = shared is True
         core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if forks else 0)
-        memory = _lease(core, source, engine, _most_s() if wait else 0.0)
+        memory = _lease(core, source, engine, _longest_wait_s() if wait else 0.0)
         lender = loans.lend(core, memory, patience_s) if shared == "spawn" else None
         copy = Copy(core, source, deferral, shared=forks)
         copy.start()
@@ -428,8 +429,8 @@ def _take(
         nbytes = [nbytes for _, nbytes in source.sources()]
         taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
     copy.snapshot = weakref.ref(taken)
-    if copy.error is not None:  # the copy was settled before it knew its snapshot
-        del memory, built
+    if copy.error is not None:  # the copy failed before `copy.snapshot` was set
+        del memory, built  # the error's traceback would keep them
         taken.wait()  # raises the error
     source.forget()
     return taken
@@ -447,7 +448,8 @@ def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
 
 
 def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | None) -> Any:
-    """Lease memory of the pool; return the object that the new tensors will refer to."""
+    """Lease memory of the pool, after a wait of at most `most_s` seconds. Return the object that
+    the new tensors will refer to."""
     try:
         memory = core.lease(most_s)
     except PoolExhaustedError as error:
@@ -457,7 +459,7 @@ def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | N
             raise
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
-            f" {usage(engine)}{loans.explanation()}"
+            f" {pool_usage(engine)}{loans.explanation()}"
         ) from None
     note_use(engine)
     return memory

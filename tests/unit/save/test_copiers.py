@@ -26,7 +26,7 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch, cores, ranks, copiers):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert options.copiers() == copiers
+    assert options.nr_copiers() == copiers
 
 
 def names_and_nice() -> dict[str, int]:

@@ -100,7 +100,7 @@ def test_error_raised_by_wait_all_is_not_logged(caplog):
 
 def test_asking_a_future_for_its_error_collects_it():
     outcome = Outcome("a.pt", None)
-    future = outcome.upload(None)
+    future = outcome.upload_future(None)
     outcome.settle(None, RuntimeError("no space"))
     outcome.notify()
     assert not outcome.is_collected()
@@ -110,7 +110,7 @@ def test_asking_a_future_for_its_error_collects_it():
 
 def test_the_futures_of_a_save_that_was_cancelled_are_cancelled():
     outcome = Outcome("a.pt", None)
-    futures = [outcome.upload(None), outcome.staging(None, lambda: False)]
+    futures = [outcome.upload_future(None), outcome.staging_future(None, lambda: False)]
     outcome.settle(None, CancelledError("cancelled"))
     outcome.notify()
     assert [future.cancelled() for future in futures] == [True, True]
@@ -118,7 +118,7 @@ def test_the_futures_of_a_save_that_was_cancelled_are_cancelled():
 
 def test_future_already_done_is_left_unchanged():
     outcome = Outcome("a.pt", None)
-    staging, upload = outcome.staging(None, lambda: True), outcome.upload(None)
+    staging, upload = outcome.staging_future(None, lambda: True), outcome.upload_future(None)
     assert staging.done() and upload.cancel()  # as its user may
     outcome.settle(None, RuntimeError("no space"))
     outcome.notify()
@@ -137,8 +137,8 @@ def test_error_dropped_during_exit_is_logged_after_the_last_print(over, monkeypa
 
 def test_future_keeps_its_save_alive_but_not_the_reverse():
     outcome = Outcome("a.pt", None)
-    futures = [outcome.staging(None, lambda: False), outcome.upload(None)]
+    futures = [outcome.staging_future(None, lambda: False), outcome.upload_future(None)]
     known = [weakref.ref(future) for future in futures]
-    assert outcome.staging(None, lambda: False) is futures[0]
+    assert outcome.staging_future(None, lambda: False) is futures[0]
     futures.clear()
     assert [future() for future in known] == [None, None]

@@ -57,7 +57,7 @@ def test_first_verdict_counts_if_a_signal_handler_asks_meanwhile(monkeypatch):
 def test_step_waits_from_the_launch_until_the_copy_is_over():
     pending, verdict = Pending(), Verdict(Deferral(-1))
     assert not is_waited_for(pending)
-    verdict.launched(pending)
+    verdict.make_steps_wait(pending)
     assert is_waited_for(pending)
     verdict.let_steps_go(pending)
     verdict.let_steps_go(pending)
@@ -67,7 +67,7 @@ def test_step_waits_from_the_launch_until_the_copy_is_over():
 def test_no_step_waits_for_a_copy_that_is_over_before_its_launch():
     pending, verdict = Pending(), Verdict(Deferral(-1))
     verdict.let_steps_go(pending)
-    verdict.launched(pending)
+    verdict.make_steps_wait(pending)
     assert not is_waited_for(pending)
 
 
@@ -79,7 +79,7 @@ def test_no_step_waits_for_a_copy_that_is_over_while_it_is_launched(monkeypatch)
         track(*given)
 
     monkeypatch.setattr(gate, "track", late)
-    verdict.launched(pending)
+    verdict.make_steps_wait(pending)
     assert not is_waited_for(pending)
 
 
