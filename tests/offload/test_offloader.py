@@ -103,7 +103,7 @@ def test_sources_are_kept_alive_until_their_copies_complete(fake, engine):
         fake.hold(True)
         assert offloader.prefetch(pooled)
         (slot,) = offloader._coming
-        assert not slot.is_copied() and slot._layout.sources
+        assert not slot.try_to_finish() and slot._layout.sources
         fake.hold(False)
         assert same(offloader.onload(pooled), group(2))
 

@@ -143,12 +143,12 @@ def test_dropped_or_used_prefetch_gives_up_no_slot(either, engine):
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(2)]
         assert offloader.prefetch(tickets[0])
-        offloader._give_up_ahead(tickets[0])
+        offloader._give_up_prefetch(tickets[0])
         assert offloader.stats()["slots_in_use"] == 0
         assert offloader.prefetch(tickets[0])
         back = offloader.onload(tickets[1])
-        offloader._give_up_ahead(tickets[0])
-        offloader._give_up_ahead(tickets[1])  # the group is in use
+        offloader._give_up_prefetch(tickets[0])
+        offloader._give_up_prefetch(tickets[1])  # the group is in use
         assert offloader.stats()["slots_in_use"] == 1 and same(back, group(1))
 
 
@@ -163,7 +163,7 @@ def test_storage_replaced_after_its_prefetch_is_onloaded_again(either, engine):
 def test_prefetched_groups_are_dropped_if_the_device_is_full(either, engine, monkeypatch):
     from stillframe._offload import slot
 
-    real = slot._room
+    real = slot._allocate
     with Offloader("cpu", slots=3, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(2)]
         assert offloader.prefetch(tickets[0])
@@ -173,7 +173,7 @@ def test_prefetched_groups_are_dropped_if_the_device_is_full(either, engine, mon
                 raise torch.OutOfMemoryError("no room for two")
             return real(device, nbytes)
 
-        monkeypatch.setattr(slot, "_room", room)
+        monkeypatch.setattr(slot, "_allocate", room)
         assert same(offloader.onload(tickets[1]), group(1))
 
 

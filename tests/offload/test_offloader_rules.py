@@ -236,7 +236,7 @@ def test_full_device_raises_and_nothing_is_lost(either, engine, monkeypatch):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         with monkeypatch.context() as patch:
-            patch.setattr(_slot, "_room", full)
+            patch.setattr(_slot, "_allocate", full)
             assert not offloader.prefetch(ticket)
             with pytest.raises(torch.OutOfMemoryError):
                 offloader.onload(ticket)

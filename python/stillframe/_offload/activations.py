@@ -29,8 +29,8 @@ from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
-_AHEAD = 4  # saved tensors that are prefetched ahead of backward
-_SLOTS = 2 * _AHEAD  # of the Offloader of each device
+_AHEAD = 4  # how many saved tensors are prefetched before backward asks for them
+_SLOTS = 2 * _AHEAD  # the slots of each device's Offloader: all prefetches, and as many to spare
 
 
 class _Saved:
@@ -63,9 +63,9 @@ class _Saved:
             what = "one of the variables needed for gradient computation"
             check_version(self.tensor, self._version, what)
 
-    def count(self) -> None:
+    def note_unpacked(self) -> None:
         """Record that backward has asked for one of the views. After the last view, drop the bytes
-        on the device if they are in the pool, and count again: another backward may follow."""
+        on the device if they are in the pool. Then count from 0 again, for another backward."""
         self._asked += 1
         if self._asked == self.nr_views:
             self._asked = 0
@@ -83,17 +83,18 @@ class _SavedView(NamedTuple):
     def unpack(self) -> Tensor:
         """Return the saved tensor on the device, for backward."""
         tensor = self.view.of(self.owner._bring(self.saved))
-        self.saved.count()
+        self.saved.note_unpacked()
         return tensor
 
 
-class _Traffic:
+class _SavedOnDevice:
     """The saved bytes of one device, in the order in which autograd saved them."""
 
     def __init__(self, offloader: Offloader, keep_last: int) -> None:
         self.offloader = offloader
         self._keep_last = keep_last
         self._staying: deque[weakref.ref[_Saved]] = deque()  # not offloaded yet, oldest first
+        # All bytes that backward may still need, by their number.
         self._all: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         # The `_Saved` of each storage or range. The key has the address of the StorageImpl, which
         # no other storage can get while the weak reference to the storage exists.
@@ -103,8 +104,9 @@ class _Traffic:
     def save(self, tensor: Tensor) -> tuple[_Saved, View]:
         """Register the bytes of a tensor, unless they are registered already; return their `_Saved`
         and the view."""
-        whole, begin = _whole_storage(tensor)
+        whole, begin = _range_to_offload(tensor)
         storage = tensor.untyped_storage()
+        # With the version in the key, a tensor that is saved again after a write gets a new entry.
         key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
         view = View(tensor.shape, tensor.stride(), begin, tensor.dtype)
         known = self._known.get(key)
@@ -115,12 +117,13 @@ class _Traffic:
             self._all[saved.number] = saved
             self._known[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
             self._staying.append(weakref.ref(saved))
-            self._send_early()
+            self._offload_older()
         saved.nr_views += 1
         return saved, view
 
-    def _send_early(self) -> None:
-        """Offload all but the `keep_last` newest tensors."""
+    def _offload_older(self) -> None:
+        """Offload all but the `keep_last` newest tensors. Also drop entries of `_known` whose bytes
+        are gone, once there are too many of them."""
         while len(self._staying) > self._keep_last:
             saved = self._staying.popleft()()
             # A tensor that was written to after it was saved is not offloaded, so that backward
@@ -128,7 +131,7 @@ class _Traffic:
             if saved is not None and saved.tensor is not None and not saved.changed():
                 saved.ticket = self.offloader.offload([saved.tensor])
                 saved.tensor = None
-        if len(self._known) > 2 * len(self._all) + 64:  # drop entries whose bytes are gone
+        if len(self._known) > 2 * len(self._all) + 64:
             alive = {key: each for key, each in self._known.items() if each[1]() is not None}
             self._known = alive
 
@@ -141,7 +144,7 @@ class _Traffic:
             # The slot is free now. The memory stays as long as tensors over it exist.
             self.offloader.release([saved.tensor])
         nr_ahead = 0
-        # Some of the tensors before are gone or on the device, so more than `_AHEAD` are looked at.
+        # Some of the tensors before are gone or on the device, so more than `_AHEAD` are examined.
         first = max(saved.number - 4 * _AHEAD + 1, 0)
         for number in reversed(range(first, saved.number)):
             earlier = self._all.get(number)
@@ -169,7 +172,7 @@ class OffloadedActivations:
         self._predicate = predicate
         self._device = device
         self._engine = engine
-        self._traffic: dict[torch.device, _Traffic] = {}
+        self._by_device: dict[torch.device, _SavedOnDevice] = {}
         self._entered: list[SavedHooks] = []
 
     def __enter__(self) -> OffloadedActivations:
@@ -185,7 +188,7 @@ class OffloadedActivations:
 
     def stats(self) -> dict[torch.device, OffloadStats]:
         """Return, by device, counters of what was copied so far; see `Offloader.stats`."""
-        return {device: each.offloader.stats() for device, each in self._traffic.items()}
+        return {device: each.offloader.stats() for device, each in self._by_device.items()}
 
     def _take(self, tensor: Tensor) -> Any:
         """Return what autograd saves in place of a tensor; None if it saves the tensor itself."""
@@ -195,11 +198,11 @@ class OffloadedActivations:
             # Activation checkpointing repeats a forward inside backward, which uses the saved
             # tensor soon. So the tensor stays on the device.
             return Kept(tensor.detach(), tensor._version)
-        traffic = self._traffic.get(tensor.device)
-        if traffic is None:
+        all_saved = self._by_device.get(tensor.device)
+        if all_saved is None:
             offloader = Offloader(tensor.device, slots=_SLOTS, engine=self._engine)
-            traffic = self._traffic[tensor.device] = _Traffic(offloader, self._keep_last)
-        saved, view = traffic.save(tensor)
+            all_saved = self._by_device[tensor.device] = _SavedOnDevice(offloader, self._keep_last)
+        saved, view = all_saved.save(tensor)
         return _SavedView(self, saved, view)
 
     def _is_wanted(self, tensor: Tensor) -> bool:
@@ -229,15 +232,15 @@ class OffloadedActivations:
             return tensor
         assert saved.ticket is not None
         with torch.inference_mode(False), torch.no_grad():
-            return self._traffic[saved.ticket.device].bring(saved)
+            return self._by_device[saved.ticket.device].bring(saved)
 
 
-def _whole_storage(tensor: Tensor) -> tuple[Tensor, int]:
+def _range_to_offload(tensor: Tensor) -> tuple[Tensor, int]:
     """Return the tensor to offload for a saved tensor, and the offset in bytes at which the saved
     tensor begins in it.
 
-    The tensor to offload has the whole storage. If the saved tensor spans less than half of the
-    storage, it has only that span.
+    The tensor to offload has the whole storage. But if the saved tensor spans less than half of the
+    storage, the tensor to offload has only that span.
     """
     tensor = tensor.detach()
     # in elements; `rest` is the number of bytes after the last whole element
@@ -280,9 +283,9 @@ def offload_activations(
         TypeError: `min_bytes` or `keep_last` is not an integer, or `predicate` cannot be called.
         ValueError: `min_bytes` or `keep_last` is negative.
 
-    Inside the block, the operation that saves a tensor raises `StillframeError` and
-    `PoolExhaustedError`. If a saved tensor is written to, backward raises autograd's error as
-    usual, or `TornSnapshotError` if the write came during the copy.
+    Inside the block, an operation raises `StillframeError` or `PoolExhaustedError` if a tensor that
+    it saves cannot be offloaded. If a saved tensor is written to, backward raises autograd's error
+    as usual, or `TornSnapshotError` if the write came during the copy.
     """
     for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
         if isinstance(value, bool) or not isinstance(value, int):

@@ -117,15 +117,15 @@ def mark_shared(layers: list[Layer]) -> None:
     _mark(layers, lambda layer: set(map(id, layer.tensors)), "relatives")
 
 
-def _mark(layers: list[Layer], parts: Callable[[Layer], set[int]], name: str) -> None:
+def _mark(layers: list[Layer], ids_of: Callable[[Layer], set[int]], name: str) -> None:
     """Set the attribute `name` of each layer to the list of other layers that share an object with
-    it. `parts(layer)` returns the ids of the layer's objects that count."""
+    it. `ids_of(layer)` returns the ids of the layer's objects that count."""
     users: dict[int, list[Layer]] = {}
     for layer in layers:
-        for each in parts(layer):
+        for each in ids_of(layer):
             users.setdefault(each, []).append(layer)
     for layer in layers:
-        found = dict.fromkeys(chain(*(users[each] for each in parts(layer))))
+        found = dict.fromkeys(chain(*(users[each] for each in ids_of(layer))))
         setattr(layer, name, [each for each in found if each is not layer])
 
 

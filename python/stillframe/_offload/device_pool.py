@@ -1,4 +1,8 @@
-"""A device, the pool of host memory that its groups are offloaded to, and the counters of both."""
+"""A device, the pool of host memory that its groups are offloaded to, and the counters of both.
+
+A *group* is a list of tensors that is copied as a whole. In the *outward* stream copies leave the
+device, and in the *inward* stream they come back.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +32,15 @@ class OffloadStats(TypedDict):
     groups_stale: int  # prefetched groups that were written to before use, and so copied twice
     bytes_offloaded: int
     bytes_onloaded: int
-    bytes_staged: int  # onloaded bytes that the calling thread copied into the pool first
+    bytes_staged: int  # onloaded bytes that the calling thread had to copy into the pool first
     offload_copy_s: float  # time that the outward stream spent copying
     onload_copy_s: float  # time that the inward stream spent copying
     offload_gb_per_s: float
     onload_gb_per_s: float
     stream_waited_s: float  # time that current streams waited for onloaded groups
-    share_hidden: float  # share of onload_copy_s that ran under other work of the device
-    # Waits of the calling thread: for memory of the pool; at the end of a backward or a step, for
-    # copies to complete; and for copies for which a stream cannot wait by an event.
+    share_hidden: float  # share of onload_copy_s in which the device did other work as well
+    # Waits of the calling thread: for memory of the pool, for copies to complete at the end of a
+    # backward or a step, and for copies for which a stream cannot wait by an event.
     host_waits: int
     host_waited_s: float
     slots: int
@@ -67,7 +71,7 @@ def new_stats(slots: int) -> OffloadStats:
     )
 
 
-def summed(counted: OffloadStats) -> OffloadStats:
+def with_rates(counted: OffloadStats) -> OffloadStats:
     """Return a copy of the counters, with the rates and the share computed from them."""
     stats = counted.copy()
     out_s, in_s = stats["offload_copy_s"], stats["onload_copy_s"]
@@ -83,7 +87,7 @@ class DevicePool:
     Attributes:
         core: The core's engine, whose pool is used.
         number: 0 for the host, n for CUDA device n - 1.
-        stats: The counters; the rates in it are computed by `summed`.
+        stats: The counters; the rates in it are computed by `with_rates`.
 
     Raises:
         ValueError: The device is neither a CUDA device nor the CPU.

@@ -40,7 +40,8 @@ class Gradients:
     """Sends gradients from the device to the CPU.
 
     Args:
-        most: How many layers' gradients may be in flight before a backward waits for the first.
+        most: How many layers' gradients may be in flight. A backward that sends more first waits
+            for the oldest.
     """
 
     def __init__(self, offloader: Offloader, most: int) -> None:
@@ -48,15 +49,16 @@ class Gradients:
         self._most = most
         self._thread: ThreadPoolExecutor | None = None  # one thread, started when it is needed
         self._under_way: deque[Future[None]] = deque()  # additions, one for each layer
-        self._ending: list[Future[None]] = []  # ends of backwards that ran inside another backward
-        # By backward: for each parameter that will get more gradients, their sum so far.
+        self._ending: list[Future[None]] = []  # calls of `_end`, for backwards inside another one
+        # By the number of a backward: the sum so far for each parameter that will get more
+        # gradients.
         self._sums: dict[int, dict[Tensor, Tensor]] = {}
 
     def send(self, task: int, gradients: Sequence[Gradient]) -> None:
         """Start to copy a layer's gradients, after the work queued on the current stream.
 
         Args:
-            task: The backward that computed them.
+            task: The number of the backward that computed them (`graph.task`).
         """
         if not gradients:
             return
@@ -75,11 +77,12 @@ class Gradients:
         first = self._under_way.popleft()
         if not first.done():
             with self._offloader._waiting():
-                first.exception()
+                first.exception()  # waits, but does not raise
         first.result()
 
     def fetch(self, gradients: Sequence[Gradient]) -> list[Tensor]:
-        """Copy gradients to the CPU, wait for the copies and return them."""
+        """Copy gradients that autograd itself needs to the CPU. Wait for the copies and return
+        them."""
         if not gradients:
             return []
         ticket = self._offloader.offload(
@@ -106,10 +109,10 @@ class Gradients:
             self._end(task, succeeded and added)
 
     def finish(self, task: int, succeeded: bool) -> None:
-        """Have the thread end a backward that ran inside another one, and return at once.
+        """Have the thread end a backward that ran inside another one. Do not wait for the thread.
 
-        The thread ends it after it has added all gradients that this backward sent. The `join` of
-        the outer backward waits for that.
+        The thread first adds all gradients that this backward sent. The `join` of the outer
+        backward waits for the end.
 
         Args:
             succeeded: False drops the sums that are left.
@@ -141,7 +144,7 @@ class Gradients:
         Add a sum to `grad` if it is complete. Runs on the thread.
 
         Args:
-            owners: Each gradient's parameter, and whether its sum is then complete.
+            owners: Each gradient's parameter, and whether this gradient completes its sum.
         """
         sums = self._sums.setdefault(task, {})
         with torch.no_grad():

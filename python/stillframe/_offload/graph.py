@@ -40,8 +40,8 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NO_TASK = -1
-_MOST_S = 60.0  # the longest wait for the last node of a failed pass
-_POLL_S = 0.0005  # between two looks at whether it has ended
+_MOST_S = 60.0  # the longest wait for the last node of a failed pass, in seconds
+_POLL_S = 0.0005  # seconds between two checks whether that node has ended
 _KEY = "stillframe.pass"  # the pass's key among the thread-local objects of torch
 
 
@@ -80,9 +80,9 @@ class Pass:
             self._engines_callback = weakref.ref(callback)
 
     def end(self, succeeded: bool) -> None:
-        """Call the listeners; raise the first error of theirs. After a failure of the pass, first
-        wait until no node of it runs."""
-        if not succeeded and not self._is_dropped():
+        """Call the listeners, and raise the first error that one of them raises. If the pass
+        failed, first wait until none of its nodes runs."""
+        if not succeeded and not self._wait_until_dropped():
             log.error(
                 "stillframe: a backward has failed, and a node of it still runs after %.0f s",
                 _MOST_S,
@@ -90,7 +90,7 @@ class Pass:
         run_all([functools.partial(self._report_end, each, succeeded) for each in self.listeners])
 
     def _report_end(self, listener: EndListener, succeeded: bool) -> None:
-        """Call a listener and remove it, even if it fails. After Ctrl-C it stays, so that
+        """Call a listener and remove it, even if it fails. After Ctrl-C keep the listener, so that
         `_end_failed` calls it again."""
         try:
             listener._pass_ended(self, succeeded)
@@ -99,8 +99,9 @@ class Pass:
             raise
         del self.listeners[listener]
 
-    def _is_dropped(self) -> bool:
-        """Wait until the engine has dropped the pass; return False if it takes too long."""
+    def _wait_until_dropped(self) -> bool:
+        """Wait until the engine has dropped the pass. Return False if that takes longer than
+        `_MOST_S`."""
         end = time.monotonic() + _MOST_S
         while self._engines_callback is not None and self._engines_callback() is not None:
             if time.monotonic() > end:
@@ -119,7 +120,7 @@ def current() -> Pass | None:
 
 
 def _make_current(which: Pass | None) -> None:
-    """Set the thread-local object from which `current` finds the pass."""
+    """Set the thread-local object from which `current` finds the pass; None removes it."""
     if which is not None:
         torch._C._stash_obj_in_tls(_KEY, which)
     elif hasattr(torch._C, "_remove_obj_from_tls"):
@@ -185,7 +186,7 @@ def watch(listener: EndListener) -> Callable[[], object]:
     global _nr_watching
     variable: Any = torch.autograd.Variable
     stop = weakref.finalize(listener, _unwatch)
-    stop.atexit = False
+    stop.atexit = False  # at exit nobody needs torch's engine back
     with _lock:
         _nr_watching += 1
         if not isinstance(variable._execution_engine, _Engine):

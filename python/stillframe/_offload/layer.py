@@ -1,8 +1,8 @@
 """Manages one layer whose parameters and buffers live on the CPU and are copied to the device.
 
-While a forward runs, the module's parameters are replaced by tensors on the device, which an
-autograd node (`Onload`) makes from those on the CPU. The parameters themselves stay leaves on the
-CPU. Optimizers, hooks and saves find them there, even after an error.
+While a forward runs, the module has tensors on the device in place of its parameters. An autograd
+node (`_Onload` in `layers.py`) makes them from the parameters, which stay leaves on the CPU.
+Optimizers, hooks and saves find the parameters there, even after an error.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class TensorRef(NamedTuple):
 
 Former = list[tuple[TensorRef, Any]]  # references, each with the tensor that it had before
 
-# Tensors on the CPU whose copies on the device forwards have written to, each with the number of
+# CPU tensors whose copies on the device were written to by a forward. For each: the number of
 # forwards whose writes are not copied back yet.
 _written: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 # The reason why torch must not compile the hooks. torch's error has this text if a layer is
 # compiled with fullgraph=True.
-_WHY = (
+_WHY_NOT_COMPILED = (
     "offloaded layers get their weights between compiled graphs: compile them before"
     " offload_layers, or without fullgraph=True"
 )
@@ -61,7 +61,7 @@ class _Write(NamedTuple):
 
     ticket: Ticket
     targets: list[Tensor]  # the tensors on the CPU
-    nr_counted: int  # a write to the first `nr_counted` targets changes their versions
+    nr_counted: int  # copying back changes the version of the first `nr_counted` targets only
 
     def copy_back(self) -> None:
         """Wait for the copies, and write them to the tensors on the CPU."""
@@ -86,10 +86,10 @@ class Layer:
         references: Every reference of the layer's modules to one of `tensors`.
         changing: Indices of tensors that forwards in training mode change without a change of
             version.
-        partners: Layers that share buffers or modules with this one. A forward of any of them may
-            change what is shared, so a layer with partners is neither prefetched nor kept.
+        partners: Layers that share buffers or modules with this one. Their forwards may change the
+            shared buffers, so a layer with partners is neither prefetched nor kept.
         relatives: Layers that share any tensor with this one.
-        uses: The forwards whose backward may still run.
+        uses: The `LayerUse` of each forward whose backward may still run.
     """
 
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
@@ -195,7 +195,8 @@ class Layer:
     # ---- replacing the CPU's tensors by the device's ----
 
     def swap(self, values: Sequence[Tensor]) -> Former:
-        """Replace the layer's tensors in its modules; return what was replaced."""
+        """Replace the layer's tensors in its modules by `values`. Return the references with the
+        tensors that they had before."""
         former: Former = []
         for reference in self.references:
             former.append((reference, reference.entries[reference.name]))
@@ -237,7 +238,8 @@ class Layer:
         Raises:
             StillframeError: The changed tensor has a lower precision on the device.
         """
-        # Indices of tensors that were changed, with and without a change of version.
+        # Indices of the tensors that were changed: `counted` with a change of version, `silent`
+        # without one.
         counted = [index for index in range(len(self.tensors)) if group.changed(index)]
         silent = [
             index
@@ -305,7 +307,7 @@ class Hook:
     or a pickle, a function that does nothing takes its place."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
-        self._function = torch.compiler.disable(function, reason=_WHY)  # type: ignore[no-untyped-call]
+        self._function = torch.compiler.disable(function, reason=_WHY_NOT_COMPILED)  # type: ignore[no-untyped-call]
         self._layer = layer
 
     def __call__(self, *args: Any) -> None:
@@ -345,7 +347,7 @@ class ApplyGuard:
 
 
 def _no_hook() -> Any:
-    """Return the function that takes the place of a pickled hook."""
+    """Return the function that replaces a pickled hook when it is unpickled."""
     return _nothing
 
 

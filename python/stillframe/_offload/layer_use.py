@@ -6,9 +6,9 @@ be prefetched. A wrong prediction costs a copy.
 
 The prediction is that forward uses the layers in the order given, and that a backward uses them in
 the order of the last backward. Without activation checkpointing, that is the reverse order of the
-layers that required gradients. Checkpointing runs parts of forward again inside backward, and
-reentrant checkpointing does so for layers that autograd has not seen before. But every training
-step does the same work, so the last backward predicts the next.
+layers that required gradients. Checkpointing repeats parts of forward inside backward, and
+reentrant checkpointing repeats even layers that autograd has not seen before. But all training
+steps use the layers in the same order, so the last backward predicts the next.
 """
 
 from __future__ import annotations
@@ -43,34 +43,35 @@ class LayerUse:
         self.node: Callable[[], Any] = lambda: None  # returns the node that backward runs for it
         self.tensors = layer.tensors  # as they are now: the layer's list may be replaced later
         self.group: Group | None = None  # the tensors on the device, while the forward runs
-        # The versions of the tensors at the end of the forward: on the device, and on the CPU.
-        self.left: list[int] = []
-        self.versions: list[int] = []
+        # The versions of the tensors at the end of the forward.
+        self.device_versions: list[int] = []
+        self.cpu_versions: list[int] = []
         self.values: Sequence[Tensor] = ()  # the tensors that replace the layer's in the module
         self.former: Former = []  # the tensors that were replaced
         self.hooks: SavedHooks | None = None  # in force while the forward runs
 
     def end(self, group: Group) -> None:
         """Record the versions of the tensors (`group` on the device) at the end of the forward."""
-        self.group, self.left = None, group.now()
-        self.versions = [version_of(tensor) for tensor in self.tensors]
+        self.group, self.device_versions = None, group.now()
+        self.cpu_versions = [version_of(tensor) for tensor in self.tensors]
 
     def version(self, number: int) -> int:
-        """Return the version of a tensor on the device: now, or at the end of a past forward."""
-        return (self.left if self.group is None else self.group.now())[number]
+        """Return the version of a tensor on the device: the present one, or the one at the end of
+        the forward if that has ended."""
+        return (self.device_versions if self.group is None else self.group.now())[number]
 
     def check(self, number: int, version: int) -> None:
-        """Raise autograd's error if the forward wrote to a tensor after autograd had saved it, or
-        other code wrote to the CPU's tensor after the forward.
+        """Raise autograd's error if the forward wrote to a tensor after autograd had saved it.
+        Raise it too if other code wrote to the CPU's tensor after the forward.
 
         Args:
             number: The tensor's index in the layer.
             version: Its version on the device when autograd saved it.
         """
-        if not self.versions:
+        if not self.cpu_versions:
             return  # the forward has not ended
-        tensor, then = self.tensors[number], self.versions[number]
-        for now, expected in ((self.left[number], version), (version_of(tensor), then)):
+        tensor, then = self.tensors[number], self.cpu_versions[number]
+        for now, expected in ((self.device_versions[number], version), (version_of(tensor), then)):
             if now != expected:
                 check_version(tensor, expected, self.layer.name_of(number), now)
 
@@ -83,7 +84,7 @@ class LayerUse:
         return self.layer.lowered(number, tensor).to(group.tensors[0].device, copy=True)
 
     def put(self, values: Sequence[Tensor]) -> None:
-        """Replace the layer's tensors in its modules by these."""
+        """Replace the layer's tensors in its modules by `values`."""
         self.values, self.former = values, self.layer.swap(values)
 
     def take_back(self) -> Former:
@@ -140,7 +141,7 @@ class LayerOrder:
         Args:
             otherwise: The prediction if this backward has left the order of the last backward.
         """
-        if self._seen[-1:] != [layer]:
+        if self._seen[-1:] != [layer]:  # calls for one layer in a row count once
             known, position = self._known, len(self._seen)
             self._seen.append(layer)
             is_as_before = position < len(known) and known[position] is layer

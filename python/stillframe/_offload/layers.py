@@ -106,7 +106,7 @@ class OffloadedLayers:
         self._stop_watching()
         steps = [self._leave, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
-        steps += [functools.partial(self._residents.give_up_others, ())]  # all of them
+        steps += [functools.partial(self._residents.give_up_others, ())]  # gives up all
         steps += [layer.settle for layer in self._layers]
         steps += [self._gradients.close, self._offloader.close]
         steps += [functools.partial(self._let_go, layer) for layer in self._layers]
@@ -121,9 +121,9 @@ class OffloadedLayers:
     def wait(self) -> None:
         """Wait until no copy reads the weights on the CPU any more.
 
-        You need not call this after a backward or after a whole forward without gradients, which
-        wait before they end, nor before an optimizer's step, which waits before it begins. Call it
-        before you write to the weights yourself after any other forward.
+        A backward, and a whole forward without gradients, wait before they end. An optimizer's step
+        waits before it begins. After any other forward, call this before you write to the weights
+        yourself.
         """
         self._offloader.wait_read()
 
@@ -163,7 +163,7 @@ class OffloadedLayers:
         if is_repeated:
             # Join this backward now, because the forward may call another one inside it.
             self._end_listener.join()
-            # If backward has reached this layer already, the use that it has reached goes on.
+            # If backward has reached this layer already, do not end the use that it has reached.
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
         else:
@@ -248,10 +248,10 @@ class OffloadedLayers:
         return [give_up, self._residents.expire_prefetches, self.wait, *settle]
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
-        """Keep tensors that a forward has put in place of buffers, moved to the CPU.
+        """Move tensors that a forward has put in place of buffers to the CPU, and keep them.
 
         Args:
-            moved: What `LayerUse.take_back` has returned.
+            moved: The references and tensors that `LayerUse.take_back` has returned.
 
         Raises:
             StillframeError: The forward has replaced a parameter.
@@ -286,7 +286,7 @@ class OffloadedLayers:
             raise StillframeError(
                 f"the backward of {use.layer.name} comes after remove(): it needs its weights"
             )
-        # Outside a backward, some code unpacks a saved tensor itself.
+        # Outside a backward, this is a call by code that unpacks a saved tensor itself.
         if graph.task() == graph.NO_TASK or self._current is use:
             return self._residents.bring(use.layer, fresh=False)
         if torch.is_grad_enabled():
@@ -301,7 +301,7 @@ class OffloadedLayers:
         # module. A reentrant checkpoint also runs a backward through that part, which needs a use
         # of its own.
         inside = LayerUse(self._enter, use.layer, use.before)
-        inside.left = group.now()
+        inside.device_versions = group.now()
         with torch.enable_grad():
             use.put(self._on_device(inside, group))
         self._current = use
@@ -383,7 +383,7 @@ class OffloadedLayers:
         """End a backward: give up its prefetches and add up the gradients."""
         inside = self._end_listener.is_inside(task)
         steps: list[Callable[[], object]] = []
-        # If `_current_task` is another one, that outer backward still computes with `_current`.
+        # Otherwise `_current` belongs to an outer backward, which still computes with it.
         if self._current is None or self._current_task == task:
             steps.append(self._leave)
             self._last = None

@@ -115,7 +115,8 @@ class Layout:
     def _make(
         self, bases: Sequence[tuple[torch.UntypedStorage, int]], device: torch.device
     ) -> list[torch.Tensor]:
-        """Return the tensors; `bases` are the storage and the offset of each source."""
+        """Return the tensors as views. `bases` has, for each source, the storage with its bytes and
+        its offset in that storage."""
         made = []
         for view in self.views:
             tensor = torch.empty(0, dtype=view.dtype, device=device)
@@ -146,8 +147,8 @@ def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
 def sources_in(
     memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout
 ) -> list[Source]:
-    """Return the copies that memory of the pool has of a layout's sources, each as a storage of its
-    own. `offsets` are their offsets in the memory."""
+    """Return the copies of a layout's sources in memory of the pool, each as a storage of its own.
+    `offsets` are the offsets of the copies in the memory."""
     return [
         Source(
             torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=nbytes).untyped_storage(),
@@ -198,7 +199,7 @@ class _Span:
     Attributes:
         tensor: The tensor that is copied.
         storage, begin, end: Its storage, and the range of bytes in it.
-        shape, strides, dtype: Those that a copy of the tensor gets.
+        shape, strides, dtype: The shape, strides and dtype of a copy of the tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -240,7 +241,7 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
         number, offset = -1, 0
         if span.end > span.begin:
             last = sources[-1] if sources else None
-            if last is not None and _continues(span, last):
+            if last is not None and _join_or_move(span, last):
                 offset = span.begin - last.offset
                 end = max(last.offset + last.nbytes, span.end)
                 sources[-1] = Source(last.storage, last.offset, end - last.offset)
@@ -251,10 +252,10 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
     return sources, [view for view in views if view is not None]
 
 
-def _continues(span: _Span, last: Source) -> bool:
-    """Return whether a span begins inside the source before it, so that the two are merged.
+def _join_or_move(span: _Span, last: Source) -> bool:
+    """Return True if a span begins inside the source before it; then the caller joins the two.
 
-    If the span's elements would not be aligned in the merged source, move the span to memory of its
+    If the span's elements would not be aligned in the joined source, move the span to memory of its
     own and return False.
     """
     if span.storage._cdata != last.storage._cdata or span.begin >= last.offset + last.nbytes:

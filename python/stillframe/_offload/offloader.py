@@ -5,16 +5,16 @@
     inward                                        waits E' | weights of l-1 are copied | D
 
 Each direction has a stream of its own, on which the core queues the copies (`snapshot/device.c`
-outward, `offload/onload.c` inward). Events order the copies and the stream that is current at the
-call. The outward stream waits for E before it reads the sources. The inward stream waits for E'
-before it writes to the destination. The current stream waits for D before it uses the group. The
-host does not wait.
+outward, `offload/onload.c` inward). The events E, E' and D order the copies and the stream that is
+current at the call. The outward stream waits for E before it reads the sources. The inward stream
+waits for E' before it writes to the destination. The current stream waits for D before it uses the
+group. The host does not wait.
 
-A group is copied into a *slot*, one allocation of torch's allocator. The slot is freed when the
-last tensor over it is freed, in the order of the stream on which it was made. So no group is
-overwritten while a tensor can still read it. A slot that is released early no longer counts, but
-its memory is freed only when no tensor refers to it. At most `slots` groups are in use or on their
-way in, and at most `slots` groups have sources that wait to be copied out.
+A *group*, the tensors of one call, is copied into a *slot*: one allocation of torch's allocator.
+The slot is freed when the last tensor over it is freed, in the order of the stream on which it was
+made. So no group is overwritten while a tensor can still read it. A slot that is released early no
+longer counts, but its memory is freed only when no tensor refers to it. At most `slots` groups are
+in use or on their way in, and at most `slots` groups have sources that wait to be copied out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stillframe import _core
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._offload import layout as _layout
-from stillframe._offload.device_pool import HOST, DevicePool, OffloadStats, summed
+from stillframe._offload.device_pool import HOST, DevicePool, OffloadStats, with_rates
 from stillframe._offload.layout import Layout
 from stillframe._offload.slot import Slot
 from stillframe._offload.ticket import Leaving, Ticket
@@ -120,7 +120,7 @@ class Offloader:
         Raises:
             PoolExhaustedError: The group does not fit into the pool besides the memory that tickets
                 and snapshots hold.
-            TypeError, ValueError: An element is not such a tensor.
+            TypeError, ValueError: An element is no tensor with plain memory on `device`.
             StillframeError: The offloader or its engine is closed; the device failed; a CUDA graph
                 is being captured.
             ForkError: In a child of fork.
@@ -272,7 +272,7 @@ class Offloader:
             for slot in found:
                 self._give_up(slot)
 
-    def _give_up_ahead(self, what: Ticket | Sequence[torch.Tensor]) -> None:
+    def _give_up_prefetch(self, what: Ticket | Sequence[torch.Tensor]) -> None:
         """Give up the prefetch of a group. Do nothing if the prefetch no longer has a slot."""
         with inside(), self._lock:
             self._refuse()
@@ -286,10 +286,11 @@ class Offloader:
         self._released.append(slot)
 
     def _forget_finished(self) -> None:
-        """Give up prefetches without a ticket. Forget slots without tensors and copied sources."""
+        """Give up prefetches whose ticket no longer exists. Forget slots whose memory was freed,
+        and sources that are copied."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
-        self._coming = [slot for slot in self._coming if not slot.is_copied()]
+        self._coming = [slot for slot in self._coming if not slot.try_to_finish()]
         self._slots = [slot for slot in self._slots if not slot.is_gone()]
         self._released = [slot for slot in self._released if not slot.is_gone()]
         self._release_oldest()
@@ -367,7 +368,7 @@ class Offloader:
     def wait_read(self) -> None:
         """Wait until the tensors given to `onload` and `prefetch` so far may be written to."""
         with inside(), self._lock:
-            self._coming = [slot for slot in self._coming if not slot.is_copied()]
+            self._coming = [slot for slot in self._coming if not slot.try_to_finish()]
             if self._coming:
                 self._refuse()  # only now: without copies this is allowed even after `close`
                 with self._waiting():
@@ -390,7 +391,7 @@ class Offloader:
         with self._lock:
             self._birth.refuse_child()
             self._forget_finished()
-            stats = summed(self._stats)
+            stats = with_rates(self._stats)
             stats["slots_in_use"] = len(self._slots)
             stats["bytes_lingering"] = sum(slot.nbytes for slot in self._released)
             return stats

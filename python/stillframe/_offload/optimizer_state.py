@@ -80,7 +80,8 @@ class _StateOwner:
         self._noted = [(pooled, pooled._version) for pooled in tensors_in_pool]
 
     def compare(self) -> None:
-        """Compare the versions with those of `note`, when a step begins or offloading ends."""
+        """Compare the versions with the noted ones, when a step begins or offloading ends. A
+        difference shows a write outside a step."""
         noted, self._noted = self._noted, []
         self._ended = self._ended or any(pooled._version != version for pooled, version in noted)
         if noted:
@@ -108,7 +109,7 @@ class OffloadedOptimizerState:
         self._group_of: dict[Any, int] = {}  # by parameter, the number of its group
         self._on_device: int | None = None  # the group that is on the device
         self._onloaded: list[Tensor] = []  # tensors of that group on the device
-        self._ahead: list[Tensor] = []  # tensors in the pool of the group that is prefetched
+        self._ahead: list[Tensor] = []  # the pool's tensors of the group that is prefetched
         self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # groups on their way to the pool
         # (parameter, key, value) of the large tensors that `_before_load` has set aside.
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
@@ -257,18 +258,18 @@ class OffloadedOptimizerState:
             return []
         sources = self._sources(number)
         if list(map(id, sources)) != list(map(id, self._ahead)):
-            self._give_up_ahead()
+            self._give_up_prefetch()
         tensors = self._offloader.onload(sources)
         self._ahead = []
         for (item, _), tensor in zip(tensors_in_pool, tensors, strict=True):
             item.entries[item.key] = tensor
         return tensors
 
-    def _give_up_ahead(self) -> None:
+    def _give_up_prefetch(self) -> None:
         """Give up the prefetch, if any."""
         ahead, self._ahead = self._ahead, []
         if ahead:
-            self._offloader._give_up_ahead(ahead)
+            self._offloader._give_up_prefetch(ahead)
 
     def _leave(self) -> None:
         """Send the group that is on the device back to the pool."""
@@ -287,7 +288,7 @@ class OffloadedOptimizerState:
         items: list[_Item] = []
         for parameter in self._optimizer.param_groups[number]["params"]:
             if parameter in state:
-                entries = dict.__getitem__(state, parameter)  # which `_looked_up` does not notice
+                entries = dict.__getitem__(state, parameter)  # `_looked_up` is not called
                 for key, value in entries.items():
                     # With the CPU as the device, the tensors in the pool are on it too.
                     if _is_big(value) and value.device == device and id(value) not in in_pool:
@@ -318,7 +319,7 @@ class OffloadedOptimizerState:
         """End the step: wait until the whole state is in the pool."""
         self._stepping = False
         self._leave()
-        self._give_up_ahead()  # a failed step may have left a prefetch
+        self._give_up_prefetch()  # a failed step may have left a prefetch
         if self._leaving:  # wait here, because code that reads the tensors later does not
             with self._offloader._waiting():
                 for number in list(self._leaving):

@@ -29,16 +29,16 @@ class Reader(Protocol):
     """An object that reads weights on the CPU asynchronously."""
 
     def all(self) -> Iterable[Tensor]:
-        """Return the tensors that it may read at some time."""
+        """Return the tensors that the reader may read at some time."""
 
     def reads(self) -> Iterable[Tensor]:
-        """Return the tensors that it may be reading now or has prefetched."""
+        """Return the tensors that the reader may be reading now or has prefetched."""
 
     def wait(self) -> None:
-        """Wait until it reads nothing any more."""
+        """Wait until the reader reads nothing any more."""
 
     def expire_prefetches(self) -> None:
-        """Have no prefetch used that was started before now."""
+        """Make sure that no prefetch is used that was started before this call."""
 
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
@@ -52,7 +52,7 @@ def watch(reader: Reader) -> None:
 
 
 def unwatch(reader: Reader) -> None:
-    """Take back `watch`."""
+    """Undo `watch`."""
     _readers.discard(reader)
     gate.readers_changed()
 
@@ -105,6 +105,6 @@ class _Readers:
 @functools.cache
 def _install() -> None:
     """Make the gate ask the readers; once in a process, because of the cache."""
-    gate.wait_for(_Readers())
+    gate.add_readers(_Readers())
     # In a forked child nothing reads the weights of the parent's readers.
     os.register_at_fork(after_in_child=_readers.clear)

@@ -65,7 +65,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.as_strided((span // step + 1,), (step,), tensor.storage_offset())
 
 
-class Source(Protocol):
+class LayerTensors(Protocol):
     """A layer whose tensors can be brought to the device.
 
     Attributes:
@@ -88,8 +88,8 @@ class _Prefetch(NamedTuple):
     """The prefetch of a layer."""
 
     what: Sequence[Tensor]  # the tensors on the CPU that are copied
-    generation: int  # how often `expire_prefetches` was called before it was started
-    fingerprint: Fingerprint  # of the layer at that moment
+    generation: int  # `Residents._generation` when the prefetch was started
+    fingerprint: Fingerprint  # the layer's, when the prefetch was started
 
 
 class Group:
@@ -125,16 +125,17 @@ class Group:
 class Residents:
     """The layers that are on the device or prefetched to it: at most `slots` at a time."""
 
-    def __init__(self, offloader: Offloader, layers: Sequence[Source], slots: int) -> None:
+    def __init__(self, offloader: Offloader, layers: Sequence[LayerTensors], slots: int) -> None:
         self._offloader = offloader
         self._layers = layers
         self._slots = slots
-        self._groups: dict[Source, Group] = {}  # oldest first
-        self._coming: dict[Source, _Prefetch] = {}  # layers that are prefetched
+        self._groups: dict[LayerTensors, Group] = {}  # oldest first
+        self._coming: dict[LayerTensors, _Prefetch] = {}  # layers that are prefetched
         self._generation = 0  # how often `expire_prefetches` was called
 
     def expire_prefetches(self) -> None:
-        """Have no prefetch used that was started before now. Any thread may call this."""
+        """Make sure that no prefetch is used that was started before this call. Any thread may call
+        this."""
         self._generation += 1
 
     def all(self) -> list[Tensor]:
@@ -150,19 +151,19 @@ class Residents:
         """Wait until no copy reads the tensors any more."""
         self._offloader.wait_read()
 
-    def get(self, layer: Source) -> Group | None:
+    def get(self, layer: LayerTensors) -> Group | None:
         return self._groups.get(layer)
 
-    def has(self, layer: Source) -> bool:
+    def has(self, layer: LayerTensors) -> bool:
         """Return whether the layer is on the device or on its way there."""
         return layer in self._groups or layer in self._coming
 
-    def bring(self, layer: Source, fresh: bool) -> Group:
+    def bring(self, layer: LayerTensors, fresh: bool) -> Group:
         """Return a layer's tensors on the device. Copy them there, unless they are there already or
         a good prefetch has begun to copy them. The current stream waits for copies that still run.
 
         Args:
-            fresh: See `Source.sources`.
+            fresh: See `LayerTensors.sources`.
         """
         group = self._groups.get(layer)
         if group is None:
@@ -182,12 +183,12 @@ class Residents:
             self._coming.pop(layer, None)
         return group
 
-    def prefetch(self, layer: Source | None, fresh: bool) -> None:
+    def prefetch(self, layer: LayerTensors | None, fresh: bool) -> None:
         """Start to copy a layer to the device, if a slot is free. Give up expired prefetches.
 
         Args:
             layer: None only gives up prefetches.
-            fresh: See `Source.sources`.
+            fresh: See `LayerTensors.sources`.
         """
         self._give_up_expired()
         if layer is None or self.has(layer):
@@ -200,16 +201,16 @@ class Residents:
             if _has_bytes(what) and self._offloader.prefetch(what):
                 self._coming[layer] = _Prefetch(what, self._generation, fingerprint)
 
-    def give_up(self, layer: Source) -> None:
+    def give_up(self, layer: LayerTensors) -> None:
         """Release a layer's slot, if it has one, after the work queued on the current stream."""
         coming = self._coming.pop(layer, None)
         if coming is not None:
-            self._offloader._give_up_ahead(coming.what)
+            self._offloader._give_up_prefetch(coming.what)
         group = self._groups.pop(layer, None)
         if group is not None and _has_bytes(group.brought):
             self._offloader.release(group.brought)
 
-    def give_up_others(self, keep: Iterable[Source | None]) -> None:
+    def give_up_others(self, keep: Iterable[LayerTensors | None]) -> None:
         """Release the slots of all layers except these."""
         kept = set(keep)
         others = [layer for layer in (*self._coming, *self._groups) if layer not in kept]
@@ -222,7 +223,7 @@ class Residents:
         # Tensors without bytes take no slot.
         return [tensor.to(self._offloader.device, copy=True) for tensor in what]
 
-    def _is_good(self, layer: Source, coming: _Prefetch) -> bool:
+    def _is_good(self, layer: LayerTensors, coming: _Prefetch) -> bool:
         """Return whether a prefetch has copied the values that the weights have now."""
         return coming.generation == self._generation and coming.fingerprint == layer.fingerprint()
 

@@ -26,7 +26,8 @@ _VIEWS = frozenset(
     for name in ("T", "Transpose", "Permute", "View", "Expand", "Squeeze", "Unsqueeze", "Select")
     for number in (0, 1)
 )
-_MOST_VIEWS = 4  # nodes of `_VIEWS` between a cast of a weight and the tensor that is saved
+# A view of a cast of a weight is recognised behind at most this many nodes of `_VIEWS`.
+_MOST_VIEWS = 4
 
 
 class WeightUse(Protocol):
@@ -92,7 +93,7 @@ class _Passed(NamedTuple):
     """An object that the enclosing saved-tensor hooks have packed."""
 
     packed: Any
-    back: Callable[[Any], Tensor]  # their unpack hook
+    back: Callable[[Any], Tensor]  # the unpack hook of the same pair
 
     def unpack(self) -> Tensor:
         return self.back(self.packed)
@@ -198,7 +199,7 @@ def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
     return made.use, made.indices[output]
 
 
-def outer() -> Hooks | None:
+def innermost() -> Hooks | None:
     """Return the innermost pair of saved-tensor hooks in force on this thread; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -218,7 +219,7 @@ class SavedHooks:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def enter(self) -> None:
-        self._around = outer()
+        self._around = innermost()
         self._hooks.__enter__()
 
     def leave(self) -> None:
@@ -240,6 +241,7 @@ class SavedHooks:
 
 @functools.cache
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as one that torch's compiler does not trace."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 

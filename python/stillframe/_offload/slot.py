@@ -1,4 +1,4 @@
-"""Holds a group that is on the device or on its way there.
+"""A slot holds a group of tensors that is on the device or on its way there.
 
     COMING   the copies are queued; the slot owns the group's device memory
     TAKEN    the caller's tensors own the memory; the slot has a weak reference to the storage
@@ -56,10 +56,10 @@ class Slot:
             self._given = _layout.check(what, HOST, "onload")
             self._layout = Layout(self._given)
             sources = self._layout.sources
-        self._versions = self._now(what)  # of the sources, when the copy was started
+        self._versions = self._write_state(what)  # of the sources, when the copy was started
         self.nbytes = self._layout.nbytes
         self._stream = pool.stream()  # on which the memory is allocated
-        flat = _room(pool.device, self._layout.room)
+        flat = _allocate(pool.device, self._layout.room)
         storage = flat.untyped_storage()
         self.storage = storage._cdata  # the address of the StorageImpl
         self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ class Slot:
     def is_stale(self) -> bool:
         """Return whether the sources were written to since the copy was started."""
         what = self._ticket() if self._ticket is not None else self._given
-        return what is not None and self._now(what) != self._versions
+        return what is not None and self._write_state(what) != self._versions
 
     def is_gone(self) -> bool:
         """Return whether the group's device memory was freed."""
@@ -156,7 +156,7 @@ class Slot:
         """Return whether the group was prefetched from a ticket that no longer exists."""
         return not self.taken and self._ticket is not None and self._ticket() is None
 
-    def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
+    def _write_state(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
         """Return a list that differs after a write to the sources: addresses and versions."""
         if isinstance(what, Ticket):
             return what._writes()
@@ -215,9 +215,9 @@ class Slot:
         if flat is not None:
             self._note_use(flat)
 
-    def is_copied(self) -> bool:
-        """Return whether the copies have completed and their time is in the statistics. If they
-        have completed, release the sources."""
+    def try_to_finish(self) -> bool:
+        """Release the sources if the copies have completed. Return True if the time of the copies
+        is in the statistics too, so that nothing is left to do."""
         if self._core is not None and not self._core.wait(0.0):
             return False
         if self._ticket is None:
@@ -241,13 +241,13 @@ class Slot:
         return True
 
     def finish(self) -> None:
-        """Wait until the copies have completed, and release the sources."""
+        """Wait until the copies have completed, and release the sources (`try_to_finish`)."""
         if self._core is not None:
             self._core.wait(None)
-        self.is_copied()
+        self.try_to_finish()
 
 
-def _room(device: torch.device, nbytes: int) -> torch.Tensor:
+def _allocate(device: torch.device, nbytes: int) -> torch.Tensor:
     """Allocate `nbytes` on the device. If the device is full, add a note to torch's error."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -515,7 +515,7 @@ def _steps_of(block: Preemption) -> None:
     global _reader
     if _reader is None:
         _reader = _Steps()
-        gate.wait_for(_reader)
+        gate.add_readers(_reader)
     _blocks[id(block)] = block
 
 

@@ -18,7 +18,8 @@ from stillframe._watch.ownership import Owner
 
 
 class Sources(Protocol):
-    """The object that is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
+    """The object that is saved or copied: a `Skeleton`, or the `Tree` of a snapshot. Its attributes
+    are those of `Marks`."""
 
     numbers: _core.Numbers
     rows: bytearray
@@ -33,8 +34,9 @@ class Deferral:
     """The storages of one save that are copied after the call, and their versions at the call.
 
     Attributes:
-        indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
-        fallbacks: Sentences for the report: whose storages are captured instead, and why.
+        indices: The storages' numbers in the save; the lane in their rows is ``SFR_LANE_HOST``.
+        fallbacks: Sentences for the report. Each names an optimizer whose storages are captured,
+            and the reason.
         overtaken: A step has written before the save was launched, so the copy may be torn.
     """
 
@@ -42,7 +44,7 @@ class Deferral:
         "__weakref__",
         "_indices",
         "_numbers",
-        "_parts",
+        "_owner_ends",
         "_storages",
         "_tensors",
         "_versions",
@@ -59,9 +61,9 @@ class Deferral:
         self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []  # for each of `_tensors`, its version counter at the call
-        # Each owner's storages are adjacent in `indices`. For each owner, in this order: the
-        # position after its last storage, and the owner.
-        self._parts: list[tuple[int, Owner | MemoryOwner]] = []
+        # Each owner's storages are adjacent in `indices`. For each owner, in the same order: the
+        # position after its last storage in `indices`, and the owner.
+        self._owner_ends: list[tuple[int, Owner | MemoryOwner]] = []
         self.overtaken = False
 
     def torn(self) -> int:
@@ -80,9 +82,10 @@ class Deferral:
         return -1 if position < 0 else self._numbers[position]
 
     def distrust(self, index: int) -> None:
-        """Have the optimizer that owns storage ``index`` captured completely from now on."""
+        """Have the optimizer that owns storage ``index`` captured completely from now on. Do
+        nothing if the storage was not deferred."""
         position = self.indices.index(index) if index in self.indices else len(self.indices)
-        for end, owner in self._parts:
+        for end, owner in self._owner_ends:
             if position < end:
                 owner.distrust("something other than its step changed it while it was copied")
                 return
@@ -99,7 +102,7 @@ class Deferral:
         self._tensors = []
 
     def close(self) -> None:
-        """End the call: its save is tracked, or no save will be. May be called again."""
+        """End the call: its save is tracked now, or there will be no save. May be called again."""
         calls.pop(id(self), None)
 
     def ask(self, sources: Sources) -> None:
@@ -108,14 +111,14 @@ class Deferral:
         lists = self.indices, self._numbers, self._tensors, self._versions
         marks = Marks(sources.numbers, sources.rows, *lists)
         owners = list(ownership.living())
-        # Steps of such an owner do not wait for copies, so no other owner may defer its storages.
+        # Steps of an unseen owner do not wait for copies, so no other owner may defer its storages.
         for unseen in (each for each in owners if each.unseen):
             unseen.capture_for_others()
         for owner in (*owners, *memory_owners.known):
             before = len(self.indices)
             owner.defer(marks)
             if len(self.indices) > before:
-                self._parts.append((len(self.indices), owner))
+                self._owner_ends.append((len(self.indices), owner))
         self._storages = sources.numbers
         for sentence in (owner.why_captured(marks) for owner in owners):
             if sentence is not None and sentence not in self.fallbacks:

@@ -1,8 +1,8 @@
 """The gate: an optimizer step waits here until every deferred byte of its storages is copied.
 
 `defer` decides which storages of a save may be copied after the call. `track` makes steps wait for
-that save until it is staged, and `hold_back` is that wait. `step_hooks.py` calls it in every
-optimizer's step.
+that save until it is staged. The waiting is done by `hold_back`, which `step_hooks.py` calls in
+every optimizer's step.
 
 A step in another thread may begin between `defer` and `track`, when there is no save to wait for
 yet. Such a step waits for the end of the call that asks for the save, at most 30 s.
@@ -47,8 +47,8 @@ class Pending(Protocol):
     def gate(self) -> bool:
         """Wait until a step may begin on the calling thread's current streams.
 
-        Return False if a later step has to ask again, because its streams may differ. Raise only
-        what a signal handler raises.
+        Return False if a later step has to ask again, because its streams may differ. Raise no
+        exception, except one of a signal handler.
         """
 
 
@@ -134,7 +134,7 @@ def wait() -> None:
 
     On devices the calling thread's current streams wait instead. Errors of saves are not raised.
     """
-    asked: list[Pending] = []  # saves that still have to be asked by later steps
+    asked: list[Pending] = []  # saves that this call has asked, and later steps have to ask again
     while True:  # until no new save has been tracked meanwhile
         new = [each for each in list(_pendings.values()) if each not in asked]
         if not new:
@@ -158,18 +158,18 @@ def wait_for_storage(identity: int) -> None:
     On a device the calling thread's current stream waits instead. Errors of saves are not raised.
     """
     for key, (thread, _) in calls.copy().items():
-        _is_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
+        _wait_until_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
     for key, deferral in _deferrals.copy().items():
         pending = _pendings.get(key)
         if pending is not None and deferral.holds(identity) and pending.gate() is not False:
             untrack(pending)
 
 
-def _is_over(key: int, thread: int, end: float) -> bool:
-    """Wait until the call `key`, made by thread `thread`, is over; return whether it is.
+def _wait_until_over(key: int, thread: int, end: float) -> bool:
+    """Wait until the call `key`, made by thread `thread`, is over, but at most until `end`, a time
+    of `time.monotonic`. Return whether the call is over.
 
-    The wait ends at `end`, a time of `time.monotonic`. The calling thread does not wait for a call
-    of its own.
+    The calling thread does not wait for a call of its own.
     """
     mine = threading.get_ident()
     while thread != mine and key in calls and time.monotonic() < end:
@@ -181,9 +181,9 @@ def _wait_for_calls() -> None:
     """Wait for the saves that other threads are submitting at this moment."""
     end = time.monotonic() + _CALL_TIMEOUT_S
     for key, (thread, ref) in calls.copy().items():
-        if not _is_over(key, thread, end):
+        if not _wait_until_over(key, thread, end):
             # This step runs inside the call itself, or the call did not end in time. The step goes
-            # on and may write before the save has copied, so the save counts as torn.
+            # on and may write before the storages are copied, so the save counts as torn.
             deferral = ref()
             if deferral is not None:
                 deferral.overtaken = True
@@ -210,11 +210,11 @@ def stepped(optimizer: Optimizer) -> None:
         each.stepped(optimizer)
 
 
-def wait_for(readers: Readers) -> None:
+def add_readers(readers: Readers) -> None:
     """Make every later step wait for these readers right before it writes.
 
-    The readers could not use a pre-hook of torch instead: it runs before the closure, and any other
-    pre-hook moves the gate before the closure too, because it may write.
+    A pre-hook of torch could not do this, because it runs before the closure. It would also move
+    the gate before the closure: another pre-hook may write, so the gate has to be there.
     """
     _readers.append(readers)
 
@@ -225,7 +225,8 @@ def concerns(optimizer: Optimizer) -> bool:
 
 
 def readers_changed() -> None:
-    """Have torch compile those steps again that have no hooks and must now wait for readers."""
+    """Update `must_wait`, so that torch compiles the steps again that have no hooks and must now
+    wait for readers."""
     global must_wait
     serials: list[str] = []
     for owner in ownership.living():

@@ -1,9 +1,9 @@
-"""The guard that keeps errors of our bookkeeping out of other people's programs.
+"""The guard that keeps errors of stillframe's bookkeeping about optimizers out of user programs.
 
 The hooks around an optimizer's step receive whatever object torch passes. It may be uninitialised,
 have a `state` property that raises, or refuse weak references. The hooks may also run out of
-memory. None of this may end the user's step: failed bookkeeping is abandoned, and storages that
-cannot be watched are copied during the call.
+memory. None of this may end the user's step: failed bookkeeping is abandoned, and each save copies
+storages that cannot be watched during its call.
 
 An exception that a signal handler raised is no failure of the bookkeeping, and always propagates.
 """

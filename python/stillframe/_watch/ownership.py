@@ -52,8 +52,8 @@ _active: dict[int, threading.Thread] = {}
 _first_owners: dict[int, int] = {}
 _serials = itertools.count(1)
 _logged: set[str] = set()  # sentences that were logged
-# A frame with one of these codes is a step. The codes are those of torch's wrapper that runs the
-# hooks, and of the wrappers that `step_hooks` puts around other methods that write.
+# A frame with one of these codes is a step: the code of torch's wrapper that runs the hooks, and
+# the codes of the wrappers that `step_hooks` puts around other methods that write.
 step_codes: set[CodeType] = {steps.HOOKED}
 
 
@@ -88,14 +88,14 @@ class Owner:
         closure_index: The index of the closure among a step's positional arguments, if it has one.
         ungated: Some step has not called the closure that it was given. Since then the gate is
             before each step, never after the closure.
-        gated: The present step has called its closure, which has the gate at its end. True as well
-            if the gate is before the step.
+        gated: The present step has reached the gate, at the end of its closure. Also True if the
+            gate is before the step, so that no closure has to reach it.
         kind: The optimizer's class.
         observer: Knows which of the optimizer's storages change in steps only.
         ref: A weak reference to the optimizer.
         serial: A number that no other owner has.
-        unseen: The optimizer's steps may run without hooks, and then wait for no copy. So nothing
-            that they write is deferred.
+        unseen: The optimizer's steps may run without hooks, and such a step waits for no copy. So
+            saves defer nothing that the optimizer writes.
     """
 
     __slots__ = (
@@ -217,10 +217,10 @@ class Owner:
         # A torch function mode, such as a default device, would run Python code at each read.
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []  # (serial of the other owner, storage)
-            # True: the observer has to find the optimizer's storages again.
+            # `stepped` returns True if the observer has to find the optimizer's storages again.
             if self.observer.stepped(groups, state):
                 kind = dtensor()
-                if kind is not None:  # of a DTensor, its local tensor is watched
+                if kind is not None:  # the observer watches the local tensor of a DTensor
                     _core.Observer.see_through(kind, "_local_tensor")
                 try:
                     clashes = self.observer.enrol(groups, state)
@@ -272,7 +272,7 @@ class Owner:
         if self._known and not self._why:
             return None
         optimizer = self.ref()
-        if optimizer is None or not self._is_in(optimizer, marks):
+        if optimizer is None or not self._is_captured(optimizer, marks):
             return None
         name = steps.name_of(self.kind)
         if self._why:
@@ -283,8 +283,9 @@ class Owner:
             f" stillframe.register_optimizer({self.kind.__name__}) and it is copied during training"
         )
 
-    def _is_in(self, optimizer: Optimizer, marks: Marks) -> bool:
-        """Return whether the first parameter that is found in the save is captured there."""
+    def _is_captured(self, optimizer: Optimizer, marks: Marks) -> bool:
+        """Return whether the save captures the first of the optimizer's parameters that is in it.
+        Return False if none is found."""
         params = (p for group in optimizer.param_groups for p in group["params"])
         for p in map(memory_of, itertools.islice(params, _MOST_EXAMINED)):
             if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
@@ -402,6 +403,6 @@ def _may_step(frame: FrameType) -> bool:
     code = frame.f_code
     return (
         code in step_codes
-        or code.co_filename == steps.HOOKED.co_filename
+        or code.co_filename == steps.HOOKED.co_filename  # compiled code keeps its file name
         or code.co_name.startswith("torch_dynamo_resume")  # the rest after a graph break
     )

@@ -90,7 +90,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         # A captured graph can be replayed, and then changes everything without running a hook.
         owner.run_unseen("its step was captured in a CUDA graph")
     known = owner.qualifies(optimizer) and not owner.ungated
-    if known and (len(args) > 1 or kwargs):
+    if known and (len(args) > 1 or kwargs):  # args[0] is the optimizer
         arguments = _with_gated_closure(optimizer, owner, args, kwargs)
         if arguments is not None:
             return arguments
@@ -103,7 +103,7 @@ def _with_gated_closure(
 ) -> Arguments | None:
     """Return a step's arguments with the gate at the end of the closure, or None if the gate has to
     be before the step."""
-    # Another pre-hook may write, and it runs before the closure. Then the gate must be before it.
+    # Another pre-hook may write, and it runs before the closure. So the gate cannot be later.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
     closure, index = kwargs.get("closure"), owner.closure_index

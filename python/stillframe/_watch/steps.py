@@ -66,8 +66,8 @@ PACKAGES = _load(Path(__file__).with_name("third_party.toml"))
 def register_optimizer(optimizer_class: type[Optimizer]) -> None:
     """Vouch for an optimizer class, so that saves may overlap training with it.
 
-    By this call you promise that the class's ``step`` calls the closure, if it is given one, before
-    it changes anything, and that nothing outside ``step`` writes the optimizer's parameters and
+    By this call you promise two things. The class's ``step`` calls the closure, if it is given one,
+    before it changes anything. And nothing outside ``step`` writes the optimizer's parameters and
     state. Subclasses count only if they inherit ``step`` unchanged.
 
     Args:
@@ -197,7 +197,7 @@ def closure_index(step: Any) -> int | None:
     if "closure" in named:
         index: int = named.index("closure")
         return index
-    return 1 if code.co_flags & _VARARGS else None
+    return 1 if code.co_flags & _VARARGS else None  # the first of `*args`
 
 
 def name_of(kind: type[Any]) -> str:
