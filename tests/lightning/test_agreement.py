@@ -70,7 +70,7 @@ def test_error_that_cannot_be_unpickled_is_sent_as_text(agree, error):
 
 def test_ranks_without_a_process_group_count_as_one(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    assert not ranks.several(SimpleNamespace(world_size=2))
+    assert not ranks.has_several(SimpleNamespace(world_size=2))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    assert ranks.several(SimpleNamespace(world_size=2))
-    assert not ranks.several(SimpleNamespace(world_size=1))
+    assert ranks.has_several(SimpleNamespace(world_size=2))
+    assert not ranks.has_several(SimpleNamespace(world_size=1))

@@ -175,7 +175,7 @@ def test_function_named_like_a_plugin_method_is_not_taken_for_a_strategy(
     lit, tmp_path, monkeypatch
 ):
     plugin = lit.AsyncCheckpointIO()
-    monkeypatch.setattr(ranks, "several", lambda trainer: True)
+    monkeypatch.setattr(ranks, "has_several", lambda trainer: True)
 
     def save_checkpoint():
         with fault("fdatasync", sticky=True), pytest.raises(stillframe.SaveError):
@@ -220,7 +220,7 @@ def test_save_without_a_later_barrier_waits_for_no_rank(lit, tmp_path, monkeypat
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO())
     run.fit(lit.Model(), loader())
     checkpoint, met = run._checkpoint_connector.dump_checkpoint(), []
-    monkeypatch.setattr(ranks, "several", lambda trainer: True)
+    monkeypatch.setattr(ranks, "has_several", lambda trainer: True)
     monkeypatch.setattr(run.strategy, "barrier", met.append)
     with fault("fdatasync", sticky=True):
         with pytest.raises(stillframe.SaveError):

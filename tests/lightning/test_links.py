@@ -72,9 +72,9 @@ def test_link_is_recognised_by_relative_and_absolute_targets(ends, tmp_path):
     link = str(tmp_path / "links" / "last.ckpt")
     for text in ("../a.ckpt", f"../../{tmp_path.name}/a.ckpt", ends[0]):
         os.symlink(text, link)
-        assert rotation.names(link, ends[0]), text
-        assert not rotation.names(link, str(tmp_path / "b.ckpt"))
+        assert rotation.points_to(link, ends[0]), text
+        assert not rotation.points_to(link, str(tmp_path / "b.ckpt"))
         os.unlink(link)
     shutil.copy(ends[0], link)
-    assert not rotation.names(link, ends[0])
-    assert not rotation.names(str(tmp_path / "nothing"), ends[0])
+    assert not rotation.points_to(link, ends[0])
+    assert not rotation.points_to(str(tmp_path / "nothing"), ends[0])

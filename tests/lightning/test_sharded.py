@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fix_lightning import PACKAGES
 from fix_processes import run_program
-from stillframe._lightning.callers import sharded_as
+from stillframe._lightning.callers import sharded_model_key
 from stillframe._lightning.sharded import sharded
 
 HERE = Path(__file__).parent
@@ -225,7 +225,7 @@ def test_strategy_is_recognised_by_class_and_an_overridden_save_is_kept():
     fsdp = a_strategy("FSDPStrategy", _state_dict_type="sharded")
     derived = type("Mine", (type(fsdp),), {})()
     own = type("Mine", (type(fsdp),), {"save_checkpoint": own_save})()
-    assert sharded_as(fsdp) == sharded_as(derived) == "model"
-    assert sharded_as(own) is None
+    assert sharded_model_key(fsdp) == sharded_model_key(derived) == "model"
+    assert sharded_model_key(own) is None
     parallel = a_strategy("ModelParallelStrategy", _save_distributed_checkpoint=True)
-    assert sharded_as(parallel) == "state_dict"
+    assert sharded_model_key(parallel) == "state_dict"

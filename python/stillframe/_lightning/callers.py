@@ -9,7 +9,7 @@ is durable depends on two facts, and only the call stack shows them:
 - *Does a signal handler run?* A job that is told to end, for example by SLURM's requeue signal,
   saves inside the handler and ends right after it. So such a save must be durable when it returns.
   A handler is recognised by its code: this module remembers the code of every Python function that
-  it has found registered. It looks when a training starts, when an epoch starts, and at every save.
+  it has found registered. It looks for them when a training or an epoch starts, and at every save.
   So it also recognises a handler that has restored the default action before it saves. It neither
   installs nor wraps a handler.
 
@@ -38,7 +38,7 @@ from stillframe._watch.guard import code_of
 _SIGNALS = tuple(sorted(signal.valid_signals()))
 _MAX_WRAPPERS = 16  # wrappers around one plugin; more mean a cycle
 
-_handler_codes: set[CodeType] = set()  # of every signal handler that was seen
+_handler_codes: set[CodeType] = set()  # the code of every signal handler that was found
 
 _XLA = ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
 
@@ -150,7 +150,7 @@ def refuse_strategy(strategy: Any) -> None:
 
 def warn_if_bypassed(strategy: Any, plugin: str) -> None:
     """Warn once if `strategy` writes its checkpoints without its CheckpointIO."""
-    reason = _bypassed(strategy)
+    reason = _why_bypassed(strategy)
     if reason is None or reason in _warned:
         return
     _warned.add(reason)
@@ -162,14 +162,14 @@ def warn_if_bypassed(strategy: Any, plugin: str) -> None:
     )
 
 
-def sharded_as(strategy: Any) -> str | None:
+def sharded_model_key(strategy: Any) -> str | None:
     """Return the key of the model in the sharded checkpoints of `strategy`, of which each rank
     saves a part: "model" for FSDP, "state_dict" for ModelParallel.
 
     Return None if `strategy` saves no sharded checkpoints, or if its `save_checkpoint` is not
     Lightning's own.
     """
-    kind = _sharded(strategy)
+    kind = _sharded_class(strategy)
     if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
         return None
     return "model" if kind == "FSDPStrategy" else "state_dict"
@@ -180,16 +180,16 @@ def takes_no_urls(strategy: Any) -> bool:
     return _is_lightnings(getattr(type(strategy), "save_checkpoint", None))
 
 
-def _bypassed(strategy: Any) -> str | None:
+def _why_bypassed(strategy: Any) -> str | None:
     """Return why `strategy` writes its checkpoints without its CheckpointIO, or None."""
     if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
         return "DeepSpeedStrategy writes its own checkpoints"
-    if _sharded(strategy) is not None and sharded_as(strategy) is None:
+    if _sharded_class(strategy) is not None and sharded_model_key(strategy) is None:
         return f"{type(strategy).__name__} has a save_checkpoint of its own"
     return None
 
 
-def _sharded(strategy: Any) -> str | None:
+def _sharded_class(strategy: Any) -> str | None:
     """Return "FSDPStrategy" or "ModelParallelStrategy", whichever class `strategy` is of, if it is
     set to save sharded checkpoints. Otherwise return None."""
     for cls in type(strategy).__mro__:

@@ -15,7 +15,8 @@ After a save outside training, something needs the file at once: the learning ra
 batch size scaler read it back, a spawned worker passes its name to the parent, a script uploads it,
 or a job is requeued. The companion callback tells the plugin when training starts and ends, and
 `Trainer.state` tells it when training was interrupted. In a Trainer without the companion every
-save is durable when it returns. Nothing would make hooks that write to the state wait for the copy.
+save is durable when it returns: without the companion, hooks that write to the state would not wait
+for the copy.
 
 An error is raised once, by the next save (which is still made) or by `teardown`, oldest first
 (`work.py`). A save that is durable on return raises its own error. While Lightning handles an
@@ -130,8 +131,8 @@ class Checkpoints:
         Args:
             submit: Starts the save.
         """
-        # This is asked before the save, because an error of the save itself would also count as an
-        # exception that is being handled.
+        # Ask before the save, because an error of the save itself would also count as an exception
+        # that is being handled.
         quiet = self.trainers.failed(trainer)
         work = self._current_work()
         in_handler = inside_signal_handler()
@@ -147,7 +148,7 @@ class Checkpoints:
                 work.newest, work.newest_returns_early = interrupted
         if error is None:
             return
-        if is_trainer(trainer) and ranks.several(trainer) and ends_in_barrier(trainer):
+        if is_trainer(trainer) and ranks.has_several(trainer) and ends_in_barrier(trainer):
             # The other ranks wait in this barrier, which this rank will not reach after the error.
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
@@ -241,8 +242,8 @@ class Checkpoints:
             _core.log_drain(None)
 
     def resume_uploads(self, trainer: Any) -> None:
-        """Upload the checkpoints in the Trainer's directories that earlier processes were to
-        upload, and did not before they ended."""
+        """Upload the checkpoints in the Trainer's directories that earlier processes should have
+        uploaded, but had not when they ended."""
         options = self.writers.options
         if options.mirror is not None and trainer.is_global_zero:
             directories = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
@@ -293,7 +294,8 @@ class Checkpoints:
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
-        """Return whether `path` will exist once all entries of the log are done."""
+        """Return whether `path` will exist once all entries of the log are done; see
+        `Rotation.will_exist`."""
         return self._current_work().rotation.will_exist(CheckpointPath.of(path), otherwise)
 
     def wait_for(self, target: CheckpointPath) -> None:
@@ -352,7 +354,7 @@ class Checkpoints:
         if quiet:
             return
         error = work.take_error()
-        if self.trainers.is_set_up(trainer) and ranks.several(trainer):
+        if self.trainers.is_set_up(trainer) and ranks.has_several(trainer):
             error, _ = ranks.agree(trainer.strategy, error)
         if error is not None:
             raise error

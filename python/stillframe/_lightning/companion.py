@@ -44,7 +44,7 @@ from stillframe._lightning import ranks, sharded
 from stillframe._lightning.callers import (
     note_signal_handlers,
     refuse_strategy,
-    sharded_as,
+    sharded_model_key,
     warn_if_bypassed,
 )
 from stillframe._lightning.checkpoints import Checkpoints
@@ -114,7 +114,7 @@ class CompanionHooks:
             gate.wait()
             # Hooks of users run next, and may read `best_model_path`.
             checkpoints.settle()
-            if ranks.several(trainer):
+            if ranks.has_several(trainer):
                 trainer.strategy.barrier("stillframe: checkpoints are durable")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -161,7 +161,7 @@ def _wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
         if listens(logger):
             wraps.put(logger, "after_save_checkpoint", checkpoints.publish)
         wraps.put(logger, "finalize", partial(_finalize, checkpoints))
-    if sharded_as(trainer.strategy) is not None:
+    if sharded_model_key(trainer.strategy) is not None:
         sharded.wrap_methods(wraps, checkpoints, trainer)
     if trainer.world_size > 1:
         wraps.put(trainer, "save_checkpoint", partial(_save_together, checkpoints, trainer))
@@ -231,7 +231,7 @@ def _save_together(
 ) -> None:
     """Save so that all ranks raise the error of one rank: the replacement of
     `Trainer.save_checkpoint`."""
-    if not ranks.several(trainer):
+    if not ranks.has_several(trainer):
         original(*args, **kwargs)
         return
     with checkpoints.together(trainer.strategy):
@@ -248,7 +248,7 @@ def _load_together(
 ) -> Any:
     """Load on all ranks once rank 0 has no save to that path in flight: the replacement of
     `resume_start`."""
-    if checkpoint_path and ranks.several(trainer):
+    if checkpoint_path and ranks.has_several(trainer):
         if trainer.is_global_zero:
             checkpoints.wait_for(CheckpointPath.of(checkpoint_path))
         trainer.strategy.barrier()

@@ -382,7 +382,7 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
             trained = [each for each in group["params"] if each.requires_grad]
             nbytes += sum(each.numel() * each.element_size() for each in trained) * copies
             if copies:
-                nbytes += 4 * len(trained)  # step counters
+                nbytes += 4 * len(trained)  # each has a step counter of 4 bytes
     return nbytes, unknown
 
 

@@ -18,7 +18,8 @@ from stillframe._lightning.writers import OnError, PluginOptions, Writers, refus
 from stillframe._save.engine import Engine
 from stillframe._save.options import DEFAULT_IN_FLIGHT, OnDurable, Size, WhenBusy
 
-# The plugins that exist in this process. The entry point adds a companion only if there are any.
+# The plugins that exist in this process. The entry point (`_stillframe_factory.py`) adds a
+# companion only if there are any.
 live: weakref.WeakSet[CheckpointPlugin] = weakref.WeakSet()
 
 
@@ -35,13 +36,13 @@ class CheckpointPlugin:
         pool_bytes: Most memory of the staging pool: bytes, or "4GiB". This and the next two options
             give the plugin an engine of its own, made at the first save and closed at teardown.
         max_in_flight: How many saves may be under way (not yet durable).
-        when_busy: What a save does when that many are under way: "wait", or "raise" a `BusyError`.
+        when_busy: What a save does when so many are under way: "wait", or "raise" a `BusyError`.
             "skip" is refused, because ModelCheckpoint removes the previous file after a skipped
             save too.
         durable: Sync file and directory before a checkpoint counts as saved. With False it may be
             lost or damaged in a power failure.
-        overlap: Copy what only the optimizer changes under the next forward and backward. False
-            copies everything in the call.
+        overlap: Copy storages that only the optimizer changes under the next forward and backward.
+            False copies everything in the call.
         check_mutation: Compare a checksum of every byte, to find code that writes to the state at
             the wrong time. Slow.
         on_durable: Called as `on_durable(path, report)` on a thread of its own once a
@@ -61,9 +62,9 @@ class CheckpointPlugin:
             (`gate_ms` is the wait before `optimizer.step()`).
 
     Raises:
-        TypeError, ValueError: What `Engine` refuses, an engine that skips saves, `engine=` together
-            with an option of the engine, a mirror that is no URL, or a stillframe plugin as
-            `checkpoint_io`.
+        TypeError, ValueError: An option that `Engine` refuses, an engine that skips saves,
+            `engine=` together with an option of the engine, a mirror that is no URL, or a
+            stillframe plugin as `checkpoint_io`.
     """
 
     _reader: ClassVar[type[Any]]  # TorchCheckpointIO of the package

@@ -21,7 +21,7 @@ from stillframe._base.distributed import is_initialized
 from stillframe.errors import StillframeError
 
 
-def several(trainer: Any) -> bool:
+def has_several(trainer: Any) -> bool:
     """Return whether `trainer` runs on several ranks that can communicate now."""
     return trainer.world_size > 1 and is_initialized()
 

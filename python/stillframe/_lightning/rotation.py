@@ -52,7 +52,7 @@ class Rotation:
     Args:
         remover_of: Returns the CheckpointIO that removes a file; None for stillframe itself.
         durable: Sync the directories of links.
-        failed: See `Work.add_failed`; gets the errors of links and loggers.
+        failed: Called with each error of a link or a logger; see `Work.add_failed`.
 
     Attributes:
         held: The files whose remove waits until nothing needs them, in the order of the removes.
@@ -123,6 +123,7 @@ class Rotation:
             self._linked_by[former] = link
         self._submit_remove(link)
         key = link.key()
+        # `after_good` (the save before has succeeded) is not used: `make_link` checks the target.
         ordered.submit(key, _core.WORK_LINK, lambda after_good: self._make_link(target, link))
         self._newest_key = key
         self.links[link] = target
@@ -142,7 +143,7 @@ class Rotation:
 
     def notify(self) -> None:
         """Notify loggers of checkpoints whose saves have ended, in order, up to the first save that
-        has not. Then submit the removes that waited for this."""
+        has not. Then submit the removes that waited for these notifications."""
         for publication in list(self.publications):
             if not publication.due():
                 break
@@ -188,12 +189,13 @@ class Rotation:
 
     def _submit_remove(self, file: CheckpointPath) -> None:
         """Submit the remove of a file if it is held."""
-        # One atomic operation tells whether the file is held, and takes it: the value is then None.
+        # One atomic operation: `pop` returns None if the file was held, otherwise False.
         if self.held.pop(file, False) is False:
             return
         key = file.key()
         link = self._linked_by.pop(file, None)
-        needed = None if link is None else functools.partial(names, link.name, file.name)
+        # The log asks `needed` when the remove is at its head, and drops the remove if it is True.
+        needed = None if link is None else functools.partial(points_to, link.name, file.name)
         inner = self._remover_of(file)
         if inner is None and needed is None:
             remove(file.name)
@@ -201,7 +203,7 @@ class Rotation:
             submit = functools.partial(ordered.submit_remove, file.name, key, remove_tree, needed)
             if inner is not None:
                 submit = functools.partial(inner.remove, file.name, key, needed)
-            if not uploads.postpone(key, submit):  # it submits after an upload, if there is one
+            if not uploads.postpone(key, submit):  # an upload of the file calls `submit` later
                 submit()
         self._newest_key = key
 
@@ -268,7 +270,7 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
     return True
 
 
-def names(link: str, target: str) -> bool:
+def points_to(link: str, target: str) -> bool:
     """Return whether `link` is a symbolic link to `target`, which is a normal absolute path."""
     try:
         there = os.readlink(link)

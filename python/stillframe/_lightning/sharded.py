@@ -30,7 +30,7 @@ from stillframe._base import urls
 from stillframe._base.calls import inside
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks
-from stillframe._lightning.callers import Fabric, sharded_as, takes_no_urls
+from stillframe._lightning.callers import Fabric, sharded_model_key, takes_no_urls
 from stillframe._lightning.checkpoints import Checkpoints
 from stillframe._lightning.trainers import Wraps
 from stillframe._lightning.work import Work
@@ -54,7 +54,7 @@ def wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
     strategy = trainer.strategy
     wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
-    if sharded_as(strategy) == "state_dict":
+    if sharded_model_key(strategy) == "state_dict":
         # This is ModelParallelStrategy; only Lightning's own methods are replaced. FSDPStrategy is
         # left out, because its hooks copy the state to the host when Lightning asks for it.
         for name, function in (
@@ -82,7 +82,7 @@ def _save(
     target = CheckpointPath.of(strategy.broadcast(filepath))
     refuse_url(strategy, target)
     rest = dict(checkpoint)
-    state = {sharded_as(strategy) or "state_dict": rest.pop("state_dict")}
+    state = {sharded_model_key(strategy) or "state_dict": rest.pop("state_dict")}
     for number, each in enumerate(rest.pop("optimizer_states", ())):
         state[f"optimizer_{number}"] = each
     contents = Contents(state, rest, strategy.global_rank)
@@ -277,15 +277,15 @@ def as_exception(error: BaseException, path: str) -> Exception:
             return error
         return StillframeError(f"{path} was not saved: {error!r}")
     causes = {rank: cause for rank, (cause, _) in sorted(failures.items())}
-    words = "; ".join(f"rank {rank}: {_words(cause)}" for rank, cause in causes.items())
+    words = "; ".join(f"rank {rank}: {_text_of(cause)}" for rank, cause in causes.items())
     first = next(iter(causes.values()))
     if isinstance(first, OSError) and first.errno:
         return SaveError(first.errno, words, path, getattr(first, "phase", "write"))
     return StillframeError(f"{path} was not saved: {words}")
 
 
-def _words(cause: BaseException) -> str:
-    """Return the text of one rank's error, without the path, which the message has already."""
+def _text_of(cause: BaseException) -> str:
+    """Return the text of one rank's error without the path, which is in the message already."""
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
     return str(cause) if isinstance(cause, StillframeError) else repr(cause)
@@ -314,7 +314,7 @@ def sharded(strategy: Any) -> Any:
     Raises:
         TypeError, ValueError: The strategy is not supported; the message gives the reason.
     """
-    _refuse(strategy)
+    _refuse_unsupported(strategy)
     wraps = Wraps()
     checkpoints = Checkpoints("sharded", Writers(object, None, PluginOptions()))
     wraps.put(strategy, "save_checkpoint", functools.partial(_save_fabric, checkpoints, strategy))
@@ -322,7 +322,7 @@ def sharded(strategy: Any) -> Any:
     return strategy
 
 
-def _refuse(strategy: Any) -> None:
+def _refuse_unsupported(strategy: Any) -> None:
     """Raise the errors of `sharded`, if it does not support the strategy."""
     name = type(strategy).__name__
     if not hasattr(strategy, "save_checkpoint"):
@@ -332,7 +332,7 @@ def _refuse(strategy: Any) -> None:
             f"sharded() is for Fabric, and this {name} is a Trainer's: give the Trainer"
             " plugins=[AsyncCheckpointIO()]"
         )
-    if sharded_as(strategy) is not None:
+    if sharded_model_key(strategy) is not None:
         return
     classes = {cls.__name__ for cls in type(strategy).__mro__}
     if "FSDPStrategy" in classes and getattr(strategy, "_state_dict_type", "") != "sharded":
@@ -377,7 +377,7 @@ def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
     """Return the only sharded model in `state`; None if there is none, or more than one."""
     import torch
 
-    if sharded_as(strategy) == "model":
+    if sharded_model_key(strategy) == "model":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         def is_sharded(model: Any) -> bool:
@@ -417,7 +417,7 @@ def _states(
 
 def _getters(strategy: Any, model: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Return functions that get the sharded states of a model and of an optimizer."""
-    if sharded_as(strategy) == "state_dict":
+    if sharded_model_key(strategy) == "state_dict":
         from torch.distributed.checkpoint.state_dict import (
             get_model_state_dict,
             get_optimizer_state_dict,

@@ -25,14 +25,14 @@ _NO_COMPANION = (
     " Trainer(plugins=[...]); the callback comes through the entry points of the installed package."
 )
 
-_MISSING = object()  # stands for the value of an attribute that its owner did not have itself
+_MISSING = object()  # stands for the old value of an attribute that the object itself lacked
 
 
 class _Replacement:
     """A function that replaces a method.
 
-    Other code may replace the method again, and call this function after `Wraps.restore`. It is
-    then no longer `active`, and only calls the original.
+    Other code may replace the method again, and call this function after `Wraps.restore`. The
+    function is then no longer `active`, and only calls the original.
     """
 
     def __init__(self, original: Method, function: Callable[..., Any]) -> None:

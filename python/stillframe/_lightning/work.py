@@ -55,7 +55,7 @@ class Work:
     """The saves of one plugin, and its files. A forked child starts with nothing.
 
     A signal handler may save at any moment, even in the middle of a method here. So each method
-    takes an item from a list by one atomic operation, and relies on no earlier look at the list.
+    takes an item from a list by one atomic operation, and does not rely on an earlier read of it.
 
     Args:
         remover_of, durable: See `Rotation`.
@@ -70,8 +70,9 @@ class Work:
         newest: The last save; None before the first, `Failed` if its call raised.
         newest_returns_early: The newest save's call returns before the save has ended, so a later
             call reports its error.
-        ending: The id of the object that stands for the end of the training (an exception, or the
-            frame of a signal handler), and the moment by which saves have to be durable then.
+        ending: A pair. First the id of the object that stands for the end of the training: an
+            exception, or the frame of a signal handler. Then the moment, of `time.monotonic`, by
+            which saves have to be durable.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Work:
         """Wait for the last save and drop its error, because all ranks raise another error."""
         handle = self.newest
         if handle is not None and self._discard(handle):
-            _error_of(handle)  # counts as reported now
+            _error_of(handle)  # waits; the error counts as reported now
 
     def next_error(self) -> BaseException | None:
         """Return the error to report next, and remove it. Return None if no save that has ended has
@@ -259,7 +260,7 @@ class WaitingLine:
             self._draw(stream)
         else:
             done, total = self._bytes()
-            stream.write(f"{self._what()} ({done / 1e6:.0f} of {total / 1e6:.0f} MB written)\n")
+            stream.write(f"{self._text()} ({done / 1e6:.0f} of {total / 1e6:.0f} MB written)\n")
             stream.flush()
 
     def _draw(self, stream: TextIO) -> None:
@@ -280,14 +281,14 @@ class WaitingLine:
         )
         with Progress(*columns, console=Console(file=stream)) as progress:
             done, total = self._bytes()
-            task = progress.add_task(self._what(), completed=done, total=total)
+            task = progress.add_task(self._text(), completed=done, total=total)
             while not self._over.wait(_REDRAW_S):
                 done, total = self._bytes()
-                progress.update(task, completed=done, total=total, description=self._what())
+                progress.update(task, completed=done, total=total, description=self._text())
             done, total = self._bytes()
-            progress.update(task, completed=done, total=total, description=self._what())
+            progress.update(task, completed=done, total=total, description=self._text())
 
-    def _what(self) -> str:
+    def _text(self) -> str:
         """Return the text of the line."""
         waiting = sum(not handle.done() for handle in self._handles)
         if waiting == 0:

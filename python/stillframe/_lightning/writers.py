@@ -102,7 +102,8 @@ class PluginOptions:
             Engine(**own).close()  # raises now what the first save would raise
 
     def engine_options(self) -> EngineOptions | None:
-        """Return the options of the plugin's own engine; None if it uses another engine."""
+        """Return the options of the plugin's own engine. If all of them have their defaults, return
+        None: the plugin then has no engine of its own."""
         given = (self.pool_bytes, self.max_in_flight, self.when_busy)
         if given == (None, DEFAULT_IN_FLIGHT, "wait"):
             return None
@@ -113,7 +114,8 @@ class PluginOptions:
         }
 
     def save_options(self, path: str = "checkpoint", *, overlap: bool) -> SaveOptions:
-        """Return the options of a save to `path`. The default is for checks of the options."""
+        """Return the options of a save to `path`. Without a path, the call only checks the
+        options."""
         mirror = uploads.upload_of(
             path,
             self.mirror,
@@ -224,7 +226,7 @@ class Writers:
         return writer
 
     def engine_of(self, work: Work) -> Engine:
-        """Return the engine to save with: the plugin's own, which is made if necessary, or that of
+        """Return the engine to save with: the plugin's own (made if necessary), the one given as
         `engine=`, or the default engine."""
         options = self.options.engine_options()
         if options is None:
