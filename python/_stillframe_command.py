@@ -1,9 +1,9 @@
 """The command `stillframe`, as far as it needs no torch: help, version, bad usage, completion,
 verify, inspect and latest.
 
-It is outside the package, because importing the package imports torch, which takes seconds. It uses
-only modules without torch, and imports them without the package's `__init__`. The commands verify,
-inspect and latest do the same and also use the core.
+This module is outside the package, because importing the package imports torch, which takes
+seconds. It imports the package's modules without the *front*, the `__init__` that imports torch.
+The commands verify, inspect and latest do so too, and also use the core.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-UNUSABLE = 2
+UNUSABLE = 2  # the output cannot be written
 INTERRUPTED = 130  # the status that a shell reports for a process that SIGINT has ended
 NO_READER = 141  # the status of a process that SIGPIPE kills
 
@@ -43,17 +43,18 @@ def module_without_front(name: str) -> ModuleType:
 
 
 def _put_package_without_front() -> None:
+    """Put an empty package into `sys.modules`, under which Python finds the package's modules."""
     package = ModuleType("stillframe", "Without its public names.")
     package.__path__ = [str(_PACKAGE)]
     sys.modules["stillframe"] = package
 
 
 def _open_without_front() -> None:
-    """Make the package's modules importable without its `__init__`, which imports torch. Only for
-    a process that does nothing else.
+    """Make the package's modules importable without the front. This is for a process that does
+    nothing else, because the empty package stays in `sys.modules`.
 
     Raises:
-        ImportError: It cannot run here.
+        ImportError: stillframe does not support this system or this Python.
     """
     support: Any = module_without_front("_base.support")
     complaint = support.complaint_of_python(sys.platform, support.is_free_threaded())
@@ -63,17 +64,17 @@ def _open_without_front() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status, also after Ctrl-C and where the output cannot be
+    """Run one command. Return the exit status, even after Ctrl-C or if the output cannot be
     written.
 
     Args:
         argv: The arguments after the program's name; `sys.argv[1:]` by default.
 
     Raises:
-        SystemExit: (status 2) Wrong usage; (status 0) `--help`, `--version`.
+        SystemExit: The usage is wrong (status 2), or `--help` or `--version` was given (status 0).
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started us
+        if getattr(sys, name) is None:  # the parent process has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
@@ -86,13 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_READER
     except OSError as error:
         if error.filename is not None:
-            raise  # of a file; the standard output has no name
+            raise  # the error is about a file: one about the standard output has no file name
         print(f"stillframe: the output cannot be written: {error.strerror}", file=sys.stderr)
         _discard_output()
         return UNUSABLE
 
 
 def _run(arguments: list[str]) -> int:
+    """Run the command that the arguments name, and return its exit status."""
     usage: Any = module_without_front("_shell.usage")
     parser: argparse.ArgumentParser = usage.parser()
     options = parser.parse_args(arguments)
@@ -107,6 +109,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _discard_output() -> None:
-    """Python writes what is left at exit, and would complain again."""
-    with contextlib.suppress(OSError, ValueError):  # of a test's stdout
+    """Discard output that is not written yet. Otherwise Python would try to write it at exit, and
+    print the error again."""
+    with contextlib.suppress(OSError, ValueError):  # a test's stdout may have no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,19 +1,19 @@
-"""Entry points of Lightning's callback factories: run by *every* Trainer of the environment.
+"""Entry points for Lightning's callback factories, which *every* Trainer in the environment calls.
 
-So this module stands outside the package, and importing it imports nothing: neither stillframe
-(whose import sets the optimizer hooks) nor torch. A Trainer gets the companion callback only if
-it saves with a plugin of ours.
+So this module is outside the package, and importing it imports neither stillframe (whose import
+installs the optimizer hooks) nor torch. A Trainer gets the companion callback only if it saves with
+a plugin of stillframe's.
 """
 
 import importlib
 import logging
 import sys
 
-_MAX_FRAMES = 16
+_MAX_FRAMES = 16  # how many callers are examined, at most, to find the Trainer
 
 
 def _trainer_being_made():
-    """The Trainer in whose constructor the factory is called; None if it is not found."""
+    """Return the Trainer whose constructor calls the factory; None if it is not found."""
     frame = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         frame = frame.f_back
@@ -26,11 +26,12 @@ def _trainer_being_made():
     return None
 
 
-def _adds_later(trainer, companion):
+def _add_to_new_list(trainer, companion):
     """Have Lightning put `companion` into the new list that it makes when all callbacks are known.
 
     Lightning adds a factory's result to the user's own list, so a Trainer that is made later with
-    the same list would have it too. Returns False if this Lightning makes its list differently.
+    the same list would get this companion too. Return False if this version of Lightning makes its
+    list differently.
     """
     connector = trainer._callback_connector
     reorder = getattr(connector, "_reorder_callbacks", None)
@@ -46,6 +47,8 @@ def _adds_later(trainer, companion):
 
 
 def _companions(module: str) -> list[object]:
+    """Return a list with the companion for the Trainer that is being made. Return an empty list if
+    it needs none, or if `_add_to_new_list` adds it. `module` defines the companion's class."""
     plugins = sys.modules.get("stillframe._lightning.plugin")
     if plugins is None or not len(getattr(plugins, "live", ())):
         return []
@@ -54,11 +57,11 @@ def _companions(module: str) -> list[object]:
         trainer = _trainer_being_made()
         if trainer is not None and not plugins.register(trainer):
             return []
-        if trainer is not None and _adds_later(trainer, companion):
+        if trainer is not None and _add_to_new_list(trainer, companion):
             return []
         return [companion]
     except Exception:
-        # Every Trainer of the environment comes through here.
+        # Every Trainer in the environment runs this code, so no error may propagate.
         logging.getLogger("stillframe").exception(
             "stillframe: the companion callback could not be made"
         )
@@ -66,10 +69,10 @@ def _companions(module: str) -> list[object]:
 
 
 def lightning_callbacks() -> list[object]:
-    """Group `lightning.pytorch.callbacks_factory`."""
+    """Serve the entry point group `lightning.pytorch.callbacks_factory`."""
     return _companions("stillframe.lightning")
 
 
 def pytorch_lightning_callbacks() -> list[object]:
-    """Group `pytorch_lightning.callbacks_factory`."""
+    """Serve the entry point group `pytorch_lightning.callbacks_factory`."""
     return _companions("stillframe.pytorch_lightning")

@@ -19,7 +19,7 @@ Calls are named as in ``csrc/core/base/sys.h``, and "*" means any of them:
 the copies of tensor bytes: "capture_copy" (during the call) and "lane_copy" (after the call).
 
 Faults apply to the process, not to a thread. Blocks nest; up to 16 faults exist at a time. Enter
-the first block while no save is in flight, because that replaces the table.
+the first block while no save is in flight, because it replaces the table.
 """
 
 import ctypes
@@ -177,7 +177,7 @@ def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
 
 # ---- the CUDA path without a GPU ----
 
-_VARIABLE = "STILLFRAME_LIBCUDA"
+_ENV_NAME = "STILLFRAME_LIBCUDA"
 _REAL_NUMBER_OF = _device.number_of
 _shown_depth = 0  # how many blocks of `host_as_device` are entered
 _capturing = False  # the last argument of `FakeDriver.capture`
@@ -191,14 +191,14 @@ class FakeDriver:
     """
 
     def __init__(self) -> None:
-        path = os.environ.get(_VARIABLE, "")
+        path = os.environ.get(_ENV_NAME, "")
         try:
             self._library = ctypes.CDLL(path or None)
             _ = self._library.fake_cuda_reset
         except (OSError, AttributeError):
             raise RuntimeError(
-                f"{_VARIABLE}={path!r} is not the fake CUDA driver: build it with `make build` and"
-                f" set {_VARIABLE}=build/libfake_cuda.so before stillframe first uses CUDA"
+                f"{_ENV_NAME}={path!r} is not the fake CUDA driver: build it with `make build` and"
+                f" set {_ENV_NAME}=build/libfake_cuda.so before stillframe first uses CUDA"
             ) from None
         self._library.fake_cuda_violation.restype = ctypes.c_char_p
         self._library.fake_cuda_stream.restype = ctypes.c_void_p
@@ -278,6 +278,7 @@ class FakeDriver:
     @property
     def violations(self) -> list[str]:
         """Return a sentence for each broken rule of the driver."""
+        # The driver counts all violations, but keeps only the first 64 sentences.
         nr = min(int(self._library.fake_cuda_nr_violations()), 64)
         return [self._library.fake_cuda_violation(ctypes.c_uint64(i)).decode() for i in range(nr)]
 
@@ -293,7 +294,7 @@ def _number_on_device(device: torch.device) -> int:
 def _device_address(storage: torch.UntypedStorage) -> int:
     """Return an address at which the fake driver finds the storage and the host has no memory."""
     address = _real_address_of(storage)
-    return address and address | _DEVICE
+    return address and address | _DEVICE  # 0, for a storage without memory, stays 0
 
 
 @contextmanager
@@ -324,9 +325,9 @@ def host_as_device() -> Iterator[FakeDriver]:
         with _lock:
             _shown_depth -= 1
             if _shown_depth == 0:
-                for module, name, value in _hidden:
+                for module, name, value in _originals:
                     setattr(module, name, value)
-                for name in _SEEN:
+                for name in _OBSERVER_ANSWERS:
                     _core.Observer.present(name, None)
 
 
@@ -341,7 +342,7 @@ def _answers() -> dict[str, Any]:
 
 
 def _show_on_device() -> None:
-    """Replace every function that tells where a tensor lives; `_hidden` keeps the originals."""
+    """Replace every function that tells where a tensor lives. `_originals` keeps them."""
     answers = _answers()
     shown: list[tuple[Any, str, Any]] = [
         (skeleton, "_types", skeleton._make_types(**answers)),
@@ -356,18 +357,18 @@ def _show_on_device() -> None:
         (_device, "of_location", lambda location: torch.device("cpu")),
         (_device, "capturing", lambda: _capturing),
     ]
-    _hidden[:] = [(module, name, getattr(module, name)) for module, name, _ in shown]
+    _originals[:] = [(module, name, getattr(module, name)) for module, name, _ in shown]
     for module, name, value in shown:
         setattr(module, name, value)
-    for name, answer in _SEEN.items():
+    for name, answer in _OBSERVER_ANSWERS.items():
         _core.Observer.present(name, answer)
 
 
 # The observer's questions to torch, with the answers for a tensor on a device and its storage.
-_SEEN: dict[str, Callable[[Any], Any]] = {
+_OBSERVER_ANSWERS: dict[str, Callable[[Any], Any]] = {
     "is_cpu": lambda tensor: False,
     "device_index": lambda tensor: 0,
     "is_shared": lambda storage: True,
     "data_ptr": _device_address,
 }
-_hidden: list[tuple[Any, str, Any]] = []  # (module, name, original) of each replaced function
+_originals: list[tuple[Any, str, Any]] = []  # (module, name, original) of each replaced function
