@@ -181,5 +181,5 @@ def test_busy_vote_uses_the_timeout_of_the_group(one_rank, monkeypatch):
     monkeypatch.setattr(dist, "new_group", noted)
     groups = Groups()
     for _ in range(2):
-        assert groups.any_rank(groups.of_saves(given), True)
+        assert groups.any_rank(groups.for_saves(given), True)
     assert made == [limit, limit]  # one array for saves, one for calls

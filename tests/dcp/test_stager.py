@@ -176,7 +176,7 @@ def test_stage_waits_for_an_earlier_stage_whose_upload_is_about_to_begin(engine,
     future._staged.upload_begins()
     thread.join(0.05)
     assert thread.is_alive()
-    future._staged.uploads(future.result())
+    future._staged.upload_reads(future.result())
     future._staged.upload_ended()
     assert later.result(60)["w"][0] == 1
     thread.join()
@@ -187,7 +187,7 @@ def test_stage_does_not_wait_for_memory_kept_after_an_upload(engine):
     future = stager.stage(state)
     future._staged.upload_begins()
     tree = future.result()
-    future._staged.uploads(tree)
+    future._staged.upload_reads(tree)
     kept = tree["w"].detach()  # a reference like that of a planner, which no walk of the tree finds
     del tree
     future._staged.upload_ended()
@@ -222,7 +222,7 @@ def test_tensor_that_cannot_be_emptied_stays_intact_for_its_holder(engine, kind)
     )
     future = PinnedStager(engine).stage({"w": value})
     tree = future.result()
-    future._staged.uploads(tree)
+    future._staged.upload_reads(tree)
     future._staged.upload_ended()
     assert (tree["w"].to_dense() if kind == "sparse" else tree["w"].dequantize()).tolist() == [
         *range(8)
@@ -234,7 +234,7 @@ def test_tensor_that_cannot_be_emptied_stays_intact_for_its_holder(engine, kind)
 def test_a_stager_keeps_nothing_of_uploads_that_have_ended(engine):
     stager = PinnedStager(engine)
     future = stager.stage({"w": torch.ones(3)})
-    future._staged.uploads(future.result())
+    future._staged.upload_reads(future.result())
     future._staged.upload_ended()
     gone = weakref.ref(future._staged)
     del future
@@ -250,7 +250,7 @@ def test_memory_of_dtensors_returns_even_if_they_are_held(engine, one_rank):
     state = {"d": DTensor.from_local(torch.ones(1000), mesh, [Replicate()])}
     future = PinnedStager(engine).stage(state)
     tree = future.result()
-    future._staged.uploads(tree)
+    future._staged.upload_reads(tree)
     assert leased(engine) > 0
     future._staged.upload_ended()
     assert eventually(lambda: leased(engine) == 0)
@@ -378,6 +378,6 @@ def test_flag_that_is_not_a_bool_is_refused(tmp_path, value):
 
 def test_saves_use_their_own_group_if_the_users_has_all_ranks(one_rank):
     groups, users = Groups(), torch.distributed.group.WORLD
-    ours = groups.of_saves(users)
+    ours = groups.for_saves(users)
     assert ours is not users
-    assert groups.of_saves(users) is ours
+    assert groups.for_saves(users) is ours

@@ -197,10 +197,10 @@ class Saver:
         self._groups = Groups()
         self._worker = Worker()
         # Tensors and collectives of saves that have ended. Freeing one releases the interpreter
-        # lock, and while the main thread computes, another thread waits long to get it back. So the
-        # thread `sf-dcp` only puts them here, and the next call frees them.
+        # lock. While the main thread computes, a thread that has released the lock waits long to
+        # get it back. So the thread `sf-dcp` only puts them here, and the next call frees them.
         self._discarded: list[Any] = []
-        self._alone = self._new_rounds()  # of saves without other ranks
+        self._alone = self._new_rounds()  # the rounds of saves without other ranks
         # The rounds of each process group, as long as the group exists.
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
         self._last: SnapshotSave | None = None  # the save of the last call
@@ -216,7 +216,7 @@ class Saver:
             return None
         if process_group is not None:
             refuse_without_cpu(process_group)
-        return self._groups.of_saves(process_group)
+        return self._groups.for_saves(process_group)
 
     def save(
         self,
@@ -246,16 +246,16 @@ class Saver:
         save = SnapshotSave(path, target.given, request.on_durable, entered=entered, known_as=path)
         set_mirror(save, request.mirror)
         rounds = self._rounds_of(request.group)
-        work = rounds.next(target, request, save, writer)
+        work = rounds.begin(target, request, save, writer)
         try:
             self._wait_for_last(work)
             save.record_slot_wait()  # the time until now is the report's `backpressure_s`
             self._discarded.clear()
-            self._stage(work, _of_stateful(state_dict))
+            self._stage(work, _with_state_dicts(state_dict))
             completion.completion.start()
-            # At exit the save runs inside this call and needs no entry.
+            # While the interpreter exits, the save runs inside this call and needs no entry.
             if not completion.completion.is_over:
-                # A save of one file joins the log at the end of its call, and so does this one.
+                # Added after the copy, at the same point of the call as for a save of one file.
                 work.entry = LogEntry(target.key(follow_link=request.follow_link))
                 work.entry.submit()
         except BaseException as error:
@@ -264,16 +264,17 @@ class Saver:
             raise
         finally:
             self._last, self._raises_last = save, request.error_of is None
-            # without a copy, the caller now waits for the save's end, and that counts as its call
+            # Without a copy, the caller has to wait for the end of the save. That wait then counts
+            # as part of the call.
             if work.staged is not None:
                 save.call_is_over()
-            # always, even after an error: the other ranks wait for this rank to take part
+            # This follows even an error, because the other ranks wait for this rank to take part.
             rounds.submit(work)
         return save
 
     def _stage(self, work: Round, state_dict: StateDict) -> None:
-        """Copy the state into pool memory, and set `work.staged` and `work.tree`. If it does not
-        fit and the request allows that, set `work.tree` to the state itself.
+        """Copy the state into pool memory, and set `work.staged` and `work.tree`. If the state does
+        not fit, and the request has `uncopied_if_full`, set `work.tree` to the state itself.
 
         Raises:
             PoolExhaustedError, Exception: The state could not be copied, see `async_save`.
@@ -316,8 +317,8 @@ class Saver:
         self._groups.give_up(group, why)
 
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
-        """Raise BusyError if a save is under way on any rank of the group, or here without a group.
-        All ranks of the group call this."""
+        """Raise BusyError if a save is under way on any rank of the group; without a group, if one
+        is under way in this process. All ranks of the group call this."""
         busy = self._last is not None and not self._last.done()
         if group is not None:
             busy = self._groups.any_rank(group, busy)
@@ -327,10 +328,10 @@ class Saver:
             )
 
     def _wait_for_last(self, work: Round) -> None:
-        """Wait for the previous save.
+        """Wait for the end of the previous save.
 
         Raises:
-            BaseException: That save's error, if nobody has seen it and `_raises_last` is true.
+            BaseException: The error of that save, if nobody has seen it and `_raises_last` is true.
         """
         last = self._last
         if last is None:
@@ -342,7 +343,7 @@ class Saver:
             raise error
 
 
-def _of_stateful(state_dict: StateDict) -> StateDict:
+def _with_state_dicts(state_dict: StateDict) -> StateDict:
     """Return the state dict with the `state_dict()` of each `Stateful` value in its place."""
     return {
         name: value.state_dict() if _is_stateful(value) else value

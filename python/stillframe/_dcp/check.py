@@ -21,7 +21,7 @@ from stillframe.errors import CorruptCheckpointError
 
 
 def damage_of_item(fd: int, offset: int, length: int) -> str | None:
-    """Return what is wrong with an item of a data file, or None if its bytes are those saved.
+    """Return what is wrong with an item of a data file, or None if nothing is.
 
     The CRC of every record is compared. Records without a CRC, which torch writes on request, only
     have to be there.
@@ -61,7 +61,8 @@ class Checked:
 
     Attributes:
         nr_items: The number of items that its metadata names.
-        nr_unchecked: The number of items that only an extension could read.
+        nr_unchecked: The number of items whose bytes an extension of DCP has transformed, for
+            instance compressed. Their CRCs cannot be compared here.
         nbytes: The sum of the sizes of the data files.
         bad: Pairs of the name of an item or a file, and a description of its damage.
     """
@@ -82,7 +83,7 @@ def check(
     """Compare every CRC of a checkpoint, and its metadata with its files.
 
     Args:
-        thorough: With False no CRC is compared: the files must be there, and long enough.
+        thorough: With False no CRC is compared: the files only have to be there, and long enough.
         read: Reads a pickle and returns its object, with a `Stub` for each object of a class that
             the pickle names. A command may give a function that bounds the memory.
 
@@ -115,6 +116,7 @@ def _check_file(
         with disk.open(path, peek=not thorough) as file:
             found.nbytes += os.fstat(file.fileno()).st_size
             for item in sorted(items, key=lambda item: item.offset):
+                # Of a transformed item only the length can be checked, not the CRCs.
                 if not (thorough and item.transformed):
                     wrong = damage_of(file.fileno(), item.offset, item.length)
                     if wrong is not None:
@@ -129,7 +131,7 @@ def _check_file(
 
 @dataclass(frozen=True)
 class _ItemRange:
-    """An item and its range of a data file; an extension may have `transformed` its bytes."""
+    """An item and its range of a data file. `transformed`: an extension has changed its bytes."""
 
     name: str
     file: str
@@ -169,7 +171,7 @@ def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list
 
 
 def _name_of(index: dict[str, Any]) -> str:
-    """Return an item's name for messages, with the position of its shard if it is one."""
+    """Return an item's name for messages. The name of a shard has its position in the tensor."""
     offset = index.get("offset")
     if offset is None:
         return str(index["fqn"])

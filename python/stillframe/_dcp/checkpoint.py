@@ -5,16 +5,16 @@
     .metadata               names the data files of the current checkpoint
 
 A data file is a sequence of items, each a complete torch.save archive. For most tensors the core
-writes the archive straight from the tensor's memory. Anything it cannot describe (quantized and
-sparse tensors, types without a storage class, Python objects) is saved to memory with torch.save
-first. Each rank lays its files out before it writes them, so that every item's offset is known, and
-writes them when all ranks have agreed to save.
+writes the archive straight from the tensor's memory. Anything that the core cannot describe
+(quantized and sparse tensors, types without a storage class, Python objects) is first saved to
+memory with torch.save. Each rank lays its files out before it writes them, so that every item's
+offset is known. It writes them when all ranks have agreed to save.
 
 No data file replaces another. So the old checkpoint stays complete until the new .metadata replaces
 the old one, and that happens only when all new data files exist and are synced. This replacement is
 the commit. Data files that the new .metadata does not name are removed afterwards: those of the old
-checkpoint, and of saves whose process died. `location.py` has what differs between a directory and
-a store.
+checkpoint, and of saves whose process died. `location.py` hides the differences between a directory
+and a store.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ log = logging.getLogger("stillframe")
 
 SUFFIX = ".distcp"
 
-# The first group is the rank. Names by PyTorch's writer have no id.
+# The names of data files; the first group is the rank. PyTorch's own writer gives names without an
+# id.
 _DATA = re.compile(r"__(\d+)_\d+(\.[0-9a-f]+)?\.distcp")
 _TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]+\.tmp")
 
@@ -57,7 +58,7 @@ Resolve = Callable[[WriteItem], torch.Tensor | BytesIO]  # returns an item's ten
 
 
 def new_id() -> int:
-    """Return a new id for the names of one rank's files in one save."""
+    """Return a new id for the names of one rank's files in one save: 32 random bits."""
     return uuid.uuid4().int >> 96
 
 
@@ -66,10 +67,11 @@ def id_text(files_id: int) -> str:
 
 
 def data_name(prefix: str, number: int, files_id: int) -> str:
+    """Return the name of the file `number` of a rank, whose prefix is "__RANK_"."""
     return f"{prefix}{number}.{id_text(files_id)}{SUFFIX}"
 
 
-def renamed(name: str, ids: dict[str, str]) -> str:
+def with_new_id(name: str, ids: dict[str, str]) -> str:
     """Return the name of a data file with the id `ids[old id]` in place of the old one."""
     prefix, old, suffix = name.split(".")
     return f"{prefix}.{ids[old]}.{suffix}"
@@ -110,7 +112,7 @@ class Item:
         self.row: Row | memoryview
         if isinstance(data, torch.Tensor):
             tensor, row = data, row_of(data)
-            if row is None:  # the core cannot write it as it is, but perhaps an equal tensor
+            if row is None:  # the core cannot write this tensor, but perhaps an equal one
                 if data.is_meta:
                     raise ValueError(
                         f"{name} is on the meta device and has no bytes to save: give it memory"
@@ -159,7 +161,7 @@ class DataFile:
     def start(self, submit: Submit) -> None:
         """Start writing."""
         self._save = submit(self._parts, self.name, self._owners)
-        self._owners = []
+        self._owners = []  # `_save` refers to them now
 
     def failure(self) -> BaseException | None:
         """Wait until writing has ended, if it was started; return the error, if any."""
@@ -286,7 +288,8 @@ def buckets(
 
 
 def _nbytes(item: WriteItem) -> int:
-    """Estimate the bytes that an item takes in a file."""
+    """Estimate the bytes that an item takes in a file. The archive around a tensor's bytes counts
+    as 1024 bytes, and so does a Python object."""
     if item.tensor_data is None:
         return 1024
     size = item.tensor_data.chunk.sizes
@@ -307,12 +310,13 @@ class ReadyCheckpoint:
     temporary: str
 
 
-def write(
+def prepare_metadata(
     metadata: Metadata, location: Location, rank: int | None, files_id: int, *, durable: bool
 ) -> ReadyCheckpoint:
-    """Prepare the metadata for the commit. The data files need not exist yet.
+    """Keep the metadata under a temporary name for the commit. The data files need not exist yet.
 
     Args:
+        rank: This rank if it saves alone; None for a checkpoint of all ranks.
         files_id: The id in the names of the coordinator's data files.
 
     Raises:
@@ -323,12 +327,12 @@ def write(
     try:
         location.prepare(new.temporary, pickle.dumps(metadata), durable=durable)
     except BaseException:
-        discard(new)
+        discard_metadata(new)
         raise
     return new
 
 
-def discard(new: ReadyCheckpoint) -> None:
+def discard_metadata(new: ReadyCheckpoint) -> None:
     """Drop the metadata of a checkpoint that will not be committed."""
     new.location.discard(new.temporary)
 
@@ -356,12 +360,14 @@ def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> 
     except OSError as error:
         log.warning("stillframe: what %s does not need was not removed: %s", location.shown, error)
         return
-    location.remove([name for name in names if name not in wanted and _is_of(name, rank)])
+    location.remove(
+        [name for name in names if name not in wanted and _is_checkpoint_file(name, rank)]
+    )
 
 
-def _is_of(name: str, rank: int | None) -> bool:
-    """Return whether a name is that of a data file or a temporary of a checkpoint. If a rank saves
-    alone, `rank` is its number, and only the names of its data files count."""
+def _is_checkpoint_file(name: str, rank: int | None) -> bool:
+    """Return whether a checkpoint has data files, or a temporary of the metadata, of such a name.
+    If a rank saves alone, `rank` is its number, and only its own data files count."""
     data = _DATA.fullmatch(name)
     if rank is not None:
         return data is not None and int(data[1]) == rank

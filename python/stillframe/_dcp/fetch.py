@@ -27,11 +27,11 @@ from stillframe.errors import CorruptCheckpointError
 
 _File: TypeAlias = io.FileIO | io.BytesIO
 
-_RANGE_BYTES = 16 << 20  # of one request
+_RANGE_BYTES = 16 << 20  # the length of one request
 _STRETCH_BYTES = 16 << 20  # the longest stretch of several items
 _GAP_BYTES = 64 << 10  # the longest gap that is fetched with its neighbours, to save a request
-_AHEAD_BYTES = 256 << 20  # of all stretches that are fetched ahead, at most
-_AHEAD_FILES = 64  # stretches that are fetched ahead, at most; each has a descriptor
+_AHEAD_BYTES = 256 << 20  # the most bytes that are fetched ahead
+_AHEAD_FILES = 64  # the most stretches that are fetched ahead; each has a descriptor
 
 
 @dataclass(frozen=True, order=True)
@@ -40,9 +40,9 @@ class Item:
 
     Attributes:
         file: The name of the file, below the checkpoint's URL.
-        offset, length: Of the item in the file, in bytes.
+        offset, length: The item's range of the file, in bytes.
         name: The item's name, for messages.
-        is_checkable: It is a plain archive, which no extension has transformed.
+        is_checkable: The item is a plain archive with CRCs, which no extension has transformed.
     """
 
     file: str
@@ -130,11 +130,12 @@ class Fetched:
             CorruptCheckpointError: An item is damaged, or its file is missing.
             OSError: The store does not answer.
         """
-        room = budget.measure(0).shared // 2  # a quarter of the free memory
+        # A quarter of the free memory, because `shared` is half of it.
+        room = budget.measure(0).shared // 2
         for number, file in self._fetch([*range(len(self._stretches))]):
             room -= self._stretches[number].nbytes
             if room >= 0:
-                self._kept[number] = io.BytesIO(file.readall())  # which needs no descriptor
+                self._kept[number] = io.BytesIO(file.readall())  # a BytesIO needs no descriptor
         self._refuse_changed()
 
     def open(self, file: str) -> io.RawIOBase:
@@ -156,19 +157,21 @@ class Fetched:
         """Fetch stretches ahead, and yield the number of each with a file of its bytes, which is
         valid until the next is yielded."""
         waiting = deque(numbers)
-        ahead: deque[tuple[Stretch, int, int]] = deque()  # with the number and fd of `Fetcher.open`
-        nbytes = 0  # of the stretches in `ahead`
+        # The requested stretches, each with its file's number and descriptor (`Fetcher.open`).
+        ahead: deque[tuple[Stretch, int, int]] = deque()
+        nbytes = 0  # the bytes of the stretches in `ahead`
         # All objects are looked up at the same time, before the first one is needed.
         for file in {self._stretches[number].file for number in numbers}:
             if file not in self._objects:
                 self._objects[file] = self._looking_up.submit(self._location.object, file)
         try:
             for number in numbers:
+                # Request at least one stretch, and more while the limits allow that.
                 while waiting and (
                     not ahead or (nbytes < _AHEAD_BYTES and len(ahead) < _AHEAD_FILES)
                 ):
                     stretch = self._stretches[waiting.popleft()]
-                    ahead.append((stretch, *self._ask(stretch)))
+                    ahead.append((stretch, *self._request(stretch)))
                     nbytes += stretch.nbytes
                 stretch, opened, fd = ahead[0]
                 self._wait(stretch, fd)
@@ -181,13 +184,13 @@ class Fetched:
             for _, opened, _ in ahead:
                 self._fetcher.close(opened)
 
-    def _ask(self, stretch: Stretch) -> tuple[int, int]:
+    def _request(self, stretch: Stretch) -> tuple[int, int]:
         """Have a stretch fetched. Return the number of its file, for `Fetcher.close`, and the
-        descriptor. Raises as `_refuse_short`."""
-        data = _refuse_short(self._location, stretch, self._objects[stretch.file])
+        descriptor. Raise CorruptCheckpointError like `_object_of`."""
+        data = _object_of(self._location, stretch, self._objects[stretch.file])
         wanted = Range(data, stretch.start, stretch.end, _RANGE_BYTES)
         number, fd = self._fetcher.open(wanted)
-        _core.arrive(fd, 0)  # asks for all of the file, and does not wait
+        _core.arrive(fd, 0)  # requests all bytes of the file, and does not wait for them
         return number, fd
 
     def _wait(self, stretch: Stretch, fd: int) -> None:
@@ -195,7 +198,7 @@ class Fetched:
         the store did not give the bytes, and CorruptCheckpointError if an item is damaged."""
         try:
             _core.arrive(fd)
-        except OSError as error:
+        except OSError as error:  # the error of the failed request says more than the core's
             raise self._objects[stretch.file].result().failure or error from None
         if self._verify:
             _refuse_damaged(self._location, stretch, fd)
@@ -206,8 +209,11 @@ class Fetched:
             data.result().refuse_changed()
 
 
-def _refuse_short(location: Prefix, stretch: Stretch, found: Future[Object]) -> Object:
-    """Return the object of a stretch.
+def _object_of(location: Prefix, stretch: Stretch, found: Future[Object]) -> Object:
+    """Return the object that a stretch is in, once it was looked up.
+
+    Args:
+        found: The future of the look-up.
 
     Raises:
         CorruptCheckpointError: The object is missing, or ends before the stretch does.
@@ -228,7 +234,7 @@ def _refuse_short(location: Prefix, stretch: Stretch, found: Future[Object]) -> 
 
 
 def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
-    """Raise CorruptCheckpointError if an item is damaged. `fd` is a file of the stretch alone."""
+    """Raise CorruptCheckpointError if an item is damaged. `fd` is a file with only the stretch."""
     for item in stretch.items:
         if item.is_checkable:
             wrong = damage_of_item(fd, item.offset - stretch.start, item.length)
@@ -238,7 +244,8 @@ def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
 
 
 class _Stream(io.RawIOBase):
-    """A data file of which only the stretches can be read, in order, at their own offsets."""
+    """A data file of which only the stretches can be read, in order. Offsets are those of the whole
+    file."""
 
     def __init__(self, stretches: Iterator[tuple[Stretch, _File]]) -> None:
         super().__init__()
@@ -272,7 +279,8 @@ class _Stream(io.RawIOBase):
         return done
 
     def _stretch(self) -> tuple[Stretch, _File]:
-        """Return the stretch with the next byte, and its file. Stretches before it are dropped."""
+        """Return the stretch that has the byte at `_at`, and its file. Drop the stretches before
+        it."""
         while self._now is None or not self._now[0].start <= self._at < self._now[0].end:
             self._now = next(self._stretches)
         return self._now

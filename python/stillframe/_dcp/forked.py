@@ -23,8 +23,9 @@ def forked(caller_class: type[Caller], *, engine: Engine | None = None) -> type[
     Args:
         caller_class: `TemporalAsyncCaller` of Megatron-LM or of nvidia-resiliency-ext, or a class
             with the same interface. Its `schedule_async_call(request)` takes a named tuple with
-            `async_fn`, `async_fn_args` and `preload_fn`. `preload_fn()`, if given, returns the
-            second of the arguments. The caller's `process` is the forked process.
+            `async_fn`, `async_fn_args` and `preload_fn`. The second of the arguments has the
+            tensors; if `preload_fn` is given, `preload_fn()` returns that argument. The caller's
+            `process` is the forked process.
         engine: The engine whose pool is used, `stillframe.default_engine()` by default.
 
     Returns:

@@ -42,7 +42,7 @@ from stillframe._dcp.ranks import Ranks
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.writer import FileSystemWriter
 
-_MOST = 8  # structures whose plans are kept
+_MOST_PLANS = 8  # the most plans that are kept, each for one structure
 
 ItemRanges = list[list[tuple[int, int]]]  # offset and length of each item, by file
 
@@ -53,7 +53,7 @@ class JointSave:
     Args:
         plans: The plans kept so far; this save adds its own.
         number: The number of this save, the same on all ranks.
-        planner: The user's planner, which makes a plan for each save; None for PyTorch's.
+        planner: The user's planner, which makes a plan for each save; None for PyTorch's planner.
         wait: Waits until the bytes of the state dict's tensors are copied.
     """
 
@@ -70,24 +70,25 @@ class JointSave:
         self._plans = plans
         self._number = number
         self._writer = writer
-        self._own: DefaultSavePlanner | None = None  # PyTorch's planner; None with a user's
+        # PyTorch's planner; None if the user has given a planner.
+        self._default_planner: DefaultSavePlanner | None = None
         if planner is None:
-            planner = self._own = DefaultSavePlanner()
+            planner = self._default_planner = DefaultSavePlanner()
         self._planner: SavePlanner = planner
         self._wait = wait
         self._structure: Hashable = None  # None: the plan of this save is not kept
         self._kept: KeptPlan | None = None  # the plan to use again
         self._files: RankFiles | None = None
-        self._metadata: Metadata | None = None  # on the coordinator, as planned
+        self._metadata: Metadata | None = None  # on the coordinator, from a new plan
 
     def prepare(self, state_dict: StateDict) -> tuple[int, bool]:
         """Do the part of this rank's work that needs no other rank. Nothing is written.
 
         Returns:
-            The number of the save whose plan this rank still has, or 0; and whether every item will
-            have the offset and length that it had in the last save with that plan.
+            Two values: the number of the save whose plan this rank still has, or 0; and whether
+            every item will have the same offset and length as in the last save with that plan.
         """
-        if self._own is None:
+        if self._default_planner is None:
             self._wait()  # a user's planner may read the bytes
         is_first = self._ranks.is_coordinator
         meta = self._writer.storage_meta()
@@ -95,10 +96,12 @@ class JointSave:
             state_dict=state_dict, storage_meta=meta, is_coordinator=is_first
         )
         self._writer.set_up_storage_writer(is_first, rank=self._ranks.rank, use_collectives=True)
-        if self._own is None:
+        if self._default_planner is None:
             return 0, False  # only plans of PyTorch's planner are kept
         with torch.no_grad():
-            self._structure = structure(self._own.state_dict, self._own.mappings)
+            self._structure = structure(
+                self._default_planner.state_dict, self._default_planner.mappings
+            )
         kept = None if self._structure is None else self._plans.of(self._structure)
         if kept is None:
             return 0, False
@@ -154,8 +157,9 @@ class JointSave:
         return metadata
 
     def _resolve(self, item: WriteItem) -> torch.Tensor | BytesIO:
-        """Return an item's tensor or pickle. Wait for tensors' bytes before they are pickled."""
-        own = self._own
+        """Return an item's tensor or pickle. If an object that has to be pickled contains tensors,
+        wait for their bytes first."""
+        own = self._default_planner
         if own is not None and item.type is WriteItemType.BYTE_IO:
             value = own.lookup_object(item.index)
             if not _is_without_tensors(value):
@@ -188,7 +192,7 @@ class JointSave:
         return scattered
 
     def _agree_on(self, step: str, failure: BaseException | None) -> None:
-        """Tell the other ranks whether this one has failed in a step, and learn whether they have.
+        """Tell the other ranks whether this rank has failed in a step, and learn whether they have.
 
         Raises:
             CheckpointException: Some rank has failed. All ranks raise it.
@@ -197,23 +201,26 @@ class JointSave:
             self._ranks.raise_all(step, failure)
 
     def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.ReadyCheckpoint | None:
-        """Write the data files. If the coordinator knows the layout of all files already, write the
-        metadata at the same time, and return the checkpoint to commit. Otherwise return None."""
+        """Write the data files. On the coordinator, if the layout of all files is that of the last
+        save, also write the metadata meanwhile, and return the checkpoint to commit. Otherwise
+        return None."""
         assert self._files is not None
         self._writer.start()  # the engine's threads now write the data files
         try:
             if is_same and self._ranks.is_coordinator:
                 assert self._kept is not None and self._kept.metadata is not None
                 old = self._kept.metadata
-                return self._writer.describe(old, _renamed(old, self._kept.files_ids, files_ids))
+                return self._writer.describe(
+                    old, _with_new_ids(old, self._kept.files_ids, files_ids)
+                )
             return None
         finally:
-            # even after an error, because the threads read the memory until they have ended
+            # Wait even after an error, because the engine's threads read the tensors until then.
             self._files.wait()
 
     def _describe(self, results: Any) -> checkpoint.ReadyCheckpoint:
-        """Write the metadata, with the files and offsets from the write results of all ranks.
-        Return the checkpoint to commit."""
+        """Write the metadata, with the files and offsets in `results`, the write results of all
+        ranks. Return the checkpoint to commit."""
         metadata = self._metadata
         if metadata is None:
             assert self._kept is not None and self._kept.metadata is not None
@@ -223,7 +230,8 @@ class JointSave:
         )
 
     def _share_metadata(self, new: checkpoint.ReadyCheckpoint | None) -> Metadata:
-        """Return the metadata; only on the coordinator it has the files and offsets of items."""
+        """Return the checkpoint's metadata on each rank; the coordinator sends it if the plan is
+        new. Only the coordinator's metadata has the files and offsets of items."""
         if self._kept is None:
             whole: Metadata = self._ranks.broadcast(self._metadata)
         else:
@@ -241,7 +249,7 @@ def _is_without_tensors(value: Any) -> bool:
     return type(value) in (bool, int, float, str, type(None))
 
 
-def _renamed(
+def _with_new_ids(
     metadata: Metadata, old_ids: list[int], new_ids: list[int]
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Return each item's file, offset and length, with the ids in file names replaced."""
@@ -254,7 +262,7 @@ def _renamed(
     for index, info in metadata.storage_data.items():
         name = names.get(info.relative_path)
         if name is None:
-            name = names[info.relative_path] = checkpoint.renamed(info.relative_path, renewed)
+            name = names[info.relative_path] = checkpoint.with_new_id(info.relative_path, renewed)
         storage_data[index] = _StorageInfo(name, info.offset, info.length)
     return storage_data
 
@@ -268,7 +276,7 @@ class KeptPlan:
 
     Attributes:
         number: The number of the save that made the plan.
-        plan: This rank's part.
+        plan: This rank's part of the plan.
         ranges: Offset and length of this rank's items in the files of the last save.
         metadata: The last save's metadata; complete on the coordinator only.
         files_ids: The ids in the names of each rank's files in the last save.
@@ -294,7 +302,7 @@ class Plans:
     def keep(self, structure: Hashable, kept: KeptPlan) -> None:
         """Keep the plan of a structure, and drop the plans that were used longest ago."""
         self._kept.pop(structure, None)
-        while len(self._kept) >= _MOST:
+        while len(self._kept) >= _MOST_PLANS:
             del self._kept[next(iter(self._kept))]
         self._kept[structure] = kept  # at the end: the dict is in the order of use
 
@@ -318,7 +326,8 @@ def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
-    """Return what a plan depends on in a value; None if the value's own code plans its items."""
+    """Return the facts about a value on which a plan depends; None if the value's own code plans
+    its items."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.shape, value.dtype, value.layout, value.requires_grad
     if isinstance(value, DTensor):
@@ -327,4 +336,4 @@ def _kind(value: Any) -> Hashable:
         return value.shape, value.dtype, value.requires_grad, local, layout
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
         return None
-    return ()  # of an object only its name matters
+    return ()  # a plan depends on no facts about another object; `structure` has its name

@@ -39,7 +39,7 @@ class Location(ABC):
     Attributes:
         shown: The path or URL for messages and reports.
         io_mode: The io_mode in the report of a rank that has written no file.
-        failed_commit_is_over: A commit that has failed cannot take effect later.
+        failed_commit_is_over: Whether a commit that has failed cannot take effect later.
     """
 
     shown: str
@@ -97,7 +97,7 @@ class Location(ABC):
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files. A missing one is no error, and errors are only logged."""
+        """Remove files. A missing file is no error, and errors are only logged."""
 
     @abstractmethod
     def remove_if_empty(self) -> None:
@@ -118,7 +118,7 @@ def location_of(path: CheckpointPath, storage_options: StorageOptions = None) ->
 
 
 def is_location(path: object) -> bool:
-    """Return whether an argument is a path or a URL, so that a checkpoint could be there."""
+    """Return whether an argument is a path or a URL. No checkpoint need be there."""
     try:
         if not CheckpointPath.of(path).remote:
             paths.as_text(path)
@@ -165,7 +165,7 @@ class Directory(Location):
 
     def prepare(self, temporary: str, content: bytes, *, durable: bool) -> None:
         wanted = [steps.write(self._join(temporary), content, durable=durable)]
-        if durable:  # the parent holds the directory's own entry
+        if durable:  # the directory may be new, and its own entry is in its parent
             wanted.append(steps.sync(os.path.dirname(os.path.abspath(self.path))))
         steps.take(wanted)
 
@@ -206,7 +206,9 @@ class Prefix(Location):
         self._prepared: dict[str, bytes] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self._opened_with  # the process that unpickles it opens the store again
+        return type(
+            self
+        ), self._opened_with  # the process that unpickles this opens the store again
 
     def _join(self, name: str) -> str:
         return f"{self._key}/{name}" if self._key else name
@@ -271,10 +273,12 @@ class Prefix(Location):
 
 
 def _parts_of(content: bytes) -> Iterator[Buffer]:
+    """Yield the content in pieces of one part each, as `Store.put` takes them."""
     part = part_bytes(len(content))
     for at in range(0, len(content), part):
         yield memoryview(content)[at : at + part]
 
 
 def _log_left(what: object, error: OSError) -> None:
+    """Log that a file, or files below a URL, could not be removed."""
     log.warning("stillframe: %s is not needed and could not be removed: %s", what, error)

@@ -1,11 +1,11 @@
 """The collectives of a save.
 
-A save without errors exchanges a few numbers per rank in one collective. While the main thread
-computes in Python, each release of the interpreter lock may cost 5 ms. A collective of Python
-objects releases it dozens of times, a function of `torch.distributed` for tensors 12 times, and the
-group's own method over reused memory 3 times. Freeing the method's result releases the lock twice
-more, so the result is kept until the user's next call. Plans, results and errors are sent as
-pickles when needed.
+In a save without errors, the ranks exchange a few numbers, with one collective for each exchange.
+While the main thread computes in Python, each release of the interpreter lock may cost 5 ms. A
+collective of Python objects releases it dozens of times, a function of `torch.distributed` for
+tensors 12 times, and the group's own method over reused memory 3 times. Freeing the method's result
+releases the lock twice more, so the result is kept until the user's next call. Plans, results and
+errors are sent as pickles when needed.
 
 A save's collectives run on a thread of their own, and two threads must not use one group, so saves
 have their own groups. Only methods of a group are called: after the user's
@@ -49,7 +49,7 @@ class Ranks:
         self._discarded = discarded
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
-        # int64, `_MAX_NUMBERS` for each rank
+        # `_MAX_NUMBERS` numbers (int64) for each rank. The array and the tensor share their memory.
         self._numbers = array.array("q", bytes(8 * _MAX_NUMBERS * self.size))
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
 
@@ -66,14 +66,14 @@ class Ranks:
         return self.rank == 0
 
     def exchange(self, *mine: int) -> list[list[int]]:
-        """Return the numbers of all ranks, by rank. Each rank gives the same count, at most
-        `_MAX_NUMBERS`. The exchange is a sum in which each rank fills its own slots."""
+        """Return the numbers of all ranks, by rank. Each rank gives equally many, at most
+        `_MAX_NUMBERS`. The exchange is a sum of arrays in which each rank fills its own section."""
         if len(mine) > _MAX_NUMBERS:
             raise ValueError(f"{len(mine)} words, and there is room for {_MAX_NUMBERS}")
         if self._group is None:
             return [[*mine]]
         at = self.rank * _MAX_NUMBERS
-        for number in range(len(self._numbers)):  # slots of other ranks must be 0
+        for number in range(len(self._numbers)):  # the sections of other ranks must be 0
             self._numbers[number] = 0
         self._numbers[at : at + len(mine)] = array.array("q", mine)
         summed = self._group.allreduce([self._tensor])
@@ -117,7 +117,11 @@ class Ranks:
         return _objects(held, longest)[0]
 
     def raise_all(self, step: str, mine: BaseException | None) -> None:
-        """Exchange errors after a rank has reported a failure. All ranks call this.
+        """Exchange the ranks' errors after some rank has reported a failure. All ranks call this.
+
+        Args:
+            step: The step of the save that failed, for the error.
+            mine: This rank's error; None if it has none.
 
         Raises:
             CheckpointException: Always; it has the errors of all ranks.
@@ -142,7 +146,7 @@ class Ranks:
 
 
 def _rows(held: bytearray, nbytes: int) -> list[torch.Tensor]:
-    """Return tensors over the memory, of `nbytes` each."""
+    """Divide the memory into rows of `nbytes` bytes, and return a tensor over each row."""
     return [*torch.frombuffer(held, dtype=torch.uint8).view(-1, nbytes).unbind()] if held else []
 
 
@@ -181,13 +185,14 @@ class Groups:
     """
 
     def __init__(self) -> None:
-        self._world: object = None  # torch's group of all ranks, for which the others were made
-        self._saving: dict[_Timeout, dist.ProcessGroup] = {}  # for the thread that saves
-        self._calling: dict[_Timeout, dist.ProcessGroup] = {}  # for `any_rank`
+        self._world: object = None  # torch's group of all ranks when the groups below were made
+        self._saving: dict[_Timeout, dist.ProcessGroup] = {}  # for saves, on the thread `sf-dcp`
+        self._calling: dict[_Timeout, dist.ProcessGroup] = {}  # for `any_rank`, in the user's call
         self._lost: dict[_Timeout, str] = {}  # why the group for saves was destroyed
 
-    def of_saves(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """Return the group for a save's collectives. All ranks make the first call for a timeout.
+    def for_saves(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """Return the group for a save's collectives. The first call for a timeout makes the group,
+        so all ranks have to make that call.
 
         Args:
             given: The user's group, if any.
@@ -195,7 +200,7 @@ class Groups:
         Raises:
             StillframeError: The group was destroyed because a rank is gone.
         """
-        self._check_world()
+        self._drop_old_groups()
         if given is not None and dist.get_world_size(given) < dist.get_world_size():
             return given
         timeout = None if given is None else _timeout_of(given)
@@ -226,7 +231,7 @@ class Groups:
         Raises:
             ValueError: The group does not have all ranks, and making a group needs all of them.
         """
-        self._check_world()
+        self._drop_old_groups()
         if dist.get_world_size(group) < dist.get_world_size():
             raise ValueError(
                 "when_busy='raise' needs a process_group of all ranks: with fewer use 'wait'"
@@ -238,7 +243,7 @@ class Groups:
         dist.all_reduce(votes, group=self._calling[timeout])
         return bool(votes)
 
-    def _check_world(self) -> None:
+    def _drop_old_groups(self) -> None:
         """Forget all groups if `torch.distributed` was initialized again since they were made."""
         world = dist.group.WORLD
         if world is not self._world:
@@ -256,7 +261,8 @@ def group_exists(group: dist.ProcessGroup) -> bool:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> _Timeout:
-    """Return the timeout of collectives on host memory; None if the backend does not say."""
+    """Return the timeout of a group's collectives on host memory; None if the backend does not
+    give it."""
     backend = group._get_backend(torch.device("cpu"))
     timeout: _Timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout

@@ -51,18 +51,18 @@ class Reader(FileSystemReader):
         super().__init__(path)
         self._verify = verify
         self._storage_options = storage_options
-        self._go_to(path)
+        self._set_path(path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Return whether it is a path or a URL."""
+        """Return whether `checkpoint_id` is a path or a URL."""
         return is_location(checkpoint_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """Begin a load."""
         super().reset()
         if checkpoint_id:
-            self._go_to(checkpoint_id)
+            self._set_path(checkpoint_id)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items.
@@ -111,11 +111,11 @@ class Reader(FileSystemReader):
             return self._read_now(plan, planner)
 
     def _read_now(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Have PyTorch's reader read the items, through `fs` and `path`."""
+        """Have PyTorch's reader read the items; it reads files through `fs` and `path`."""
         done: Future[Any] = super().read_data(plan, planner)
         return done
 
-    def _go_to(self, path: Path) -> None:
+    def _set_path(self, path: Path) -> None:
         """Set `fs` and `path`, through which PyTorch's reader reads files."""
         target = CheckpointPath.of(path)
         if target.remote:
@@ -136,7 +136,8 @@ class _Objects:
 
     @contextlib.contextmanager
     def fetched(self, items: list[Item], *, verify: bool) -> Iterator[Fetched]:
-        """Until the block ends, have `create_stream` open data files with these items in them."""
+        """Until the block ends, have `create_stream` open data files in which only these items can
+        be read."""
         with Fetched(self._location, items, verify=verify) as self._fetched:
             try:
                 yield self._fetched

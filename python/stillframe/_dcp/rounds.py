@@ -7,7 +7,7 @@ other ranks have raised that error too or have seen it. So no rank waits for a r
 up, and no checkpoint mixes the states of different calls. The first collective exchanges the number
 of the call; if the numbers differ, all ranks fail.
 
-One thread runs the rounds. It uses only public interfaces of DCP.
+One thread, `sf-dcp`, runs the rounds:
 
     called ─▶ staging ─▶ no earlier save uses the directory ─▶ all ranks agree to save
                                                                        │
@@ -61,12 +61,13 @@ class _NotSavedError(StillframeError):
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of a save; see `async_save`. Those described here are for Lightning's saves.
+    """The arguments of a save; see `async_save`. The attributes described here are set only for
+    Lightning's saves.
 
     Attributes:
         side_file: A second file that this rank commits together with the checkpoint.
         follow_link: Save to the directory that a symlink names; otherwise replace the link.
-        removes_file: This rank removes a file or link at the directory's path.
+        removes_file: This rank removes a file or link that is at the directory's path.
         uncopied_if_full: If the pool is too small for a copy, write the state itself. The caller
             must then wait for the end of the save.
         on_durable: As for `stillframe.async_save`.
@@ -98,9 +99,9 @@ class Round:
         number: The number of this call among the process's calls for the group, from 1.
         save: The save's handle.
         tree: The copies of the state dict and of the second file's content, which may not be
-            complete yet. Or the exception that has prevented the copy.
-        staged: The memory of the copy; None without a copy.
-        group: None if this process saves alone.
+            complete yet. Or the exception that has prevented the copy. None after the end.
+        staged: The memory of the copy; None without a copy, and after the end.
+        group: None if this process saves alone, and after the end.
         entry: The save's entry in the log; None when the interpreter exits.
         is_taken_apart: The ShardedTensors of the state dict were taken apart for the copy.
         raised: The call raises the error of the previous save.
@@ -128,7 +129,7 @@ class Round:
             try:
                 self.staged.wait_until_copied()
             finally:
-                # Even after an error, which a thread that waits for the staging then gets.
+                # Also after an error. A thread that waits for the staging then gets that error.
                 self.save.record_copied()
 
     def wait_to_write(self) -> None:
@@ -188,7 +189,8 @@ class Worker:
         self._thread = SingleThread(self._loop, "sf-dcp")
 
     def put(self, function: Callable[[], object]) -> None:
-        """Run the function on the thread, or here if no thread can be started at exit."""
+        """Run the function on the thread. While the interpreter exits, when no thread can be
+        started, run it here."""
         if completion.completion.is_over or not self._thread.start():
             function()
         else:
@@ -220,7 +222,7 @@ class Rounds:
         self._discarded = discarded
         self._give_up = give_up
 
-    def next(
+    def begin(
         self,
         target: CheckpointPath,
         request: SaveRequest,
@@ -253,6 +255,7 @@ class Rounds:
                 self._discarded.extend(work.staged.upload_ended())
         except BaseException as error:
             failure = failure or error
+        # Drop the state and the group before the save ends: the user may free or destroy them then.
         work.tree = work.group = work.staged = None
         if self._ranks is not None:
             self._ranks.drop_group()
@@ -280,8 +283,8 @@ class Rounds:
         if isinstance(failure, CheckpointException):
             work.writer.abandon()  # every rank knows that there was no commit
         group, work.group, self._ranks = work.group, None, None
-        self._discarded.clear()  # collectives in it keep the group's connections open
-        # All ranks get these errors; any other may have come to this rank alone.
+        self._discarded.clear()  # its collectives keep the group's connections open
+        # All ranks get errors of these classes; another error may have come to this rank alone.
         reached_all = isinstance(failure, (CheckpointException, StillframeError))
         if group is not None and not reached_all and not group_exists(group):
             why = failure
@@ -293,7 +296,8 @@ class Rounds:
         if group is not None and not reached_all:
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
-            # Otherwise the next call would raise this error, and that would stop its round as well.
+            # Otherwise the next call would raise this error, and its round would save nothing
+            # either.
             work.save.error_is_known = True
             if not work.raised:
                 log.error("stillframe: %s: %s", work.target.shown, failure)
@@ -312,11 +316,11 @@ class Rounds:
         plan, is_same = 0, False
         if failure is None:
             try:
-                plan, is_same = joint.prepare(_copy_of(work))
+                plan, is_same = joint.prepare(_take_copies(work))
             except BaseException as error:
                 failure = error
         try:
-            work.wait_to_write()  # before the ranks agree, so that all of them have waited
+            work.wait_to_write()  # before the ranks agree, so that no rank writes too early
         except BaseException as error:
             failure = failure or error
         if work.entry is not None:
@@ -335,9 +339,9 @@ class Rounds:
         )
 
 
-def _copy_of(work: Round) -> StateDict:
-    """Return the state dict's copy, which may not be complete yet. Also give the second file the
-    copy of its content to write."""
+def _take_copies(work: Round) -> StateDict:
+    """Return the copy of the state dict, which may not be complete yet. Give the copy of the second
+    file's content to the request's `side_file`."""
     assert isinstance(work.tree, tuple)
     tree, content = work.tree
     if work.request.side_file is not None:

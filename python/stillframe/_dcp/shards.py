@@ -1,7 +1,7 @@
 """ShardedTensors in a state dict, which FSDP makes when it has no device mesh.
 
 A snapshot refuses them, because they are pickled as objects that contain tensors. So each one is
-replaced by its local tensors for the copy, and rebuilt over the copies.
+replaced by its local tensors before the copy, and made again over the copied tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Recipe:
             pin_memory=False,
             requires_grad=False,
         )
-        # The constructor would allocate memory. The public factory functions compare devices, and
-        # the copies are on another device.
+        # Private attributes are set, because the constructor would allocate memory, and the public
+        # factory functions compare devices: the copies are on another device than the description.
         whole._prepare_init(process_group=self._group)
         whole._metadata = self._metadata
         whole._local_shards = [
@@ -66,14 +66,15 @@ def put_together(tree: Any) -> Any:
 
 
 def _kind() -> type[Any] | None:
-    """Return the class ShardedTensor; None if it was never imported, so that no object exists."""
+    """Return the class ShardedTensor; None if its module was never imported, because then there are
+    no objects of it."""
     kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", 0)
     return kind if isinstance(kind, type) else None
 
 
 def _replace(tree: Any, kind: type[Any], exchange: Any) -> Any:
-    """Return the tree with `exchange(object)` for each object of the class `kind`. If it has none,
-    return the same tree."""
+    """Return the tree with `exchange(object)` in place of each object of the class `kind`. If the
+    tree has no such object, return the same tree."""
     if isinstance(tree, kind):
         return exchange(tree)
     if type(tree) in (list, tuple):

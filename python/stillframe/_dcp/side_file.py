@@ -11,8 +11,8 @@ and `meta.pt` is only a link to it:
 In a directory without a checkpoint, the link is made before the commit, so that a directory with a
 `.metadata` is always complete. If there is a checkpoint already, the link is removed before the
 commit and made again right after it. A reader of `meta.pt` then finds the old checkpoint, the
-new one, or for a moment none, but never the tensors of one with the counters of the other. `mend`
-makes the link again after a crash in between.
+new one, or for a moment none. It never finds the tensors of one with the counters of the other. If
+the process dies before the link is made again, `mend` makes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from stillframe._dcp.checkpoint import metadata_path
 
 log = logging.getLogger("stillframe")
 
-_SAVE_ID = r"None|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # a uuid, or none was recorded
+_SAVE_ID = (
+    r"None|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # a uuid; "None" if the metadata has no id
+)
 
 
 class SideFile:
@@ -56,8 +58,8 @@ class SideFile:
         """Write this file, call `commit_metadata()`, and make the link.
 
         Raises:
-            OSError, Exception: `commit_metadata` or writing failed. The directory holds what it
-                held before, or the new checkpoint, which is then not known to be durable.
+            OSError, Exception: `commit_metadata` or writing failed. The directory holds the old
+                checkpoint, or the new one, which then may not be durable.
         """
         own, link = _file_of_save(directory, self.name, save_id), os.path.join(directory, self.name)
         try:
@@ -82,8 +84,8 @@ class SideFile:
                     os.unlink(other)
 
     def _undo(self, directory: str, own: str, link: str, save_id: str) -> None:
-        """Remove this save's file and link, unless its `.metadata` is there. Then make the link to
-        the file of the checkpoint that is there."""
+        """Remove this save's file and link, unless the `.metadata` in the directory is this save's.
+        Then make the link for the checkpoint that is in the directory."""
         if _saved_id(directory) != save_id:
             unneeded = [link, own] if _is_same(own, link) else [own]
             for path in unneeded:
@@ -93,7 +95,7 @@ class SideFile:
 
 
 def mend(directory: str, name: str) -> None:
-    """Make the link again if a save died between the commit and its link.
+    """Make the link again if a process died between the commit and the making of the link.
 
     Raises:
         OSError: The link cannot be made.
@@ -114,7 +116,8 @@ def _file_of_save(directory: str, name: str, save_id: str | None) -> str:
 
 
 def _files_of_saves(directory: str, name: str) -> list[str]:
-    """Return the paths of all saves' files; names must match exactly: a caller removes them."""
+    """Return the paths of all saves' files. Only names of exactly this form count, because a caller
+    removes the files."""
     stem, suffix = map(re.escape, os.path.splitext(name))
     of_save = re.compile(rf"{stem}\.({_SAVE_ID}){suffix}")
     return [
@@ -140,7 +143,7 @@ def _remove_link(directory: str, name: str) -> None:
         return
     if any(os.path.samefile(each, link) for each in _files_of_saves(directory, name)):
         os.unlink(link)
-    else:  # Lightning wrote the file itself, or it is a copy
+    else:  # the file is not a link: Lightning wrote it, or `_link` made a copy
         os.replace(link, _file_of_save(directory, name, _saved_id(directory)))
 
 

@@ -10,9 +10,9 @@ longer than the upload lasts: DCP's planner keeps the tensors of its last save, 
 keeps them with its frames. So the end of an upload empties all tensors, and they no longer hold
 memory.
 
-Tensors are emptied by assigning `tensor.data`. An operator such as `set_` releases the interpreter
-lock, and so does freeing a tensor. While the main thread computes, thousands of releases take
-seconds.
+Tensors are emptied by assigning `tensor.data`, which keeps the interpreter lock. An operator such
+as `set_` would release it, and so would freeing a tensor. While the main thread computes, thousands
+of releases take seconds.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Staged:
 
     Args:
         taken: The snapshot of the state dict.
-        changed: Notified when an upload takes the copy.
+        changed: The condition that is notified when an upload takes the copy.
 
     Attributes:
-        nbytes: The bytes of its storages.
-        deferred_nbytes: Those of these bytes that are copied after the call.
-        num_tensors: The number of its tensors.
+        nbytes: The bytes of the copied storages.
+        deferred_nbytes: How many of these bytes are copied after the call.
+        num_tensors: The number of tensors in the state dict.
     """
 
     def __init__(self, taken: Snapshot[Any], changed: threading.Condition) -> None:
@@ -71,8 +71,8 @@ class Staged:
         self._uploading = False  # an upload has taken the tree
 
     def settle(self, copied: Future[Any]) -> None:
-        """Give the future the tree, or the error, when the copy has ended: now if it has ended
-        already, otherwise on the callback thread."""
+        """Give the tree, or the error, to the future `copied` when the copy has ended. If it has
+        not ended yet, the callback thread does that later."""
         taken = self._taken
         assert taken is not None
         settle = functools.partial(self._settle, taken, copied)
@@ -87,7 +87,7 @@ class Staged:
         except BaseException as error:
             copied.set_exception(error)
         else:
-            taken.release()  # the tensors keep the memory
+            taken.release()  # the snapshot is not needed any more: its tensors keep the memory
             copied.set_result(tree)
 
     def wait_until_copied(self) -> None:
@@ -99,7 +99,7 @@ class Staged:
         taken = self._taken
         assert taken is not None
         taken.wait()
-        taken.release()  # the tensors keep the memory
+        taken.release()  # the snapshot is not needed any more: its tensors keep the memory
 
     def begin_own_upload(self, save: SnapshotSave) -> Any:
         """Begin an upload of stillframe's own. Return the tree, which may not be copied completely
@@ -121,7 +121,7 @@ class Staged:
 
     def upload_begins(self) -> None:
         """Record that an upload has taken the tree, and that `upload_ended` will be called. Until
-        then a new copy that needs the memory waits for it."""
+        then, a new copy that needs memory waits for this copy's memory."""
         taken = self._taken
         if taken is not None:
             will_return(taken)
@@ -129,12 +129,13 @@ class Staged:
             self._uploading = True
             self._changed.notify_all()
 
-    def uploads(self, tree: Any) -> None:
+    def upload_reads(self, tree: Any) -> None:
         """Record the tree that the upload reads, so that its end can empty the tensors."""
         self._tree = tree
 
     def upload_ended(self) -> list[Any]:
-        """Return the memory to the pool: nothing reads it any more. May be called again.
+        """Return the memory to the pool, because the upload reads it no longer. May be called
+        again.
 
         Returns:
             The tensors, now empty, and their snapshot, so that the caller can free them at a better
@@ -154,7 +155,8 @@ class Staged:
         return [*tensors, taken]
 
     def grace_s(self) -> float:
-        """Return how many seconds longer to expect an upload to take the tree; 0 if one has."""
+        """Return for how many more seconds an upload is expected to take the tree; 0 if an upload
+        has taken it, or the memory was returned."""
         if self._uploading or not self.holds_memory():
             return 0.0
         return max(0.0, self._made + _GRACE_S - time.monotonic())
@@ -165,16 +167,16 @@ class Staged:
 
 
 # An empty tensor for each dtype, kept because making and freeing one releases the interpreter lock.
-_nothing: dict[torch.dtype, torch.Tensor] = {}
+_empty_tensors: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _empty(tensors: list[Any]) -> None:
     """Make the tensors empty, so that they no longer hold their memory."""
     for tensor in _with_memory(tensors):
-        if tensor.dtype not in _nothing:
+        if tensor.dtype not in _empty_tensors:
             with torch.inference_mode(False):
-                _nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        tensor.data = _nothing[tensor.dtype]
+                _empty_tensors[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        tensor.data = _empty_tensors[tensor.dtype]
 
 
 def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
@@ -204,8 +206,8 @@ class Stages:
         waiting = self._without_upload()
 
         def wait_for_an_upload() -> bool:
-            """Wait for an upload to take one of the copies that wait for theirs; return False if
-            there is none. The core itself waits for the memory of copies that have an upload."""
+            """Wait until an upload takes one of the copies in `waiting`; return False if there are
+            none. After that, the core itself waits for the memory of the copy."""
             nonlocal waiting
             if not waiting:
                 return False
@@ -226,7 +228,8 @@ class Stages:
         return [each for each in self._before if each.grace_s() > 0]
 
     def _wait_for_any(self, waiting: list[Staged]) -> None:
-        """Wait until an upload has taken one of the copies or is no longer expected to."""
+        """Wait until an upload takes one of the copies, or until one of them has waited for so long
+        that no upload is expected any more."""
         with self._changed:
             grace_s = min(each.grace_s() for each in waiting)
             if grace_s > 0:

@@ -43,16 +43,19 @@ class _Staging(Future[StateDict]):
         self._has_callback = False
 
     def result(self, timeout: float | None = None) -> StateDict:
-        """Return the staged state dict. If DCP's executor asks for it, watch the upload."""
+        """Return the staged state dict. If an executor of DCP calls this, its thread runs the
+        upload, so have the exit of the thread end it."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith("torch.distributed.checkpoint.") and caller.endswith("_executor"):
             if caller.endswith("_process_executor"):
-                keep_bits()  # this thread sends the tensors to the process
+                # This thread pickles the tensors for DCP's process. Without this, they would lose
+                # their conjugate and negative bits.
+                keep_bits()
             self._staged.upload_begins()
             _thread.end = end = _End()
             # not called at the interpreter's exit: only the exit of this thread ends the upload
             weakref.finalize(end, self._staged.upload_ended).atexit = False
-            self._staged.uploads(super().result(timeout))
+            self._staged.upload_reads(super().result(timeout))
         return super().result(timeout)
 
     def add_done_callback(self, fn: Any) -> None:
@@ -105,7 +108,8 @@ class PinnedStager(AsyncStager):
             but an optimizer's step changed a tensor before it was copied.
 
         Raises:
-            PoolExhaustedError: The state does not fit into the pool with the user's snapshots.
+            PoolExhaustedError: The state does not fit into the memory of the pool that the user's
+                snapshots leave.
             StillframeError: The stager or its engine is closed, or a device failed.
             Exception: As in `stillframe.snapshot`.
         """

@@ -23,7 +23,7 @@ from stillframe._save.parts import Parts, submit_parts
 from stillframe._save.remote import Upload
 from stillframe._save.report import SaveReport
 
-_AT_A_TIME = 4  # threads; the client sends several parts of each file at a time
+_AT_A_TIME = 4  # the most threads; the client sends several parts of each file at a time
 
 
 class Uploads:
@@ -36,10 +36,10 @@ class Uploads:
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._lock = threading.Lock()
-        # The lock protects `error` and these.
+        # The lock protects `error` and the next three attributes.
         self._waiting: list[FileUpload] = []  # files that no thread has begun to send
-        self._sent_now: list[Upload] = []
-        self._nr_threads = 0  # that have not found the list of waiting files empty
+        self._sent_now: list[Upload] = []  # to be given up after an error
+        self._nr_threads = 0  # threads that have not yet found `_waiting` empty
 
     def add(self, file: FileUpload) -> FileUpload:
         """Send a file as soon as a thread is free."""
@@ -60,7 +60,8 @@ class Uploads:
             file.send()
 
     def _next(self) -> FileUpload | None:
-        """Return the next file to send. If there is none, return None, and the thread must end."""
+        """Take the next file to send from the list. Return None if the list is empty; the thread
+        that calls this must end then."""
         with self._lock:
             if self._waiting:
                 return self._waiting.pop(0)
@@ -68,7 +69,8 @@ class Uploads:
             return None
 
     def take(self, file: FileUpload) -> bool:
-        """Return whether no thread has begun to send this file. Then the caller has to send it."""
+        """Take a file from the list, so that the caller sends it. Return False if a thread has
+        begun to send it already."""
         with self._lock:
             is_waiting = file in self._waiting
             if is_waiting:
@@ -97,7 +99,8 @@ class Uploads:
 
 
 class FileUpload:
-    """One file, with those methods of a local file's handle (`submit_parts`) that a rank needs.
+    """One file on its way to a store. Its methods `exception` and `result` are those of the handle
+    that `submit_parts` returns for a local file.
 
     Args:
         key: The object's name in the store.
@@ -152,11 +155,12 @@ class FileUpload:
         self._uploads.begin(upload)
         save = submit_parts(self._engine, self._parts, shown, owners=self._owners, upload=upload)
         try:
-            # It may appear at once: its name is new, and only the metadata adds it to a checkpoint.
+            # The object may appear as soon as its bytes are sent, because its name is new and no
+            # metadata names it yet.
             upload.run(before_end=do_nothing)
         except BaseException as error:
-            # The frames of a traceback may hold memory of the file, and the save ends only when
-            # nothing does.
+            # The save ends only when nothing refers to the file's memory, and the frames of a
+            # traceback may refer to it.
             raise upload.fail(error.with_traceback(None)) from None
         report: SaveReport = save.result()
         return dataclasses.replace(report, io_mode=self._store.client)

@@ -39,8 +39,9 @@ log = logging.getLogger("stillframe")
 
 Path = str | os.PathLike[str]
 
+# The writer that messages recommend for what this one does not support.
 _STOCK = "torch.distributed.checkpoint.FileSystemWriter"
-_VERSION = "1.0.0"  # of the metadata's format
+_VERSION = "1.0.0"  # the version of the metadata's format, as PyTorch's writer sets it
 
 
 class FileSystemWriter(StorageWriter, AsyncStager):
@@ -115,7 +116,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._location: Location | None = None
         self._storage_options = storage_options
         if path is not None:
-            self._go_to(path)
+            self._set_path(path)
         self._single_file_per_rank = single_file_per_rank
         self._durable = durable and sync_files
         self._nr_files = thread_count or 1
@@ -123,19 +124,19 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._engine = engine
         self._stager: PinnedStager | None = None
         self.save_id = str(uuid.uuid4())
-        self.files_id = checkpoint.new_id()  # in the names of this rank's files
+        self.files_id = checkpoint.new_id()  # the id in the names of this rank's files
         self._rank: int | None = None  # this rank's number if each rank saves for itself
         self._is_begun = False  # the directory was made, or existed
         self._files: RankFiles | None = None
-        self._new: checkpoint.ReadyCheckpoint | None = None  # on the coordinator
+        self._new: checkpoint.ReadyCheckpoint | None = None  # to commit; on the coordinator only
         self._is_committing = False  # see `will_commit`
         self.side_file: SideFile | None = None  # committed together with the checkpoint
-        # The commit begins when this function returns.
+        # `commit` calls this function first, and goes on when it returns.
         self.before_commit: Callable[[], object] = do_nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled for DCP's upload process, which has an engine and file names of
-        its own."""
+        """Return the attributes to pickle for DCP's upload process, which has an engine and file
+        names of its own."""
         none = dict.fromkeys(("_engine", "_stager", "_files", "_new"))
         return {
             **self.__dict__,
@@ -162,7 +163,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Return whether it is a path or a URL."""
+        """Return whether `checkpoint_id` is a path or a URL."""
         return is_location(checkpoint_id)
 
     @property
@@ -177,7 +178,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             TypeError, ValueError: `checkpoint_id` is neither a path nor a URL.
         """
         if checkpoint_id:
-            self._go_to(checkpoint_id)
+            self._set_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
@@ -186,8 +187,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         alone = not kwargs.get("use_collectives", True)
         self._rank = kwargs.get("rank") if alone else None
-        # No file name may be used twice, so a second save needs a new id. It is made here, because
-        # not every caller calls `reset`.
+        # No file name may be used twice, so a second save needs a new id. The id is made here and
+        # not in `reset`, because not every caller calls `reset`.
         if self._files is not None:
             self.files_id = checkpoint.new_id()
 
@@ -289,14 +290,14 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """Write the metadata under a temporary name. Only the coordinator calls this.
 
         Raises:
-            OSError: See `checkpoint.write`.
+            OSError: See `checkpoint.prepare_metadata`.
         """
         # A copy, because the next save with a kept plan starts from the same metadata object.
         metadata = dataclasses.replace(
             metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
         metadata.version = _VERSION
-        self._new = checkpoint.write(
+        self._new = checkpoint.prepare_metadata(
             metadata, self.location, self._rank, self.files_id, durable=self._durable
         )
         return self._new
@@ -307,7 +308,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._is_committing = True
 
     def commit(self, new: checkpoint.ReadyCheckpoint) -> None:
-        """Wait for the head of the log and commit; on an error, discard the new checkpoint.
+        """Call `before_commit`, which waits until the save's entry is at the head of the log, and
+        commit. On an error, discard the new checkpoint.
 
         Raises:
             OSError: See `checkpoint.commit_metadata`.
@@ -325,7 +327,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
                     new.location.path, self.save_id, commit_metadata, durable=self._durable
                 )
         except BaseException:
-            checkpoint.discard(new)
+            checkpoint.discard_metadata(new)
             raise
 
     def tidy(self) -> None:
@@ -334,10 +336,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         checkpoint.remove_unnamed(self._new.metadata, self.location, self._rank)
 
     def abandon(self) -> None:
-        """Remove the files of this rank after a save that failed on all ranks. The last rank also
-        removes the directory if it is empty then."""
+        """Remove the files of this rank after a save that failed on all ranks. Then remove the
+        directory if no rank has files in it any more."""
         if self._new is not None:
-            checkpoint.discard(self._new)
+            checkpoint.discard_metadata(self._new)
         if self._is_committing and not self.location.failed_commit_is_over:
             log.warning(
                 "stillframe: files of a failed save stay in %s until the next save: the store may"
@@ -359,7 +361,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             raise ValueError("no path to save to: give checkpoint_id=")
         return self._location
 
-    def _go_to(self, path: Path) -> None:
+    def _set_path(self, path: Path) -> None:
+        """Save to this path or URL from now on."""
         target = CheckpointPath.of(path)
         # DCP calls `reset` with the same path again, on a thread of its own. By then the working
         # directory, and with it a relative path, may have changed.

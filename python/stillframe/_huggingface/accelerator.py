@@ -2,7 +2,7 @@
 
 Accelerate writes its own files. Its `save_state` runs on a checkpoint directory under a temporary
 name, and `redirect` sends the files that it saves there to stillframe's writers. This module
-handles the directories: their names, which of them may be replaced, and which one is loaded.
+handles the directories: their names, which of them may be replaced, and which one to load.
 `accelerator_saves.py` has the ranks that fill a directory, and the removal of old ones.
 """
 
@@ -97,7 +97,7 @@ def save_state(
         return _opened(path, files, is_automatic)
 
     def write(files: Any) -> None:
-        with redirected(files), _unnamed(config):
+        with redirected(files), _without_automatic_naming(config):
             _accelerates_save(accelerator, files.path, safe_serialization, **save_model_func_kwargs)
 
     iteration = config.iteration
@@ -135,7 +135,7 @@ def load_state(
     looks_for_one = input_dir is None and is_automatic
     directory = _checkpoints(accelerator) if looks_for_one else input_dir
 
-    # Both functions return a text, because `share` sends the result to other ranks.
+    # Both functions return a string, because `share` sends the result to other ranks.
     def wait() -> str:
         if directory is not None:
             with contextlib.suppress(OSError):  # Accelerate says what is missing
@@ -188,8 +188,14 @@ def _directory(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
 
 @contextlib.contextmanager
 def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Checkpoint]:
-    """Open the checkpoint. At the end of the block, refuse to replace a directory that has other
-    files than a checkpoint of Accelerate."""
+    """Open the checkpoint. At the end of the block, refuse to replace an old directory if that
+    would delete files that are not Accelerate's.
+
+    Args:
+        path: The checkpoint's directory.
+        opening: A context manager that opens the checkpoint.
+        is_automatic: The path was named automatically, so it must not exist yet.
+    """
     if is_automatic and api.exists(path):
         raise ValueError(
             f"{path} exists already: set ProjectConfiguration(iteration=...) to the number of the"
@@ -210,8 +216,8 @@ def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Chec
 
 
 def _lost(path: str, save: DirectorySave) -> list[str]:
-    """Return the files of the old directory that are neither in the new one nor Accelerate's
-    own."""
+    """Return the names of files that the replacement of the old directory would delete: those that
+    the new directory does not have, without Accelerate's own files."""
     old = set(os.listdir(path)) if os.path.isdir(path) else set()
     new = {name.split("/")[0] for name in save.names}.union(os.listdir(save.directory))
     return sorted(name for name in old - new if not _OWN.fullmatch(name))
@@ -229,7 +235,8 @@ def _newest(accelerator: Accelerator) -> str:
 
 
 def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) -> str | None:
-    """Return which file a checkpoint lacks that the accelerator would load."""
+    """Return which file a checkpoint lacks that the accelerator would load; None if it has all.
+    This is the argument `incomplete` of `newest.find`."""
     # The kinds of training that are not supported name their files differently.
     if accelerator.distributed_type not in _UNSUPPORTED:
         for stem, parts in (
@@ -240,14 +247,14 @@ def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) ->
                 name = f"{stem}_{number}.bin" if number else f"{stem}.bin"
                 if name not in names:
                     return f"it has no {name}"
-    # Without optimizers a checkpoint needs no optimizer.bin, so this file counts as present.
+    # `kinds.incomplete` wants an optimizer.bin. Without optimizers the file counts as present.
     not_needed = [] if accelerator._optimizers else ["optimizer.bin"]
     return kinds.incomplete(path, names + not_needed, disk)
 
 
 @contextlib.contextmanager
-def _unnamed(config: ProjectConfiguration) -> Iterator[None]:
-    """Have Accelerate save to the directory that it is given."""
+def _without_automatic_naming(config: ProjectConfiguration) -> Iterator[None]:
+    """Inside the block, have Accelerate save to the directory that it is given."""
     is_automatic = config.automatic_checkpoint_naming
     config.automatic_checkpoint_naming = False
     try:

@@ -1,4 +1,4 @@
-"""The saves of one Accelerator: which rank opens the directory, and how others learn of its end.
+"""The saves of one Accelerator: which rank opens the directory, and how others learn the result.
 
 One rank is the leader. It opens the directory, gets the save's own handle, and removes old
 checkpoints. The other ranks write into the leader's directory, and get a handle that asks the
@@ -28,7 +28,7 @@ from stillframe.errors import StillframeError
 _NAME = re.compile(r"checkpoint_(\d+)")
 # Every rank of Accelerate writes files of these names. Only the leader's are kept.
 _LEADERS = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
-_POLL_S = 0.01
+_POLL_S = 0.01  # the pause between two questions of a rank whether a save has ended
 
 
 class Saves:
@@ -45,19 +45,21 @@ class Saves:
             local_process_index=accelerator.local_process_index,
             save_on_each_node=False,
         )
-        # All ranks, and the ranks that write into the same directory. None for a process alone.
+        # `_all` has all ranks, and `_ranks` those that write into the same directory. Both are None
+        # for a process alone.
         self._all = self._ranks = ranks_of(arguments)
         if accelerator.project_configuration.save_on_each_node:
             arguments.save_on_each_node = True
             self._ranks = ranks_of(arguments)
+        # Whether this rank is on another machine than rank 0.
         self._is_elsewhere = arguments.process_index != arguments.local_process_index
-        self._number = 0  # the number of the call, the same on all ranks
+        self._number = 0  # the number of the last call, the same on all ranks
         self._in_flight: list[SaveHandle] = []  # on the leader, oldest first
         self.is_leader = self._ranks is None or self._ranks.is_leader
 
     def share(self, wait: Callable[[], str], find: Callable[[], str]) -> str:
-        """Return, on all ranks, what `find()` returns on rank 0. If the ranks have several leaders,
-        each leader calls `wait()` first."""
+        """Return, on all ranks, the result of `find()` on rank 0. If the ranks have several
+        leaders, each leader first calls `wait()`, and its result is not used."""
         self._number += 1
         key = f"load/{self._number}"
         if self._ranks is None or self._all is None:
@@ -113,7 +115,13 @@ class Saves:
     def _report_ended(
         self, number: int, handle: SaveHandle | None, failed: BaseException | None = None
     ) -> None:
-        """Report to the other ranks how call `number` ends, once the saves in flight have ended."""
+        """Report to the other ranks how the save of call `number` has ended, as soon as the last
+        save in flight has ended.
+
+        Args:
+            handle: The handle of the save; None if the call has failed.
+            failed: The error of the call, if it has failed.
+        """
         ranks = self._ranks
         if ranks is None:
             return
@@ -173,8 +181,8 @@ _followers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def _stop_followers() -> None:
-    """End the threads before the interpreter ends. A thread that is then in a call of the store
-    would abort the process."""
+    """End the threads of `Followed` before the interpreter ends. A thread that is in a call of the
+    process group's store at that moment would abort the process."""
     _exiting.set()
     for thread in list(_followers):
         thread.join()
@@ -223,7 +231,7 @@ class Followed(SaveHandle):
                     raise StillframeError("the interpreter is exiting")
             error = self._ranks.error_of(self._number)
             self._is_skipped = self._ranks.was_skipped(self._number)
-        except Exception as lost:  # the store is gone
+        except Exception as lost:  # the store, which is in another process, is gone
             error = StillframeError(
                 f"the rank that saves {self._path} did not tell how the save ended: {lost}"
             )

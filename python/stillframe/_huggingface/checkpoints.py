@@ -6,8 +6,8 @@
                                               └─▶ `_failed`: raised by the next save or at the end
 
 The Trainer and its subclasses append "checkpoint-N" to the result of `_get_output_dir` themselves.
-So while they write, that method returns another directory, in which a link of this name points to
-the temporary directory.
+So while they write, that method returns another directory, the *substitute*. In it, a link with the
+name "checkpoint-N" points to the temporary directory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-_RUN = ".stillframe-run"  # the directory with the link, inside the temporary directory
+_RUN = ".stillframe-run"  # the substitute, inside the temporary directory
 _SENTINEL = "checkpoint-is-incomplete.txt"  # see `remove_sentinel`
 
 
@@ -71,32 +71,34 @@ class Checkpoints:
         trainer: The Trainer.
 
     Attributes:
-        staging: The directory that stands for the output directory while the Trainer writes a
-            checkpoint; None at other times.
+        substitute_dir: The directory that takes the place of the output directory while the Trainer
+            writes a checkpoint; None at other times.
         wants_push: The Trainer has asked to push the checkpoint that it writes.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._waiting: deque[Checkpoint] = deque()  # those that `follow` has not handled yet
-        self._unheard: deque[Checkpoint] = deque()  # other ranks have yet to call `on_save`
+        # Checkpoints that `follow` has not handled yet, oldest first.
+        self._waiting: deque[Checkpoint] = deque()
+        # Checkpoints for which some other rank has not yet reported that it has called `on_save`.
+        self._unheard: deque[Checkpoint] = deque()
         self._failed: list[SaveHandle | StillframeError] = []  # errors that are still to be raised
         # The paths of this training's checkpoints, oldest first, by the run_dir.
         self._ours: defaultdict[str, list[str]] = defaultdict(list)
-        self._count = 0
+        self._count = 0  # how many checkpoints were begun
         self._ranks: Ranks | None = None  # known from the first save on
         # The checkpoint for which the Trainer is about to call `on_save`, before it is durable.
         self._submitted: Checkpoint | None = None
-        self.staging: str | None = None
+        self.substitute_dir: str | None = None
         self.wants_push = False
         self._resume_uploads()
 
     def _resume_uploads(self) -> None:
-        """Upload the checkpoints in the output directory that earlier processes were to upload, and
-        did not before they ended."""
+        """Upload the checkpoints in the output directory that earlier processes have left to
+        upload."""
         trainer = self._trainer
         if trainer.args.should_save:
-            # `uploads.resume` takes paths of checkpoints. Only their directory counts.
+            # `uploads.resume` takes the path of a checkpoint, and uses only its directory.
             path = os.path.join(trainer.args.output_dir, "checkpoint")
             uploads.resume(trainer.mirror, trainer.storage_options, path)
 
@@ -132,7 +134,9 @@ class Checkpoints:
         self._waiting.append(made)
         self._submitted = made
         if is_leader:
-            self._forget(made)
+            self._forget(
+                made
+            )  # if this step was saved before, its path moves to the end of the list
             self._ours[made.run_dir].append(_normal(made.path))
             self._rotate(made)
 
@@ -156,7 +160,7 @@ class Checkpoints:
                 return directory
 
             led = lead(self._ranks, made.number, open_it)
-            with led as directory, self._staged(directory), redirected(files):
+            with led as directory, self._substituted(directory), redirected(files):
                 yield
             shutil.rmtree(os.path.join(directory, _RUN))
         made.handle = files.handle
@@ -167,24 +171,25 @@ class Checkpoints:
         ranks, args = self._ranks, self._trainer.args
         assert ranks is not None
         self._raise_failed()
+        # Whether this rank is on another machine than rank 0.
         is_elsewhere = args.process_index != args.local_process_index
         with ranks.follow(made.number, made.path) as directory:
             files = LeaderDirectory(directory, durable=is_elsewhere)
-            with self._staged(directory), redirected(files):
+            with self._substituted(directory), redirected(files):
                 yield
 
     @contextlib.contextmanager
-    def _staged(self, directory: str) -> Iterator[None]:
-        """Inside the block, have `_get_output_dir` return the directory with the link."""
-        self.staging = os.path.join(directory, _RUN)
+    def _substituted(self, directory: str) -> Iterator[None]:
+        """Inside the block, have `_get_output_dir` return the substitute in `directory`."""
+        self.substitute_dir = os.path.join(directory, _RUN)
         try:
             yield
         finally:
-            self.staging = None
+            self.substitute_dir = None
 
     def _make_run(self, directory: str | os.PathLike[str], made: Checkpoint) -> None:
-        """Make the directory with two links: one to the temporary directory, and one to the best
-        checkpoint, which the Trainer looks up there."""
+        """Make the substitute with two links: one to the temporary directory, and one to the best
+        checkpoint, which the Trainer looks for in the output directory."""
         run = os.path.join(directory, _RUN)
         os.mkdir(run)
         name = os.path.basename(made.path)
@@ -194,16 +199,16 @@ class Checkpoints:
             os.symlink(os.path.abspath(os.path.join(made.run_dir, best)), os.path.join(run, best))
 
     def _name_best(self, run_dir: str) -> None:
-        """Set the best checkpoint's path to its final one, in memory and in the trainer's state
-        file."""
-        state, staging = self._trainer.state, self.staging
-        assert staging is not None
+        """If the Trainer's state has a path in the substitute for the best checkpoint, replace it
+        by the final path, in memory and in the Trainer's state file."""
+        state, substitute_dir = self._trainer.state, self.substitute_dir
+        assert substitute_dir is not None
         best = state.best_model_checkpoint
-        if best is None or os.path.dirname(best) != staging:
+        if best is None or os.path.dirname(best) != substitute_dir:
             return
         state.best_model_checkpoint = os.path.join(run_dir, os.path.basename(best))
         if self._trainer.args.should_save:
-            state.save_to_json(os.path.join(staging, os.pardir, TRAINER_STATE_NAME))
+            state.save_to_json(os.path.join(substitute_dir, os.pardir, TRAINER_STATE_NAME))
 
     # ---- afterwards ----
 
@@ -236,7 +241,7 @@ class Checkpoints:
             last = self._unheard[-1]
             self._ranks.wait_heard(last.number)
             self._rotate(last)
-        drain()
+        wait_for_log()
         self._raise_failed()
 
     def _wait_and_follow(self) -> None:
@@ -258,7 +263,7 @@ class Checkpoints:
         Raises:
             ValueError: There is no such checkpoint. The message is that of transformers.
         """
-        drain()
+        wait_for_log()
         if not isinstance(asked, bool):
             return asked
         directory = self._trainer.args.output_dir
@@ -287,6 +292,7 @@ class Checkpoints:
         if failed:
             self._failed.append(made.handle)
             self._forget(made)
+        # For the other ranks the error is the path. This rank raises the reason.
         if self._ranks is not None:
             self._ranks.report_ended(made.number, made.path if failed else None)
         return failed
@@ -326,11 +332,11 @@ class Checkpoints:
             handler.on_save = functools.partial(self._on_save, handler.on_save)
 
     def _on_save(self, theirs: Any, args: Any, state: Any, control: Any) -> Any:
-        """The replacement of `callback_handler.on_save`: call `on_save_submitted` of callbacks now.
+        """Take the place of `callback_handler.on_save`: call `on_save_submitted` of callbacks now.
         `_announce` calls `on_save` later, when the checkpoint is durable.
 
         Args:
-            theirs: The method that is replaced.
+            theirs: The method `callback_handler.on_save` that was replaced.
         """
         made, self._submitted = self._submitted, None
         if made is None:  # a subclass has written a checkpoint without this module
@@ -380,8 +386,9 @@ def remove_sentinel(path: str) -> None:
         os.rmdir(path)  # fails if an older checkpoint is there, which stays
 
 
-def drain() -> None:
-    """Wait until every save and remove of the process has ended; raise none of their errors."""
+def wait_for_log() -> None:
+    """Wait until every save and remove in the process's log has ended; raise none of their
+    errors."""
     with inside():
         _core.log_drain(None)
 

@@ -41,8 +41,10 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 _PATIENCE_S = 30.0  # if an answer takes longer, the log names the rank
+# A sentence of messages about a rank that does not answer.
 _LATE = "It is slow, or it never comes to this call, which all ranks have to make"
-# A number for each Ranks. All ranks make them in the same order, so the numbers agree.
+# Gives each object of `Ranks` a number. All ranks make these objects in the same order, so the
+# numbers agree.
 _names = itertools.count()
 
 
@@ -72,8 +74,8 @@ class Ranks:
         self._skipped: list[int] = []
 
     def share(self, what: str, make: Callable[[], str]) -> str:
-        """Return, on all ranks, what `make()` returns on the leader. If it raises an error, raise
-        that on all ranks.
+        """Return, on all ranks, the result of `make()` on the leader. If `make` raises an error,
+        raise an error on all ranks.
 
         Args:
             what: The key in the store.
@@ -83,7 +85,7 @@ class Ranks:
         try:
             made = make()
         except BaseException as error:
-            self._store.set(what, "-" + _words(error))
+            self._store.set(what, "-" + _message(error))
             raise
         self._store.set(what, "+" + made)
         return made
@@ -94,7 +96,7 @@ class Ranks:
         block, tell the leader that this rank's files are in it.
 
         Args:
-            path: The checkpoint, for the error.
+            path: The path of the checkpoint, for the error.
 
         Raises:
             StillframeError: The leader failed, or its directory is not visible here.
@@ -111,14 +113,17 @@ class Ranks:
         except BaseException as error:
             if isinstance(error, Exception):
                 self._raise_if_leader_failed(opened, directory)
-            self._store.set(f"{number}/written/{self._rank}", "-" + _words(error))
+            self._store.set(f"{number}/written/{self._rank}", "-" + _message(error))
             raise
         self._raise_if_leader_failed(opened, directory)
         self._store.set(f"{number}/written/{self._rank}", "+")
 
     def _raise_if_leader_failed(self, opened: str, directory: str) -> None:
-        """Raise the error of the leader, which has removed the directory before this rank wrote its
-        files. Trainer and Accelerate make a missing directory, so remove it here as well."""
+        """Raise the leader's error, if the leader has failed since it opened the directory.
+
+        The leader has then removed the directory. Trainer and Accelerate make a missing directory
+        again when they write, so remove the directory here as well.
+        """
         try:
             self._answer(opened)
         except StillframeError:
@@ -137,7 +142,7 @@ class Ranks:
                 self._answer(key, of=rank)
                 self._store.delete_key(key)
         except BaseException as error:
-            self._store.set(opened, "-" + _words(error))  # before the directory is removed
+            self._store.set(opened, "-" + _message(error))  # before the directory is removed
             raise
         self._store.delete_key(opened)
 
@@ -181,8 +186,8 @@ class Ranks:
 
     def error_of(self, number: int) -> StillframeError | None:
         """Return the error of a checkpoint that has ended on the leader, or None."""
-        words = self._failed.get(str(number))
-        return None if words is None else self._error(self._leader, words)
+        message = self._failed.get(str(number))
+        return None if message is None else self._error(self._leader, message)
 
     def was_skipped(self, number: int) -> bool:
         """Return whether the checkpoint was skipped, because the engine was busy."""
@@ -190,7 +195,7 @@ class Ranks:
 
     def _answer(self, key: str, of: int | None = None) -> str:
         """Wait for the answer of rank `of`, by default the leader, under a key of the store, and
-        return it. Raise StillframeError if it is an error, or does not come in time."""
+        return it. Raise StillframeError if the answer is an error, or does not come in time."""
         rank = self._leader if of is None else of
         longest = self._store.timeout.total_seconds()
         if not poll(lambda: self._store.check([key]), _PATIENCE_S):
@@ -202,8 +207,8 @@ class Ranks:
             raise self._error(rank, answer[1:])
         return str(answer[1:])
 
-    def _error(self, rank: int, words: str) -> StillframeError:
-        return StillframeError(f"a checkpoint failed on rank {rank}: {words}")
+    def _error(self, rank: int, message: str) -> StillframeError:
+        return StillframeError(f"a checkpoint failed on rank {rank}: {message}")
 
 
 @contextlib.contextmanager
@@ -273,6 +278,6 @@ def ranks_of(args: Any) -> Ranks | None:
     return Ranks(args.process_index, first, range(first + 1, first + count))
 
 
-def _words(error: BaseException) -> str:
-    """Return an error as text for the other ranks."""
+def _message(error: BaseException) -> str:
+    """Return the text of an error that is sent to other ranks."""
     return f"{type(error).__name__}: {error}"

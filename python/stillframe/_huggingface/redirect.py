@@ -55,7 +55,7 @@ class _Redirection:
         # The real path and the checkpoint of each open block. A new tuple replaces the old one, so
         # that calls read it without the lock.
         self.blocks: tuple[tuple[str, Files], ...] = ()
-        # (module, attribute, its function before, our function) of each replaced function.
+        # For each replaced function: module, attribute, the original function, our function.
         self.replaced: list[tuple[Any, str, Any, Any]] = []
 
     def open(self, files: Files) -> tuple[str, Files]:

@@ -1,6 +1,6 @@
-"""`AsyncCheckpointMixin`: the methods of transformers' Trainer that have to know of checkpoints.
+"""`AsyncCheckpointMixin`: overrides the methods of transformers' Trainer that handle checkpoints.
 
-The methods make the Trainer's own code wait, or use another directory, where this is necessary.
+Where it is necessary, the methods make the Trainer's own code wait, or use another directory.
 `checkpoints.py` does the work.
 """
 
@@ -22,7 +22,7 @@ def _into_one_directory(save: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(save)
     def save_checkpoint(self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         write = functools.partial(save, self, model, trial, *args, **kwargs)
-        if self._stillframe.staging is None:
+        if self._stillframe.substitute_dir is None:
             self._stillframe.save(self._get_output_dir(trial), write)
         else:  # a subclass has called the method of its base class
             write()
@@ -75,7 +75,7 @@ class AsyncCheckpointMixin:
     # The Trainer's constructor calls this.
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        refuse(self)
+        refuse_unsupported(self)
         self._stillframe = Checkpoints(self)
 
     def train(
@@ -95,14 +95,15 @@ class AsyncCheckpointMixin:
     def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(model, trial, **kwargs)  # type: ignore[misc]
 
-    # The Trainer calls this to learn in which directory to make `checkpoint-N`.
+    # The Trainer makes `checkpoint-N` in the directory that this returns.
     def _get_output_dir(self, trial: Any) -> Any:
-        staging = self._stillframe.staging
-        return staging or super()._get_output_dir(trial)  # type: ignore[misc]
+        substitute_dir = self._stillframe.substitute_dir
+        return substitute_dir or super()._get_output_dir(trial)  # type: ignore[misc]
 
-    # Pushes a checkpoint to the Hub; while it is being written, only notes that.
+    # Pushes a checkpoint to the Hub. While the checkpoint is written, only notes that it has to be
+    # pushed later.
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._stillframe.staging is None:
+        if self._stillframe.substitute_dir is None:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
         else:
             self._stillframe.wants_push = True
@@ -113,7 +114,7 @@ class AsyncCheckpointMixin:
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
 
-def refuse(trainer: Any) -> None:
+def refuse_unsupported(trainer: Any) -> None:
     """Refuse a Trainer whose checkpoints are written in a way that cannot be redirected.
 
     Raises:
