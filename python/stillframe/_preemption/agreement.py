@@ -6,15 +6,16 @@ store of the process group, so a training step costs nothing:
 
     a rank that gets a signal  posts "asked"
     every rank                 makes its loop wait at its next boundary, and posts its counts
-    rank 0                     posts the first boundary that no rank has passed
+    rank 0                     posts the decision: the first boundary that no rank has passed
     every rank                 lets its loop go on to that boundary, and stops there
 
 The thread posts a rank's counts. The training loop could not, because it may be inside a collective
 with a rank that already waits at its boundary.
 
-The first decision in the store counts (`compare_set`), so no two ranks stop at different
-boundaries. A rank that does not answer in time is left out. If such a rank has already passed the
-decided boundary when it answers, it ends and saves nothing.
+If rank 0 is silent, another rank decides. Only the first decision in the store counts
+(`compare_set`), so no two ranks stop at different boundaries. A rank that does not answer in time
+is left out. If such a rank has already passed the decided boundary when it answers, it ends and
+saves nothing.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NEVER = 1 << 62  # a number that no count reaches
-_INTERVAL_S = 0.2  # between two queries to the store
-_MOST_QUERIES = 5000  # to the store, by all ranks in one second
-_MOST_WAIT_S = 5.0  # for the answers of all ranks
+_INTERVAL_S = 0.2  # the time between a rank's queries to the store; longer if there are many ranks
+_MOST_QUERIES = 5000  # the most queries to the store in one second, by all ranks together
+_MOST_WAIT_S = 5.0  # the longest wait for the answers of all ranks
 
 
 class Counts(NamedTuple):
@@ -49,7 +50,7 @@ class Counts(NamedTuple):
         stops: Calls of `should_stop`.
         steps: Ends of an optimizer's step.
         saves: Calls of `save`.
-        registered: `steps` at the last call of `save`; -1 if there was none, and in a limit.
+        registered: `steps` at the last call of `save`; -1 before the first call, and in a limit.
     """
 
     stops: int
@@ -78,8 +79,8 @@ def next_boundary(counts: list[Counts]) -> Counts:
     by_steps = stops == 0 and saves < 2 and registered >= 0
     return Counts(
         stops + 1,
-        max(steps + 1, registered + 2) if by_steps else NEVER,
-        max(saves + 1, 2) if stops == 0 else NEVER,
+        max(steps + 1, registered + 2) if by_steps else NEVER,  # not the step after registering
+        max(saves + 1, 2) if stops == 0 else NEVER,  # the first call of `save` only registers
         -1,
     )
 
@@ -92,8 +93,7 @@ class Agreement:
         rank, size: This rank, and how many there are.
         deadline_s: How long a preemption may take.
         on_stop: Called as `on_stop(signum, moment)` on the thread of this object, when this rank or
-            another is asked to stop. When it returns, the training loop must wait at its next
-            boundary.
+            another is asked to stop. It must make the training loop wait at its next boundary.
         counts: Returns this rank's counts.
 
     Attributes:
@@ -115,13 +115,13 @@ class Agreement:
         # number of this block is the same on all ranks.
         number = store.add(f"stillframe/preemption/entered/{rank}", 1)
         self._prefix = f"stillframe/preemption/{number}"
-        # A connection of its own, because the process group's may be blocked by a call that waits.
+        # A connection of its own, because a call that waits may block that of the process group.
         self._store = store.clone()
         self._rank, self._size = rank, size
-        self._wait_s = min(_MOST_WAIT_S, deadline_s / 4)
+        self._wait_s = min(_MOST_WAIT_S, deadline_s / 4)  # leaves most of the time to the saves
         self._on_stop, self._counts = on_stop, counts
-        # (signal, moment), or None to end the thread. A signal handler puts, so the queue must be
-        # one whose `put` is re-entrant.
+        # Elements: (signal, moment), or None to end the thread. A signal handler may interrupt
+        # `put` and call it too, which only this class of queues allows.
         self._asked: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
         self._silent: set[int] = set()  # ranks that did not answer in time
         self.limit: Counts | None = None
@@ -137,7 +137,8 @@ class Agreement:
         self._asked.put((signum, moment))
 
     def leave(self, until: float | None) -> None:
-        """Wait for the other ranks until the moment `until`, or leave at once if it is None.
+        """End this rank's part. Wait for the other ranks until the moment `until`, or leave at once
+        if it is None.
 
         The end of one rank may end the others, because torchrun then ends all of them, and because
         the store is in one of the processes.
@@ -150,7 +151,7 @@ class Agreement:
                 self._store.set(f"{self._prefix}/counts/{self._rank}", json.dumps(over))
                 self._store.set(f"{self._prefix}/done/{self._rank}", "1")
             else:
-                self._meet("done", "1", lambda _: "1", until - time.monotonic())
+                self._agree("done", "1", lambda _: "1", until - time.monotonic())
         except Exception as error:
             log.debug("stillframe: the ranks' store is gone: %s", error)
 
@@ -165,7 +166,7 @@ class Agreement:
                 return
             self._on_stop(*asked)
             mine = self._counts()
-            answer = self._meet("counts", json.dumps(mine), _decide, self._wait_s)
+            answer = self._agree("counts", json.dumps(mine), _decide, self._wait_s)
             limit = Counts(*json.loads(answer))
             if mine.reaches(limit):
                 self.failed = "this rank answered late, and has passed the boundary of the others"
@@ -194,18 +195,19 @@ class Agreement:
                 self._store.set(asked_key, json.dumps((signum, time.monotonic() - moment)))
             return asked
 
-    def _meet(
+    def _agree(
         self,
         name: str,
         mine: str,
         decide: Callable[[Mapping[int, str]], str],
         wait_s: float,
     ) -> str:
-        """Post this rank's value `mine`, and return the decision (called `name` in the store) that
-        `decide` makes from the values of all ranks.
+        """Post this rank's value `mine`, and return the decision that `decide` makes from the
+        values of all ranks. In the store, the decision has the key `name`.
 
-        Rank 0 decides when all ranks have answered or `wait_s` seconds have passed. If rank 0 does
-        not, another rank decides. A rank that has failed to answer once is not waited for again.
+        Rank 0 decides when all ranks have answered or `wait_s` seconds have passed. If rank 0 has
+        not decided after twice that time, another rank does. A rank that has failed to answer once
+        is not waited for again.
         """
         name = f"{self._prefix}/{name}"
         self._store.set(f"{name}/{self._rank}", mine)

@@ -5,8 +5,8 @@ handlers, which would act on a copy of the parent's state. The signals are block
 so that a child receives none before its handlers are restored.
 
 A daemonic child of multiprocessing, such as a worker of a DataLoader, must stay alive as long as
-its parent: without it the parent could not reach its next boundary. So it ignores these signals
-unless the parent itself sends them (csrc/core/base/signals.c), and ends with the parent.
+its parent, because the parent needs it to reach the next boundary. So such a child ignores these
+signals unless the parent itself sends them, and ends with the parent (csrc/core/base/signals.c).
 """
 
 from __future__ import annotations
@@ -91,7 +91,12 @@ def _in_child() -> None:
 
 
 def _leave(numbers: Iterable[int]) -> None:
-    """Leave signals to the parent: ignore them unless the parent sends them."""
+    """Leave signals to the parent: ignore them unless the parent sends them.
+
+    If the parent's main thread has forked, the kernel kills this process when the parent ends. If
+    another thread has forked, the kernel would do that when that thread ends. So in this case the
+    kernel is asked for that only when the first signal is ignored.
+    """
     for number in numbers:
         _core.leave_signal(number, _masks.is_main)
 

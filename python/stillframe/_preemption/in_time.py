@@ -51,7 +51,7 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
         state = make_state()
         under_way = _under_way()
         if under_way:
-            tree = skeleton.build(state)
+            tree = skeleton.build(state)  # only to learn how many bytes the save writes
             nbytes = len(tree.data) + sum(each.nbytes() for each in tree.storages)
             del tree
             if not _choose(under_way, until, (str(path), nbytes)):
@@ -83,7 +83,8 @@ def finish(until: float) -> None:
 
 
 def give_up() -> bool:
-    """Give up the saves under way, because their time is over. Return False if there are none."""
+    """Give up the saves under way, because their time is over. Return False if none was under
+    way."""
     under_way = _under_way()
     for handle in under_way:
         _give_up(handle, _too_late(handle))
@@ -91,7 +92,7 @@ def give_up() -> bool:
 
 
 def is_given_up(handle: object) -> bool:
-    """Return whether a save was given up. Then the log says so already."""
+    """Return whether a save was given up. If so, the log already has a line about it."""
     return handle in _given_up
 
 
@@ -130,8 +131,8 @@ def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
 
 def estimate_s(nbytes: int) -> float | None:
     """Return how many seconds a save of so many bytes takes, judging by this process's last saves.
-    Return None if none of them was of a similar size."""
-    # The time of a smaller save is scaled up; that of a larger save is taken as it is.
+    Return None if none of these saves was of a similar size."""
+    # The time of a smaller save is scaled up, and the time of a larger save is taken as it is.
     durations = [
         took_s * max(1.0, nbytes / size) for size, took_s in measured if size * _SIMILAR >= nbytes
     ]
@@ -164,7 +165,8 @@ def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None
     for handle in reversed(under_way):
         written, total = handle.progress()
         all_of_them.append((handle, total - written))
-    needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in all_of_them]  # 0: there is no estimate
+    # A save without an estimate counts as one that needs no time, so it is tried.
+    needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in all_of_them]
     kept = chosen(needs_s, left_s)
     for (each, nbytes), need_s, keep in zip(all_of_them, needs_s, kept, strict=True):
         if not keep:

@@ -48,11 +48,10 @@ Event = Literal["stop", "step", "save"]
 
 # A signal that comes so soon after the first does not count as a second one.
 _REPEATED_S = 0.1
-# The same under torchrun. It passes on the signal that it has received itself, and this copy may
-# come later.
+# The same under torchrun, which passes on each signal that it receives: the copy may come later.
 _PASSED_ON_S = 2.0
 _POLL_S = 0.005  # how often the main thread checks whether the ranks have agreed
-_LOOK_S = 1.0  # how often the watching thread checks whether another rank was asked to stop
+_CHECK_S = 1.0  # how often the watching thread checks whether another rank was asked to stop
 _OVER = 0  # the byte that ends the watching thread: no signal has this number
 
 
@@ -113,21 +112,22 @@ class Preemption:
         # One bound method object, so that it can be compared with the installed handler.
         self._handler = self._on_signal
         self._previous: dict[int, Any] = {}  # the handlers before the block, by signal
-        self._entered = self._inside = False
-        self._leaving = False  # the saves of the block's end are made, the rest is waiting
+        self._entered = self._inside = False  # the block was entered; it is running
+        self._leaving = False  # the saves of the block's end are made, and the block only waits
         # Signals.
         self._pipe = (-1, -1)  # the read end and the write end, for numbers of signals
         self._wakes = False  # Python writes each signal's number to the pipe
         self._received: int | None = None  # the signal that this process got itself
-        self._asked: tuple[int, float] | None = None  # the signal of any rank, and when it came
-        self._raise = False  # the next call of the handler raises `_End`
+        # The first signal that any rank got, and when it came (`time.monotonic()`).
+        self._asked: tuple[int, float] | None = None
+        self._raise = False  # the next call of the handler raises `_End`, after `_give_up`
         # Boundaries.
         self._must_check = True  # the next boundary must check whether to stop
         self._joined = False  # `_join` has found out whether there are other ranks
         self._ranks: agreement.Agreement | None = None
-        self._stops = self._steps = self._saves = 0  # see `agreement.Counts`
+        self._stops = self._steps = self._saves = 0  # how many there were; see `agreement.Counts`
         self._saved_at = -1  # `_steps` at the last call of `save`; -1 before the first
-        self._stopping = False  # the boundary at which to stop was reached
+        self._stopping = False  # the boundary at which training stops was reached
         self._registered: dict[str, MakeState] = {}  # by path
         # By path: the report of its save, and `_stops` and `_steps` at that time.
         self._saved: dict[str, tuple[SaveReport | None, int, int]] = {}
@@ -144,7 +144,7 @@ class Preemption:
         all get True at the same call, so each must call it equally often.
         """
         self._stops += 1
-        return self._must_check and self._ends_at("stop")
+        return self._must_check and self._reach_boundary("stop")
 
     def save(self, make_state: MakeState, path: Path) -> SaveReport | None:
         """Save the object that `make_state()` returns to `path`, at the step boundary where
@@ -172,7 +172,7 @@ class Preemption:
             raise TypeError(f"make_state has to be callable, not {type(make_state).__name__}")
         name = paths.as_text(path)
         self._saves, self._saved_at = self._saves + 1, self._steps
-        if not (self._must_check and self._ends_at("save")):
+        if not (self._must_check and self._reach_boundary("save")):
             self._registered[name] = make_state
             return None
         if name in self._saved and not self._stopping and self._stops == 0:
@@ -206,13 +206,13 @@ class Preemption:
         try:
             self._join()
             self._inside = True
-            _steps_of(self)
+            _count_steps_of(self)
             children.watch(self)
             for number in self.signals:
                 self._previous[number] = signal.signal(number, self._handler)
             before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            self._wakes = before < 0
-            if not self._wakes:  # an event loop has set its own wake-up descriptor
+            self._wakes = before < 0  # no other code had set a wake-up descriptor
+            if not self._wakes:  # an event loop has set one, so leave it in place
                 signal.set_wakeup_fd(before)
         except BaseException:
             self._restore()
@@ -284,7 +284,8 @@ class Preemption:
     # ---- signals ----
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal. This may interrupt any line of the main thread, so it only sets flags."""
+        """Record a signal. This may interrupt any line of the main thread, so it only sets
+        flags."""
         # A handler that was installed inside the block may still call this one after the block.
         if not self._inside:
             previous = self._previous.get(number)
@@ -324,6 +325,7 @@ class Preemption:
             now = time.monotonic()
             if number == _OVER:
                 break
+            # After `_give_up` a signal does not count, because `_give_up` itself sends one.
             if number is not None and not given_up:
                 self._receive(number)
                 if first is not None and now - first > repeated_s:
@@ -342,8 +344,8 @@ class Preemption:
         os.close(self._pipe[1])
 
     def _next_signal(self, given_up: bool) -> int | None:
-        """Wait for a byte of the pipe, and return it: one of `signals`, or `_OVER`. Return None if
-        none has come and it is time to check the clock or the other ranks."""
+        """Wait for a byte from the pipe, and return it: one of `signals`, or `_OVER`. Return None
+        when it is time to check the clock or the other ranks, and no byte has come."""
         poll = select.poll()  # select() refuses descriptors above 1023
         poll.register(self._pipe[0], select.POLLIN)
         while True:
@@ -352,7 +354,7 @@ class Preemption:
                 end = self._asked[1] + self._deadline_s if given_up else self._last_moment()
                 left_s = max(0.0, end - time.monotonic())
             elif self._ranks is not None or not self._joined:
-                left_s = _LOOK_S  # another rank may have been asked to stop
+                left_s = _CHECK_S  # another rank may have been asked to stop
             if not poll.poll(None if left_s is None else 1000 * left_s):
                 return None
             (number,) = os.read(self._pipe[0], 1)
@@ -370,7 +372,7 @@ class Preemption:
                 time.monotonic() - self._moment(),
                 _name(self._signal()),
             )
-        self._raise = True
+        self._raise = True  # the signal below makes the main thread run the handler, which raises
         main = threading.main_thread().ident
         if main is not None:
             signal.pthread_kill(main, self.signals[0])
@@ -388,20 +390,21 @@ class Preemption:
 
     # ---- boundaries ----
 
-    def _ends_at(self, event: Event) -> bool:
-        """Return whether training stops at this boundary. If it does, save what is registered,
-        except at a call of `save`, which does that itself."""
+    def _reach_boundary(self, event: Event) -> bool:
+        """Handle a boundary: return whether training stops there. If it does, save what is
+        registered, except at a call of `save`, which does that itself."""
         if self._stopping:
             return True
         if not self._joined:
             self._join()
-        self._must_check = False
+        self._must_check = False  # before `_asked` is read, because a signal sets both
         if self._asked is None:
             return False
-        self._must_check = True  # a signal after the line above has set it too
+        self._must_check = True  # if training goes on, the next boundary has to check too
         if not self._is_last(event):
             return False
-        # A loop that has called `save` after the signal may still call `should_stop`.
+        # For one rank a call of `save` does not set `_stopping`, because the loop may still call
+        # `should_stop`.
         self._stopping = event != "save" or self._ranks is not None
         if event != "save":
             self._save_registered(event)
@@ -414,7 +417,8 @@ class Preemption:
         if self._ranks is None:
             if event != "step":
                 return True
-            # The end of a step is not always a boundary: ask from the counts before this step.
+            # The end of a step is not always a boundary. It is one if, before this step, it was the
+            # next boundary.
             before = self._counts()._replace(steps=self._steps - 1)
             return self._counts().reaches(agreement.next_boundary([before]))
         while self._ranks.limit is None and self._ranks.failed is None:
@@ -430,11 +434,12 @@ class Preemption:
         if not self._inside or threading.current_thread() is not threading.main_thread():
             return
         self._steps += 1
-        if self._must_check and not self._stopping and self._ends_at("step"):
+        if self._must_check and not self._stopping and self._reach_boundary("step"):
+            # If only other ranks got a signal, this process ends without an error.
             raise _End(self._status() if self._received is not None else 0)
 
     def _save_registered(self, event: Event | None) -> None:
-        """Save what is registered, unless that was done since the last step.
+        """Make the registered saves, except those that were made since the last step.
 
         Args:
             event: The boundary; None at the end of the block.
@@ -466,7 +471,7 @@ class Preemption:
     # ---- the signal and its deadlines ----
 
     def _signal(self) -> int:
-        """Return the signal that any rank got first; before it, the first of `signals`."""
+        """Return the signal that some rank got first; before any signal, the first of `signals`."""
         return self.signals[0] if self._asked is None else self._asked[0]
 
     def _moment(self) -> float:
@@ -493,8 +498,8 @@ _blocks: dict[int, Preemption] = {}  # the blocks that are running, by their ids
 
 
 class _Steps:
-    """Tells the running blocks when an optimizer's step ends. It is a `gate.Readers` for which no
-    step waits."""
+    """Tells the running blocks when an optimizer's step ends. It has the interface `gate.Readers`,
+    but makes no step wait."""
 
     def wait(self, optimizer: Optimizer) -> None:
         pass
@@ -507,10 +512,10 @@ class _Steps:
         return False
 
 
-_reader: _Steps | None = None
+_reader: _Steps | None = None  # registered with the gate once for all blocks
 
 
-def _steps_of(block: Preemption) -> None:
+def _count_steps_of(block: Preemption) -> None:
     """Have `block.stepped` called at the end of each optimizer's step from now on."""
     global _reader
     if _reader is None:
@@ -523,7 +528,8 @@ def _steps_of(block: Preemption) -> None:
 
 
 def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
-    """Return the signals' numbers, each once; raise TypeError or ValueError for wrong ones."""
+    """Return the numbers of the signals, each once. Raise TypeError or ValueError for a signal that
+    cannot be handled."""
     if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
         raise TypeError(f"signals has to be a tuple of signals, not {signals!r}")
     numbers = tuple(dict.fromkeys(signals))

@@ -13,11 +13,11 @@ from stillframe._remote.journal import Entry
 
 
 class Backlog(NamedTuple):
-    """Uploads that are due.
+    """Uploads that are due, because their saves have ended (`Entry.is_due`).
 
     Attributes:
-        uploads: How many there are.
-        nbytes: The bytes of their files.
+        uploads: The number of uploads.
+        nbytes: The bytes of the files to upload.
         oldest_s: The time of the oldest save, in seconds since 1970.
         prefixes: The URLs of the mirrors.
     """
@@ -33,7 +33,7 @@ class Backlog(NamedTuple):
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Backlog | None:
-        """Return the backlog of the due entries among these; None if none is due."""
+        """Return the backlog that the due entries make; None if no entry is due."""
         left = [each for each in entries if each.is_due()]
         if not left:
             return None

@@ -1,6 +1,7 @@
-"""A store that is read as if it were a disk, with directories; `of_path` chooses between the two.
+"""A store that is read as if it were a disk, with directories.
 
-The first question about a directory lists all objects below it.
+The first question about a directory lists all objects below it, and the list is kept for later
+questions. `of_path` returns the local disk for a path, and such a store for a URL.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class RemoteDisk(Disk):
         return self._find(self._key(path)).nbytes
 
     def _find(self, key: str) -> Found:
-        """Return what the store knows of an object; it is asked once, until `forget`."""
+        """Return what the store knows of an object. The store is asked only once, and again after
+        `forget`."""
         if key not in self._found:
             self._found[key] = self._store.find(key)
         return self._found[key]
@@ -131,8 +133,8 @@ class RemoteDisk(Disk):
         return path.removeprefix(self._root).strip("/")
 
     def _known(self, key: str) -> _Directory | None:
-        """Return a directory that was listed already, itself or with a directory above it; None if
-        it was not. A directory without objects is empty."""
+        """Return a directory if it was listed already, by itself or with a directory above it; None
+        if it was not. A directory without objects is empty."""
         if key in self._listed:
             return self._listed[key]
         if not key:
@@ -148,14 +150,15 @@ class RemoteDisk(Disk):
             directory = self._listed[key] = {}
             for found in self._store.list(key):
                 _add(directory, found.key[len(key) :].strip("/").split("/"), found)
-                if found.version:  # without versions, the values of `find` are compared later
+                # Without versions, `Object.refuse_changed` compares two results of `find`.
+                if found.version:
                     self._found[found.key] = found
         return directory
 
 
 def _add(directory: _Directory, path: list[str], found: Found) -> None:
-    """Add an object to a directory, with the directories in between. `path` has the components of
-    the object's path in the directory."""
+    """Add an object to a directory, with the directories in between. `path` is the object's path
+    below the directory, divided at the slashes."""
     *above, name = path
     for each in above:
         inside = directory.setdefault(each, {})

@@ -25,8 +25,8 @@ from stillframe._remote.store import Buffer, Found, Store
 
 log = logging.getLogger("stillframe")
 
-CHUNK_BYTES = 8 << 20  # of a request
-PEEK_BYTES = 1 << 20  # of a request while little of the file is read
+CHUNK_BYTES = 8 << 20  # the length of a request
+PEEK_BYTES = 1 << 20  # the length of a request while little of the file is read
 THREADS = 8  # the most threads of a `Fetcher`
 SLOW_S = 10.0  # longer requests are logged
 PATIENCE_S = 1.0  # how long `Fetcher.end` waits for requests under way
@@ -34,6 +34,9 @@ PATIENCE_S = 1.0  # how long `Fetcher.end` waits for requests under way
 
 class Object:
     """An object that is read.
+
+    Args:
+        found: The size and version of the object when it was found.
 
     Attributes:
         failure: The error of the first request that failed; None if none has.
@@ -71,7 +74,7 @@ class Range(NamedTuple):
     """The bytes of an object, from `start` to `end`, that a file in memory is to hold.
 
     Attributes:
-        chunk_bytes: The bytes of a request, a multiple of a page.
+        chunk_bytes: The length of a request, a multiple of a page.
     """
 
     item: Object
@@ -89,14 +92,14 @@ class Fetcher:
 
     def __init__(self) -> None:
         self._arrivals = _core.Arrivals()
-        self._ranges: dict[int, Range] = {}  # of the open files, by the file's number
+        self._ranges: dict[int, Range] = {}  # the range of each open file, by the file's number
         self._threads: list[threading.Thread] = []
 
     def __del__(self) -> None:
         self._arrivals.end()
 
     def open(self, wanted: Range) -> tuple[int, int]:
-        """Open a file of some bytes; return its number, for `close`, and the descriptor.
+        """Open a file in memory for some bytes; return its number, for `close`, and its descriptor.
 
         Bytes are fetched when the core wants them. Before other code reads the descriptor, call
         `_core.arrive`, which waits for all bytes.
@@ -173,7 +176,7 @@ class RemoteFile:
         self._opened: tuple[int, int] | None = fetcher.open(first)
 
     def fileno(self) -> int:
-        """Return the descriptor; it is another one after `rest`."""
+        """Return the descriptor. After `rest` this is a new one."""
         if self._opened is None:
             self._opened = self._fetcher.open(self._range)
         return self._opened[1]

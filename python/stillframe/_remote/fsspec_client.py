@@ -24,8 +24,8 @@ _TEMPORARY = ".stillframe-tmp"
 class FsspecStore(Store):
     """A store behind fsspec.
 
-    An object is written under a temporary name next to its final name, and then moved by a rename
-    or a copy in the store.
+    An object is written under a temporary name next to its final name. Then it gets the final name,
+    by a rename or by a copy in the store.
 
     Args:
         given: The URL as the user gave it.
@@ -41,7 +41,7 @@ class FsspecStore(Store):
         self._base = f"{given.partition('://')[0]}://{host}"
         self._query = f"?{url.query}" if url.query else ""
         self._fs = self._open(options)
-        # File systems with one connection, such as FTP, take one call at a time.
+        # The lock for file systems that take one call at a time, such as FTP with one connection.
         self._one_call = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
 
     def _open(self, options: Mapping[str, Any]) -> Any:
@@ -60,7 +60,7 @@ class FsspecStore(Store):
             cause, kind = redact(str(error), self._secrets), ValueError
         except Exception as error:
             failed = failure("opening the store", self._root, error, self._secrets)
-            cause = ""
+            cause = ""  # because `failed` is complete
         if not cause:
             raise failed
         raise kind(f"{self._root}: {cause}")

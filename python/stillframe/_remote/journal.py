@@ -7,8 +7,9 @@ The journal is a hidden directory next to the checkpoints. It has a small file f
                           ╰───── failed or cancelled ─────────────────╯
 
 NAME begins with the time, so names sort in the order of the saves. An entry is written under a
-third ending (.new) and renamed, and its content does not change afterwards. So a process may be
-killed at any moment. A power failure may leave an entry without content, which is removed.
+third ending (.new) and renamed, and its content does not change afterwards. So a process that is
+killed leaves no incomplete .save or .due. A power failure may leave an entry without content, which
+is removed.
 
 Locks are flocks and end with the process; csrc/core/file/tmp.c has the rules. A save holds the lock
 of its entry. If nobody holds the lock of a .save, the save's process was killed, maybe after the
@@ -39,7 +40,7 @@ _ENTRY = re.compile(r"\d{20}-\d+\.(new|save|due)")
 _LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _TRIES = 100  # each may fail because another process removes the journal or takes the same name
-_LARGEST = 1 << 16  # bytes that are read of an entry
+_LARGEST = 1 << 16  # the most bytes that are read of an entry, which another program may have made
 
 # The paths of the files that this process has locked, by descriptor. A forked child closes them.
 _locked: dict[int, str] = {}
@@ -52,7 +53,7 @@ class Lock:
     """A file that this process has locked, or is about to lock, through its descriptor."""
 
     def __init__(self, path: str, fd: int) -> None:
-        self._fds = [fd]  # `_take` takes the element
+        self._fds = [fd]  # a list, so that only one caller of `_take` gets the descriptor
         _locked[fd] = path
 
     def release(self) -> None:
@@ -71,7 +72,7 @@ class Lock:
 
 def _lock(path: str, flags: int = 0) -> Lock | None:
     """Lock a file; return None if that is not possible now."""
-    if path in _locked.values():
+    if path in _locked.values():  # this process has locked the file
         return None
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
@@ -88,7 +89,8 @@ def _lock(path: str, flags: int = 0) -> Lock | None:
 
 
 def _unlock(fd: int) -> None:
-    """Unlock and close a descriptor, unless it is that of the parent of this forked child."""
+    """Unlock and close a descriptor. In a forked child, do nothing for a descriptor of the parent,
+    which `_forked` has closed."""
     if _locked.pop(fd, None) is not None:
         with contextlib.suppress(OSError):  # a child may share the lock: end it for both
             fcntl.flock(fd, fcntl.LOCK_UN)
@@ -96,7 +98,8 @@ def _unlock(fd: int) -> None:
 
 
 def _flock(fd: int) -> bool:
-    """Lock a file without a wait; False if it is locked. Return True if there are no locks."""
+    """Lock a file without a wait. Return False if it is locked already, and True otherwise, also on
+    a file system without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -143,7 +146,8 @@ class Entry(NamedTuple):
         return os.path.join(self.directory, NAME, self.file)
 
     def is_due(self) -> bool:
-        """Return whether the save is durable, or its process was killed."""
+        """Return whether to upload the file, because its save is durable or its save's process was
+        killed."""
         if self.file.endswith(".due"):
             return True
         lock = _lock(self.own_path)
@@ -212,8 +216,8 @@ def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
 
     Args:
         entry: The upload; its `file` is not used.
-        made: Gets the entry before it is in the journal, so that the caller has it even if Ctrl-C
-            comes before the return.
+        made: A list to which the entry is appended before it is in the journal, so that the caller
+            has it even if Ctrl-C comes before the return.
 
     Raises:
         OSError: The entry could not be written.
@@ -264,9 +268,9 @@ def add_due(entry: Entry, *, durable: bool) -> None:
 def entries(directory: str) -> list[Entry]:
     """Return the entries of a directory's journal, the oldest first.
 
-    Each entry is read only once, because a call of `remove` asks for all of them, and hundreds may
-    wait. A list of names that is made during a rename may have neither the old nor the new name. So
-    a list counts only if the next list is the same.
+    Each entry is read only once, because each call of `stillframe.remove` asks for all entries, and
+    there may be hundreds. A list of names that is made during a rename may have neither the old nor
+    the new name. So a list counts only if the next list is the same.
 
     Raises:
         OSError: The journal cannot be listed.
@@ -301,7 +305,7 @@ def _names(directory: str) -> list[str]:
 
 
 def _read(directory: str, file: str) -> Entry | None:
-    """Return an entry; None if its content is incomplete or invalid, or it is a .new.
+    """Return an entry; None if its content is incomplete or invalid, or if its name ends with .new.
 
     Raises:
         OSError: The entry is not there, or not readable.

@@ -1,8 +1,8 @@
 """The mirror: a thread uploads local files once their saves are durable.
 
-    the call         writes an entry into the journal of the file's directory (journal.py)
-    the save's end   syncs the entry and makes it due
-    sf-mirror        uploads what is due (sending.py), one entry at a time
+    the call                 writes an entry into the journal of the file's directory (journal.py)
+    the save's end           syncs the entry and makes it due
+    the thread `sf-mirror`   uploads the files of due entries (sending.py), one at a time
 
 The oldest entry goes first. An entry's *prefix* is the URL of its mirror. If an upload fails, later
 entries of its prefix wait, and those of other prefixes go on. The upload is tried again after a
@@ -38,8 +38,8 @@ from stillframe._remote.stores import check_store, open_store
 
 log = logging.getLogger("stillframe")
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_POLL_S = 1.0  # between two looks at what other processes do
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between two tries of an upload that fails
+_POLL_S = 1.0  # the pause before a journal is read again that another process may have changed
 _GIVEN_UP_S = 5.0  # the longest wait for the thread after `give_up`
 
 Options = Mapping[str, Any]
@@ -52,7 +52,7 @@ class MirrorUpload:
         local: The path of the file or directory. Its parent is a real path.
         mirror: The URL of a directory in a store.
         storage_options: See `open_store`.
-        durable: `end` syncs the entry, so that it survives a power failure.
+        durable: Have `end` sync the entry, so that it survives a power failure.
         create_parents: The save makes missing directories, so `begin` makes them for the journal.
 
     Raises:
@@ -91,7 +91,7 @@ class MirrorUpload:
         uploader.look_at(self.entry.directory)
 
     def resume(self) -> None:
-        """Upload what is due in the directory, without a save."""
+        """Upload the files of due entries in the directory, without a save."""
         if os.path.isdir(os.path.join(self.entry.directory, journal.NAME)):
             uploader.look_at(self.entry.directory)
 
@@ -116,13 +116,14 @@ class MirrorUpload:
 
 
 class _GivenUpError(Exception):
-    """Breaks off an upload for which the exit does not wait any longer."""
+    """Raised inside an upload to break it off, because the exit does not wait any longer."""
 
 
 class _Uploader:
     """Uploads what is in the journals that this process has used.
 
-    It has no lock: a signal handler may save in the middle of any call.
+    It has no lock, because a signal handler may start a save in the middle of any call, and would
+    wait forever for a lock of the interrupted code.
 
     Attributes:
         until: When the exit stops waiting, by time.monotonic(); None waits as long as it takes.
@@ -131,7 +132,8 @@ class _Uploader:
     until: float | None = None
 
     def __init__(self) -> None:
-        self._directories: dict[str, None] = {}  # whose journals are read; a set with an order
+        # The directories whose journals are read. A dict serves as a set with an order.
+        self._directories: dict[str, None] = {}
         # The URL and the options of each mirror, as this process gave them, by `urls.key`.
         self._targets: dict[bytes, tuple[str, Options]] = {}
         # By prefix: how often its oldest upload has failed, and the monotonic time of the next try.
@@ -139,7 +141,7 @@ class _Uploader:
         self._unreadable: set[Entry] = set()  # entries whose local files cannot be read
         # Functions to call when nothing at or below a path is to be uploaded.
         self._followers: list[tuple[str, Callable[[], object]]] = []
-        self._ending = self._given_up = False  # `finish`, `give_up` was called
+        self._ending = self._given_up = False  # whether `finish` and `give_up` were called
         self._told = False  # `finish` has said what is left
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an element wakes the thread
         self._thread = threads.SingleThread(self._run, "sf-mirror")
@@ -155,7 +157,7 @@ class _Uploader:
         self._targets[name] = prefix, options  # the latest is the last
 
     def look_at(self, directory: str) -> None:
-        """Have the thread look at the journal of a directory, which has changed."""
+        """Have the thread read the journal of a directory, which may have changed."""
         self._directories[directory] = None
         self._tell()
 
@@ -184,9 +186,9 @@ class _Uploader:
             self.look_at(directory)
 
     def wait(self, timeout: float | None) -> Backlog | None:
-        """Wait until nothing is to be uploaded, and return None. Return what is left after
-        `timeout` seconds, or if there is no thread: the interpreter is exiting, or the system
-        refused to start one."""
+        """Wait until nothing is to be uploaded, and return None. After `timeout` seconds, return
+        what is left. Do the same if no thread runs, because the interpreter is exiting or the
+        system refused to start one."""
         if not self._directories:
             return None
         over = Event()
@@ -199,12 +201,12 @@ class _Uploader:
         return None
 
     def left(self) -> Backlog | None:
-        """Return what is to be uploaded; None for nothing."""
+        """Return what is still to be uploaded; None if nothing is."""
         return Backlog.of(_entries_of(list(self._directories)))
 
     def finish(self, quiet_s: float, say: Callable[[str], object]) -> None:
         """Wait until the thread has uploaded what is due and has ended; say what is left. May be
-        called again. A prefix whose upload fails is not waited for.
+        called again. Uploads that have failed are not tried again, and stay in the journal.
 
         Args:
             quiet_s: A shorter wait is not announced.
@@ -244,7 +246,8 @@ class _Uploader:
     # ---- on the thread ----
 
     def _run(self) -> None:
-        """Upload what is due, when there are news or a pause is over, until the exit ends this."""
+        """Upload what is due whenever there are news or a pause is over, until the process
+        exits."""
         pause: float | None = 0.0
         while not self._given_up:
             with contextlib.suppress(queue.Empty):
@@ -256,7 +259,7 @@ class _Uploader:
             except Exception:
                 log.exception("stillframe: the mirror failed")
                 pause = _LONGEST_PAUSE_S
-            if self._ending and pause != 0.0:
+            if self._ending and pause != 0.0:  # 0.0: more may be due
                 return
 
     def _next(self) -> float | None:
@@ -264,6 +267,7 @@ class _Uploader:
         left to upload, so that the thread waits for news only."""
         entries = _entries_of(list(self._directories))
         now_s = time.monotonic()
+        # When each prefix whose last upload failed is tried again, by `time.monotonic()`.
         again_s = {prefix: at_s for prefix, (_, at_s) in self._failures.items()}
         # At exit an upload that has failed is not tried again.
         paused = {prefix for prefix, at_s in again_s.items() if self._ending or now_s < at_s}
@@ -359,7 +363,8 @@ class _Uploader:
         return prefix, same[-1] if same else {}
 
     def _could_not_read(self, entry: Entry, cause: BaseException | None) -> None:
-        """Decide about an entry whose local file could not be read, because of `cause`."""
+        """Remove an entry whose local file is gone, pause its prefix, or leave it out from now on.
+        `cause` is the error with which the file could not be read."""
         if not isinstance(cause, FileNotFoundError):
             self._unreadable.add(entry)
             log.error("stillframe: %s cannot be read to upload it: %s", entry.local, cause)
@@ -378,6 +383,7 @@ class _Uploader:
         """Log the failure of an upload, and pause the entry's prefix. The pauses double, and are
         random so that many ranks do not try again at the same moment."""
         before = self._failures.get(entry.prefix, (0, 0.0))[0]
+        # The inner `min` only keeps the number small: 2**16 s are far more than the longest pause.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(before, 16))
         pause_s *= random.uniform(0.5, 1.0)
         self._failures[entry.prefix] = before + 1, time.monotonic() + pause_s

@@ -31,18 +31,20 @@ from stillframe._remote.store import (
 
 log = logging.getLogger("stillframe")
 
-PARTS_AT_A_TIME = 4
+PARTS_AT_A_TIME = 4  # the parts of one object that are sent at the same time
 ONE_REQUEST_BYTES = MIB  # an object up to this size is not uploaded in parts
+# How often, for how long and with which pauses a failed request is tried again.
 RETRIES = 10
 RETRY_S = 180.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
-REQUEST_S = 120.0  # the limit for a request of PART_BYTES; larger requests get more
+REQUEST_S = 120.0  # the time limit of a request of PART_BYTES; larger requests get more
 
-# The name of an object's metadata that tells which upload made it. Not every proxy passes names
-# with other characters than letters.
+# The field of an object's metadata that names the upload that made the object. The field's name has
+# only letters, because not every proxy passes other characters.
 _MARK = "stillframeupload"
-_used_in: int | None = None  # the fork generation of the process that has obstore's threads
+# `_core.fork_generation()` of the process that has obstore's threads; a forked child has another.
+_used_in: int | None = None
 
 
 def _obstore() -> Any:
@@ -67,12 +69,12 @@ class ObstoreStore(Store):
         if url.account:
             self._config.values.setdefault("account_name", url.account)
         self._secrets |= secrets_of(self._config.values, "")
-        self._clients: dict[int, Any] = {}  # by their timeouts in seconds
+        self._clients: dict[int, Any] = {}  # obstore's clients, by their timeouts in seconds
         self._client(PART_BYTES)  # raises for wrong options
         _used_in = self._generation
 
     def _client(self, part: int = 0) -> Any:
-        """Return the client whose timeout suits requests of up to `part` bytes."""
+        """Return the client for requests of up to `part` bytes: its timeout is long enough."""
         seconds = round(REQUEST_S * max(1.0, part / PART_BYTES))
         if seconds not in self._clients:  # two threads may both make it, which does no harm
             self._clients[seconds] = self._open(seconds)
@@ -120,11 +122,12 @@ class ObstoreStore(Store):
         except Exception:
             if not feed.ended or not self._has_mark(key, mark):
                 raise
-            # The store has carried out the last request, and only its answer was lost.
+            # The store has carried out the last request, and only the answer was lost.
             log.info("stillframe: %s is there, although the upload failed", self.shown(key))
 
     def _has_mark(self, key: str, mark: str) -> bool:
-        """Return whether the object is known to come from the upload with this mark."""
+        """Return whether the upload with this mark has made the object; False if the store cannot
+        tell."""
         with contextlib.suppress(Exception):
             found = _obstore().get(self._client(), key, options={"head": True})
             return bool(found.attributes.get(_MARK) == mark)

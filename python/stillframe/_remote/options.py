@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Names of options: fsspec's, and obstore's for the same option.
+# obstore's names of options, by fsspec's names.
 _S3 = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -30,12 +30,12 @@ _AZURE_CONNECTION = {
     "sharedaccesssignature": "sas_key",
     "blobendpoint": "endpoint",
 }
-# Variables that take precedence over AWS's files.
+# Variables that give or name credentials. If one is set, AWS's files are read only for a `profile`.
 _OTHER_CREDENTIALS = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
-# Options and variables that name an endpoint.
+# Options, and for each scheme variables, that name an endpoint.
 _ENDPOINTS = ("endpoint", "aws_endpoint_url_s3", "base_url")
 _ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -60,8 +60,8 @@ class Config:
 def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
     """Return the configuration for a scheme of `Url`: "s3", "gs" or "az".
 
-    Names that are not fsspec's go to obstore as they are, and it refuses unknown names. It takes
-    missing options from the environment.
+    Options with other names than fsspec's go to obstore as they are. obstore refuses unknown names,
+    and takes missing options from the environment.
 
     Raises:
         ValueError: obstore has nothing that corresponds to an option.
@@ -73,9 +73,10 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
         config.values["skip_signature"] = True
     {"s3": _s3, "gs": _gs, "az": _az}[scheme](rest, config)
     config.values.update(rest)
-    named = [config.values[name] for name in _ENDPOINTS if name in config.values]
-    named += [os.environ[name] for name in _ENDPOINT_VARIABLES[scheme] if os.environ.get(name)]
-    if named and str(named[0]).startswith("http://"):
+    # The endpoints in the order of precedence; only the first one is used.
+    endpoints = [config.values[name] for name in _ENDPOINTS if name in config.values]
+    endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES[scheme] if os.environ.get(name)]
+    if endpoints and str(endpoints[0]).startswith("http://"):
         config.client.setdefault("allow_http", True)
     return config
 
@@ -112,9 +113,9 @@ def _s3(rest: dict[str, Any], config: Config) -> None:
 
 
 def _read_files(profile: str | None, values: dict[str, Any]) -> None:
-    """Add the keys of a profile in AWS's files, which obstore does not read, to `values`.
+    """Add the credentials of a profile in AWS's files, which obstore does not read, to `values`.
 
-    If `profile` is None, keys of the environment come first, and the files need not have any keys.
+    If `profile` is None, credentials in the environment come first, and none need be in the files.
     """
     if profile is None and any(map(os.environ.get, _OTHER_CREDENTIALS)):
         return
@@ -136,7 +137,7 @@ def _read_files(profile: str | None, values: dict[str, Any]) -> None:
 
 
 def _section(variable: str, default: str, *names: str) -> dict[str, str]:
-    """Return the first of these sections that one of AWS's files has; {} if it has none.
+    """Return the first section in `names` that one of AWS's files has; {} if it has none of them.
 
     Args:
         variable: The environment variable that may name the file.

@@ -12,14 +12,14 @@ from urllib.parse import quote, quote_plus, urlsplit
 from stillframe.errors import StillframeError
 
 HIDDEN = "***"
-_LONGEST = 400  # letters of an error's text
-_SHORTEST = 4  # letters; a shorter text is no secret, and its hiding would garble messages
+_LONGEST = 400  # letters; a longer text of an error is cut off
+_SHORTEST = 4  # letters; a shorter text is no secret, and to hide it would garble messages
 
 # Names of options and variables whose values are credentials. Variables that name a file or a URL
 # are not among them.
 _SECRET = re.compile(r"key|secret|token|sas|sig$|passw|credential|connection_string", re.IGNORECASE)
 _VARIABLES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|HF)_.*(?<!_FILE)(?<!_CREDENTIALS)(?<!_UR[IL])$")
-_WORDS = ("anon", "cloud", "google_default")  # tokens of gcsfs that are no secrets
+_WORDS = ("anon", "cloud", "google_default")  # values of gcsfs's option `token` that are no secrets
 # Credentials that are not options: in a URL, in a header, and in a quoted signed request.
 _PATTERNS = (
     (re.compile(r"(?<=://)[^/@\s]+@"), f"{HIDDEN}@"),
@@ -48,8 +48,8 @@ def secrets_of(options: Mapping[str, Any], user: str) -> frozenset[str]:
 
 
 def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
-    """Yield the credentials in a value, or below it if it is a mapping. `secret`: the name of the
-    value, or a name above it, is that of a credential."""
+    """Yield the credentials in a value, or below it if it is a mapping. `secret` tells that the
+    name of the value, or of a mapping around it, is that of a credential."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, secret or _SECRET.search(str(name)) is not None)
@@ -108,6 +108,7 @@ def failure(doing: str, shown: str, error: BaseException, secrets: Iterable[str]
     status = found[1] if (found := _STATUS.search(text)) else ""
     sentence = f"{doing} failed: {cause}"
     if isinstance(error, FileNotFoundError) or status == "404":
+        # Another code than NoSuchKey, such as NoSuchBucket, stays in the message.
         if "NoSuchKey" in text or "Code>" not in text:
             sentence = "no such object"
         return FileNotFoundError(errno.ENOENT, sentence, shown)

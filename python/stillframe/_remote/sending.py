@@ -1,9 +1,9 @@
 """Uploads one local file, or the files of a directory and a marker after them.
 
 The marker is one more object below the directory's key: JSON with the names of the files and their
-sizes. It is written last and deleted first. So if it exists, all files are there and belong
-together. Before it is written, objects that the local directory does not have are deleted: they are
-left from an older directory of the same name.
+sizes. It is written last and deleted first. So if the marker exists, all files are there and belong
+together. Before the marker is written, objects that the local directory does not have are deleted:
+they are left from an older directory of the same name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from io import FileIO
 from stillframe._base.file_kinds import MARKER
 from stillframe._remote.store import Store
 
-_OURS = ".stillframe"  # temporaries, journals and markers begin so, and are not uploaded
+_OURS = ".stillframe"  # names of temporaries, journals and markers begin so: not uploaded
 _LAST = ".metadata"  # torch.distributed.checkpoint takes a directory with this file for complete
 _PIECE = 4 << 20  # bytes that are read at a time
 
@@ -31,7 +31,7 @@ def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
     """Upload a file to the key, or a directory to keys below it; return the bytes sent.
 
     Args:
-        check: Called again and again; an exception that it raises breaks the upload off.
+        check: Called before each piece of a file; an exception that it raises ends the upload.
 
     Raises:
         LocalError: The file or directory cannot be read.
@@ -45,7 +45,7 @@ def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
 
 
 def send_file(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
-    """Upload one file; for the rest see `send`."""
+    """Upload one file; for arguments, result and errors see `send`."""
     with _reading():
         file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
     with file:
@@ -55,7 +55,8 @@ def send_file(store: Store, key: str, path: str, check: Callable[[], object]) ->
 
 
 def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[memoryview]:
-    """Yield the first `nbytes` bytes of a file; LocalError if it has fewer."""
+    """Yield the first `nbytes` bytes of a file; raise LocalError if it has fewer. For `check` see
+    `send`."""
     left = nbytes
     while left:
         check()
@@ -69,11 +70,11 @@ def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[
 
 
 def _send_directory(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
-    """Upload a directory; for the rest see `send`."""
+    """Upload a directory; for arguments, result and errors see `send`."""
     files = files_of(path)
     marker = f"{key}/{MARKER}"
     last = [f"{key}/{name}" for name in files if os.path.basename(name) == _LAST]
-    # Without these, nobody takes objects of two versions for a checkpoint.
+    # Without the marker and .metadata, nobody takes objects of two versions for a checkpoint.
     store.delete([marker])
     store.delete(last)
     for name in files:

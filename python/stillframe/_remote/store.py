@@ -59,8 +59,9 @@ class Store(ABC):
     """A bucket, or another root of objects, with its options. Several threads may use it.
 
     An error of the store is a FileNotFoundError, a PermissionError or another OSError. It names the
-    URL, the operation and the reason, without credentials. In the main thread Ctrl-C ends the wait
-    for every operation except `put`, in which Python runs only when the client takes a piece.
+    URL, the operation and the reason, without credentials. In the main thread, Ctrl-C ends the wait
+    for every operation at once. `put` is an exception: it notices Ctrl-C only when the client takes
+    the next piece.
 
     Attributes:
         client: The library behind it: "obstore" or "fsspec".
@@ -130,7 +131,8 @@ class Store(ABC):
         return True
 
     def list(self, prefix: str) -> Iterator[Found]:
-        """Yield the objects below a prefix, which is a directory: "a/b" is below "a", "ab" not."""
+        """Yield the objects below a prefix, which is a directory: "a/b" is below "a", but "ab" is
+        not."""
         pages = self._list(prefix.strip("/"))
         while True:
             page = self._do("listing", prefix, lambda: apart(partial(next, pages, None)))
@@ -139,7 +141,7 @@ class Store(ABC):
             yield from page
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects. A missing one is no error."""
+        """Delete objects. A missing object is no error."""
         some = tuple(keys)
         if some:
             self._do("deleting", some[0], lambda: apart(partial(self._delete, some)))
@@ -148,7 +150,7 @@ class Store(ABC):
         """Return an object's URL for messages, without credentials."""
         return f"{self._root}/{key}"
 
-    # The calls of the client. They may raise the client's own errors; `_list` yields pages.
+    # The next methods call the client, and may raise its own errors. `_list` yields pages.
 
     @abstractmethod
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None: ...
@@ -196,7 +198,9 @@ class Feed:
     def __init__(self, pieces: Iterable[Buffer], shown: str) -> None:
         self._iterator = iter(pieces)
         self._shown = shown
-        self._given_at = math.inf  # the monotonic time at which the last piece was taken
+        # The monotonic time at which the client took the last piece; before the first piece `inf`,
+        # so that no wait is counted.
+        self._given_at = math.inf
         self.error: BaseException | None = None
         self.ended = False
 
@@ -232,7 +236,7 @@ class Feed:
 
 
 class _ThisThread(threading.local):
-    uploads = 0  # that this thread is running
+    uploads = 0  # the number of calls of `Store.put` that this thread is in
 
 
 _this_thread = _ThisThread()

@@ -20,9 +20,9 @@ __all__ = ["Found", "Store", "open_store"]
 STORES_KEPT = 8
 
 _OBSTORE = ("s3", "gs", "az")  # the schemes that obstore serves
-# The stores opened last, each with what it was opened for. They are kept for their connections and
-# tokens. There is no lock, because a signal handler may open a store too. So two threads may open
-# the same store twice.
+# The `STORES_KEPT` stores that were opened last, each after the arguments and the environment with
+# which it was opened. They are kept for their connections and tokens. There is no lock, because a
+# signal handler may open a store too. So two threads may open the same store twice.
 _kept: list[tuple[object, Store]] = []
 
 
@@ -30,8 +30,8 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     """Return the store of a URL, and the object's key in it.
 
     Args:
-        storage_options: Options as fsspec's file systems take them, or in obstore's names. What is
-            missing comes from the environment, for instance AWS_ACCESS_KEY_ID.
+        storage_options: Options as fsspec's file systems take them, or in obstore's names. Missing
+            options come from the environment, for instance AWS_ACCESS_KEY_ID.
 
     Raises:
         ValueError: The URL cannot name an object, or an option is unknown.
@@ -41,7 +41,7 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     parsed = Url.parse(url)
     key = parsed.path.rstrip("/")
     if parsed.scheme in _OBSTORE:
-        _check(parsed, key)
+        _refuse_misread(parsed, key)
     options = dict(storage_options or {})
     root = (parsed.scheme, parsed.user, parsed.bucket, parsed.account, parsed.query)
     wanted = (root, options, _environment(), _core.fork_generation())
@@ -55,7 +55,8 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
 
 
 def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raise the errors of `open_store` that another process would get too. Make no connection.
+    """Raise the errors of `open_store`, except those of this process alone (ForkError). Make no
+    connection.
 
     Raises:
         ValueError, StillframeError: See `open_store`.
@@ -71,8 +72,8 @@ def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> N
         open_store(url, storage_options)
 
 
-def _check(url: Url, key: str) -> None:
-    """Refuse URLs that obstore would misread, or of which it would ignore a part."""
+def _refuse_misread(url: Url, key: str) -> None:
+    """Raise ValueError for a URL that obstore would misread, or a part of which it would ignore."""
     reason = ""
     if url.user:
         reason = "give credentials as storage_options or in the environment, not in the URL"

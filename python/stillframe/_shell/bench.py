@@ -23,14 +23,15 @@ from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
 from stillframe._shell.bench_result import Result, show
 
-GOOD, UNUSABLE = 0, 2
+GOOD, UNUSABLE = 0, 2  # exit statuses
 
-_PROBE_NBYTES = 32 << 20
+_TRIAL_NBYTES = 32 << 20  # the length of the short write that tells how fast the disk is
+# The least and the most bytes of the state, unless the user asks for a size.
 _LEAST_NBYTES = 32 << 20
 _MOST_NBYTES = 512 << 20
-_WRITE_S = 1.0  # what one raw write should take
-_BUDGET_S = 15.0  # after so long no new round begins
-_ROUNDS = 5
+_WRITE_S = 1.0  # the state is so large that one raw write takes about this time
+_BUDGET_S = 15.0  # after this time no new round begins
+_ROUNDS = 5  # the most rounds
 # How many times the state's bytes are needed. In memory: two buffers, the state, its gradients, the
 # pool, the loaded state, and a margin. On the disk: the raw file, the checkpoint, and a margin.
 _MEMORY_TIMES = 7
@@ -46,8 +47,8 @@ class BenchError(Exception):
 
 
 class _State:
-    """A model's weights and AdamW's moments, `nbytes` in all, after so many steps that a save may
-    defer them."""
+    """A model's weights and AdamW's moments, `nbytes` in all. A few steps were made, so that a save
+    may defer these tensors."""
 
     def __init__(self, nbytes: int) -> None:
         import torch
@@ -177,10 +178,10 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
         if most < _LEAST_NBYTES:
             short = "memory" if memory < room else f"room in {directory.parent}"
             raise BenchError(f"there is too little {short} to measure anything")
-        probe, path = raw.make_buffer(_PROBE_NBYTES), directory / "probe"
-        seconds, _ = raw.write_seconds(path, probe)
+        trial, path = raw.make_buffer(_TRIAL_NBYTES), directory / "probe"
+        seconds, _ = raw.write_seconds(path, trial)
         path.unlink()
-        asked = int(min(max(_PROBE_NBYTES / seconds * _WRITE_S, _LEAST_NBYTES), most, _MOST_NBYTES))
+        asked = int(min(max(_TRIAL_NBYTES / seconds * _WRITE_S, _LEAST_NBYTES), most, _MOST_NBYTES))
     elif asked > memory:
         raise BenchError(
             f"a state of {decimal(asked)} needs {decimal(asked * _MEMORY_TIMES)} of memory and"

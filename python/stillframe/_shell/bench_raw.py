@@ -1,8 +1,8 @@
 """Measurements without stillframe: what memory and a disk can do at best.
 
-It also has helpers for every measurement: the load of other processes, the removal of a scratch
-directory, and a line that shows progress. The scripts in benchmarks/ use this module in processes
-without torch, so it imports nothing of the package.
+This module also has helpers for every measurement: the load of other processes, the removal of a
+scratch directory, and a line that shows progress. The scripts in benchmarks/ use the module in
+processes without torch, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def mount_of(path: Path) -> tuple[str, str, str]:
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
         # The mount of the path has the device of the path. Of several such mounts, it is the one
-        # with the longest mount point.
+        # with the longest mount point. No mount point has 1 << 20 letters.
         score = len(point) + (1 << 20 if same else 0)
         if inside and score >= best:  # a later mount hides an earlier one on the same point
             best, found = score, (fields_after[0], fields_after[1], fields[5])
@@ -74,8 +74,8 @@ def mount_of(path: Path) -> tuple[str, str, str]:
 
 
 def free_memory() -> int:
-    """Return how many bytes of memory the system and the cgroup of this process still allow it to
-    take."""
+    """Return how many bytes of memory this process may still take, by the system and by its
+    cgroup."""
     left = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -106,7 +106,8 @@ class Others:
         self._before = self._seconds()
 
     def _seconds(self) -> float:
-        """Return the CPU seconds that others have used since the system started; 0 if unknown."""
+        """Return the CPU seconds that others have used since the system started, less a constant; 0
+        if unknown."""
         try:
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
             everyone = sum(int(fields[i]) for i in (1, 2, 8))  # user, nice, steal
@@ -120,16 +121,18 @@ class Others:
     def share(self) -> float:
         """Return 0 for a quiet machine (or if /proc cannot be read), and 1 if others keep every
         core busy."""
+        # The seconds of all cores. `max` below avoids a division by 0.
         elapsed = (time.monotonic() - self._started) * (os.cpu_count() or 1)
         return min(max((self._seconds() - self._before) / max(elapsed, 1e-9), 0.0), 1.0)
 
 
 @contextlib.contextmanager
 def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a text as the status line on stderr, if that is a terminal.
+    """Yield a function that shows a text as the status line on stderr, if stderr is a terminal.
 
     Args:
-        elsewhere: If stderr is no terminal, print each text on a line of its own.
+        elsewhere: If stderr is no terminal, print each text on a line of its own; with False,
+            print nothing then.
     """
     stream = sys.stderr
     terminal = stream is not None and stream.isatty()

@@ -10,8 +10,10 @@ import rich.console
 from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
 
-_SLOW_SHARE = 0.6  # a save below this share of the raw write gets advice
-_BUSY_SHARE = 0.1  # if other processes take this share of the machine, the user gets advice
+_SLOW_SHARE = (
+    0.6  # the user gets advice if a save has less than this share of the raw write's speed
+)
+_BUSY_SHARE = 0.1  # the user gets advice if other processes take this share of the machine
 
 
 @dataclass

@@ -8,7 +8,8 @@ import io
 import sys
 from collections.abc import Callable
 
-_UNUSABLE = 2
+_UNUSABLE = 2  # the exit status
+# Commands that make no engine, so that wrong variables of the environment do not matter to them.
 _WITHOUT_ENGINE = ("verify", "inspect", "latest")
 
 
@@ -25,7 +26,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _complaint_of_environment() -> str | None:
-    """Return what is wrong with the variables that every engine reads, or None."""
+    """Return what is wrong with the environment variables that every engine reads; None if nothing
+    is."""
     from stillframe._save.engine import Engine
 
     try:

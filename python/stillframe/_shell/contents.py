@@ -18,11 +18,12 @@ from stillframe._check import pickles
 from stillframe._tree import keypaths
 from stillframe._tree.keypaths import Storage, Stub
 
+# The functions of torch that a pickle calls to make tensors and parameters.
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-# A pickle may take _ALWAYS bytes of memory, and in addition _FOR_A_BYTE bytes for each of its own
-# bytes. Pickles of tensors take a fifth of this limit.
+# While a pickle is read, the process may take _ALWAYS bytes of new memory, and _FOR_A_BYTE more for
+# each byte of the pickle. Pickles of tensors take a fifth of this limit.
 _ALWAYS, _FOR_A_BYTE = 256 << 20, 64
 
 
@@ -56,8 +57,8 @@ def read(file: IO[bytes], *, legacy: bool = False) -> Any:
 
 @contextlib.contextmanager
 def bounded(nbytes: int) -> Iterator[None]:
-    """Inside the block, let the process take only as much new memory as a pickle of `nbytes` bytes
-    needs. This is a `pickles.Bound`."""
+    """Inside the block, let the process take only as much new memory as it may take for a pickle of
+    `nbytes` bytes. This is a `pickles.Bound`."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     # The sixth field is the size of the process's data and stack, in pages.
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
@@ -100,7 +101,7 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
                 parts.append(((path, suffix), child))
             elif isinstance(child, (Stub, Storage, dict, list, tuple)):
                 # Users have no name for this child, such as the argument of a stub. It has the path
-                # of its parent. Plain values of this kind are left out.
+                # of its parent. A plain value without a name is left out.
                 parts.append((path, child))
         stack.extend(reversed(parts))
 
@@ -116,7 +117,7 @@ def _joined(path: _Path) -> str:
 
 
 def _as_tensor(node: Any) -> Tensor | None:
-    """Return the node as a tensor without a path, or None if it is no tensor."""
+    """Return the tensor that a node describes, without its path; None if it describes no tensor."""
     if not isinstance(node, (Storage, Stub)):
         return None
     try:
@@ -142,8 +143,8 @@ def _as_tensor(node: Any) -> Tensor | None:
 
 
 def _tensor(kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
-    """Return a tensor without a path. If `dtype` is None, the storage's class tells it. Raise an
-    error, such as ValueError, if the pickle describes no tensor of torch."""
+    """Return a tensor without its path. If `dtype` is None, the storage's class tells the type.
+    Raise an error, such as ValueError, if the pickle describes no tensor of torch."""
     of_storage, storage_itemsize = pickles.dtype(storage.kind)
     name, itemsize = (of_storage, storage_itemsize) if dtype is None else pickles.dtype(dtype._name)
     shape = tuple(map(int, size.args[0] if isinstance(size, Stub) else size))

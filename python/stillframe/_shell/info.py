@@ -18,9 +18,10 @@ from stillframe._base import support
 from stillframe._base.sizes import binary, decimal
 from stillframe._shell import bench_raw as raw
 
-GOOD, UNUSABLE = 0, 2
+GOOD, UNUSABLE = 0, 2  # exit statuses
 _PACKAGES = ("lightning", "pytorch-lightning", "numpy", "rich", "fsspec", "obstore")
 _SAVED_NBYTES = 1 << 20  # the length of the save that is tried
+# The environment variables that an engine with default options reads.
 _VARIABLES = ("STILLFRAME_POOL_BYTES", "STILLFRAME_LIBCUDA", "LOCAL_WORLD_SIZE")
 
 
@@ -112,7 +113,8 @@ def collect(directory: str) -> dict[str, Any]:
 
 
 def _mirror(directory: str) -> dict[str, Any] | None:
-    """Return what is still to be uploaded from the directory, or None."""
+    """Return facts about files of the directory that are still to be uploaded to mirrors; None if
+    there are none."""
     from stillframe._remote.backlog import backlog
 
     try:
@@ -126,7 +128,7 @@ def _mirror(directory: str) -> dict[str, Any] | None:
 
 
 def _threads(machine: dict[str, Any]) -> str:
-    """Return where stillframe's threads run, and the main thread if that differs."""
+    """Return on which CPUs stillframe's threads run, and the main thread's CPUs if they differ."""
     ours, main = _ranges(machine["cpus"]), _ranges(machine["main_thread_cpus"])
     if ours == main:
         return f"on CPUs {ours}"

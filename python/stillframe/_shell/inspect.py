@@ -31,11 +31,11 @@ from stillframe._shell import contents
 from stillframe._shell.contents import Tensor, Value
 from stillframe.errors import StillframeError
 
-GOOD, DAMAGED, UNUSABLE = 0, 1, 2
+GOOD, DAMAGED, UNUSABLE = 0, 1, 2  # exit statuses
 _HEADER_NBYTES = 30  # the length of a zip record's header before its name
 _INDENT = "  "
-_DEEPEST = 24  # levels of a tree; the rest of a deeper tensor's path is in its name
-_WIDEST = 200  # characters of a table's column, so that a few longer paths do not widen all lines
+_DEEPEST = 24  # the most levels of a tree; the rest of a deeper tensor's path is in its name
+_WIDEST = 200  # the most characters of a column, so that a few longer paths do not widen all lines
 _COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
@@ -53,11 +53,11 @@ class Found:
     metadata: dict[str, str] = field(default_factory=dict)  # from the header of safetensors
 
     def totals(self, depth: int = 1) -> dict[str, int]:
-        """Return the bytes of the storages under each prefix of the tensors' paths; the prefix ""
-        has all. A storage counts once under each prefix.
+        """Return the bytes of the storages under each prefix of the tensors' paths. All storages
+        are under the prefix "". A storage counts once under each prefix.
 
         Args:
-            depth: The most parts of a prefix.
+            depth: The most parts of a path that make a prefix.
         """
         under: dict[str, dict[str, int]] = {"": {}}
         for each in self.tensors:
@@ -110,8 +110,8 @@ def _examine(disk: Disk, found: Found) -> None:
             if path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path):
                 _read_safetensors(fd, disk, found)
                 return
-            # In a store only the directory is checked. The headers of records are far apart there,
-            # and would be fetched one by one.
+            # In a store only the archive's directory is checked. The headers of records are far
+            # apart, and would be fetched one by one.
             checked = _core.check(fd, False, directory=disk.is_remote)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
             reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
@@ -148,9 +148,9 @@ def _read_safetensors(fd: int, disk: Disk, found: Found) -> None:
         found.nbytes += header.nbytes
         found.metadata |= header.metadata
         for name, dtype, shape, begin, end in header.entries:
-            words = safetensors.DTYPES[dtype][1] or dtype
+            torch_name = safetensors.DTYPES[dtype][1] or dtype
             size = end - begin
-            found.tensors.append(Tensor(name, "tensor", words, shape, "cpu", size, name, size))
+            found.tensors.append(Tensor(name, "tensor", torch_name, shape, "cpu", size, name, size))
 
 
 def _read(fd: int, file: IO[bytes], found: Found) -> None:
@@ -171,7 +171,7 @@ def _read(fd: int, file: IO[bytes], found: Found) -> None:
 
 def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
     """Return an archive's pickle as a file; record in `found` what is wrong with it."""
-    # If its CRC is wrong, read it again without a check, to show as much as possible.
+    # If the pickle's CRC is wrong, read it again without a check, to show as much as possible.
     for verify in (True, False):
         core = _core.restore(fd, verify)[1]
         if core is None:  # the core cannot find the records
@@ -191,7 +191,7 @@ def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
 
 
 def _note(found: Found, failure: records.Failure) -> None:
-    """Record a failure of data.pkl. Other records are checked by `stillframe verify`."""
+    """Record that data.pkl is damaged. `stillframe verify` checks the other records."""
     if failure.record == "data.pkl" and found.status == GOOD:
         found.status, found.error = DAMAGED, f"record data.pkl: {failure.reason}"
 

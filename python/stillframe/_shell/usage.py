@@ -135,9 +135,9 @@ def completion(top: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the words that may follow each command, and each command's help.
+    """Return two dicts: the words that may follow each command, and each command's help.
 
-    Key "" has the words that are possible before a command is typed.
+    In the first, the key "" has the words that are possible before a command is typed.
     """
     (commands,) = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
     words = {name: _options(each) for name, each in commands.choices.items()}

@@ -2,8 +2,8 @@
 
 A torch.save file is whole if its structure is, if every record matches its CRC, and if every record
 that its pickle names is there. The pickle is only read: nothing in it is imported or called. The
-safetensors format has no checksums, so only its structure is checked. `stillframe._check` has the
-checks; this module shows their results.
+safetensors format has no checksums, so only its structure is checked. The package
+`stillframe._check` makes the checks; this module shows their results.
 
 Exit status; of several paths the largest counts:
 
