@@ -12,16 +12,18 @@
 #include "base/lock.h"
 #include "base/sys.h"
 
-#define SFR_PAGE 4096u
-#define SFR_ALIGN 64u /* alignment of every storage in the file */
+#define SFR_PAGE 4096u /* bytes of a page of memory; direct writes consist of whole pages */
+#define SFR_ALIGN 64u  /* alignment of every storage in the file */
 
+/* Returns the smallest multiple of `to` that is not below `value`. */
 static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 {
 	return (value + to - 1) / to * to;
 }
 
-/* Returns the first number in [from, to) for which `is_before` is false, or `to`. `is_before` is an
- * expression in `number`, true up to some number and false from there on. */
+/* Returns the first number in [from, to) for which `is_before` is false, or `to` if there is none.
+ * The caller chooses the name `number`, and `is_before` is an expression that contains it. The
+ * expression is true up to some number and false from there on. */
 #define sfr__lower_bound(number, from, to, is_before)                                              \
 	__extension__({                                                                            \
 		uint64_t sfr__low = (from), sfr__high = (to);                                      \
@@ -52,15 +54,16 @@ void sfr__copy_fence(void);
  * threads, so a call interrupted that often is broken, and retrying forever would hide it. */
 #define SFR__EINTR_TRIES 64
 
-uint64_t sfr__now_ns(void); /* of CLOCK_MONOTONIC */
+uint64_t sfr__now_ns(void); /* the current time of CLOCK_MONOTONIC */
 /* pthread_cond_init with CLOCK_MONOTONIC. Returns 0 or -errno. */
 int sfr__cond_init(pthread_cond_t *cond);
 /* Waits on `cond` until woken or until `deadline_ns` (SFR_FOREVER: no bound). The caller holds `mu`
  * and no other lock. Returns 0, also without a wake-up, or SFR_EAGAIN after the deadline. With a
  * deadline in the past it returns SFR_EAGAIN at once and never releases the mutex. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns);
-/* Convert a slice (nanoseconds from now) to a deadline (a time of sfr__now_ns) and back.
- * SFR_FOREVER stays SFR_FOREVER; a deadline in the past gives 0. */
+/* sfr__deadline converts a slice (nanoseconds from now) to a deadline (a time of sfr__now_ns), and
+ * sfr__time_left does the reverse. SFR_FOREVER stays SFR_FOREVER; for a deadline in the past no
+ * time is left (0). */
 uint64_t sfr__deadline(uint64_t slice_ns);
 uint64_t sfr__time_left(uint64_t deadline_ns);
 /* Writes `len` bytes at offset `off` of the file, retrying short writes and EINTR. *done receives
@@ -82,7 +85,7 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 /* ---- cpus.c ---- */
 
 /* Moves the calling thread to the CPUs that were given to sfr_cpus_set, if any. */
-void sfr__cpus_take(void);
+void sfr__cpus_apply(void);
 
 /* ---- err.c ---- */
 
@@ -97,7 +100,7 @@ void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const cha
 int sfr__fd_open(const char *path, int flags, mode_t mode);
 /* Does the same for a name in an open directory. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
-/* Does the same for a new file in memory. */
+/* Does the same for a new file in memory (memfd_create). */
 int sfr__fd_memory(const char *name);
 /* Unregisters and closes the descriptor. 0 or -errno of close. */
 int sfr__fd_close(int fd);
@@ -109,21 +112,22 @@ struct sfr__fork_hook {
 	struct sfr__fork_hook *next;
 	void (*forget)(void);
 };
-void sfr__fork_watch(struct sfr__fork_hook *hook);
+void sfr__fork_hook_add(struct sfr__fork_hook *hook);
 #define SFR__AT_FORK(function)                                                                     \
 	static struct sfr__fork_hook sfr__fork_hook = { .forget = function };                      \
 	__attribute__((constructor)) static void sfr__link_fork_hook(void)                         \
 	{                                                                                          \
-		sfr__fork_watch(&sfr__fork_hook);                                                  \
+		sfr__fork_hook_add(&sfr__fork_hook);                                               \
 	}
 
 /* ---- notice.c ---- */
 
-/* A ticket embeds the only two notices that it posts, and a snapshot its only one, so posting
- * cannot fail. Each posted notice holds a reference on its ticket or snapshot. */
+/* A ticket posts at most two notices and a snapshot at most one. They embed these structs, so
+ * posting needs no memory and cannot fail. Each posted notice holds a reference on its ticket or
+ * snapshot. */
 struct sfr__notice {
 	struct sfr__notice *next;
-	uint64_t number; /* of the ticket or snapshot */
+	uint64_t number; /* the number of the ticket or snapshot */
 	struct sfr_ticket *ticket;
 	struct sfr_snapshot *snapshot; /* for SFR_NOTICE_SNAPSHOT */
 	unsigned what;                 /* SFR_NOTICE_* */

@@ -12,8 +12,9 @@
 #include <immintrin.h>
 
 enum {
-	STREAM_FROM = 512, /* bytes; in shorter copies the unaligned ends take most of the time */
-	LINE = 64,         /* bytes of a cache line */
+	/* bytes; shorter copies use memcpy, because their unaligned ends take most of the time */
+	STREAM_FROM = 512,
+	LINE = 64, /* bytes of a cache line */
 };
 
 #define AVX2 __attribute__((target("avx2")))

@@ -36,7 +36,7 @@ int sfr_cpus_set(const int *cpus, size_t nr)
 }
 
 /* If the system refuses, the thread keeps the CPUs that it inherited, which only costs time. */
-void sfr__cpus_take(void)
+void sfr__cpus_apply(void)
 {
 	cpu_set_t cpus;
 	bool any = false;

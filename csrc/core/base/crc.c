@@ -13,7 +13,7 @@
  * Three functions with the same signature advance a state over bytes:
  *
  *   state_portable  slicing by 8: eight table look-ups for eight bytes. Runs everywhere (aarch64
- *                   uses it) and finishes what the other two leave over.
+ *                   uses it) and handles the last bytes, which the other two leave over.
  *   state_pclmul    folding with PCLMULQDQ, which multiplies polynomials of 64 bits. A word of
  *                   128 bits is removed from the message. So that the remainder mod P stays the
  *                   same, each half of the word is multiplied by a power of x mod P, and both
@@ -32,11 +32,11 @@
  * Why the powers are distance + 32 and distance - 32: bit i of a 64-bit operand is x^(63-i). So a
  * 32-bit remainder r, shifted left by one, is r * x^31. The product of two operands comes out one
  * bit too low in its 128 bits, which is another factor x. Hence a half is multiplied by r * x^32.
- * This product has to be x^(distance + 64) for the half that comes first in the message, and
- * x^distance for the other half.
+ * This factor has to be x^(distance + 64) for the half that comes first in the message, and
+ * x^distance for the other half. So r is x^(distance + 32) or x^(distance - 32).
  *
- * One of the three is chosen when the library is loaded. The tables and the choice never change
- * afterwards, so there is no lock. */
+ * One of the three functions is chosen when the library is loaded. The tables and the choice never
+ * change afterwards, so there is no lock. */
 #include <string.h>
 
 #include "sfr/crc.h"
@@ -72,8 +72,8 @@ static uint64_t load_le64(const unsigned char *p)
 	return v;
 }
 
-/* Returns the state after the `len` bytes at `p`, if it was `state` before them. So do the other
- * two. */
+/* Returns the state after the `len` bytes at `p`, if it was `state` before them. state_pclmul and
+ * state_vpclmul do the same. */
 static uint32_t state_portable(uint32_t state, const unsigned char *p, size_t len)
 {
 	for (; len >= 8; p += 8, len -= 8) {
@@ -225,7 +225,7 @@ VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32
 #undef TO
 	if (to != NULL) {
 		memcpy(to, p, len);
-		p = to; /* the rest of the CRC is that of the copy: the source is read once */
+		p = to; /* The source is read only once, so the rest is taken from the copy. */
 		/* streaming stores are not ordered with the store that publishes them */
 		_mm_sfence();
 	}
@@ -250,7 +250,7 @@ VPCLMUL static uint32_t state_vpclmul_copy(uint32_t state, unsigned char *to,
 
 #endif
 
-/* ---- choice of the way ------------------------------------------------------- */
+/* ---- choice of the implementation ------------------------------------------- */
 
 uint32_t sfr_crc32_portable(uint32_t crc, const void *buf, size_t len)
 {
@@ -317,7 +317,8 @@ static const struct sfr__crc_way ways[] = {
 #endif
 };
 
-/* Index of the last way that this CPU supports. A CPU that supports one supports all before it. */
+/* Index in `ways` of the fastest implementation that this CPU supports. The CPU also supports all
+ * implementations before it. */
 static size_t best;
 
 /* Returns a * b mod P. The loop visits a's coefficients from x^0 (bit 31) on; at x^i, `b` has been
@@ -375,8 +376,8 @@ uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len)
 	return ways[best].copy(crc, dst, src, len);
 }
 
-/* Returns the CRC of A followed by B: the len_b bytes of B multiply A's share of the remainder by
- * x^(8 * len_b). The inversions of both CRCs cancel out. */
+/* Returns the CRC of the bytes A followed by the bytes B. Appending B multiplies A's share of the
+ * remainder by x^(8 * len_b). The inversions of both CRCs cancel out. */
 uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 {
 	uint32_t shift = X0;

@@ -57,7 +57,7 @@ const char *sfr_code_name(int code)
 
 	if (own != NULL)
 		return own->name;
-	/* The C library treats 0 and anything out of range as no errno. */
+	/* 0 is a code too. Linux has errno values up to 4095; the C library names no others. */
 	name = code <= 0 && code > -4096 ? strerrorname_np(-code) : NULL;
 	return name != NULL ? name : "unknown";
 }

@@ -1,4 +1,4 @@
-/* The core in a forked child: what it inherits, and what it must not keep.
+/* Forks: a forked child closes the core's descriptors and starts the core again.
  *
  * A child has the parent's memory and descriptors, but only the thread that forked. The core's
  * other threads do not exist there, and any of its locks may have been held. So the child starts
@@ -14,7 +14,7 @@
  *   parent                                    child
  *   before: takes fork_mu when no file        (has fork_mu: it is the same thread)
  *           is being opened
- *   after:  gives it back                     closes what is in the table
+ *   after:  releases it                       closes the descriptors of the table
  *                                             generation + 1, hooks run
  *                                             initialises fork_mu again
  *
@@ -55,14 +55,15 @@
 
 #include "base/base.h"
 
-#define NR_FDS 4096
-#define OPEN_WAIT_S 1       /* how long a fork waits for an open */
+#define NR_FDS 4096         /* entries of the table of descriptors */
+#define OPEN_WAIT_S 1       /* the longest that forks and opens wait for each other */
 #define OPENING INT_MIN     /* the descriptor's number is not known yet */
 #define CLOSING_MARK SIGURG /* any signal would do: nobody asks for signals of these files */
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
 static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* signals that a count became 0 */
-static unsigned nr_opening, nr_forking;                   /* under fork_mu */
+/* OPENING entries, and forks that wait until there are none; guarded by fork_mu */
+static unsigned nr_opening, nr_forking;
 static struct {
 	/* descriptor + 1 if OPEN; -(descriptor + 1) if CLOSING or OVER; 0 if FREE; or OPENING */
 	atomic_int fd;
@@ -74,23 +75,23 @@ static struct sfr__fork_hook *hooks; /* constant once the library is loaded */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int once_rc; /* 0 or -errno of pthread_atfork */
 
-void sfr__fork_watch(struct sfr__fork_hook *hook)
+void sfr__fork_hook_add(struct sfr__fork_hook *hook)
 {
 	hook->next = hooks;
 	hooks = hook;
 }
 
-/* Waits until *nr is 0, but not beyond the time `until`. It is a time of CLOCK_REALTIME, because a
- * statically initialised condition uses that clock. The timeline opens its file under its own lock,
- * so a thread may hold that lock here; it waits for a second at most. */
+/* Waits until *nr is 0, but not beyond the time `until`. This is a time of CLOCK_REALTIME, because
+ * a statically initialised condition uses that clock. The thread may hold another lock meanwhile:
+ * trace/session.c opens its file under a lock. */
 static void wait_for_zero_locked(const unsigned *nr, const struct timespec *until)
 {
 	while (*nr != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
 		;
 }
 
-/* Returns the time at which a fork that waits for opens, or an open that waits for forks, gives up
- * if it begins to wait now. */
+/* Returns the time when a wait that begins now has to end. Forks wait for opens, and opens for
+ * forks. */
 static struct timespec wait_end(void)
 {
 	struct timespec until = { 0, 0 };
@@ -113,6 +114,7 @@ static void before_fork(void)
 	nr_forking--;
 }
 
+/* Runs in the parent after a fork, also one that failed, and releases fork_mu. */
 static void after_in_parent(void)
 {
 	(void)pthread_cond_broadcast(&fork_cv); /* wakes threads that wait to open */
@@ -138,7 +140,7 @@ static void after_in_child(void)
 	for (struct sfr__fork_hook *hook = hooks; hook; hook = hook->next)
 		hook->forget();
 	sfr__lock_check_release(
-		fork_mu.rank); /* for the check of lock order: taken in before_fork */
+		fork_mu.rank); /* the check of lock order knows that before_fork took it */
 	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK);
 	(void)pthread_cond_init(&fork_cv,
 				NULL); /* cannot fail on Linux; the waiters were the parent's */
@@ -166,7 +168,7 @@ uint64_t sfr_fork_generation(void)
 }
 
 /* Returns the index of an OPEN descriptor's entry, or -1. */
-static int find_open_slot(int fd)
+static int find_open_entry(int fd)
 {
 	for (int i = 0; i < NR_FDS; i++)
 		if (atomic_load(&fds[i].fd) == fd + 1)
@@ -175,7 +177,7 @@ static int find_open_slot(int fd)
 }
 
 /* Returns the index of an entry that is FREE or OVER, or -1. */
-static int free_slot_locked(void)
+static int find_free_entry_locked(void)
 {
 	for (int i = 0; i < NR_FDS; i++) {
 		int entry = atomic_load(&fds[i].fd);
@@ -191,25 +193,25 @@ static int free_slot_locked(void)
 static int begin_open(void)
 {
 	struct timespec until = wait_end();
-	int slot;
+	int index;
 
 	sfr__lock(&fork_mu);
 	wait_for_zero_locked(&nr_forking, &until);
-	slot = free_slot_locked();
-	if (slot >= 0) {
-		atomic_store(&fds[slot].over, false);
-		atomic_store(&fds[slot].fd, OPENING);
+	index = find_free_entry_locked();
+	if (index >= 0) {
+		atomic_store(&fds[index].over, false);
+		atomic_store(&fds[index].fd, OPENING);
 		nr_opening++;
 	}
 	sfr__unlock(&fork_mu);
-	return slot < 0 ? -EMFILE : slot;
+	return index < 0 ? -EMFILE : index;
 }
 
 /* Makes an OPENING entry OPEN, or FREE if `fd` is negative. */
-static void end_open(int slot, int fd)
+static void end_open(int index, int fd)
 {
 	sfr__lock(&fork_mu);
-	atomic_store(&fds[slot].fd, fd < 0 ? 0 : fd + 1);
+	atomic_store(&fds[index].fd, fd < 0 ? 0 : fd + 1);
 	if (--nr_opening == 0)
 		(void)pthread_cond_broadcast(&fork_cv);
 	sfr__unlock(&fork_mu);
@@ -219,16 +221,16 @@ static void end_open(int slot, int fd)
  * table is full; then nothing was opened. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 {
-	int slot = begin_open(), fd = -1, rc = slot;
+	int index = begin_open(), fd = -1, rc = index;
 
-	for (int tries = 0; slot >= 0 && tries < SFR__EINTR_TRIES; tries++) {
+	for (int tries = 0; index >= 0 && tries < SFR__EINTR_TRIES; tries++) {
 		fd = sfr_sys.open(dir, path, flags | O_CLOEXEC, mode);
 		rc = fd < 0 ? -errno : fd;
 		if (rc != -EINTR)
 			break;
 	}
-	if (slot >= 0)
-		end_open(slot, fd);
+	if (index >= 0)
+		end_open(index, fd);
 	return rc;
 }
 
@@ -239,28 +241,28 @@ int sfr__fd_open(const char *path, int flags, mode_t mode)
 
 int sfr__fd_memory(const char *name)
 {
-	int slot = begin_open(), fd, rc = slot;
+	int index = begin_open(), fd, rc = index;
 
-	if (slot >= 0) {
+	if (index >= 0) {
 		fd = sfr_sys.memfd(name, MFD_CLOEXEC);
 		rc = fd < 0 ? -errno : fd;
-		end_open(slot, fd);
+		end_open(index, fd);
 	}
 	return rc;
 }
 
 /* On Linux the descriptor is closed even if close returns an error, so no caller closes it again.
- * No lock is held during the close, so a fork need not wait for it; see the head of this file. */
+ * No lock is held during the close, which may take seconds, so a fork need not wait for it. */
 int sfr__fd_close(int fd)
 {
-	int slot = find_open_slot(fd), rc;
+	int index = find_open_entry(fd), rc;
 
 	/* if this fails, a forked child keeps the descriptor, which is harmless */
 	(void)fcntl(fd, F_SETSIG, CLOSING_MARK);
-	if (slot >= 0)
-		atomic_store(&fds[slot].fd, -(fd + 1));
+	if (index >= 0)
+		atomic_store(&fds[index].fd, -(fd + 1));
 	rc = sfr_sys.close(fd) < 0 ? -errno : 0;
-	if (slot >= 0)
-		atomic_store(&fds[slot].over, true);
+	if (index >= 0)
+		atomic_store(&fds[index].over, true);
 	return rc;
 }

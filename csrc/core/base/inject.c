@@ -1,7 +1,7 @@
 /* Fault injection for tests: wrappers around the system-call table.
  *
- * sfr_inject_install replaces every entry of sfr_sys by a wrapper. The wrapper counts the call,
- * looks up in the list of faults what is to happen (fate_of), and then fails, falls short, waits or
+ * sfr_inject_install replaces every entry of sfr_sys by a wrapper. The wrapper counts the call and
+ * looks for it in the list of faults (fate_of). Then it fails, transfers fewer bytes, waits, or
  * calls the former entry. The product never installs the wrappers.
  *
  * A fault fails a call as the kernel would, so that the code under test meets only states that
@@ -24,7 +24,7 @@
 
 #include "base/base.h"
 
-#define NR_SLOTS 16
+#define NR_SLOTS 16           /* entries of the list of faults */
 #define HOLD_STEP_NS 1000000u /* how often a held call checks whether it may continue */
 #define DIRECT_BLOCK 4096u    /* bytes; O_DIRECT accepts multiples of it */
 
@@ -134,9 +134,10 @@ static bool installed;
 /* The effect of the faults on one call. */
 struct fate {
 	int err;       /* 0: the call goes through */
-	int64_t limit; /* -1: the whole length */
+	int64_t limit; /* the most bytes to transfer; negative values as in struct sfr_fault */
 };
 
+/* Sleeps for the whole time, even if signals interrupt the sleep. */
 static void sleep_ns(uint64_t delay_ns)
 {
 	struct timespec left = { (time_t)(delay_ns / 1000000000u), (long)(delay_ns % 1000000000u) };
@@ -145,22 +146,22 @@ static void sleep_ns(uint64_t delay_ns)
 		;
 }
 
-/* Sleeps until fault number `number`, for the call `which`, is no longer in slot `s`. */
+/* Sleeps until slot `s` no longer has the fault with this number, whose `call` is `which`. */
 static void hold_call(const struct slot *s, unsigned which, uint64_t number)
 {
 	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
 		sleep_ns(HOLD_STEP_NS);
 }
 
-/* Counts a call, decides what happens to it, and sleeps if a fault says so. The first fault that is
- * due acts. All faults for this call count it, so that one fault does not change which call is the
- * nth of another fault. */
+/* Counts a call, decides its fate, and sleeps if a fault says so. The first fault that is due acts.
+ * All faults for this call count it, so that no fault changes the nth call of another fault. */
 static struct fate fate_of(enum call call)
 {
 	struct fate fate = { 0, -1 };
+	/* the fault that acts: its delay, number and `call`; and its slot if it holds the call */
 	uint64_t delay_ns = 0, number = 0;
-	const struct slot *holds = NULL;
-	unsigned held_as = CALL_NONE;
+	unsigned fault_call = CALL_NONE;
+	const struct slot *holding = NULL;
 	bool acted = false;
 
 	atomic_fetch_add(&counts[call], 1);
@@ -182,13 +183,13 @@ static struct fate fate_of(enum call call)
 		fate.limit = atomic_load(&s->limit);
 		delay_ns = atomic_load(&s->delay_ns);
 		number = atomic_load(&s->number);
-		held_as = which;
-		holds = delay_ns == SFR_FOREVER ? s : NULL;
+		fault_call = which;
+		holding = delay_ns == SFR_FOREVER ? s : NULL;
 	}
 	if (acted)
 		atomic_fetch_add(&hits, 1);
-	if (holds)
-		hold_call(holds, held_as, number);
+	if (holding)
+		hold_call(holding, fault_call, number);
 	else if (acted)
 		sleep_ns(delay_ns);
 	return fate;
@@ -235,7 +236,8 @@ static int inject_close(int fd)
 	return -1;
 }
 
-/* Returns how many of `len` bytes a call transfers under sfr_fault.limit. */
+/* Returns how many of `len` bytes a call transfers. `limit` is a number of bytes, or -1 for all, -2
+ * for half, -3 for all but one (struct sfr_fault). */
 static size_t shorten(size_t len, int64_t limit)
 {
 	if (limit == -1)
@@ -282,6 +284,7 @@ static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 	return put;
 }
 
+/* Returns the error number, like pthread_create, instead of setting errno. */
 static int inject_thread_create(pthread_t *thread, const pthread_attr_t *attr,
 				void *(*start)(void *), void *arg)
 {
@@ -310,7 +313,8 @@ static uint32_t inject_lane_copy(uint32_t crc, void *dst, const void *src, size_
 
 /* ---- control ---- */
 
-/* Returns CALL_NONE, whose counter is always 0, for an unknown name. */
+/* Returns the call of this name. Returns CALL_NONE, whose counter is always 0, for an unknown
+ * name. */
 static enum call find_call(const char *name)
 {
 	for (int i = CALL_ANY; i < NR_CALLS; i++)
@@ -399,7 +403,7 @@ void sfr_inject_clear(void)
 	atomic_store(&hits, 0);
 }
 
-/* Returns 0 for an unknown name, see find_call. */
+/* Returns 0 for an unknown name, because the counter of CALL_NONE is always 0. */
 uint64_t sfr_inject_calls(const char *name)
 {
 	return atomic_load(&counts[find_call(name)]);

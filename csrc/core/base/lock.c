@@ -1,5 +1,5 @@
-/* Checks the order of locks, in the C tests only: each thread keeps the set of locks that it holds.
- * See lock.h. */
+/* Checks that threads take locks in the order of lock.h. Only the C tests are built with this
+ * check: each thread keeps the set of locks that it holds. */
 #include "base/lock.h"
 
 #ifdef SFR_CHECK_LOCKS
@@ -8,11 +8,12 @@
 
 static _Thread_local unsigned held; /* a bit for each rank */
 
+/* Prints what is wrong with the lock and aborts the test. */
 static void abort_test(const char *what, enum sfr__lock_rank rank)
 {
 	(void)fprintf(stderr, "locks: rank %d is %s while 0x%x are held (base/lock.h)\n", (int)rank,
 		      what, held);
-	abort(); /* only in tests: see the head of lock.h */
+	abort(); /* the product is built without this file's checks */
 }
 
 unsigned sfr__locks_held(void)

@@ -6,15 +6,15 @@
  *
  * Under a lock, a thread waits only for a condition of that lock and makes no system call on a
  * file. There are two exceptions. Threads are started under SESSION, ENGINE, LANE and LOG, so that
- * no thread is started twice. The timeline's file is opened under SESSION, and this open may wait a
- * second for a fork. */
+ * no thread is started twice. The file of a trace is opened under SESSION, and this open may wait a
+ * second for a fork (fork.c). */
 #ifndef SFR_LOCK_H
 #define SFR_LOCK_H
 
 #include <pthread.h>
 
 enum sfr__lock_rank {
-	SFR__LOCK_SESSION, /* trace/session.c: the timeline that is being written */
+	SFR__LOCK_SESSION, /* trace/session.c: the trace that is being written */
 	SFR__LOCK_ENGINE,  /* an engine's queues and slots, its tickets, its snapshots */
 	SFR__LOCK_LANES,   /* device/lanes.c: the lanes of an engine */
 	/* device/lane.c: portions in flight; never held during a call that queues copies */
@@ -22,10 +22,10 @@ enum sfr__lock_rank {
 	SFR__LOCK_PROBERS,  /* device/probe.c: the devices that can be probed */
 	SFR__LOCK_LOG,      /* commit/log.c: the process's ordered log */
 	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, statistics */
-	SFR__LOCK_PIN,      /* the regions of a pool that the driver knows */
-	SFR__LOCK_READER,   /* reader/reader.c: how far a reader's threads have come */
+	SFR__LOCK_PIN,      /* memory/pin.c: a pool's regions, which the driver has registered */
+	SFR__LOCK_READER,   /* reader/reader.c: the progress of a reader's threads */
 	SFR__LOCK_ARRIVALS, /* reader/arriving.c: files whose bytes are on their way */
-	SFR__LOCK_DRIVER,   /* cuda/driver.c: whether it is loaded and initialised */
+	SFR__LOCK_DRIVER,   /* cuda/driver.c: whether the driver is loaded and initialised */
 	SFR__LOCK_TMP,      /* file/tmp.c: this process's live temporaries */
 	SFR__LOCK_NOTICES,  /* base/notice.c: posted notices */
 	SFR__LOCK_REGISTRY, /* trace/ring.c: the rings of all threads */
@@ -88,7 +88,7 @@ static inline void sfr__unlock(struct sfr__mutex *mutex)
 	(void)pthread_mutex_unlock(&mutex->mu);
 }
 
-/* Evaluates an expression while the mutex is held, and returns its value. */
+/* Takes the mutex, evaluates an expression, releases the mutex, and returns the value. */
 #define sfr__under(mutex, expression)                                                              \
 	__extension__({                                                                            \
 		sfr__lock(mutex);                                                                  \

@@ -17,7 +17,8 @@ static struct {
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
-	/* put back by sfr_notice_again and returned first; none if .what is 0 */
+	/* a notice that sfr_notice_again has put back, and that is returned first; none if .what is
+	 * 0 */
 	struct sfr_notice again;
 	unsigned stops; /* calls of sfr_notice_stop that no waiter has seen */
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
@@ -49,8 +50,8 @@ void sfr__notice_text(const char *format, ...)
 	sfr__notice_post(notice);
 }
 
-/* Fills *out. The notice's reference on its ticket or snapshot passes to the caller. Frees a notice
- * of text; other notices are embedded in their owners. */
+/* Copies the notice to *out. Its reference on a ticket or snapshot passes to the caller. Frees a
+ * notice of text; other notices are embedded in their owners. */
 static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 {
 	out->what = notice->what;
@@ -106,10 +107,11 @@ void sfr_notice_stop(void)
 	sfr__unlock(&notices.mu);
 }
 
+/* Runs in a forked child. */
 static void forget(void)
 {
-	/* The parent's threads, which may wait here or hold the lock, do not exist in the child. So
-	 * the memory is overwritten, whatever its state. Queued notices belong to the parent. */
+	/* Queued notices belong to the parent. The lock and the condition may be in use by threads
+	 * that do not exist in the child, so their memory is only overwritten. */
 	memset(&notices, 0, sizeof(notices));
 	sfr__mutex_init(&notices.mu, SFR__LOCK_NOTICES);
 }

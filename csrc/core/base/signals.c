@@ -27,18 +27,18 @@
 #define NR_SIGNALS 65 /* Linux has 1 to 64 */
 
 static struct sigaction before[NR_SIGNALS]; /* the actions that were in place before */
-static _Atomic pid_t parent;
+static _Atomic pid_t parent;                /* the parent when sfr_signals_leave was called last */
 
 /* Returns whether a signal is left to the parent and so ignored. From then on the kernel kills this
  * process when its parent dies. */
 static bool leave_to_parent(const siginfo_t *info)
 {
-	pid_t mine = atomic_load(&parent);
+	pid_t my_parent = atomic_load(&parent);
 
-	if (info->si_pid == mine || getppid() != mine)
+	if (info->si_pid == my_parent || getppid() != my_parent)
 		return false;
 	(void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* fails only for an invalid signal */
-	return getppid() == mine;               /* false if the parent died before the call above */
+	return getppid() == my_parent;          /* false if the parent died before the call above */
 }
 
 /* Ignores the signal, or does what the action that was in place before would have done. */

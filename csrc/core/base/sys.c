@@ -1,9 +1,8 @@
-/* The plain system-call table, and helpers directly above it.
+/* The plain system-call table, and helpers that call it.
  *
- * Most entries are the C library's functions. The others are wrappers: the library's function is
- * variadic (open, fcntl), needs certain arguments, has other types (getrlimit), or is missing in
- * old libraries (renameat2). For example, setpriority acts on a single thread if it is given the
- * thread's id.
+ * Most entries are the C library's functions. The others are wrappers, because the library's
+ * function is variadic (open, fcntl), needs certain arguments, has other types (getrlimit), or is
+ * missing in old libraries (renameat2).
  *
  * The table is a plain variable, not atomic: it is written before threads exist, or by a test while
  * nobody is inside the core (see sys.h). */
@@ -26,8 +25,8 @@
 #ifndef RENAME_EXCHANGE
 #define RENAME_EXCHANGE (1 << 1)
 #endif
-/* How long sfr__cond_wait waits before its caller checks again, if nobody wakes it. Tests that look
- * for missing wake-ups set it to an hour. */
+/* The longest that sfr__cond_wait sleeps without a wake-up. Its caller then checks again. Tests
+ * that look for missing wake-ups set this to an hour. */
 #ifndef SFR_WAKE_UP_NS
 #define SFR_WAKE_UP_NS NS_PER_S
 #endif
@@ -47,7 +46,7 @@ static int plain_rename(int dir, const char *from, const char *to)
 	return renameat(dir, from, dir, to);
 }
 
-/* The system call, because the C library has renameat2 only since 2.28. */
+/* Makes the system call itself, because the C library has renameat2 only since 2.28. */
 static int plain_exchange(int dir, const char *one, const char *other)
 {
 	return (int)syscall(SYS_renameat2, dir, one, dir, other, RENAME_EXCHANGE);
@@ -63,6 +62,7 @@ static int plain_set_flags(int fd, int flags)
 	return fcntl(fd, F_SETFL, flags);
 }
 
+/* Linux sets the nice value of one thread if `who` is the id of a thread. */
 static int plain_set_nice(int nice_value)
 {
 	return setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice_value);
@@ -162,8 +162,8 @@ int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *
 
 	for (*done = 0; *done < len;) {
 		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
-		/* If pwrite writes nothing and reports no error, retrying would not help, so the
-		 * result is -EIO. */
+		/* -EIO is the result if pwrite writes nothing and reports no error. A retry would
+		 * not help then. */
 		int code = put < 0 ? -errno : -EIO;
 
 		if (put == 0 || (put < 0 && code != -EINTR))
@@ -192,7 +192,7 @@ int sfr__cond_init(pthread_cond_t *cond)
 
 /* Returns 0 without a wake-up after SFR_WAKE_UP_NS, and possibly earlier. The reason is that glibc
  * can lose a wake-up that comes while another thread is being woken (bug 25847). So every caller
- * checks in a loop for what it waits for. */
+ * waits in a loop and checks its condition each time. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
 	uint64_t now = sfr__now_ns(), until = now + SFR_WAKE_UP_NS;

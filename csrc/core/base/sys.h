@@ -1,8 +1,8 @@
 /* The system-call table: the core's only way to the operating system.
  *
  * Every file, memory, thread and clock call of the core goes through `sfr_sys`. So a test can make
- * any of them fail, fall short or be slow (inject.c has the wrappers). Entries keep the calling
- * convention of what they replace: -1 and errno, NULL, or an error number for threads. Waits on
+ * any of them fail, fall short or be slow (inject.c has the wrappers). An entry reports errors like
+ * the function that it replaces: -1 and errno, NULL, or an error number for threads. Waits on
  * conditions are not in the table. */
 #ifndef SFR_SYS_H
 #define SFR_SYS_H
@@ -34,7 +34,7 @@ struct sfr_sys {
 	int (*faccessat)(int dir, const char *path, int mode, int flags);
 	int (*mkdir)(int dir, const char *name, mode_t mode);
 	int (*rename)(int dir, const char *from, const char *to);
-	int (*exchange)(int dir, const char *one, const char *other); /* RENAME_EXCHANGE */
+	int (*exchange)(int dir, const char *one, const char *other); /* swaps two names */
 	int (*unlink)(int dir, const char *name);
 	int (*rmdir)(const char *path);
 	DIR *(*opendir)(const char *path);
@@ -56,12 +56,13 @@ struct sfr_sys {
 	int (*thread_create)(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
 			     void *arg);
 	int (*thread_join)(pthread_t thread, void **value);
-	int (*set_nice)(int nice);          /* of the calling thread, like the next two */
+	/* these three change the calling thread */
+	int (*set_nice)(int nice);
 	int (*set_slack)(unsigned long ns); /* how late the kernel may wake the thread */
 	int (*set_affinity)(const cpu_set_t *cpus);
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
-	/* copies of tensor bytes: capture_copy those that are captured, lane_copy those that a lane
-	 * copies. lane_copy returns `crc` extended by the copied bytes. */
+	/* Copy tensor bytes. lane_copy also returns `crc` extended by these bytes. capture_copy
+	 * computes no CRC, and serves copies that a call or a step waits for. */
 	void (*capture_copy)(void *dst, const void *src, size_t len);
 	uint32_t (*lane_copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
@@ -71,7 +72,7 @@ extern struct sfr_sys sfr_sys;
 /* ---- fault injection (inject.c): tests only; nothing in the product installs it ---- */
 
 struct sfr_fault {
-	const char *call; /* a member's name, e.g. "pwrite"; "*": any call that can fail */
+	const char *call; /* name in struct sfr_sys, e.g. "pwrite"; "*": any call that can fail */
 	uint64_t nth;     /* acts on the nth call from now on, counted from 1 */
 	int sticky;       /* acts on every later call too */
 	int err;          /* errno to give; 0: do not fail */
@@ -79,9 +80,9 @@ struct sfr_fault {
 	int64_t limit;
 	uint64_t delay_ns; /* the call sleeps so long first; SFR_FOREVER: until the fault is gone */
 };
-/* Puts counting wrappers into sfr_sys; a second call does nothing. Returns 0. Neither this nor
- * sfr_inject_remove may be called while other threads are inside the core; the functions below
- * may. */
+/* Puts counting wrappers into sfr_sys; a second call does nothing. Returns 0. While other threads
+ * are inside the core, neither this nor sfr_inject_remove may be called. The other functions here
+ * may be called at any time. */
 int sfr_inject_install(void);
 /* Adds a fault. Up to 16 exist at a time, and the first that is due wins. Returns 0. -EINVAL: an
  * unknown call, nth 0, or an error for a call that cannot fail (free, readdir, closedir,
@@ -92,8 +93,8 @@ int sfr_inject_set(const struct sfr_fault *fault);
 int sfr_inject_drop(const struct sfr_fault *fault);
 /* Removes all faults and resets the counters. */
 void sfr_inject_clear(void);
-/* Returns how often a member was called since the last clear. "*" stands for all that can fail; an
- * unknown name gives 0. */
+/* Returns how often the entry of this name was called since the last clear. "*" stands for all
+ * entries that can fail; an unknown name gives 0. */
 uint64_t sfr_inject_calls(const char *call);
 /* Returns how often a fault acted on a call since the last clear. */
 uint64_t sfr_inject_hits(void);

@@ -7,7 +7,7 @@
 #include "base/base.h"
 
 #define PROMPT_SLACK_NS 1000 /* the kernel's default, 50 us, is as long as the sleeps themselves */
-#define WORKER_NICE 10       /* below the training thread, above idle work */
+#define WORKER_NICE 10       /* a lower priority than the training thread's, which has 0 */
 
 /* Arguments for thread_main, which frees them. */
 struct thread_start {
@@ -17,14 +17,14 @@ struct thread_start {
 	enum sfr__thread_kind kind;
 };
 
-/* The thread sets its own name, CPUs and priority, so that they hold before it does any work. */
+/* Runs on the new thread. It sets the thread's own name, CPUs and priority before any work. */
 static void *thread_main(void *arg)
 {
 	struct thread_start start = *(struct thread_start *)arg;
 
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
-	sfr__cpus_take();
+	sfr__cpus_apply();
 	/* A sandbox may forbid the call. Then the thread competes with the training thread at the
 	 * same priority, which is slower but not wrong. */
 	if (start.kind == SFR__BACKGROUND)
@@ -42,7 +42,7 @@ static void *thread_main(void *arg)
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg)
 {
-	static const int own[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
+	static const int own_faults[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
 	struct thread_start *start;
 	sigset_t all, old;
 	int rc;
@@ -57,8 +57,8 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 	strncpy(start->name, name, sizeof(start->name) - 1);
 
 	(void)sigfillset(&all);
-	for (size_t i = 0; i < sizeof(own) / sizeof(own[0]); i++)
-		(void)sigdelset(&all, own[i]);
+	for (size_t i = 0; i < sizeof(own_faults) / sizeof(own_faults[0]); i++)
+		(void)sigdelset(&all, own_faults[i]);
 	rc = pthread_sigmask(SIG_SETMASK, &all, &old);
 	if (rc == 0) {
 		rc = sfr_sys.thread_create(thread, NULL, thread_main, start);

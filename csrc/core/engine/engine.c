@@ -4,8 +4,8 @@
  *
  * Threads start with the first save, so an engine that is only made costs nothing but address
  * space. The maker, tickets and snapshots hold references on the engine. The thread that drops the
- * last one joins the engine's threads and frees it. So no thread of the engine may drop the last
- * reference: when a save ends, its reference is handed to the notice of the end. */
+ * last reference joins the engine's threads and frees the engine. So no thread of the engine may
+ * drop the last one: when a save ends, its reference goes to the notice that reports its end. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -21,7 +21,7 @@ static void free_pool(struct sfr_engine *engine)
 	struct sfr__pool *pool = NULL;
 
 	sfr__lock(&engine->mu);
-	if (engine->nr_snapshots == 0) {
+	if (engine->nr_pool_users == 0) {
 		pool = engine->pool;
 		engine->pool = NULL;
 	}
@@ -36,8 +36,8 @@ void sfr__engine_drop_pool_user(struct sfr_engine *engine)
 	bool last;
 
 	sfr__lock(&engine->mu);
-	engine->nr_snapshots--;
-	last = engine->nr_snapshots == 0 && engine->closed;
+	engine->nr_pool_users--;
+	last = engine->nr_pool_users == 0 && engine->closed;
 	sfr__unlock(&engine->mu);
 	if (last)
 		free_pool(engine);
@@ -49,8 +49,8 @@ static bool is_inherited(const struct sfr_engine *engine)
 	return engine->fork_generation != sfr_fork_generation();
 }
 
-/* Makes the pool. A default cap is only a wish: if the system refuses that much address space, or a
- * file of that length, half of it is tried, and so on. Returns 0 or -errno. */
+/* Makes the pool. If the system refuses that much address space, or a file of that length, a
+ * default cap is halved, and the smaller pool is tried. Returns 0 or -errno. */
 static int make_pool(struct sfr_engine *engine)
 {
 	const uint64_t block_bytes = engine->opts.block_bytes;
@@ -142,12 +142,12 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
-/* Returns whether the pool has users that close must wait for: saves, copies for snapshots,
- * warm-ups and trims. Saves that the calling thread has not launched do not count, because it would
+/* Returns whether close must wait for work with the pool: for saves, copies for snapshots, warm-ups
+ * and trims. Saves that the calling thread has not launched do not count, because the thread would
  * wait for itself. */
 static bool is_pool_used_locked(const struct sfr_engine *engine)
 {
-	return engine->nr_pool_users > 0 || engine->nr_copying > 0 ||
+	return engine->nr_pool_calls > 0 || engine->nr_copying > 0 ||
 	       engine->nr_in_flight > sfr__engine_nr_own_locked(engine, false);
 }
 
@@ -216,9 +216,9 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	return 0;
 }
 
-/* Makes sfr_engine_close wait until end_pool_use is called, so that the pool stays. Returns 0,
+/* Makes sfr_engine_close wait until end_pool_call is called, so that the pool stays. Returns 0,
  * SFR_EFORK or SFR_ECLOSED. */
-static int begin_pool_use(struct sfr_engine *engine)
+static int begin_pool_call(struct sfr_engine *engine)
 {
 	int rc;
 
@@ -227,45 +227,45 @@ static int begin_pool_use(struct sfr_engine *engine)
 	sfr__lock(&engine->mu);
 	rc = engine->closing ? SFR_ECLOSED : 0;
 	if (rc == 0)
-		engine->nr_pool_users++;
+		engine->nr_pool_calls++;
 	sfr__unlock(&engine->mu);
 	return rc;
 }
 
-static void end_pool_use(struct sfr_engine *engine)
+static void end_pool_call(struct sfr_engine *engine)
 {
 	sfr__lock(&engine->mu);
-	engine->nr_pool_users--;
+	engine->nr_pool_calls--;
 	pthread_cond_broadcast(&engine->cv_state); /* close may wait for this */
 	sfr__unlock(&engine->mu);
 }
 
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes)
 {
-	int rc = begin_pool_use(engine);
+	int rc = begin_pool_call(engine);
 
 	if (rc < 0)
 		return rc;
 	rc = sfr__pool_warm_up(engine->pool, nbytes);
-	end_pool_use(engine);
+	end_pool_call(engine);
 	return rc;
 }
 
 int sfr_engine_trim(struct sfr_engine *engine)
 {
-	int rc = begin_pool_use(engine);
+	int rc = begin_pool_call(engine);
 
 	if (rc < 0)
 		return rc;
 	rc = sfr__pool_trim(engine->pool);
-	end_pool_use(engine);
+	end_pool_call(engine);
 	return rc;
 }
 
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len)
 {
 	struct sfr__cuda_lane *lane;
-	int rc = begin_pool_use(engine);
+	int rc = begin_pool_call(engine);
 
 	why[0] = '\0';
 	if (rc < 0)
@@ -273,7 +273,7 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 	rc = sfr__cuda_lane_get(&engine->cuda_lanes, device, SFR__CUDA_OUT, &lane, why, why_len);
 	if (rc == 0)
 		rc = sfr__pin_on(sfr__pool_pin(engine->pool), lane->cu, device, why, why_len);
-	end_pool_use(engine);
+	end_pool_call(engine);
 	return rc;
 }
 

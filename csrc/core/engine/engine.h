@@ -13,11 +13,11 @@
 enum sfr__shared_rank {
 	SFR__IN_CALL, /* a call waits for it, so the lane, whose priority is low, takes no part */
 	SFR__AT_ONCE, /* it has all its memory, so it never waits for blocks */
-	SFR__IN_TURN, /* it may wait for blocks that work before it on the list has */
+	SFR__IN_TURN, /* it may wait for blocks that earlier work of the list has */
 };
 
 /* Work that several threads share, step by step: the lane, the threads that wait for the work, and
- * copiers while a thread waits. */
+ * copiers, which help while a thread waits. */
 struct sfr__shared {
 	struct sfr__shared *next;
 	enum sfr__shared_rank rank;
@@ -31,7 +31,7 @@ struct sfr__shared {
 struct sfr__flight {
 	struct sfr__flight *next, *prev;
 	pthread_t caller; /* the thread that took the slot */
-	bool in_call;     /* the caller has not launched or abandoned it yet */
+	bool in_call;     /* the caller has neither launched the save nor given it up */
 	/* an unordered save, which takes none of the max_in_flight slots (slots.c); constant, like
 	 * the next two */
 	bool unordered;
@@ -56,8 +56,8 @@ struct sfr_engine {
 	atomic_uint refs;
 	uint64_t fork_generation; /* constant, like the next three */
 	struct sfr_engine_opts opts;
-	uint64_t pool_bytes;    /* the most that the pool may take */
-	bool default_cap;       /* pool_bytes was not given by the user */
+	uint64_t pool_bytes;    /* the cap of the pool */
+	bool default_cap;       /* the user did not choose pool_bytes */
 	struct sfr__pool *pool; /* NULL once closed */
 
 	bool closing;  /* sfr_engine_close was called: nothing new begins */
@@ -74,17 +74,17 @@ struct sfr_engine {
 	uint64_t close_seq;
 
 	struct sfr__cuda_lanes cuda_lanes;  /* has a lock of its own */
-	SFR__QUEUE(struct sfr__task) tasks; /* the writers' */
-	struct sfr__shared *shared;         /* a list, in the order of ranks */
+	SFR__QUEUE(struct sfr__task) tasks; /* for the writers */
+	struct sfr__shared *shared;         /* a list of shared work, in the order of ranks */
 	uint32_t nr_awaiting;               /* threads that wait for shared work */
 	struct sfr__flight *flights;        /* a list of the saves in flight */
-	/* snapshots that have pool memory or wait for it, and onloads; the pool is kept while there
-	 * are any */
-	uint32_t nr_snapshots;
+	/* snapshots that have pool memory or wait for it, and onloads (copies back to a device,
+	 * offload/onload.c); the pool is kept while there are any */
+	uint32_t nr_pool_users;
 	uint32_t nr_copying;         /* snapshots in the state COPYING */
 	struct sfr__lot *common_lot; /* the lot that small snapshots share; NULL: none in use */
 	uint32_t nr_in_flight, nr_unordered; /* nr_unordered is part of nr_in_flight */
-	uint32_t nr_pool_users;              /* threads in warm_up or trim */
+	uint32_t nr_pool_calls;              /* threads in warm_up, trim or use_device */
 	uint64_t last_seq;                   /* sfr_ticket.seq of the save that was admitted last */
 	uint64_t nr_saves;                   /* saves so far, for statistics */
 };
@@ -100,7 +100,8 @@ void sfr__copiers_start_locked(struct sfr_engine *engine);
 void sfr__workers_stop(struct sfr_engine *engine);
 /* Gives the writers a task; they serve tasks in the order of their arrival. */
 void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);
-/* Insert work into the list after all work of its rank, and remove it from the list. */
+/* sfr__shared_push_locked inserts work into the list after all work of its rank, and
+ * sfr__shared_remove_locked removes it. */
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
 /* Wakes the threads that may do shared work, because a step that was not possible may be now. */
@@ -108,23 +109,24 @@ void sfr__shared_wake_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
 void sfr__engine_get(struct sfr_engine *engine); /* adds a reference; sfr_engine_put drops it */
-/* Counts one less in nr_snapshots: a snapshot has returned its memory or got none, or an onload is
- * freed. The last one of a closed engine frees the pool. */
+/* Counts one user less in nr_pool_users: a snapshot has returned its memory or got none, or an
+ * onload is freed. The last user of a closed engine frees the pool. */
 void sfr__engine_drop_pool_user(struct sfr_engine *engine);
 
 /* ---- slots.c ---- */
-/* Waits until a save may take a slot; unordered saves have slots of their own. `flags` are those of
- * the save. There is no wait with SFR_SAVE_NESTED, and none if the calling thread already has a
- * slot: if none is free, *beyond is set, and the save exceeds max_in_flight. Returns 0; SFR_EAGAIN
- * after the deadline; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
+/* Waits until a save may take a slot; unordered saves have slots of their own. `flags` are the
+ * save's flags. The call does not wait with SFR_SAVE_NESTED, nor for an ordered save of a thread
+ * that already has a slot. If no slot is free then, *beyond is set, and the save exceeds
+ * max_in_flight. Returns 0; SFR_EAGAIN after the deadline; SFR_EBUSY with SFR_SAVE_NO_WAIT;
+ * SFR_ECLOSED. */
 int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
 			     uint64_t deadline_ns, bool *beyond);
 /* Give a save of the calling thread a slot, and take the slot back when the save has ended. */
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 /* Returns the number of saves in flight that the calling thread has not launched yet. The thread
- * must not wait for these to end, because it would wait for itself. `in_pool`: counts only saves
- * that the pool counts among those that need blocks. */
+ * must not wait for these saves to end, because it would wait for itself. With `in_pool`, counts
+ * only saves that the pool counts among those that need blocks. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool);
 
 #endif

@@ -2,20 +2,21 @@
  *
  *   wanted ──a slot is free, or the save is nested──▶ in the call ──launched──▶ in flight ──▶ left
  *
- * A ticket embeds its slot (struct sfr__flight). A save without a ticket (by another CheckpointIO,
- * on a Python thread) takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and
- * close waits for both.
+ * A save is *launched* when its caller hands it to other threads, which finish it. A ticket embeds
+ * its slot (struct sfr__flight). A save without a ticket (by another CheckpointIO, on a Python
+ * thread) takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and close waits for
+ * both.
  *
  * Unordered saves are the files of a larger save, such as a directory. The larger save has an
  * ordinary slot or is bounded by its maker, so max_in_flight does not count its files. The files
- * have slots of their own, SFR__MOST_UNORDERED, which bound their file descriptors. So they never
- * wait for saves in the log, which may be waiting for them. Statistics count the larger save once:
- * by its slot, or by its file of parts. An unordered save ends without further calls of its caller,
- * so a thread may always wait for one of its own to end.
+ * have slots of their own, SFR__MOST_UNORDERED, which bound their file descriptors. So a file never
+ * waits for the slot of an ordinary save, which may itself wait for the file. Statistics count the
+ * larger save once: by its slot, or by its file of parts. An unordered save ends without further
+ * calls of its caller, so a thread may always wait for its own unordered saves to end.
  *
  * A thread may have a slot for longer than one call: while it fills a directory. Another save of
- * that thread would wait forever for this slot. So it exceeds max_in_flight instead, as a nested
- * save does.
+ * that thread would wait forever for this slot. So that save exceeds max_in_flight instead, as a
+ * nested save does.
  */
 #include "engine/engine.h"
 #include "sfr/save.h"

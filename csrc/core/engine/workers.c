@@ -95,7 +95,7 @@ static struct sfr__shared *work_locked(const struct worker *worker)
 	}
 }
 
-/* Returns whether there is neither a task for this thread nor a reason to end. */
+/* Returns whether this thread has no task and the engine is not stopping. */
 static bool is_idle_locked(const struct worker *worker)
 {
 	return !(worker->kind == WRITER && worker->engine->tasks.head) && !worker->engine->stopping;
@@ -130,6 +130,7 @@ static void serve(struct worker *worker)
 	sfr__unlock(&engine->mu);
 }
 
+/* lane_main, writer_main and copier_main are the main functions of the three kinds of threads. */
 static void *lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;

@@ -51,7 +51,7 @@ static void put_back(const struct cleaning *cleaning, const char *name, const ch
 static void report_foreign(const struct cleaning *cleaning, const char *path,
 			   const struct sfr__tmp_name *parsed)
 {
-	if (!sfr__tmp_first_time(path))
+	if (!sfr__tmp_remember(path)) /* it was reported before */
 		return;
 	if (parsed->kind == SFR__TMP_OLD)
 		sfr__notice_text("%s is what %s/%s was before a save on another machine or in an "
@@ -63,9 +63,9 @@ static void report_foreign(const struct cleaning *cleaning, const char *path,
 				 path);
 }
 
-/* Removes one temporary, or puts it back if it is a directory that was moved aside. Does so only if
- * the writer is dead, and reports the temporary if that cannot be known. `name` is the temporary's
- * name in the directory, `path` its path. */
+/* Removes one temporary if its writer is dead, or puts it back if it is a directory that was moved
+ * aside. Reports the temporary if it is unknown whether the writer is dead. `name` is the
+ * temporary's name in the directory, `path` its path. */
 static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
 		      const struct sfr__tmp_name *parsed)
 {
@@ -97,7 +97,7 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 		(void)sfr__fd_close(fd); /* nothing was written to it */
 }
 
-/* For sfr__dir_each: cleans one name, if it is that of a temporary. Returns 0 or -ENOMEM. */
+/* For sfr__dir_each: cleans one name if it names a temporary. Returns 0 or -ENOMEM. */
 static int clean_name(void *arg, const char *name)
 {
 	const struct cleaning *cleaning = arg;
@@ -118,7 +118,7 @@ void sfr__tmp_clean(int dir, const char *dir_path)
 {
 	struct cleaning cleaning = { .path = dir_path, .dir = dir };
 
-	if (sfr__tmp_boot(cleaning.boot)) /* else no temporary is known to be of this boot */
+	if (sfr__tmp_boot(cleaning.boot)) /* without it no writer is known to be dead */
 		/* on failure the next save tries again */
 		(void)sfr__dir_each(dir_path, clean_name, &cleaning);
 }

@@ -4,7 +4,7 @@
  *                temporary in it, locked                            (tmp.c)
  *                one page written to test O_DIRECT; space reserved
  *   2  write     blocks at their offsets, from several threads at a time
- *   3  sync      cut off what the last page has beyond the end
+ *   3  sync      cut the file to its length, because the last page may be longer
  *                fdatasync: the bytes are on the disk
  *   4  rename    over the destination: readers see old or new, nothing between
  *   5  sync      fsync of the directory: the new name is on the disk
@@ -38,9 +38,9 @@
  *
  *      NONE    -> NAMED     sfr__file_init
  *      NAMED   -> OPEN      sfr__file_open
- *      OPEN    -> OPEN      sfr__file_write; a failed write changes nothing here,
- *                           the ticket keeps its error and goes to fini
- *      OPEN    -> SYNCED    sfr__file_sync (without `durable` a formality)
+ *      OPEN    -> OPEN      sfr__file_write, even if it fails: the ticket keeps
+ *                           the error, and calls fini next
+ *      OPEN    -> SYNCED    sfr__file_sync (which syncs only if `durable`)
  *      SYNCED  -> DONE      sfr__file_commit
  *      SYNCED  -> RENAMED   sfr__file_commit, the last step failing
  *      NAMED, OPEN, SYNCED -> BROKEN   open, sync, commit, failing
@@ -61,7 +61,7 @@
 
 static const _Alignas(SFR_PAGE) char zero_page[SFR_PAGE];
 
-/* Sets *err and returns `code`. */
+/* Sets *err, unless it has an error, and returns `code`. */
 static int fail(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
 {
 	sfr__err_set(err, code, phase, note);
@@ -99,8 +99,9 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 
 /* ---- unanswered calls ---- */
 
-/* Mark the begin and the end of a call to the file system that may hang. Several writers may make
- * such calls at a time. When any of them returns, the file system has answered. */
+/* begin_call and end_call enclose each call to the file system that may hang, so that other threads
+ * notice if it does. Several writers may make such calls at a time. When any call returns, the file
+ * system has answered. */
 static void begin_call(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
@@ -122,7 +123,7 @@ uint64_t sfr__file_asked_since(const struct sfr__file *f)
 
 /* ---- open ---- */
 
-/* Chooses writes through the page cache, for the reason `why`, which ends a sentence. */
+/* Chooses writes through the page cache. `why` is the reason, and the end of a sentence. */
 static void go_buffered(struct sfr__file *f, const char *why)
 {
 	f->io_mode = SFR_IO_BUFFERED;
@@ -183,8 +184,8 @@ static int try_direct(struct sfr__file *f)
 }
 
 /* Reserves space, so that a full disk is noticed before gigabytes are written, and so that the file
- * is contiguous on the disk. Returns 0 or -errno. A file system that cannot reserve space is no
- * error: 0. posix_fallocate is no alternative, because there it would write the whole file. */
+ * is contiguous on the disk. Returns 0 or -errno. Returns 0 also if the file system cannot reserve
+ * space. On such a file system posix_fallocate would write the whole file. */
 static int reserve_space(struct sfr__file *f)
 {
 	int rc = -EINTR;
@@ -198,7 +199,7 @@ static int reserve_space(struct sfr__file *f)
 	return 0;
 }
 
-/* Opens the directory; it need not be readable unless it will be synced. Returns 0 or -errno. */
+/* Opens the directory, which must be readable if it will be synced. Returns 0 or -errno. */
 static int open_directory(struct sfr__file *f)
 {
 	int fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
@@ -267,7 +268,7 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 		begin_call(f);
 		put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
-		code = put < 0 ? -errno : -EIO; /* no errno: used if nothing was written */
+		code = put < 0 ? -errno : -EIO; /* -EIO: nothing was written, without an error */
 		end_call(f);
 		if (put == 0 || (put < 0 && code != -EINTR))
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
@@ -351,8 +352,8 @@ static int check_directory(const struct sfr__file *f)
 	return held.st_ino == there.st_ino ? 0 : -ESTALE;
 }
 
-/* Syncs the directory. If the file system cannot do that, sets f->why_unsynced, which is no error.
- * Returns 0 or -errno. */
+/* Syncs the directory. If the file system cannot do that, sets f->why_unsynced and returns 0.
+ * Returns -errno after any other error. */
 static int sync_directory(struct sfr__file *f)
 {
 	SFR__TRACE(SFR_TRACE_SYNC_DIR, 0, 0);

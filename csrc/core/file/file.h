@@ -12,8 +12,8 @@
 
 /* Returns "dir/name", which the caller frees with sfr_sys.free, or NULL without memory. */
 char *sfr__path_join(const char *dir, const char *name);
-/* Calls `each` with the names in a directory, except "." and "..", until it returns nonzero.
- * Returns that value, 0, or -errno of the directory. */
+/* Calls `each` with each name in a directory, except "." and "..", until it returns nonzero.
+ * Returns that value, or 0 after the last name, or -errno if the directory cannot be read. */
 int sfr__dir_each(const char *dir, int (*each)(void *arg, const char *name), void *arg);
 /* Syncs the entries of a directory. Returns 0 or -errno. A file system that cannot sync directories
  * is no error: 0. */
@@ -38,7 +38,7 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 /* Removes a temporary from the list, so that other saves may remove its file. Called when the file
  * was renamed or removed, and before its descriptor is closed. Idempotent. */
 void sfr__tmp_forget(struct sfr__tmp *tmp);
-/* Returns whether `path` is a temporary whose writer is alive, or may be: it is in this process,
+/* Returns whether `path` is a temporary whose writer may be alive: the writer is in this process,
  * another process has the lock, or the lock's state is unknown. `name` is the last component of
  * `path`. */
 bool sfr__tmp_may_be_live(const char *path, const char *name);
@@ -65,23 +65,23 @@ enum sfr__file_state {
 };
 
 /* The life of one file: temporary in the same directory -> data -> fdatasync -> rename ->
- * fsync(directory). Every step is called at most once (SFR_ESTATE otherwise), except writes, which
- * may come from several threads at a time. */
+ * fsync(directory). Writes may come from several threads at a time. Every other step is called at
+ * most once; a second call returns SFR_ESTATE. */
 struct sfr__file {
 	char *dir, *name; /* path of the directory, and the destination's name in it */
-	int dir_fd, fd;   /* of the directory, and of the temporary; -1: none */
-	uint64_t len;
+	int dir_fd, fd;   /* descriptors of the directory and of the temporary; -1: none */
+	uint64_t len;     /* bytes of the complete file */
 	uint32_t io_mode; /* SFR_IO_* */
 	bool durable, renamed;
-	/* calls to the file system that have not returned, and when the last call began or
-	 * returned (sfr__now_ns) */
+	/* the number of calls to the file system that have not returned; and the time (sfr__now_ns)
+	 * when the last call began or returned */
 	atomic_uint nr_asked;
 	_Atomic uint64_t asked_ns;
 	/* why the file was written through the page cache, or "" if it was not; and why the
 	 * directory was not synced, or "" if it was */
 	char why_buffered[160], why_unsynced[160];
 	enum sfr__file_state state;
-	uint64_t fork_generation; /* of the process that made this; a child must not touch it */
+	uint64_t fork_generation; /* the maker's; it differs in a child, which must not use this */
 	/* a list points to this, so the struct must not move between open and fini */
 	struct sfr__tmp tmp;
 };

@@ -13,7 +13,7 @@
  * 3 before 4: otherwise the new name might reach the disk before the bytes. 5 before 6: until the
  * parent is synced, a power failure may bring the old directory back, so it must be whole. If that
  * sync fails, the old directory stays next to the new one. The next save into the parent syncs the
- * parent and then removes what is left (clean.c).
+ * parent and then removes the old directory (clean.c).
  *
  *         open           sync            commit             clear
  *   NEW ───────▶ OPEN ──────────▶ SYNCED ───────▶ DONE ──────────▶ CLEARED
@@ -52,18 +52,19 @@ enum state {
 
 struct sfr_folder {
 	char *dir, *name;    /* the parent's path, and the destination's name in it */
-	char *path;          /* of the temporary directory */
+	char *path;          /* path of the temporary directory */
 	char *aside;         /* the name of an old directory that was moved aside; NULL: none was */
-	int dir_fd, lock_fd; /* of the parent, and of the file that carries the lock; -1: none */
+	int dir_fd, lock_fd; /* descriptors of the parent and of the lock's file; -1: none */
 	bool durable;
-	bool keeps_aside; /* the old directory could not be moved back */
+	bool keeps_aside; /* the old directory could not be moved back, so `aside` is its name */
 	enum state state;
 	uint64_t fork_generation;
 	struct sfr__tmp tmp;                   /* the lock, in the list of live temporaries */
 	char temporary[SFR__TMP_NAME_LEN + 2]; /* the name of the temporary directory */
 };
 
-/* Records a failed step in the state and in *err, and returns `code`. */
+/* Records a failed step in the state and in *err, and returns `code`. After a failed sync of the
+ * parent the new directory is in place; after any other failure it is not. */
 static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_phase phase,
 		const char *note)
 {
@@ -168,7 +169,7 @@ struct walk {
 	struct node *todo; /* directories whose entries were not visited yet */
 	struct node *seen; /* visited directories, each before its parent */
 	const char *dir;   /* the directory being visited */
-	size_t top_len;    /* of the path of the whole tree, for messages */
+	size_t top_len;    /* length of the tree's own path, which messages leave out */
 	bool durable;      /* files are synced */
 	uint64_t nbytes;   /* the sum of the files' lengths so far */
 	struct sfr_err *err;
@@ -331,8 +332,8 @@ static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 	return rc;
 }
 
-/* Puts the new directory in place: step 4 above. Returns 0, or -errno, possibly with a sentence in
- * *note, as above. */
+/* Puts the new directory in place: step 4 above. Returns 0, or -errno, possibly with a constant
+ * sentence in *note. */
 static int exchange_or_rename(struct sfr_folder *f, const char **note)
 {
 	struct stat st;
@@ -370,8 +371,8 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 
 /* ---- the end ---- */
 
-/* Removes the directory `name` next to the destination, which is the temporary directory or the one
- * that was moved aside. Returns 0, or the code that it puts into `err`. */
+/* Removes a directory next to the destination. `name` is the name of the temporary directory, or of
+ * the old one that was moved aside. Returns 0, or the code that it puts into `err`. */
 static int remove_hidden(const struct sfr_folder *f, const char *name, struct sfr_err *err)
 {
 	char *path = sfr__path_join(f->dir, name);
@@ -393,7 +394,8 @@ int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
 
 	if (f->fork_generation != sfr_fork_generation() || f->state == CLEARED)
 		return 0;
-	/* Under the temporary name is the new directory or, after an exchange, the old one. */
+	/* The temporary name is that of the new directory or, after an exchange, of the old one. In
+	 * the state PLACED both directories stay: see the head of this file. */
 	if (f->path && !placed)
 		rc = remove_hidden(f, f->temporary, err);
 	if (f->aside && !placed && !f->keeps_aside && f->state == DONE) {

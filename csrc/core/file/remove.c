@@ -10,8 +10,8 @@
  *
  * A temporary (file or directory) is kept if its writer is, or may be, alive. Removes run in the
  * order of submission, so the writer's save was submitted after the remove, and its file must stay.
- * The directories above it are kept without an error. sfr__file_remove_own, by which the maker of a
- * temporary directory removes it, keeps nothing.
+ * The directories above it are kept without an error. sfr__file_remove_own keeps nothing: the maker
+ * of a temporary directory removes the directory with it.
  *
  * A directory with a file `.metadata`, which names the data files, is a checkpoint of
  * torch.distributed.checkpoint (DCP). In it `.metadata` is removed first, and the directory is
@@ -20,9 +20,9 @@
  * the directory stays as it is.
  *
  * Apart from that a remove is not synced, and no caller waits for it to be durable. It runs only
- * when the save before it is durable. So if the machine dies and the removed name is there again,
- * there is one checkpoint too many, never one too few. A later save into the directory syncs the
- * remove, too. */
+ * when the save before it is durable. So if the machine dies and the removed name comes back, there
+ * is one checkpoint too many, never one too few. A later save into the directory syncs the remove,
+ * too. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -48,7 +48,7 @@ struct walk {
 	struct sfr_err *err;
 };
 
-/* Keeps the first error of the walk, which goes on. */
+/* Records an error of the walk, if it is the first. The walk goes on. */
 static void keep_error(struct walk *w, int code)
 {
 	sfr__err_set(w->err, code, SFR_PHASE_REMOVE, NULL);
@@ -71,7 +71,8 @@ static void push_directory(struct walk *w, const char *path)
 }
 
 /* Removes a file or link, or puts a directory on the list. Keeps a live temporary. `name` is the
- * last component of `path`. NULL: `path` is what the caller wants removed, so it is not kept. */
+ * last component of `path`, or NULL for the path that the caller wants removed, which is never
+ * kept. */
 static void remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
@@ -137,6 +138,7 @@ static bool is_metadata_file(const char *name)
 	return strcmp(name, ".metadata") == 0;
 }
 
+/* Returns whether this is the name of a data file of DCP, such as `__3_0.distcp`. */
 static bool is_data_file(const char *name)
 {
 	const char *dot = strrchr(name, '.');
@@ -202,7 +204,7 @@ static void step_directory(struct walk *w)
 		if (code == -ENOENT)
 			break;
 		if (code == -ENOTEMPTY || code == -EEXIST) {
-			/* An entry was kept, or could not be removed: scanning again is no use. */
+			/* Another scan would not help: an entry was kept or cannot be removed. */
 			if (w->kept || w->err->code)
 				break;
 			if (node->nr_scans++ < NR_SCANS) {
@@ -222,7 +224,7 @@ static void step_directory(struct walk *w)
 /* Removes `path` with everything in it. Returns 0, or the first error, which is also in `err`. */
 static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 {
-	/* not `err`, which may have an earlier error: the walk asks whether it has failed itself */
+	/* The walk asks whether it has failed itself, and `err` may have an earlier error. */
 	struct sfr_err own = { .index = -1 };
 
 	walk->err = &own;

@@ -3,7 +3,7 @@
  * The thread that asks for the save makes these calls, and a network file system may take any time
  * for each. So the binding releases the interpreter lock once around all of them. This code only
  * reports what exists. If something is missing or refused, Python examines the path again, to give
- * a good message. The save has failed by then, so the time that this takes does not matter. */
+ * a good message. The save has failed by then, so the second examination delays nothing. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -25,8 +25,8 @@ static int is_name(const char *last)
 	return last[0] != '\0' && strcmp(last, ".") != 0 && strcmp(last, "..") != 0;
 }
 
-/* Sets target->parent, fs and readable for the directory that the first `len` bytes of `path` name;
- * without any it is the current directory. Returns 0 or -errno. */
+/* Sets target->parent, fs and readable for the directory that the first `len` bytes of `path` name.
+ * If `len` is 0, that is the current directory. Returns 0 or -errno. */
 static int resolve_parent(const char *path, size_t len, struct sfr_target *target)
 {
 	char parent[SFR_PATH_MAX] = ".";

@@ -6,8 +6,8 @@
  * for each name. So Python makes a list of changes, and the binding releases the lock once for the
  * whole list.
  *
- * The caller knows which order is safe and what to undo after a failure. The one rule here: no step
- * follows one that failed. */
+ * The caller knows which order is safe and what to undo after a failure. This code only stops at
+ * the first step that fails. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -33,7 +33,7 @@ static int write_file(const struct sfr_step *step)
 	return rc < 0 ? rc : closed;
 }
 
-/* Returns 0 or -errno; -EINVAL for an unknown kind. */
+/* Makes the change of one step. Returns 0 or -errno; -EINVAL for an unknown kind. */
 static int take_step(const struct sfr_step *step)
 {
 	switch (step->kind) {
@@ -42,7 +42,7 @@ static int take_step(const struct sfr_step *step)
 		return write_file(step);
 	case SFR_STEP_SYNC:
 		return sfr__dir_sync(step->path);
-	case SFR_STEP_RENAME:
+	case SFR_STEP_RENAME: /* `bytes` is the new name */
 		return sfr_sys.rename(AT_FDCWD, step->path, step->bytes) < 0 ? -errno : 0;
 	case SFR_STEP_UNLINK:
 		return sfr_sys.unlink(AT_FDCWD, step->path) < 0 && errno != ENOENT ? -errno : 0;
@@ -63,7 +63,7 @@ int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_don
 
 /* ---- names ---- */
 
-/* Names, each with its final zero byte, one after the other. */
+/* A growing list of names, stored one after the other, each with its final zero byte. */
 struct name_list {
 	char *bytes;
 	size_t len, room;

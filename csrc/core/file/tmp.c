@@ -2,7 +2,7 @@
  *
  * A save writes to a temporary next to its destination. If its process dies, the temporary stays,
  * as large as a checkpoint, so the next save into the directory removes it (clean.c). But it must
- * never remove a temporary whose writer is alive. Three things together show whether the writer is:
+ * never remove a temporary whose writer is alive. Three things together show whether it is alive:
  *
  *   the name   .stillframe-<boot id>-<pid>-<serial>.tmp
  *              Hidden, with an ending that no glob for checkpoints finds. The
@@ -54,7 +54,7 @@
 
 #include "file/tmp.h"
 
-/* the parts of a name, see above */
+/* the components of a name; the head of this file shows how they follow each other */
 #define PREFIX ".stillframe-"
 #define SUFFIX ".tmp"
 #define NEW ".d"
@@ -63,7 +63,7 @@
 #define BOOT_ID_PATH "/proc/sys/kernel/random/boot_id"
 #define BOOT_LEN SFR__BOOT_LEN
 #define NR_TRIES 64  /* names tried before giving up */
-#define NR_NAMED 256 /* paths that sfr__tmp_first_time remembers */
+#define NR_NAMED 256 /* paths that sfr__tmp_remember can remember */
 
 static struct {
 	/* guards everything here; no system call and no other lock under it */
@@ -72,7 +72,7 @@ static struct {
 	uint64_t last_serial;
 	char boot[BOOT_LEN + 1];
 	atomic_bool boot_known;   /* set last: a forked child may find `boot` half written */
-	uint64_t named[NR_NAMED]; /* hashes of the paths given to sfr__tmp_first_time */
+	uint64_t named[NR_NAMED]; /* hashes of the paths given to sfr__tmp_remember */
 	unsigned nr_named;
 } temps = { .mu = SFR__MUTEX(SFR__LOCK_TMP) };
 
@@ -234,10 +234,10 @@ static int check_name(int fd, int dir, const char *name)
 }
 
 /* Opens a temporary of another process, for writing if possible. Returns a descriptor or -errno. */
-static int open_other(int dir, const char *name)
+static int open_foreign(int dir, const char *name)
 {
-	/* By now the name may be that of a link, which must not be followed, or of a pipe, whose
-	 * other end must not be waited for. */
+	/* By now the name may lead to a link, which must not be followed, or to a pipe, on which an
+	 * open may wait for another process. */
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
 	int fd = sfr__fd_openat(dir, name, O_RDWR | flags, 0);
 
@@ -249,7 +249,7 @@ static int open_other(int dir, const char *name)
 enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code)
 {
 	struct stat st;
-	int fd = open_other(dir, name), rc;
+	int fd = open_foreign(dir, name), rc;
 
 	*fd_out = -1;
 	if (fd < 0)
@@ -276,9 +276,9 @@ enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int 
 										SFR__TMP_UNKNOWN;
 }
 
-bool sfr__tmp_first_time(const char *path)
+bool sfr__tmp_remember(const char *path)
 {
-	uint64_t hash = 14695981039346656037u; /* FNV-1a */
+	uint64_t hash = 14695981039346656037u; /* this and the factor below are those of FNV-1a */
 	bool is_new = true;
 
 	for (const char *p = path; *p; p++)
@@ -295,7 +295,7 @@ bool sfr__tmp_first_time(const char *path)
 
 void sfr__tmp_report_unknown(const char *path, int code)
 {
-	if (sfr__tmp_first_time(path))
+	if (sfr__tmp_remember(path))
 		sfr__notice_text("%s is a temporary file whose writer may still be running "
 				 "(%s): it was kept",
 				 path, sfr_code_name(code));
@@ -330,7 +330,7 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 /* ---- making a temporary ---- */
 
 /* Makes and locks a temporary under a new name. Returns 0, SFR_EAGAIN if the caller has to try
- * again, or -errno. *phase is what failed. */
+ * again, or -errno. *phase names the step that failed. */
 static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out,
 		    enum sfr_phase *phase)
 {
@@ -339,7 +339,7 @@ static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out
 	*phase = SFR_PHASE_OPEN;
 	add_live(tmp);
 	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, boot,
-		       (intmax_t)getpid(), tmp->serial); /* always fits: see its length */
+		       (intmax_t)getpid(), tmp->serial); /* tmp->name is long enough */
 	/* Like any file that open() makes, subject to the umask. */
 	fd = sfr__fd_openat(dir, tmp->name, O_WRONLY | O_CREAT | O_EXCL, 0666);
 	if (fd < 0) {

@@ -16,16 +16,17 @@ enum sfr__tmp_kind {
 /* A temporary's name, parsed. */
 struct sfr__tmp_name {
 	char boot[SFR__BOOT_LEN + 1];
-	intmax_t pid; /* of the writer's process */
+	intmax_t pid; /* the writer's process */
 	uint64_t serial;
 	enum sfr__tmp_kind kind;
-	size_t len;         /* of the name up to ".tmp": the name of the file with the lock */
-	const char *target; /* of a directory that was moved aside: its former name; else "" */
+	size_t len;         /* length up to and with ".tmp"; so much is the lock file's name */
+	const char *target; /* SFR__TMP_OLD: the directory's former name; otherwise "" */
 };
 
 /* Parses a name into *out. Returns whether it is the name of a temporary. */
 bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out);
-/* Copies the id of the machine's current boot. Returns false and "noboot" if it cannot be read. */
+/* Copies the id of the machine's current boot to `boot`. If the id cannot be read, copies "noboot"
+ * and returns false. */
 bool sfr__tmp_boot(char boot[SFR__BOOT_LEN + 1]);
 /* Returns whether a save of this process is writing the temporary. */
 bool sfr__tmp_is_ours(const struct sfr__tmp_name *name);
@@ -33,7 +34,7 @@ bool sfr__tmp_is_ours(const struct sfr__tmp_name *name);
 /* Whether the writer of another process's temporary is still alive. */
 enum sfr__tmp_life {
 	SFR__TMP_DEAD,    /* the caller has taken its lock */
-	SFR__TMP_GONE,    /* there is no file with the lock (any more), so the writer has ended */
+	SFR__TMP_GONE,    /* the file with the lock does not exist, so the writer has ended */
 	SFR__TMP_ALIVE,   /* another process has its lock */
 	SFR__TMP_UNKNOWN, /* *code says why */
 };
@@ -41,9 +42,9 @@ enum sfr__tmp_life {
  * If the writer is dead, *fd_out is the locked descriptor, which the caller closes, else -1. *code
  * is 0 or the error. */
 enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code);
-/* Returns true if it was not called with this path before. When the table of paths is full, it
- * always returns false, so that a process reports a limited number of paths. */
-bool sfr__tmp_first_time(const char *path);
+/* Remembers a path that is about to be reported. Returns true if the path is new. When the table of
+ * paths is full, always returns false, so that a process reports a limited number of paths. */
+bool sfr__tmp_remember(const char *path);
 /* Sends a notice that the temporary was kept, once for each path. `code` is the error that left the
  * writer's state unknown. */
 void sfr__tmp_report_unknown(const char *path, int code);

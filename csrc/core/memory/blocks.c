@@ -66,7 +66,7 @@ bool sfr__block_is_owned(enum sfr__block_state state)
 	       state != SFR__BLOCK_RETIRED;
 }
 
-/* A block that nothing owns in its new state goes into a list, unless it is retired. */
+/* A block goes into a list if its new state has no owner, and is not RETIRED. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to)
 {

@@ -2,10 +2,11 @@
  *
  *     a default pool's cap = budget - the caps of other default pools, at least one block
  *
- * The user of an engine gives the budget; the core does not find out what the system has left. Each
- * sum is one 64-bit word: a number of pages, and the fork generation in which they were counted. A
- * forked child has none of its parent's pools, and a sum of an older generation counts as zero. So
- * the child needs no lock, which another thread could have held at the fork. */
+ * A default pool is one whose cap the user did not choose. The user of an engine gives the budget;
+ * the core does not find out how much memory the system has left. Each sum is one 64-bit word: a
+ * number of pages, and the fork generation in which they were counted. A forked child has none of
+ * its parent's pools, and a sum of an older generation counts as zero. So the child needs no lock,
+ * which another thread could have held at the fork. */
 #include <stdatomic.h>
 
 #include "sfr/engine.h"
@@ -23,7 +24,7 @@ static uint64_t pages_now(uint64_t word, uint64_t generation)
 	return word >> PAGES_BITS == generation ? word & PAGES_MASK : 0;
 }
 
-/* Returns as many low bits of the fork generation as a sum has for it. */
+/* Returns the low bits of the fork generation, as many as a sum stores. */
 static uint64_t this_generation(void)
 {
 	return sfr_fork_generation() & (UINT64_MAX >> PAGES_BITS);
@@ -42,8 +43,8 @@ static void add_bytes(_Atomic uint64_t *sum, int64_t bytes)
 	while (!atomic_compare_exchange_weak(sum, &old, new));
 }
 
-/* Returns the cap of a pool: what is left of the budget after the `taken` bytes of other pools, in
- * whole blocks, and at least one block. */
+/* Returns the cap of a default pool: the bytes of the budget that other pools have not taken, at
+ * most most_bytes, in whole blocks, and at least one block. */
 static uint64_t default_cap(const struct sfr_engine_opts *opts, uint64_t taken)
 {
 	uint64_t left = opts->budget_bytes > taken ? opts->budget_bytes - taken : 0;

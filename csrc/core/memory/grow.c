@@ -14,12 +14,12 @@
 
 /* ---- on several threads ---- */
 
-/* The blocks that several threads give memory to, in one call of sfr__pool_grow_all. */
+/* One call of sfr__pool_grow_all: the blocks to which several threads give memory. */
 struct growth {
 	struct sfr__pool *pool;
 	struct sfr__list work; /* blocks that no thread has taken; guarded by pool->mu, like rc */
 	int rc;                /* the first error */
-	/* called for each block, see sfr__pool_grow_all */
+	/* called for each block when it has its memory or an error has occurred */
 	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
 };
 
@@ -74,8 +74,8 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 
 /* ---- warm up ---- */
 
-/* Moves blocks from `list` to `work`: those that lack memory among the first `nbytes` bytes of the
- * pool. Sets how many bytes each block should have. */
+/* Moves blocks from `list` to `work` if they are among the first `nbytes` bytes of the pool and
+ * lack memory there. Sets how many bytes of memory each block should have. */
 static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint64_t nbytes,
 			   struct sfr__list *work)
 {
@@ -104,6 +104,7 @@ static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int 
 			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
 }
 
+/* Compares two blocks for qsort. */
 static int by_index(const void *a, const void *b)
 {
 	uint32_t i = (*(struct sfr__block *const *)a)->index;

@@ -1,24 +1,26 @@
 /* Leases: contiguous pool memory for snapshots.
  *
- * A save needs one block at a time and returns it soon. A snapshot needs all its memory at once,
- * each item contiguous even if it is longer than a block, and keeps it as long as its users like. A
- * lease consists of whole blocks of the pool that saves use. So it counts against the same cap, and
- * its blocks may already have memory and be registered with the driver.
+ * A save needs one block at a time and returns it soon. A snapshot needs all its memory at once and
+ * keeps it as long as its users like. Each of its *items*, such as the copy of one source, must be
+ * contiguous, even if it is longer than a block. A lease consists of whole blocks of the pool that
+ * saves use. So it counts against the same cap, and its blocks may already have memory and be
+ * registered with the driver.
  *
  * place.c decides where the items go. A *run* is a row of adjacent blocks.
  *
  * Order. A request for a lease waits until no request for a single block is waiting. A save returns
  * each block when it is written, and a request owns nothing while it waits, so a wait for saves
  * ends. A snapshot's memory returns when its users release it, and the waiting thread may be such a
- * user. So the blocks of a lease are `held` until sfr__pool_hold says otherwise, and a request that
- * could only succeed by waiting for held blocks fails at once with SFR_EEXHAUSTED.
+ * user. So the blocks of a lease are `held` until sfr__pool_hold records that no user is needed for
+ * their return. A request that would have to wait for held blocks fails at once with
+ * SFR_EEXHAUSTED.
  *
  * Saves are protected too: while any save still needs blocks, a lease leaves them one block, which
  * is enough for progress. This is checked under the pool's lock at every attempt, so a save that
  * begins while a request waits counts. A save that the waiting thread itself has interrupted, in a
  * signal handler, does not count, because that save goes on only after the request. A save whose
  * blocks are all written does not count either. It waits for its entry in the log, and an earlier
- * entry may be work that waits for this lease.
+ * entry may be external work that waits for this lease.
  *
  * Devices. A run must be contiguous, so its blocks are pinned at their own addresses or not at all.
  * If a block uses memory that the driver allocated (pin.c), that memory is freed first. */
@@ -27,7 +29,7 @@
 
 #include "memory/pool_int.h"
 
-/* Returns how many bytes of memory block `i` of a run needs. */
+/* Returns how many bytes of memory the block number `i` of a run needs. */
 static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
 			const struct sfr__run_of_blocks *run, uint32_t i)
 {
@@ -36,8 +38,8 @@ static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *l
 	return left < pool->block_bytes && !lease->whole ? left : pool->block_bytes;
 }
 
-/* Visits every block of a lease. In the body, `run` is the block's run, and its index in the pool
- * is run->first + i. */
+/* Visits every block of a lease. In the body, `run` is the block's run, and run->first + i is the
+ * block's index in the pool. */
 #define FOR_EACH_BLOCK(pool, lease, run, i)                                                        \
 	for (const struct sfr__run_of_blocks *run = (lease)->runs;                                 \
 	     run != (lease)->runs + (lease)->nr_runs; run++)                                       \
@@ -55,11 +57,11 @@ static void wake_waiters_locked(struct sfr__pool *pool)
 static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
 			       struct sfr__lease *lease)
 {
-	uint32_t last = 0;
+	uint32_t end = 0; /* the index after the lease's last block */
 
 	lease->nr_runs = lease->nr_blocks = 0;
-	for (uint32_t e = 0; e < placement->nr_gaps; e++) {
-		const struct sfr__gap *gap = &placement->gaps[e];
+	for (uint32_t g = 0; g < placement->nr_gaps; g++) {
+		const struct sfr__gap *gap = &placement->gaps[g];
 
 		if (gap->at != gap->begin) /* items were put into this gap */
 			lease->runs[lease->nr_runs++] = (struct sfr__run_of_blocks){
@@ -68,10 +70,10 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 	}
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
-		if (run->first + i + 1 > last)
-			last = run->first + i + 1;
+		if (run->first + i + 1 > end)
+			end = run->first + i + 1;
 	}
-	while (pool->nr_known < last)
+	while (pool->nr_known < end)
 		sfr__pool_push(&pool->reserved, sfr__pool_fresh_locked(pool));
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
@@ -94,7 +96,8 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 	wake_waiters_locked(pool);
 }
 
-/* Sets whether the blocks are held: only a user can return them, so nothing may wait for that. */
+/* Sets whether the blocks are held. Only a user can return a held block, so no thread waits for
+ * it. */
 static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -112,7 +115,7 @@ static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lea
 	wake_waiters_locked(pool);
 }
 
-/* Makes the lease's blocks free, or RETIRED if the lease is. */
+/* Makes the lease's blocks free, or RETIRED if lease->retired is set. */
 static void return_blocks_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	set_held_locked(pool, lease, false);
@@ -152,7 +155,8 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	return rc;
 }
 
-/* For sfr__pool_grow_all. A block without its memory stays GROWING until the whole lease fails. */
+/* For sfr__pool_grow_all: makes a block LEASED once it has its memory. A block that got none stays
+ * GROWING until the whole lease fails. */
 static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
 	if (rc == 0)
@@ -210,7 +214,7 @@ static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *p
 				struct sfr__lease *lease)
 {
 	struct sfr__waiter me = { .seq = UINT64_MAX };
-	bool late = deadline_ns == 0;
+	bool late = deadline_ns == 0; /* there is no time left to wait */
 	int rc;
 
 	sfr__pool_enqueue_locked(pool, &me);
@@ -225,7 +229,7 @@ static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *p
 			rc = 0;
 			break;
 		}
-		/* Would the items fit after everything has returned that needs no user? */
+		/* Would the items fit if all blocks outside held leases had returned? */
 		rc = sfr__pool_place_locked(pool, placement, true, false) ? SFR_EAGAIN :
 									    SFR_EEXHAUSTED;
 		if (rc == SFR_EEXHAUSTED || late)
@@ -242,7 +246,7 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
 	struct sfr__placement placement = { .lens = lens, .nr = nr, .addrs = addrs };
 	/* the largest number of gaps: every second block is in use */
-	const uint32_t most = pool->nr_blocks / 2 + 1;
+	const uint32_t most_gaps = pool->nr_blocks / 2 + 1;
 	const uint64_t *starved = NULL;
 	struct sfr__lease lease = { .whole = whole };
 	int rc;
@@ -254,8 +258,8 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 			return SFR_EEXHAUSTED;
 		placement.total += sfr__round_up(lens[i], SFR_ALIGN);
 	}
-	placement.gaps = sfr_sys.malloc(most * sizeof(*placement.gaps));
-	lease.runs = sfr_sys.malloc(most * sizeof(*lease.runs));
+	placement.gaps = sfr_sys.malloc(most_gaps * sizeof(*placement.gaps));
+	lease.runs = sfr_sys.malloc(most_gaps * sizeof(*lease.runs));
 	rc = placement.gaps != NULL && lease.runs != NULL ? 0 : -ENOMEM;
 	if (rc != 0)
 		goto fail;
@@ -315,7 +319,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	uint32_t nr = 0;
 	bool all = true;
 
-	/* The blocks and their regions are the caller's, so no lock is needed. */
+	/* The caller owns the blocks and their regions, so no lock is needed. */
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];

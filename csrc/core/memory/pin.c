@@ -41,8 +41,8 @@ struct sfr__region {
 	char *pool_addr; /* the first block's address in the pool; not `mem` if ALLOCATED */
 	enum pin_way way;
 	uint32_t nr_blocks;
-	uint32_t nr_in_trim; /* its blocks that are in a trim; guarded by pin->mu, like keep */
-	bool keep;           /* a block of it is retired, so it is never released */
+	uint32_t nr_in_trim; /* its blocks in a running trim; guarded by pin->mu, like keep */
+	bool keep;           /* one of its blocks is retired, so it is never released */
 	bool gone;           /* during a trim: the driver has released it */
 };
 
@@ -151,8 +151,8 @@ static struct sfr__region *add_region(struct sfr__pin *pin, enum pin_way way, ch
 	return region;
 }
 
-/* Has the driver release the memory of a region. Returns false if the driver may still know the
- * memory, whose pages must then stay mapped. */
+/* Makes the driver release the memory of a region. Returns false if the driver may still know the
+ * memory. Its pages must then stay mapped. */
 static bool release_memory(const struct sfr__pin *pin, enum pin_way way, char *mem)
 {
 	CUresult rc = CUDA_SUCCESS;
@@ -190,7 +190,7 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 	return CUDA_SUCCESS;
 }
 
-/* Pins a block in the best way that works. `in_place`: its memory must not be replaced. */
+/* Pins a block in the best way that works. With `in_place`, its memory must not be replaced. */
 static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes,
 		    bool in_place)
 {
@@ -284,6 +284,7 @@ bool sfr__pin_is_foreign(const struct sfr__block *block)
 
 /* ---- releasing ------------------------------------------------------------------- */
 
+/* Removes a region from the pool's list. */
 static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 {
 	struct sfr__region **at = &pin->regions;
@@ -293,8 +294,8 @@ static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 	*at = region->next;
 }
 
-/* Removes each region whose blocks are all in `list` from the pool's list of regions. Returns the
- * removed regions as a list. */
+/* Removes regions from the pool's list: those whose blocks are all in `list`. Returns the removed
+ * regions as a list of their own. */
 static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__region *taken = NULL;
@@ -362,7 +363,8 @@ bool sfr__pin_fini(struct sfr__pin *pin)
 	bool all = true;
 
 	if (pin->cu) {
-		(void)sfr__cuda_enter(&scope, pin->cu, pin->context); /* as in sfr__pin_drop */
+		/* if this fails, so do the calls that follow */
+		(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
 		while ((region = pin->regions)) {
 			pin->regions = region->next;
 			if (region->keep || !release_memory(pin, region->way, region->mem))

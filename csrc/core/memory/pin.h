@@ -12,14 +12,14 @@ struct sfr__region;
 
 /* Embedded in a pool; all zero except the mutex until sfr__pin_on. */
 struct sfr__pin {
-	struct sfr__mutex mu; /* guards what follows; no driver call is made under it */
+	struct sfr__mutex mu; /* guards the fields below; no driver call is made under it */
 	/* NULL: no device is used; constant once set, like the next two */
 	const struct sfr__cuda *cu;
 	CUcontext context;
 	uint32_t device;
 	struct sfr__region *regions;
 	char note[160]; /* a sentence about the worst fallback so far, or "" if there was none */
-	int worst;      /* the enum pin_way (pin.c) of that fallback; a higher one is worse */
+	int worst;      /* that fallback, an enum pin_way (pin.c); a higher number is worse */
 };
 
 void sfr__pin_init(struct sfr__pin *pin);
@@ -35,7 +35,7 @@ bool sfr__pin_fini(struct sfr__pin *pin);
 int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t device, char *why,
 		size_t why_len);
 bool sfr__pin_is_on(struct sfr__pin *pin);
-/* Logs, and notes for reports, that nothing could be pinned, and why. */
+/* Logs that nothing could be pinned, and why, and notes it for reports. */
 void sfr__pin_failed(struct sfr__pin *pin, const char *why);
 
 /* Pins `nr` adjacent blocks that the caller owns and that have all their memory, in few calls. A
@@ -44,13 +44,13 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why);
  * freed. Any fallback is logged and noted for reports. The context must be current. */
 void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		     uint64_t block_bytes);
-/* Does the same for blocks whose address must not change, and which therefore cannot get other
- * memory. Blocks that cannot be registered stay pageable, without a region. */
+/* Does the same, but never replaces a block's memory, so addresses stay as they are. Blocks that
+ * cannot be registered stay pageable, without a region. */
 void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		       uint64_t block_bytes);
-/* Releases the regions all of whose blocks are in `list`, which the caller owns; these blocks then
- * have no region. Other regions stay, and so do those that the driver does not release. Enters the
- * context itself. */
+/* Releases each region whose blocks are all in `list`; these blocks then have no region. The caller
+ * owns the blocks in the list. Other regions stay, and so does a region that the driver refuses to
+ * release. Enters the context itself. */
 void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list);
 /* Marks the region of a retired block, so that it is never released. */
 void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block);

@@ -6,8 +6,8 @@
  * them that has room. */
 #include "memory/pool_int.h"
 
-/* Returns whether the block can be taken. That is: now or, with `later`, once every block has
- * returned that is not in a held lease. */
+/* Returns whether the block can be taken now or, with `later`, after all blocks outside held leases
+ * have returned. */
 static bool is_usable(const struct sfr__block *block, bool later)
 {
 	/* A copy into a retired block may run forever. */
@@ -77,18 +77,18 @@ static bool fill_gaps(const struct sfr__pool *pool, struct sfr__placement *place
 {
 	for (uint32_t i = 0; i < placement->nr; i++) {
 		uint64_t len = sfr__round_up(placement->lens[i], SFR_ALIGN);
-		uint32_t e = 0;
+		uint32_t g = 0;
 
 		placement->addrs[i] = NULL;
 		if (len == 0)
 			continue;
-		while (e < placement->nr_gaps &&
-		       placement->gaps[e].end - placement->gaps[e].at < len)
-			e++;
-		if (e == placement->nr_gaps)
+		while (g < placement->nr_gaps &&
+		       placement->gaps[g].end - placement->gaps[g].at < len)
+			g++;
+		if (g == placement->nr_gaps)
 			return false;
-		placement->addrs[i] = pool->range.base + placement->gaps[e].at;
-		placement->gaps[e].at += len;
+		placement->addrs[i] = pool->range.base + placement->gaps[g].at;
+		placement->gaps[g].at += len;
 	}
 	return true;
 }
@@ -98,8 +98,8 @@ static uint64_t nr_touched(const struct sfr__pool *pool, const struct sfr__place
 {
 	uint64_t nr = 0;
 
-	for (uint32_t e = 0; e < placement->nr_gaps; e++)
-		nr += sfr__round_up(placement->gaps[e].at - placement->gaps[e].begin,
+	for (uint32_t g = 0; g < placement->nr_gaps; g++)
+		nr += sfr__round_up(placement->gaps[g].at - placement->gaps[g].begin,
 				    pool->block_bytes) /
 		      pool->block_bytes;
 	return nr;
@@ -109,10 +109,10 @@ bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement 
 			    bool later, bool spare)
 {
 	uint64_t nr = sfr__round_up(placement->total, pool->block_bytes) / pool->block_bytes;
-	uint64_t left = nr_usable_locked(pool, later), leave = spare ? 1 : 0;
+	uint64_t nr_usable = nr_usable_locked(pool, later), nr_spare = spare ? 1 : 0;
 	uint32_t first;
 
-	if (nr + leave > left)
+	if (nr + nr_spare > nr_usable)
 		return false;
 	first = nr == 0 ? 0 : find_window_locked(pool, nr, later);
 	if (first < pool->nr_blocks) {
@@ -124,5 +124,5 @@ bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement 
 		return fill_gaps(pool, placement);
 	}
 	find_gaps_locked(pool, later, placement);
-	return fill_gaps(pool, placement) && nr_touched(pool, placement) + leave <= left;
+	return fill_gaps(pool, placement) && nr_touched(pool, placement) + nr_spare <= nr_usable;
 }

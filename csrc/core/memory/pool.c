@@ -25,7 +25,7 @@
  *     FREE       LEASED     take_block_locked, when it has enough
  *     GROWING    LEASED     get, when the memory is there
  *     GROWING    FREE       warm_up, supply, when the memory is there; get, when the system has no
- *                           more memory and the block keeps what it had
+ *                           more memory and the block keeps the memory that it had
  *     GROWING    RESERVED   get, warm_up, supply, when the system has no memory and the block had
  *                           none
  *     LEASED     FREE       put
@@ -58,7 +58,7 @@
 
 /* ---- lists and states, with the lock -------------------------------------- */
 
-/* Takes the first block with memory for `need` bytes off a list. NULL if there is none. */
+/* Removes the first block with memory for `need` bytes from a list and returns it, or NULL. */
 static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 {
 	for (struct sfr__block **at = &list->head; *at != NULL; at = &(*at)->next) {
@@ -83,8 +83,8 @@ static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
 /* Takes a block for `need` bytes, in this order of preference: a partial block with enough memory;
  * a whole block; a block without memory; a partial block with too little memory. If the pool lacks
  * whole blocks and `need` is less than a block, a block without memory is taken before a whole one.
- * So the pool's memory comes to match what its saves need. The block becomes LEASED, or GROWING if
- * it needs more memory. Returns NULL if no block is left. */
+ * So the pool gets the memory that its saves need. The block becomes LEASED, or GROWING if it needs
+ * more memory. Returns NULL if no block is left. */
 static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 {
 	struct sfr__block *block = pop_fitting(&pool->partial, need);
@@ -138,7 +138,8 @@ static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t ne
 				 struct sfr__block **out)
 {
 	struct sfr__waiter me = { .seq = seq };
-	bool late = deadline_ns == 0, exhausted;
+	bool late = deadline_ns == 0; /* there is no time left to wait */
+	bool exhausted;
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {

@@ -28,7 +28,7 @@ enum sfr__block_state {
 
 struct sfr__block {
 	char *mem;               /* page aligned, block_bytes of address space */
-	struct sfr__block *next; /* in a list of the pool, or of the block's owner */
+	struct sfr__block *next; /* the next in a list of the pool, or of the block's owner */
 	/* The registered region that contains the block, or NULL. Only the block's owner changes
 	 * it. */
 	_Atomic(struct sfr__region *) region;
@@ -36,10 +36,10 @@ struct sfr__block {
 	size_t want;      /* bytes of memory that it should have; used by warm_up and leases */
 	uint32_t index;
 	enum sfr__block_state state; /* guarded by pool->mu, like held */
-	bool held; /* in a lease that only a user can return: see sfr__pool_hold */
+	bool held; /* in a lease that only a user can give back (sfr__pool_hold) */
 };
 
-/* Numbers of bytes as in struct sfr_stats, and of threads. */
+/* Statistics of a pool. struct sfr_stats (sfr/engine.h) explains the numbers of bytes. */
 struct sfr__pool_stats {
 	uint64_t pool_bytes, block_bytes, committed_bytes, leased_bytes, retired_bytes;
 	uint32_t nr_waiters; /* threads that wait for a block or a lease */
@@ -52,10 +52,10 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, bool shared, struct
 /* Frees the pool. No block may be leased. Accepts NULL. */
 void sfr__pool_free(struct sfr__pool *pool);
 /* Leases a block with at least `need` bytes of memory (need <= block_bytes), preferably a free
- * block that has them already. Of the waiting threads, the one with the lowest `seq` (the oldest
- * save) is served first. Returns 0; SFR_EAGAIN when `slice_ns` passes (0: no wait); -ENOMEM when
- * the system has no memory and no block with memory is free or can return, or when every block is
- * retired; SFR_EEXHAUSTED when snapshots hold every block. sfr__pool_put gives the block back. */
+ * block that has them already. The waiting thread with the lowest `seq` (the oldest save) is served
+ * first. Returns 0; SFR_EAGAIN when `slice_ns` passes (0: no wait); SFR_EEXHAUSTED when snapshots
+ * hold every block. Returns -ENOMEM when every block is retired, or when the system has no memory
+ * and no block with memory is free or can return. sfr__pool_put gives the block back. */
 int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
 		  struct sfr__block **out);
 void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block);
@@ -87,14 +87,14 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
 void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
 /* Makes memory for blocks that the pool lacks. A writer calls this after each block that it has
- * written. `nr_left` is the number of calls that follow for this save, and each of them can make
- * one block. So this call makes a block only while more than `nr_left` blocks are lacking, and the
- * last call makes all of them. It does nothing while a thread waits for a block. After the system
- * has refused memory it does nothing until the next save begins. */
+ * written. `nr_left` is the number of such calls that follow for this save. Each of them can make
+ * one block, so this call makes blocks only while more than `nr_left` are lacking. The last call
+ * makes all that are lacking. The call does nothing while a thread waits for a block. After the
+ * system has refused memory, it does nothing until the next save begins. */
 void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left);
 /* Makes memory for one block that the pool lacks. Returns false if the pool lacks none, or if a
  * thread waits for a block. */
-bool sfr__pool_make(struct sfr__pool *pool);
+bool sfr__pool_make_block(struct sfr__pool *pool);
 
 /* ---- lease.c ---- */
 
@@ -103,8 +103,8 @@ struct sfr__run_of_blocks {
 	uint32_t first; /* index of the first block */
 	uint64_t len;   /* bytes in use, from the first block's start */
 };
-/* Memory for several items, each contiguous, in whole blocks: one run, or several if no run of free
- * blocks is long enough. */
+/* Memory for several items, each contiguous: one run of whole blocks, or several runs if no run of
+ * free blocks is long enough. */
 struct sfr__lease {
 	struct sfr__run_of_blocks *runs; /* NULL: nothing is leased */
 	uint32_t nr_runs;

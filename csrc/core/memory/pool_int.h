@@ -1,8 +1,8 @@
 /* The inside of a pool, shared by pool.c (single blocks), lease.c and place.c (contiguous ones),
  * grow.c (many) and supply.c.
  *
- * pool->mu guards everything except what is constant from sfr__pool_new on. pool.c has the diagram
- * of a block's states. */
+ * pool->mu guards all fields except the constant ones (range, block_bytes, nr_blocks, the pointer
+ * blocks) and pin, which has its own mutex. pool.c has the diagram of a block's states. */
 #ifndef SFR_POOL_INT_H
 #define SFR_POOL_INT_H
 
@@ -19,7 +19,7 @@ struct sfr__list {
 /* A thread that waits for a block or a lease; on its stack. */
 struct sfr__waiter {
 	struct sfr__waiter *next;
-	uint64_t seq; /* of the save; UINT64_MAX for a lease */
+	uint64_t seq; /* the save's sequence number; UINT64_MAX for a lease */
 };
 
 struct sfr__pool {
@@ -30,18 +30,18 @@ struct sfr__pool {
 	struct sfr__mutex mu;
 	pthread_cond_t cv; /* signals that a block came back or the queue has a new head */
 	struct sfr__block *blocks;
-	uint32_t nr_known;         /* blocks that were ever used; those after them are in no list */
-	struct sfr__list reserved; /* without memory */
-	struct sfr__list whole;    /* free, memory for the whole block */
-	struct sfr__list partial;  /* free, memory for part of the block */
+	uint32_t nr_known;           /* blocks used so far; the blocks after them are in no list */
+	struct sfr__list reserved;   /* without memory */
+	struct sfr__list whole;      /* free, memory for the whole block */
+	struct sfr__list partial;    /* free, memory for part of the block */
 	struct sfr__waiter *waiters; /* lowest seq first */
 	uint32_t nr_owned; /* blocks that a thread or a lease owns: GROWING, LEASED, SHRINKING */
 	uint32_t nr_retired;
 	uint32_t nr_saves;    /* saves that still need blocks (sfr__pool_join) */
 	uint32_t nr_expected; /* whole blocks that these saves could use together */
 	uint32_t nr_wanted, nr_full, nr_filling; /* supply.c explains these */
-	uint32_t nr_held;     /* owned blocks that only a user can return: see lease.c */
-	uint64_t nr_returned; /* how often a block came back; see wait_for_block_locked */
+	uint32_t nr_held;     /* owned blocks that only a user can return (lease.c) */
+	uint64_t nr_returned; /* how often a block came back, so that waiting threads notice it */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
 	struct sfr__pin pin; /* the regions registered with the CUDA driver */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES]; /* [from][to]; for tests */
@@ -59,13 +59,14 @@ struct sfr__placement {
 	const uint64_t *lens;  /* bytes of each item */
 	uint32_t nr;           /* items */
 	uint64_t total;        /* bytes of all items, each rounded up to SFR_ALIGN */
-	char **addrs;          /* of the items; NULL for an empty one */
-	struct sfr__gap *gaps; /* with room for the largest possible number of gaps */
+	char **addrs;          /* address of each item; NULL for an empty item */
+	struct sfr__gap *gaps; /* an array with room for the largest possible number of gaps */
 	uint32_t nr_gaps;
 };
 /* Sets the address of each item. The items go into free blocks or, with `later`, into any blocks
- * outside held leases: those become free without a user's help. With `spare`, one usable block is
- * left for saves. Returns false if the items do not fit; the addresses are then undefined. */
+ * outside held leases, because these blocks become free without a user's help. With `spare`, one
+ * usable block is left for saves. Returns false if the items do not fit; the addresses are then
+ * undefined. */
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
 			    bool later, bool spare);
 
@@ -93,7 +94,7 @@ bool sfr__block_is_owned(enum sfr__block_state state);
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to);
 /* Records that the block has `now` bytes of memory. The caller owns the block, but other threads
- * read its number of bytes, so it is written under the lock. */
+ * read block->committed, so it is written under the lock. */
 void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now);
 /* Takes the first block that was never used, which is in no list. Returns NULL if there is none. */
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);

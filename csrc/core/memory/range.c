@@ -71,9 +71,9 @@ static int madvise_error(void)
 	return errno == EAGAIN ? -ENOMEM : -errno;
 }
 
-int sfr__memory_inherit(char *mem, size_t len, bool yes)
+int sfr__memory_inherit(char *mem, size_t len, bool inherit)
 {
-	if (sfr_sys.madvise(mem, len, yes ? MADV_DOFORK : MADV_DONTFORK) != 0)
+	if (sfr_sys.madvise(mem, len, inherit ? MADV_DOFORK : MADV_DONTFORK) != 0)
 		return madvise_error();
 	return 0;
 }

@@ -4,14 +4,16 @@
 
 #include "base/base.h"
 
-#define SFR__HUGE_BYTES ((uint64_t)2 << 20)
+#define SFR__HUGE_BYTES ((uint64_t)2 << 20) /* bytes of a huge page */
 
 struct sfr__range {
 	char *base; /* a multiple of 2 MiB; NULL: the range is empty */
 	char *map;  /* the mapping that contains the range; longer, so that base can be aligned */
 	size_t map_len;
 	uint64_t len;
-	int file; /* shared memory: descriptor of the file, whose start is at base; private: -1 */
+	/* descriptor of the file whose start is mapped at base, for shared memory; -1 for private
+	 * memory */
+	int file;
 };
 
 /* Reserves address space for `len` bytes without memory. With `shared`, the range maps a file that
@@ -22,7 +24,7 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared);
  * empty range. */
 void sfr__memory_release(struct sfr__range *range);
 /* Sets whether forked children inherit these whole pages; at first they do not. 0 or -errno. */
-int sfr__memory_inherit(char *mem, size_t len, bool yes);
+int sfr__memory_inherit(char *mem, size_t len, bool inherit);
 /* Give memory to whole pages in two steps: sfr__memory_open makes them accessible, and
  * sfr__memory_populate makes them present. Neither changes existing bytes, so two threads may do
  * this to the same pages at once. Return 0 or -errno. After an error some of the pages may have

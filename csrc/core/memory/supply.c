@@ -6,8 +6,9 @@
  * block, it makes a whole block if more are lacking than the save has blocks left to write. So
  * writes come first. When the last block is written, the pool has all the memory that the save
  * could have used, and later saves do not wait for new memory. Saves that overlap may need more
- * blocks than each save alone. So a save that finds no block with memory raises nr_wanted to what
- * all saves in flight could use together. Copiers that have nothing to copy make memory, too.
+ * blocks than each save alone. So a save that finds no block with memory raises nr_wanted to the
+ * number that all saves in flight could use together. Copiers that have nothing to copy make
+ * memory, too.
  *
  *     nr_wanted   whole blocks that saves could use; a trim sets it to zero until the next save
  *     nr_full     blocks that have all their memory, are not held by snapshots and not retired
@@ -16,11 +17,11 @@
  * The thread that makes a block's memory owns the block meanwhile. If device copies use the block,
  * its first user pins it, which is faster when the memory exists.
  *
- * Measured with 800 MB that are copied in the call, on a busy machine, alternately with six engines
- * that make memory ahead and six that do not. The calls of the second and third save took 41 and 39
- * ms (medians) with memory made ahead. They took 55 and 51 ms without it, because the pool was
- * still growing. The first save took equally long. `benchmarks/vs_peers.py --only unowned --state
- * 800MB --peers stillframe` shows these calls. */
+ * Measured with 800 MB that are copied in the call, on a busy machine. Six engines made memory
+ * ahead, and six, run alternately with them, did not. The calls of the second and third save took
+ * 41 and 39 ms (medians) with memory made ahead. They took 55 and 51 ms without it, because the
+ * pool was still growing. The first save took equally long. `benchmarks/vs_peers.py --only unowned
+ * --state 800MB --peers stillframe` shows these calls. */
 #include "memory/pool_int.h"
 
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
@@ -40,7 +41,8 @@ static void raise_wanted_locked(struct sfr__pool *pool, uint32_t nr)
 
 void sfr__pool_want_more_locked(struct sfr__pool *pool)
 {
-	if (pool->nr_wanted != 0) /* 0: since a trim or a lack of memory */
+	/* 0: a trim, or a refusal of the system, has stopped this until the next save begins. */
+	if (pool->nr_wanted != 0)
 		raise_wanted_locked(pool, pool->nr_expected);
 }
 
@@ -80,8 +82,8 @@ static struct sfr__block *take_lacking_locked(struct sfr__pool *pool, uint32_t n
 	return block;
 }
 
-/* Makes memory for the block that take_lacking_locked returns. Releases the mutex meanwhile.
- * Returns false if there was no such block; true does not mean that the system had memory. */
+/* Makes memory for the block that take_lacking_locked returns, and releases the mutex meanwhile.
+ * Returns false if there was no such block. Returns true even if the system had no memory. */
 static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	const size_t len = (size_t)pool->block_bytes;
@@ -104,7 +106,7 @@ static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 	return true;
 }
 
-bool sfr__pool_make(struct sfr__pool *pool)
+bool sfr__pool_make_block(struct sfr__pool *pool)
 {
 	return sfr__under(&pool->mu, make_block_locked(pool, 0));
 }

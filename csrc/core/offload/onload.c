@@ -161,7 +161,7 @@ static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
 	sfr__lock(&engine->mu);
 	rc = engine->closing ? SFR_ECLOSED : 0;
 	if (rc == 0)
-		engine->nr_snapshots++; /* keeps the pool until the onload is freed */
+		engine->nr_pool_users++; /* keeps the pool until the onload is freed */
 	sfr__unlock(&engine->mu);
 	if (rc < 0) {
 		sfr_sys.free(onload);

@@ -128,7 +128,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	else if (engine->closing)
 		rc = SFR_ECLOSED;
 	else
-		engine->nr_snapshots++; /* keeps the pool until sfr__engine_drop_pool_user */
+		engine->nr_pool_users++; /* keeps the pool until sfr__engine_drop_pool_user */
 	/* saves of this thread, which can go on only when this call has returned */
 	nr_own = sfr__engine_nr_own_locked(engine, true);
 	sfr__unlock(&engine->mu);

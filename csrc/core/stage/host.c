@@ -156,7 +156,7 @@ static bool make_memory_locked(struct sfr_engine *engine)
 	bool made;
 
 	sfr__unlock(&engine->mu);
-	made = sfr__pool_make(engine->pool);
+	made = sfr__pool_make_block(engine->pool);
 	sfr__lock(&engine->mu);
 	return made;
 }

@@ -291,10 +291,10 @@ TEST(onload_of_a_closed_engine_is_refused)
 	struct sfr_onload *onload;
 
 	begin();
-	engine->nr_pool_users++;
+	engine->nr_pool_calls++;
 	CHECK_EQ(sfr_engine_close(engine, 1), SFR_EAGAIN);
 	CHECK_EQ(onload_parts(&onload), SFR_ECLOSED);
-	engine->nr_pool_users--;
+	engine->nr_pool_calls--;
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	CHECK_EQ(onload_parts(&onload), SFR_ECLOSED);
 	CHECK(onload == NULL);
