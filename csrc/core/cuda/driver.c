@@ -25,12 +25,13 @@
 
 #define DEFAULT_LIBRARY "libcuda.so.1"
 #define VARIABLE "STILLFRAME_LIBCUDA"
+/* versions as cuDriverGetVersion gives them: 12080 is CUDA 12.8 */
 #define OLDEST_VERSION 11000   /* torch 2.10 itself requires a newer one */
-#define BATCH_VERSION 12080    /* from this on there are batched copies */
-#define BATCH_V2_VERSION 13000 /* from this on in their second version */
+#define BATCH_VERSION 12080    /* the first with batched copies */
+#define BATCH_V2_VERSION 13000 /* the first with the second version of batched copies */
 
 #ifdef SFR_HAVE_CUDA_H
-/* Compares the declarations here with the header's. */
+/* Compares the declarations of types.h and driver.h with the header's. */
 #define X(name, value) _Static_assert((int)(name) == (value), #name);
 SFR__CUDA_VALUES(X)
 #undef X
@@ -89,11 +90,12 @@ SFR__CUDA_LATER_VALUES(X)
 
 static struct {
 	struct sfr__mutex mu;
-	/* a load was tried, and succeeded; the driver is initialised; the failure was logged */
-	bool tried, loaded, ready, reported;
+	bool tried, loaded; /* a load was tried; a load succeeded */
+	bool ready;         /* the driver is initialised */
+	bool reported;      /* a failure was logged */
 	CUresult init_rc;
-	char name[192]; /* of the library that was tried */
-	char why[512];  /* why it cannot be used; "" if it can */
+	char name[192]; /* name of the library that was tried */
+	char why[512];  /* why the driver cannot be used; "" if it can */
 	struct sfr__cuda table;
 } driver = { .mu = SFR__MUTEX(SFR__LOCK_DRIVER) };
 
@@ -193,7 +195,7 @@ SFR__AT_FORK(forget)
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 {
 	const struct sfr__cuda *cu;
-	char text[sizeof(driver.why)] = ""; /* of the notice, which is sent without the lock */
+	char text[sizeof(driver.why)] = ""; /* for the notice, which is sent without the lock */
 
 	sfr__lock(&driver.mu);
 	load_locked();
@@ -229,9 +231,9 @@ void sfr__cuda_sentence(char *text, size_t len)
 
 /* ---- contexts ------------------------------------------------------------- */
 
-/* Retaining and releasing a context allocates and frees memory. Whether that is allowed while a
- * thread captures a graph is not documented, so both run in the relaxed capture mode, which allows
- * everything. */
+/* Retains a device's primary context. That allocates memory, and releasing the context frees it.
+ * The driver's documentation does not say whether this is allowed while a thread captures a graph.
+ * So both run in the relaxed capture mode, which allows everything. */
 static CUresult retain(const struct sfr__cuda *cu, CUcontext *context, CUdevice dev)
 {
 	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;

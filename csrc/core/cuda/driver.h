@@ -6,9 +6,9 @@
 #include "cuda/types.h"
 #include "base/base.h"
 
-/* X(member, name in cuda.h, symbol, parameters). A symbol includes its version ("_v2"), because
- * cuda.h may map the plain name to another version. None is a variant for per-thread default
- * streams. */
+/* The functions of the table: X(member, name in cuda.h, symbol, parameters). A symbol includes its
+ * version ("_v2"), because cuda.h may map the plain name to another version. No symbol is a variant
+ * for per-thread default streams. */
 /* clang-format off */
 #define SFR__CUDA_CALLS(X)                                                                         \
 	X(init, cuInit, "cuInit", (unsigned int flags))                                            \
@@ -57,7 +57,7 @@ struct sfr__cuda {
 #define X(member, name, symbol, params) CUresult(*member) params;
 	SFR__CUDA_CALLS(X)
 #undef X
-	/* Many copies in one call; NULL if the driver has no such call. attrs[i] holds for the
+	/* Make many copies in one call; NULL if the driver has no such call. attrs[i] is for the
 	 * copies from index attr_at[i] on. The older version, v1, also reports the index of the
 	 * copy that failed. */
 	CUresult (*batch_v2)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
@@ -66,7 +66,7 @@ struct sfr__cuda {
 	CUresult (*batch_v1)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, size_t *failed, CUstream stream);
-	/* Many copies of rows (strided) in one call; NULL if the driver has no such call. */
+	/* Makes many copies of rows (strided) in one call; NULL if the driver has no such call. */
 	CUresult (*batch_3d)(size_t nr, struct sfr__cu_copy_3d *copies, unsigned long long flags,
 			     CUstream stream);
 	int version; /* as cuDriverGetVersion gives it: 12080 is CUDA 12.8 */

@@ -1,9 +1,9 @@
 /* Types and values of the CUDA driver's interface.
  *
- * They come from the toolkit's cuda.h if the build finds that header. Without it (a CPU build of
- * torch, no toolkit) the few that are needed are declared here. They are part of the driver's
- * binary interface and cannot change, so one library serves machines with and without CUDA. If the
- * build finds the header, cuda/driver.c compares the declarations with it at compile time. */
+ * If the build finds the toolkit's cuda.h, the types come from that header, and cuda/driver.c
+ * compares the values with it at compile time. Otherwise (a CPU build of torch, no toolkit) this
+ * file declares the few types and values that the core needs. They are part of the driver's binary
+ * interface and cannot change, so one library serves machines with and without CUDA. */
 #ifndef SFR_CUDA_TYPES_H
 #define SFR_CUDA_TYPES_H
 
@@ -85,8 +85,8 @@ enum {
 };
 #endif
 
-/* Attributes of a batched copy. Always declared here, because cuda.h has these types only from 12.8
- * on. */
+/* Attributes of a batched copy. They are always declared here, because cuda.h has these types only
+ * since CUDA 12.8. */
 struct sfr__cu_location {
 	int type, id;
 };
@@ -96,7 +96,7 @@ struct sfr__cu_copy_attributes {
 	unsigned int flags;
 };
 
-/* Errors that older headers do not name. So they have names of our own with every header. */
+/* Errors that older headers do not name. The core uses names of its own with every header. */
 #define SFR__CUDA_LATER_VALUES(X)                                                                  \
 	X(CONTAINED, 226)                                                                          \
 	X(TENSOR_MEMORY_LEAK, 721)                                                                 \
@@ -112,7 +112,8 @@ enum {
 struct sfr__cu_operand {
 	int type; /* 1: a pointer */
 	CUdeviceptr ptr;
-	size_t row_len, layer_height; /* bytes from row to row; 0: a single row */
+	size_t row_len;      /* bytes from row to row */
+	size_t layer_height; /* not used: each copy has one layer */
 	struct sfr__cu_location hint;
 };
 /* One copy of rows between two addresses, in a batch of such copies. */

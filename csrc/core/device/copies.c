@@ -4,7 +4,7 @@
  * batches. Small and large copies are in separate batches, because some drivers treat a whole batch
  * like its largest copy. The samples of a source are rows at equal distances, which one copy takes
  * together; such copies have batches of their own. Copies to or from unpinned memory are queued one
- * by one: each of those calls returns only when its copy has run.
+ * by one, and each such call returns only when its copy has run.
  *
  * If a driver does not support batches, no further batch is tried. It may also refuse a single
  * batch, for example when memory consists of several segments. Then the copies of that batch are
@@ -18,12 +18,13 @@
 #include "base/base.h"
 #include "device/lane.h"
 
+/* copies of rows in one call of the driver; their descriptions are on the stack */
 enum { ROWS_AT_A_TIME = 128 };
 
-/* Returns whether a batch failed with an error that its copies, queued one by one, may not meet.
- * Sets *unsupported (lane->no_batches or no_row_batches) if the driver has no such batches at all.
- * The first refusal on a lane is logged. */
-static bool was_batch_refused(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
+/* If a batch failed with an error that its copies may not meet when they are queued one by one,
+ * counts the refusal and returns true. Sets *unsupported (lane->no_batches or no_row_batches) if
+ * the driver has no such batches at all. Logs the first refusal on a lane. */
+static bool note_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
 {
 	bool first;
 
@@ -60,7 +61,7 @@ void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
 }
 
 /* Returns whether this kind of batch is worth trying. `unsupported` is lane->no_batches or
- * no_row_batches. */
+ * no_row_batches, which are read under the lane's mutex. */
 static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 {
 	return sfr__under(&lane->mu, !*unsupported);
@@ -89,7 +90,7 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 		return true;
 	/* The driver may have queued some of the copies. Repeating them is harmless: they have the
 	 * same source and destination. */
-	if (was_batch_refused(lane, rc, &lane->no_batches))
+	if (note_refusal(lane, rc, &lane->no_batches))
 		return false;
 	(void)sfr__cuda_note_failure(lane, "cuMemcpyBatchAsync", rc, err);
 	return true;
@@ -260,7 +261,7 @@ void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_row
 		pinned && can_batch_rows(lane->cu, nr) && can_batch(lane, &lane->no_row_batches);
 	CUresult rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, batched);
 
-	if (batched && was_batch_refused(lane, rc, &lane->no_row_batches)) {
+	if (batched && note_refusal(lane, rc, &lane->no_row_batches)) {
 		batched = false;
 		rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, false);
 	}

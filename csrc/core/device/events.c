@@ -7,7 +7,7 @@
 
 #include "device/lane.h"
 
-void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
+void sfr__cuda_mark_dead(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
 {
 	bool first;
 
@@ -27,7 +27,7 @@ bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane)
 	return sfr__under(&lane->mu, lane->dead);
 }
 
-bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err)
+bool sfr__cuda_fail_if_dead(struct sfr__cuda_lane *lane, struct sfr_err *err)
 {
 	char why[sizeof(lane->why)];
 
@@ -61,7 +61,7 @@ static CUevent event_get(struct sfr__cuda_lane *lane)
 		return event;
 	rc = lane->cu->event_new(&event, CU_EVENT_DISABLE_TIMING);
 	if (sfr__cuda_is_sticky(rc))
-		sfr__cuda_die(lane, "cuEventCreate", rc);
+		sfr__cuda_mark_dead(lane, "cuEventCreate", rc);
 	return rc == CUDA_SUCCESS ? event : NULL;
 }
 
@@ -82,14 +82,15 @@ void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event)
 	sfr__unlock(&lane->mu);
 }
 
-bool sfr__cuda_is_over(struct sfr__cuda_lane *lane, const char *call, CUresult rc, uint32_t *failed)
+bool sfr__cuda_check_query(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+			   uint32_t *failed)
 {
 	if (rc == CUDA_SUCCESS)
 		return true;
 	*failed = rc == CUDA_ERROR_NOT_READY ? 0 : *failed + 1; /* NOT_READY is an answer */
-	if (!sfr__cuda_is_sticky(rc) && *failed < SFR__CUDA_QUERIES)
+	if (!sfr__cuda_is_sticky(rc) && *failed < SFR__CUDA_FAILED_QUERIES)
 		return false;
-	sfr__cuda_die(lane, call, rc);
+	sfr__cuda_mark_dead(lane, call, rc);
 	return true;
 }
 
@@ -100,11 +101,10 @@ bool sfr__cuda_note_failure(struct sfr__cuda_lane *lane, const char *call, CUres
 	bool dead;
 
 	if (sfr__cuda_is_sticky(rc))
-		sfr__cuda_die(lane, call, rc);
+		sfr__cuda_mark_dead(lane, call, rc);
 	dead = sfr__cuda_is_dead(lane);
 	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
-	/* The error that made the device dead says more than this call, which failed because of
-	 * it. */
+	/* On a dead device this call failed because of the earlier error, which says more. */
 	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, dead ? lane->why : text);
 	return dead;
 }

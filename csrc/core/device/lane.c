@@ -13,7 +13,7 @@
  * step may wait for this thread, so its priority is not lowered and its timer slack is small. At
  * nice 10 with two busy cores, one sleep of 50 us in ten took 2.8 ms.
  *
- *     alive ──an error after which nothing of the context works──▶ dead
+ *     alive ──an error after which no call in the context works──▶ dead
  *
  * On a dead device it cannot be known whether a copy still runs. The device's transfers fail, and
  * so do later copies, with the same reason. The engine goes on serving the host and other devices.
@@ -30,7 +30,7 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-#define POLL_NS UINT64_C(50000)
+#define POLL_NS UINT64_C(50000) /* the time between two queries of an event */
 
 /* Bounds on queued copies while no step waits for them: the bytes of a portion and the number of
  * portions in flight. Copies on other streams wait for the queued ones, at most 0.3 ms at 55 GB/s
@@ -78,20 +78,20 @@ void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portio
 	sfr__unlock(&lane->mu);
 }
 
-/* Returns whether the oldest portion is to be removed: its copies have completed, or never will,
- * because the device is dead. Only the lane's thread, which calls this, removes portions, so no
- * lock is needed. */
-static bool is_portion_due(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
+/* Queries the oldest portion's event. Returns whether the portion is to be removed, because its
+ * copies have completed or the device is dead. Only the lane's thread, which calls this, removes
+ * portions, so no lock is needed. */
+static bool check_portion(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
 	const struct sfr__cuda *cu = lane->cu;
 
 	if (sfr__cuda_is_dead(lane))
 		return true;
 	if (portion->event)
-		return sfr__cuda_is_over(lane, "cuEventQuery", cu->event_query(portion->event),
-					 &portion->failed);
-	return sfr__cuda_is_over(lane, "cuStreamQuery", cu->stream_query(lane->stream),
-				 &portion->failed);
+		return sfr__cuda_check_query(lane, "cuEventQuery", cu->event_query(portion->event),
+					     &portion->failed);
+	return sfr__cuda_check_query(lane, "cuStreamQuery", cu->stream_query(lane->stream),
+				     &portion->failed);
 }
 
 /* Removes and returns the oldest portion in flight if its copies have completed or the device is
@@ -103,7 +103,7 @@ static struct sfr__cuda_portion *take_due_portion(struct sfr__cuda_lane *lane, b
 	sfr__lock(&lane->mu);
 	portion = lane->in_flight.head;
 	sfr__unlock(&lane->mu);
-	if (!portion || !is_portion_due(lane, portion))
+	if (!portion || !check_portion(lane, portion))
 		return NULL;
 	sfr__lock(&lane->mu);
 	(void)sfr__queue_pop(&lane->in_flight); /* its head is still this portion */
@@ -155,7 +155,7 @@ void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq)
 
 /* ---- the thread -------------------------------------------------------------- */
 
-void sfr__cuda_push(struct sfr__cuda_lane *lane, struct sfr__task *task)
+void sfr__cuda_push_task(struct sfr__cuda_lane *lane, struct sfr__task *task)
 {
 	sfr__lock(&lane->mu);
 	sfr__queue_push(&lane->tasks, task);

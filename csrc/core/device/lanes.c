@@ -29,8 +29,8 @@ static void fini_device(struct sfr__cuda_lane *lane)
 	lane->context = NULL;
 }
 
-/* Frees the lane's memory. Its thread has ended and its device resources are freed, or neither was
- * ever there. */
+/* Frees the lane's memory. The lane's thread has ended and its device resources are freed, or it
+ * never had a thread and such resources. */
 static void free_lane(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_portion *portion;

@@ -1,8 +1,8 @@
 /* Probes of device memory, which find out whether a storage changes between two optimizer steps.
  *
  * The observer of an optimizer (csrc/python/observer) has to compare a storage's bytes after a step
- * with those before the next step, and the host cannot read device memory. So three cache lines of
- * each storage are copied to the host at both times. The two copies are compared when both have
+ * with its bytes before the next step, and the host cannot read device memory. So three cache lines
+ * of each storage are copied to the host at both times. The two copies are compared when both have
  * completed:
  *
  *     caller's stream   step | waits  forward, backward  | waits  step ...
@@ -38,17 +38,17 @@ struct prober {
 	CUstream stream;
 	/* guarded by probers.mu */
 	bool busy, closed;
-	/* probes that their users have freed, and that a running copy may still write to */
+	/* probes that their users have freed, but to which a running copy may still write */
 	struct sfr_probe *tombstones;
 };
 
 struct sfr_probe {
-	struct sfr_probe *next; /* in the list of tombstones */
+	struct sfr_probe *next; /* the next in the list of tombstones */
 	struct prober *prober;
 	/* `ready` is recorded on the caller's stream before the copies, and `done` on the prober's
-	 * after them */
+	 * stream after the copies */
 	CUevent ready, done;
-	/* LINES lines of each storage from the first round of copies, then those from the second */
+	/* LINES lines of each storage from the first round of copies, then from the second round */
 	struct sfr__cuda_store store;
 	struct sfr__cuda_rows *rows; /* the copies to queue */
 	uint32_t room, nr;           /* how many storages fit, and how many the current round has */
@@ -97,6 +97,7 @@ static int open_prober(struct prober *prober)
 			      sizeof(why));
 }
 
+/* Returns the device's prober in this process, or NULL. Probers made before a fork do not count. */
 static struct prober *find_prober_locked(uint32_t device)
 {
 	for (struct prober *prober = probers.head; prober; prober = prober->next)
@@ -180,8 +181,9 @@ static void destroy_probe(struct sfr_probe *probe)
 	sfr_sys.free(probe);
 }
 
-/* Returns whether the probe's copies have completed. The prober's context must be current. */
-static bool is_probe_done(struct sfr_probe *probe)
+/* Asks the driver whether the probe's copies have completed, and returns the answer. Closes the
+ * prober if the driver returns an error. The prober's context must be current. */
+static bool query_probe(struct sfr_probe *probe)
 {
 	CUresult rc = probe->in_flight ? probe->prober->cu->event_query(probe->done) : CUDA_SUCCESS;
 
@@ -214,7 +216,7 @@ static void free_tombstones(struct prober *prober)
 	sfr__unlock(&probers.mu);
 	for (; probe; probe = next) {
 		next = probe->next;
-		if (is_probe_done(probe))
+		if (query_probe(probe))
 			destroy_probe(probe);
 		else
 			add_tombstone(prober, probe);
@@ -286,8 +288,8 @@ static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 	return CUDA_SUCCESS;
 }
 
-/* Returns the host address of the lines of storage `i`: those of the first round of copies or, with
- * `again`, of the second. */
+/* Returns the host address to which the lines of storage `i` are copied, in the first round of
+ * copies or, with `again`, in the second. */
 static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 {
 	const size_t first = again ? probe->room : 0;
@@ -295,22 +297,22 @@ static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 	return (char *)probe->store.mem + (first + i) * LINES * LINE;
 }
 
-/* Sets up the copies of the first, middle and last line of each storage that is long enough.
- * Returns the number of copies. */
-static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_range *at, uint32_t nr,
-			    bool again)
+/* Sets up the copies of the first, middle and last line of each storage that is long enough. A copy
+ * takes a storage's three lines as rows at equal distances. Returns the number of copies. */
+static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_range *ranges,
+			    uint32_t nr, bool again)
 {
 	uint32_t nr_rows = 0;
 
 	for (uint32_t i = 0; i < nr; i++) {
-		if (at[i].nbytes < LINES * LINE)
+		if (ranges[i].nbytes < LINES * LINE)
 			continue;
 		probe->rows[nr_rows++] = (struct sfr__cuda_rows){
 			.dst = lines_of(probe, i, again),
-			.src = at[i].addr,
+			.src = ranges[i].addr,
 			.width = LINE,
 			.nr = LINES,
-			.pitch = (at[i].nbytes - LINE) / (LINES - 1),
+			.pitch = (ranges[i].nbytes - LINE) / (LINES - 1),
 		};
 	}
 	return nr_rows;
@@ -326,8 +328,8 @@ static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *r
 	return rc;
 }
 
-/* Makes the prober's stream wait for the caller's, queues the copies on it, and makes the caller's
- * stream wait for them. */
+/* Makes the prober's stream wait for the caller's stream, queues the copies on the prober's stream,
+ * and makes the caller's stream wait for the copies. */
 static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t nr_rows)
 {
 	struct prober *prober = probe->prober;
@@ -348,8 +350,8 @@ static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t 
 
 /* Queues one round of copies. The thread has taken the prober, and its context is current. Returns
  * as sfr_probe_copy does; after an error of the driver the prober is closed. */
-static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr_probe_range *at,
-		      uint32_t nr, bool again)
+static int probe_once(struct sfr_probe *probe, CUstream stream,
+		      const struct sfr_probe_range *ranges, uint32_t nr, bool again)
 {
 	struct prober *prober = probe->prober;
 	CUresult rc = CUDA_SUCCESS;
@@ -358,13 +360,13 @@ static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr
 	if (sfr__cuda_is_capturing(prober->cu, stream))
 		return SFR_ECAPTURING;
 	free_tombstones(prober);
-	if (!again && !is_probe_done(probe))
+	if (!again && !query_probe(probe))
 		return SFR_EBUSY;
 	if (!again)
 		rc = allocate_probe(probe, nr);
 	if (rc == CUDA_SUCCESS) {
 		probe->nr = nr;
-		nr_rows = set_up_rows(probe, at, nr, again);
+		nr_rows = set_up_rows(probe, ranges, nr, again);
 		if (nr_rows > 0)
 			rc = queue_copies(probe, stream, nr_rows);
 	}
@@ -374,7 +376,7 @@ static int probe_once(struct sfr_probe *probe, CUstream stream, const struct sfr
 	return -EIO;
 }
 
-int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *at,
+int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *ranges,
 		   uint32_t nr, int again)
 {
 	struct prober *prober = probe->prober;
@@ -390,7 +392,7 @@ int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_pr
 		return is_closed(prober) ? -EIO : SFR_EBUSY;
 	rc = sfr__cuda_enter(&scope, prober->cu, prober->context);
 	if (rc == CUDA_SUCCESS) {
-		ret = probe_once(probe, (CUstream)(uintptr_t)stream, at, nr, again != 0);
+		ret = probe_once(probe, (CUstream)(uintptr_t)stream, ranges, nr, again != 0);
 		sfr__cuda_leave(&scope);
 	} else {
 		close_prober(prober, "cuCtxPushCurrent", rc);
@@ -410,7 +412,7 @@ int sfr_probe_done(struct sfr_probe *probe)
 	if (is_closed(probe->prober) ||
 	    sfr__cuda_enter(&scope, probe->prober->cu, probe->prober->context) != CUDA_SUCCESS)
 		return -EIO;
-	done = is_probe_done(probe);
+	done = query_probe(probe);
 	sfr__cuda_leave(&scope);
 	return is_closed(probe->prober) ? -EIO : done;
 }

@@ -1,9 +1,9 @@
-/* Memory for samples of device memory.
+/* Stores: host memory for samples of device memory.
  *
- * It should be pinned: the call that queues a copy to unpinned memory returns only when the copy
- * has run, and so waits for all earlier work on the stream. The driver allocates this memory,
- * because pool memory cannot always be pinned. If the driver refuses, ordinary memory takes its
- * place. The memory is kept from save to save, because allocating it can block other streams. */
+ * The memory should be pinned: the call that queues a copy to unpinned memory returns only when the
+ * copy has run, and so waits for all earlier work on the stream. The driver allocates this memory,
+ * because pool memory cannot always be pinned. If the driver refuses, ordinary memory is used. A
+ * store is kept from save to save, because allocating pinned memory can block other streams. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -54,7 +54,7 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 	/* On a dead device a copy may still be running, so the memory is never freed. */
 	if (!store->mem || dead)
 		return;
-	/* if this fails, host_free fails as well, and the memory is lost */
+	/* If this fails, host_free fails as well, and the memory is lost. */
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 	sfr__cuda_store_free(lane->cu, store);
 	sfr__cuda_leave(&scope);

@@ -32,7 +32,7 @@ void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *ti
 void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer)
 {
 	if (timer->begin)
-		(void)lane->cu->event_free(timer->begin); /* a dead context has freed it */
+		(void)lane->cu->event_free(timer->begin); /* fails if a dead context has freed it */
 	if (timer->end)
 		(void)lane->cu->event_free(timer->end);
 	*timer = (struct sfr__cuda_timer){ .ns = timer->ns };
@@ -50,7 +50,7 @@ bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *t
 		if (rc == CUDA_SUCCESS)
 			rc = lane->cu->event_elapsed(&ms, timer->begin, timer->end);
 		if (rc == CUDA_SUCCESS && ms > 0)
-			timer->ns = (uint64_t)((double)ms * 1e6);
+			timer->ns = (uint64_t)((double)ms * 1e6); /* ns in a millisecond */
 	}
 	sfr__cuda_timer_drop(lane, timer);
 	return true;

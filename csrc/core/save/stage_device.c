@@ -420,7 +420,7 @@ void sfr__device_states_launch(struct sfr_ticket *t)
 		if (!dev->transfer.lane)
 			continue;
 		if (go && dev->deferred && !sfr__cuda_is_dead(dev->transfer.lane))
-			sfr__cuda_push(dev->transfer.lane, &dev->task);
+			sfr__cuda_push_task(dev->transfer.lane, &dev->task);
 		else
 			end_queueing(dev);
 	}

@@ -16,11 +16,11 @@ int sfr_probe_new(uint32_t device, struct sfr_probe **out);
 /* Frees a probe at any time; accepts NULL. */
 void sfr_probe_free(struct sfr_probe *probe);
 /* Queues the copies after the work on `stream`, a stream of the probe's device; the stream's later
- * work waits for them. `again` is nonzero for the second copy. The ranges `at` of the second copy
- * are those of the first, in the same order, with nbytes = 0 for storages that are no longer
- * wanted. SFR_EBUSY: nothing was queued, because another thread is probing or the previous copies
- * have not completed. SFR_ECAPTURING, SFR_EFORK; -EIO: the probe never works again. */
-int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *at,
+ * work waits for them. `again` is nonzero for the second copy. Its ranges are those of the first,
+ * in the same order, with nbytes = 0 for storages that are no longer wanted. SFR_EBUSY: nothing was
+ * queued, because another thread is probing or the previous copies have not completed.
+ * SFR_ECAPTURING, SFR_EFORK; -EIO: the probe never works again. */
+int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_probe_range *ranges,
 		   uint32_t nr, int again);
 /* Returns 1 when the copies have completed, 0 when they have not, and -EIO or SFR_EFORK when they
  * never will. */

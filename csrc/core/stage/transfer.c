@@ -54,7 +54,7 @@ static void drop_user(struct sfr__transfer *tr)
  * device has died. */
 static void portion_done(struct sfr__cuda_portion *portion, bool ok)
 {
-	struct sfr__transfer *tr = portion->of;
+	struct sfr__transfer *tr = portion->transfer;
 
 	if (!ok)
 		tr->lost = true;
@@ -152,7 +152,7 @@ int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes,
 		tr->lane = NULL;
 		return SFR_ECAPTURING;
 	}
-	if (!sfr__cuda_refuses(lane, &tr->err)) {
+	if (!sfr__cuda_fail_if_dead(lane, &tr->err)) {
 		sfr__cuda_turn_begin(lane);
 		make_stream_wait(tr, lane->stream, sfr__cuda_record(lane, stream, &tr->err));
 		sfr__cuda_turn_end(lane);
@@ -197,7 +197,7 @@ static void launch_portion(struct sfr__transfer *tr)
 	struct sfr__cuda_lane *lane = tr->lane;
 
 	tr->portion->done = portion_done;
-	tr->portion->of = tr;
+	tr->portion->transfer = tr;
 	tr->launched = true;
 	sfr__lock(&lane->mu);
 	tr->nr_users++;

@@ -209,7 +209,7 @@ TEST(save_fails_if_the_device_dies_before_anything_is_queued)
 	fake_put_on_device(&one, 2, SAVING_NR, 0);
 	CHECK_EQ(saved(engine, &one, 0).err.code, 0);
 	lane = engine->cuda_lanes.head;
-	sfr__cuda_push(lane, &p.task);
+	sfr__cuda_push_task(lane, &p.task);
 	(void)sem_wait(&p.begun);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(fake_submit(t, NULL), 0);
@@ -218,8 +218,8 @@ TEST(save_fails_if_the_device_dies_before_anything_is_queued)
 		sfr__cuda_poll(lane);
 	sfr__cuda_leave(&scope);
 	saving_text[0] = '\0';
-	sfr__cuda_die(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED);
-	sfr__cuda_die(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED); /* logged once */
+	sfr__cuda_mark_dead(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED);
+	sfr__cuda_mark_dead(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED); /* logged once */
 	(void)sem_post(&p.go_on);
 	saving_finish(t);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
@@ -245,7 +245,7 @@ static void *realloc_or_die(void *mem, size_t len)
 	struct sfr__cuda_lane *lane = atomic_exchange(&dying, NULL);
 
 	if (lane != NULL)
-		sfr__cuda_die(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED);
+		sfr__cuda_mark_dead(lane, "cuTest", CUDA_ERROR_LAUNCH_FAILED);
 	return plain_realloc(mem, len);
 }
 

@@ -326,7 +326,7 @@ TEST(device_is_given_up_at_once_after_a_fatal_error_and_late_after_unclear_ones)
 	static const struct {
 		int code;
 		uint32_t answers; /* answers until the device is given up; 0: never */
-	} all[] = { { 700, 1 }, { 1, SFR__CUDA_QUERIES }, { CUDA_ERROR_NOT_READY, 0 } };
+	} all[] = { { 700, 1 }, { 1, SFR__CUDA_FAILED_QUERIES }, { CUDA_ERROR_NOT_READY, 0 } };
 
 	for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
 		struct sfr_engine *engine = begin_on_device(16, 2);
@@ -335,10 +335,11 @@ TEST(device_is_given_up_at_once_after_a_fatal_error_and_late_after_unclear_ones)
 
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 		lane = engine->cuda_lanes.head;
-		while (nr++ < 2 * SFR__CUDA_QUERIES &&
-		       !sfr__cuda_is_over(lane, "cuStreamQuery", (CUresult)all[i].code, &failed))
+		while (nr++ < 2 * SFR__CUDA_FAILED_QUERIES &&
+		       !sfr__cuda_check_query(lane, "cuStreamQuery", (CUresult)all[i].code,
+					      &failed))
 			CHECK(!sfr__cuda_is_dead(lane));
-		CHECK_EQ(nr, all[i].answers ? all[i].answers : 2 * SFR__CUDA_QUERIES + 1);
+		CHECK_EQ(nr, all[i].answers ? all[i].answers : 2 * SFR__CUDA_FAILED_QUERIES + 1);
 		CHECK_EQ(sfr__cuda_is_dead(lane), all[i].answers > 0);
 		saving_end(engine);
 		fake_check();
