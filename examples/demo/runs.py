@@ -98,7 +98,7 @@ class Run:
         for number in numbers[2:]:
             adjacent = [steps[n] for n in (number - 1, number) if n in steps]
             usual = statistics.mean(adjacent or steps.values())
-            # Without a window of its own, the next one belongs to this save too.
+            # If the save had not finished at the end of its window, the next window is its as well.
             length = period // 2 if number in steps else period
             start = number * period - 1
             found.append(self.starts[start + length] - self.starts[start] - length * usual)
