@@ -84,7 +84,7 @@ class Saves:
             self._state = {key: each.to(device) for key, each in tensors.items()}
             self._hook = _callback_hook(way)
         gc.collect()
-        self._before = status_bytes("VmRSS")
+        self._rss_before = status_bytes("VmRSS")
 
     def save(self) -> tuple[float, int, int]:
         """Call the hook once on a checkpoint.
@@ -94,7 +94,7 @@ class Saves:
             save, while the checkpoint still exists; bytes of GPU memory that the hook freed.
         """
         gpu = self._gpu
-        held = gpu.memory_allocated() if gpu else 0
+        held = gpu.memory_allocated() if gpu else 0  # bytes before the hook
         checkpoint = {} if self._state is None else {"state_dict": dict(self._state)}
         if gpu:
             gpu.synchronize()
@@ -102,7 +102,7 @@ class Saves:
         self._hook(checkpoint)
         seconds = time.perf_counter() - start
         freed = held - gpu.memory_allocated() if gpu else 0
-        return seconds, status_bytes("VmRSS") - self._before, freed
+        return seconds, status_bytes("VmRSS") - self._rss_before, freed
 
 
 def run_state(name: str, rounds: int) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def rows(results: dict[str, dict[str, Any]], on_gpu: bool) -> list[list[str] | N
                     f"{speed:.1f} GB/s" if speed else "",
                     format_times([figures["first_s"]]),
                     format_size(max(0, figures["extra_rss"])),
-                    verdict or (f"freed {format_size(figures['freed'])}" if on_gpu else " "),
+                    verdict or (f"freed {format_size(figures['freed'])}" if on_gpu else ""),
                 ]
             )
     return table

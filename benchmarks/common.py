@@ -197,7 +197,7 @@ def tick(stop: Stamp, start_ns: int, until_ns: int, *, busy: bool) -> Ticks:
 
 # ---- states (states.py makes them) ------------------------------------------------------------
 
-TENSOR_BYTES = 4 * 472 * 472  # 1.07 GB in 3 x 400 tensors
+TENSOR_BYTES = 4 * 472 * 472  # of a weight or moment; the main state, 1.07 GB, has 3 x 400 of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,6 +318,7 @@ def _json(value: Any, indent: str = "", column: int = 0) -> str:
     text = begin
     for key, each in zip(keys, items, strict=True):
         part = key + json.dumps(each)
+        # An item that would end beyond MOST_COLUMNS begins a new line.
         if column + len(text) - text.rfind("\n") + len(part) > MOST_COLUMNS:
             text, column = f"{text.rstrip()}\n{indent} ", 0
         text += f"{part}, "

@@ -8,8 +8,9 @@ then the ways take turns. A turn has three scenarios: saves while the main threa
 while it is busy in Python, and saves in a training loop.
 
 When our save has finished, files and directory are synced. PyTorch syncs the files but not the
-directory; torch_checkpointing, Meta's package, syncs nothing. The column "bound" is a lower bound
-for any way: each rank saves the same bytes into one file, and then the ranks make two collectives.
+directory; torch_checkpointing, Meta's package, syncs nothing. The column "bound" is the least time
+that any way needs: each rank saves the same bytes into one file, and then the ranks make two
+collectives.
 
 The time that a save costs a loop is the time of its call and of the steps until it has ended, less
 the time of as many plain steps. A plain step is taken to last as long as the median of the plain
@@ -104,7 +105,7 @@ class RankProcesses:
         """
         began = time.monotonic()
         for pipe in self._pipes:
-            pipe.send(True)
+            pipe.send(True)  # asks for a turn
         answers = self._answers()
         self.turn_s = time.monotonic() - began
         return answers
@@ -250,8 +251,8 @@ def main(argv: list[str] | None = None) -> int:
     130: Ctrl-C interrupted the run.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--state", type=parse_size, default=256 * 10**6, help="of all ranks")
-    parser.add_argument("--layers", type=int, default=64, help="of six tensors each")
+    parser.add_argument("--state", type=parse_size, default=256 * 10**6, help="bytes of all ranks")
+    parser.add_argument("--layers", type=int, default=64, help="each has six tensors")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=list(ALL), default=list(WAYS))

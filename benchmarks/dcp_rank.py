@@ -30,7 +30,7 @@ LOOP_SAVES = 3  # the most saves in a turn's training loop
 NR_DTENSORS = 1200
 LOOP_STEPS = 4  # plain steps before a save and after it, and the least number of steps during it
 UNITS = 4  # FSDP units; their collectives, not the layers, take a step's time
-GIVE_UP_NS = 100 * 10**9
+GIVE_UP_NS = 100 * 10**9  # a save that takes longer has hung
 
 Turn = dict[str, dict[str, list[float]]]  # scenario -> metric -> values
 
@@ -53,7 +53,7 @@ class Rank:
         # Three float32 for each weight: itself and AdamW's two moments.
         self.width = round((options.state / 12 / options.layers) ** 0.5)
         layers = [torch.nn.Linear(self.width, self.width) for _ in range(options.layers)]
-        size = -(-len(layers) // UNITS)
+        size = -(-len(layers) // UNITS)  # layers in a unit, rounded up
         units = [torch.nn.Sequential(*layers[at : at + size]) for at in range(0, len(layers), size)]
         self.model = torch.nn.Sequential(*units)
         for unit in units:
@@ -67,10 +67,10 @@ class Rank:
         self.turn_s, self.late_at = options.turn_s, 0.0
         self.path = directory / "checkpoint"
         self.save = ALL[way]()  # save(state, path): see dcp_ways.py, also for its result
-        self.started = 0.0  # the time of the last save's call
+        self.started = 0.0  # the time of the last save's call (perf_counter)
         self.rss = 0  # resident bytes of the process just before that call
         self.state_s = 0.0  # seconds of get_state_dict before that call
-        for _ in range(4):
+        for _ in range(4):  # afterwards stillframe knows which storages only steps change
             self.step()
         self.nbytes = options.state / options.ranks
         # The first save makes pools, save plans and processes, so its times are not counted. Extra
@@ -103,6 +103,7 @@ class Rank:
         self.started = start
         response = self.save({"model": model, "optimizer": optimizer}, self.path)
         took = {"call_s": time.perf_counter() - start, "call_cpu_s": time.thread_time() - cpu}
+        # A response without this future is itself the future of the save's end.
         getattr(response, "upload_completion", response).add_done_callback(stamp)
         return response, took, stamp
 
@@ -236,7 +237,7 @@ class Rank:
                     break
                 for metric, value in self.measure_save(busy=scenario == "busy").items():
                     figures.setdefault(metric, []).append(value)
-            del figures["memory"]  # only that of the first save counts: see __init__
+            del figures["memory"]  # the memory of the first save alone counts: see __init__
         found["idle"]["memory"] = [self.memory]
         found["loop"] = self.measure_loop()
         if self.is_ours:
@@ -260,10 +261,10 @@ def serve(
     with open(directory / f"rank{rank}.log", "wb") as log:
         os.dup2(log.fileno(), 2)
     try:
-        ours = Rank(way, rank, options, directory)
+        measured = Rank(way, rank, options, directory)
         connection.send(None)
         while connection.recv():
-            connection.send(ours.turn())
+            connection.send(measured.turn())
     except EOFError:  # the parent has ended
         pass
     except BaseException as error:  # CheckpointException is not an Exception

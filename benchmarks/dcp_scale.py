@@ -2,12 +2,12 @@
 
     python benchmarks/dcp_scale.py --dir DIR [--items 400] [--state-per-rank 2GB] [--disk 20GB]
 
-It measures the coordinator's work for each item of a plan: merging plans, making and pickling
-`.metadata`, and unpickling what ranks send. It also measures a small file that is synced and
-renamed, and a directory's sync. From these it computes the coordinator's time at 8 to 10,240 ranks:
-for a save that makes its plans, and for one that uses the plans of the save before. For
-comparison it computes how long a shared file system takes to store the bytes. The ranks' network
-and slow ranks are not included.
+The coordinator is the rank that merges the plans of all ranks. The script measures its work for
+each item of a plan: merging plans, making and pickling `.metadata`, and unpickling what ranks send.
+It also measures a small file that is synced and renamed, and a directory's sync. From these it
+computes the coordinator's time at 8 to 10,240 ranks: for a save that makes its plans, and for one
+that uses the plans of the save before. For comparison it computes how long a shared file system
+takes to store the bytes. The ranks' network and slow ranks are not included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from common import (
 from machine import add_directory_options, facts_lines, machine_facts, scratch_directory
 
 RANKS = (8, 64, 1024, 10240)
-MEASURED_RANKS, ROUNDS = 32, 5
+MEASURED_RANKS = 32  # ranks whose plans are made for the measurements
+ROUNDS = 5
 
 
 def plans(nr_ranks: int, nr_items: int) -> list[Any]:
@@ -106,24 +107,26 @@ def measure_items(nr_items: int) -> dict[str, float]:
 def measure_files(directory: Path) -> dict[str, float]:
     """Return the seconds to write, sync and rename a small file, and to sync its directory."""
 
-    def file() -> None:
+    def write_file() -> None:  # writes t, syncs it, and renames it to f
         fd = os.open(directory / "t", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.write(fd, bytes(4096))
         os.fsync(fd)
         os.close(fd)
         os.rename(directory / "t", directory / "f")
 
-    def sync() -> None:
+    def sync_directory() -> None:
         fd = os.open(directory, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 
-    def entry_and_sync() -> None:
-        file()
-        sync()
+    def write_file_and_sync_directory() -> None:
+        write_file()
+        sync_directory()
 
-    alone = median_seconds(file)
-    return {"file_s": alone, "directory_s": max(median_seconds(entry_and_sync) - alone, 0.0)}
+    alone = median_seconds(write_file)
+    # A directory's sync is measured after a change in it; without one it has nothing to write.
+    both = median_seconds(write_file_and_sync_directory)
+    return {"file_s": alone, "directory_s": max(both - alone, 0.0)}
 
 
 def estimate(
@@ -144,15 +147,16 @@ def estimate(
 
 
 def show(options: argparse.Namespace, cost: dict[str, float]) -> None:
+    """Print the estimates on stdout: a row for each figure, a column for each number of ranks."""
     found = {nr: estimate(nr, options, cost) for nr in RANKS}
     rows: list[list[str] | None] = []
     for key, title in (
-        ("first_s", "coordinator: the first save, and each whose structure is new"),
-        ("next_s", "coordinator: each further one, plans kept"),
+        ("first_s", "coordinator: the first save, and each save of another set of tensors"),
+        ("next_s", "coordinator: each further save, plans kept"),
         ("received_nbytes", "coordinator receives, plans and results"),
         ("metadata_nbytes", ".metadata"),
-        ("read_metadata_s", "each rank of a load reads it in"),
-        ("disk_s", f"the disk takes the bytes, at {format_size(options.disk)}/s for all"),
+        ("read_metadata_s", "reading .metadata, on each rank of a load"),
+        ("disk_s", f"writing the bytes, at {format_size(options.disk)}/s for all"),
     ):
         text = format_size if key.endswith("nbytes") else lambda value: format_times([value])
         rows.append([title, *(text(found[nr][key]) for nr in RANKS)])

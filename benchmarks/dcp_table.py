@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from common import Series, format_size, format_times
-from dcp_ways import BOUND, DEFAULT, META, PEER, PROCESS, SHARDED, STAGER
+from dcp_ways import BOUND, DEFAULT, DISTRIBUTED_IO, META, PROCESS, SHARDED, STAGER
 from goals import ABSENT, Goal
 from measured import Figures
 from peers import OURS
@@ -30,7 +30,7 @@ ROWS = (
 )
 DIFFERENCES = ("lost_s", "noise_s")  # metrics that are shown with their standard error
 # The ways to save, in the order of the columns, and the titles of their columns in the docs.
-SHORT = {
+TITLES = {
     DEFAULT: "DCP `async_save`",
     STAGER: "with a DefaultStager kept",
     PROCESS: "in its process",
@@ -38,7 +38,7 @@ SHORT = {
     OURS: "`stillframe.dcp.async_save`",
     BOUND: "bound: a file a rank, two collectives",
     SHARDED: "Lightning, sharded: DCP `save`",
-    PEER: "Lightning's `DistributedAsyncCheckpointIO`",
+    DISTRIBUTED_IO: "Lightning's `DistributedAsyncCheckpointIO`",
 }
 
 
@@ -71,7 +71,7 @@ def figures_of(document: dict[str, Any]) -> Figures:
 
 def ways_of(figures: Figures) -> list[str]:
     """Return the ways that have figures, in the order of the columns."""
-    return [way for way in SHORT if figures.series("idle", way, "call_s")]
+    return [way for way in TITLES if figures.series("idle", way, "call_s")]
 
 
 def _cell(metric: str, series: Series | None) -> str:
@@ -126,7 +126,7 @@ def page(document: dict[str, Any]) -> list[str]:
         f" {facts['filesystem']}, no GPU; torch {facts['torch'].split('+')[0]}; medians"
         f" (smallest..largest) over rounds and ranks, {facts['date'][:10]}:",
         "",
-        "| | " + " | ".join(SHORT[way] for way in ways) + " |",
+        "| | " + " | ".join(TITLES[way] for way in ways) + " |",
         "|---|" + "---|" * len(ways),
         *("| " + " | ".join(row) + " |" for row in rows(figures, ways)),
         "",

@@ -20,13 +20,14 @@ from peers import OURS
 
 # The names of the ways, as the table on the terminal shows them.
 DEFAULT, STAGER, PROCESS = "DCP async_save", "DCP, DefaultStager kept", "DCP, PROCESS executor"
-META = "torch_checkpointing"
+META = "torch_checkpointing"  # Meta's package
 BOUND = "bound: a file a rank, two collectives"
 SHARDED = "Lightning, sharded: DCP save"
-PEER = "Lightning's DistributedAsyncCheckpointIO"
+DISTRIBUTED_IO = "Lightning's DistributedAsyncCheckpointIO"
 
 
 def _dcp_default() -> Callable[..., Any]:
+    """Return DCP's async_save with its defaults, in a group of its own."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as stock
 
@@ -104,6 +105,7 @@ def _meta() -> Callable[..., Any]:
 
 
 def _ours() -> Callable[..., Any]:
+    """Return stillframe.dcp's async_save with its defaults."""
     from stillframe import dcp
 
     return dcp.async_save
@@ -154,7 +156,7 @@ def _sharded() -> Callable[..., Any]:
     return save
 
 
-def _peer() -> Callable[..., Any]:
+def _distributed_io() -> Callable[..., Any]:
     """Return the save of Lightning's DistributedAsyncCheckpointIO: see --lightning in dcp.py."""
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -187,7 +189,7 @@ WAYS = {
     OURS: _ours,
     BOUND: _bound,
 }
-LIGHTNING = {SHARDED: _sharded, PEER: _peer}
+LIGHTNING = {SHARDED: _sharded, DISTRIBUTED_IO: _distributed_io}
 ALL = {**WAYS, **LIGHTNING}
 PACKAGES = {META: "torch_checkpointing"}  # the package that a way needs besides torch
 

@@ -18,11 +18,13 @@ Format = Callable[[Sequence[float]], str]
 
 
 def _percent(values: Sequence[float]) -> str:
+    """Format shares: `98 % (97..99)`."""
     first, *others = (f"{100 * value:.0f}" for value in values)
     return f"{first} %" + (f" ({'..'.join(others)})" if others else "")
 
 
-def _times(values: Sequence[float]) -> str:
+def _multiples(values: Sequence[float]) -> str:
+    """Format multiples: `1.05 x (1.01..1.10)`."""
     first, *others = (f"{value:.2f}" for value in values)
     return f"{first} x" + (f" ({'..'.join(others)})" if others else "")
 
@@ -32,7 +34,7 @@ TIME: Format = format_times
 ENDS = {OURS: "durable", DCP: "file synced", DCP_STAGER: "file synced"}
 
 
-def _sizes(values: Sequence[float]) -> str:
+def _size_or_none(values: Sequence[float]) -> str:
     return format_size(values[0]) if values[0] > 0 else "none"
 
 
@@ -43,7 +45,7 @@ SAVE_ROWS = (
     ("speed", "main thread's speed meanwhile", _percent),
     ("stall_s", "longest stall", TIME),
     ("stall_alone_s", "(longest stall without a save)", TIME),
-    ("extra_rss", "extra memory, x the state", _times),
+    ("extra_rss", "extra memory, x the state", _multiples),
 )
 IDLE_ROWS = tuple(row for row in SAVE_ROWS if row[0] != "speed")
 FEW_ROWS = tuple(row for row in SAVE_ROWS if row[0] in ("call_s", "finished_s", "extra_rss"))
@@ -61,7 +63,7 @@ GATE_ROWS = (
     ("deferred_share", "of the state is deferred", _percent),
     ("memcpy_s", "(raw memcpy of as many bytes, one thread)", TIME),
 )
-GROWTH_ROWS = (("growth_nbytes", "growth of the process's memory", _sizes),)
+GROWTH_ROWS = (("growth_nbytes", "growth of the process's memory", _size_or_none),)
 WATCH_ROWS = (("finished_s", "finished after", TIME),)
 
 
@@ -82,7 +84,7 @@ def _sections(s: Settings) -> list[tuple[str, str, tuple[Any, ...]]]:
         title = title_of(scenario, s)
         sections.append((scenario.name, title, _rows_of(scenario)))
         if scenario.kind == "save":
-            sections.append((scenario.cold, f"{scenario.cold}: the first save", FEW_ROWS))
+            sections.append((scenario.cold_name, f"{scenario.cold_name}: the first save", FEW_ROWS))
     return sections
 
 
@@ -95,10 +97,10 @@ def _cell(series: Series | None, form: Format) -> str:
 
 
 def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[list[str] | None]:
-    """Return the rows of the table: those of each scenario below a row with its title.
+    """Return the rows of the table: for each scenario a row with its title, and its rows below.
 
-    The cells of a row are the metric's title, a value for each way to save, that of the raw disk,
-    and the verdict on our value.
+    The cells of a row are the metric's title, a value for each way to save, the value of the raw
+    disk or memory, and the verdict on our value.
     """
     rows: list[list[str] | None] = []
     for scenario, title, metrics in _sections(settings):

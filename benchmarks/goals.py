@@ -37,9 +37,9 @@ class Goal:
     row: str = ""
 
     def _sides(self, figures: Figures) -> tuple[Series, Series | None] | None:
-        """Return our series, and that of `others` with the least median (None without others).
+        """Return our series, and the one of `others` with the least median (None without others).
 
-        Return None if our figure, or all of the others, are missing in this run.
+        Return None if this run lacks our figure, or all figures of `others`.
         """
         ours = figures.series(self.scenario, OURS, self.metric)
         found = [figures.series(*key) for key in self.others]

@@ -1,4 +1,4 @@
-"""What does saving from a GPU cost, compared with peers? One run: `make gpu`, or parts of it.
+"""What does saving from a GPU cost, compared with peers? `make gpu` measures all parts.
 
     saves      every way: call, GPU memory, steps meanwhile, delay of `.item()`, time to the end
     sweep      copies of several sizes and numbers in flight: their speed, and delay of `.item()`
@@ -59,7 +59,7 @@ def in_process(part: str, limit_s: float, *arguments: Any) -> Any:
 # ---- the run ---------------------------------------------------------------------------------
 
 
-def missing() -> str:
+def reason_to_skip() -> str:
     """Return why nothing can be measured here, or "" if there is a GPU."""
     try:
         import torch
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
             ways[name] = run("saves", f"saves, {size}: {name}", size, name)
             results[f"saves {size}"] = ways
             keep()
-            for each in directory.iterdir():  # so that the next way starts with an empty one
+            for each in directory.iterdir():  # so that the next way starts with an empty directory
                 if each.is_dir():
                     shutil.rmtree(each)
                 else:
@@ -148,7 +148,7 @@ def has_failed(results: dict[str, Any]) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    why = missing()
+    why = reason_to_skip()
     if options.rehearse:
         os.environ["STILLFRAME_LIBCUDA"] = str(ROOT / "build" / "libfake_cuda.so")
     elif why:

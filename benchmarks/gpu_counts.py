@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-NR_PARAMETERS, TENSOR_BYTES, BLOCK_BYTES = 400, 492 << 10, 16 << 20
-SAMPLES = ("cuMemcpy3DBatchAsync_v2", "cuMemcpy2DAsync_v2")
-COPIES = ("cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync_v2")
+NR_PARAMETERS, TENSOR_BYTES = 400, 492 << 10  # each parameter has two moments of that size
+BLOCK_BYTES = 16 << 20  # of the pool
+SAMPLES = ("cuMemcpy3DBatchAsync_v2", "cuMemcpy2DAsync_v2")  # the calls that take samples
+COPIES = ("cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync_v2")  # the calls that copy
 
 
 class CallCounter:

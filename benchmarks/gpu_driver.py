@@ -200,6 +200,7 @@ def spans(driver: Driver, nr: int, length: int, apart: int) -> list[tuple[int, i
 
 
 def small_spans(driver: Driver) -> dict[str, Any]:
+    """Copy about 4,000 spans of 64 bytes in five ways; "1,200 x 3" is 1,200 copies of 3 rows."""
     lines = spans(driver, 4096, 64, 128)
     return {
         "batch": timed(driver, lambda: driver.batch(lines)),
@@ -211,6 +212,7 @@ def small_spans(driver: Driver) -> dict[str, Any]:
 
 
 def tensors(driver: Driver) -> dict[str, Any]:
+    """Time copies of 4 KiB, 512 with each call and one with each call."""
     found: dict[str, Any] = {}
     for nr in (1200, 20_000):
         each = spans(driver, nr, 4096, 4096)
@@ -225,6 +227,7 @@ def tensors(driver: Driver) -> dict[str, Any]:
 
 
 def large(driver: Driver) -> dict[str, Any]:
+    """Time copies of 16 MiB, of which each call makes 1, 4 or 16."""
     found: dict[str, Any] = {}
     length = min(16 * MIB, driver.host_bytes // 4)
     each = spans(driver, 64, length, length)
@@ -271,7 +274,7 @@ def register(driver: Driver) -> dict[str, Any]:
         memory = mmap.mmap(-1, nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         ctypes.memset(address, 1, nbytes)
-        gaps, stop = [], threading.Event()
+        gaps, stop = [], threading.Event()  # seconds between two launches
         value = torch.zeros(16, device="cpu" if driver.rehearse else "cuda")
 
         # The defaults bind this iteration's values; the thread runs until `stop` is set.

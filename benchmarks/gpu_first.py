@@ -17,8 +17,8 @@ downloads nothing.
     small       saves of a small state, every way
     large       saves of a large one
     busy        the large one with a busy process on every core
-    sweep       size of copies, and copies in flight
-    profile     copies under compute, no synchronise
+    sweep       copies of several sizes and numbers in flight
+    profile     whether copies overlap kernels, and whether a call synchronises
     ahead       a training whose host runs ahead of the device
     offload     weights that come layer by layer and leave again, six ways
 """
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PART_S = 590  # each part ends within ten minutes
+PART_S = 590  # the longest that a part may take, in seconds: a little less than ten minutes
 LOG_BYTES = 512 << 10  # the most bytes of one log
 OUT_BYTES = 15 << 20  # the most bytes of all files together
 GRACE_S = 5  # seconds of PART_S that are left for ending a part's processes
@@ -75,7 +75,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
     pytest += ["-p", "no:cacheprovider", str(ROOT / "tests" / "gpu")]
     config = "expandable_segments:True"
 
-    def gpu(name: str, part: str, *more: str, busy: int = 0) -> Part:
+    def gpu_part(name: str, part: str, *more: str, busy: int = 0) -> Part:
         """Return a part that runs gpu.py for one of its own parts, with `more` options."""
         script = [python, str(ROOT / "benchmarks" / "gpu.py"), "--dir", str(options.dir)]
         script += ["--json", str(out / f"{name}.json"), "--parts", part, "--until-s", "560"]
@@ -95,13 +95,13 @@ def parts(options: argparse.Namespace) -> list[Part]:
         ),
         Part("one-queue", pytest, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         Part("driver", [*driver, "--json", str(out / "driver.json"), *rehearse], {}),
-        gpu("pinning", "pinning", "--states", "small"),
-        gpu("small", "saves", "--states", "small"),
-        gpu("large", "saves", "--states", "large"),
-        gpu("busy", "saves", "--states", "large", *ours, busy=cores),
-        gpu("sweep", "sweep", "--states", "small"),
-        gpu("profile", "profile", "--states", "small"),
-        gpu("ahead", "ahead", "--states", "small"),
+        gpu_part("pinning", "pinning", "--states", "small"),
+        gpu_part("small", "saves", "--states", "small"),
+        gpu_part("large", "saves", "--states", "large"),
+        gpu_part("busy", "saves", "--states", "large", *ours, busy=cores),
+        gpu_part("sweep", "sweep", "--states", "small"),
+        gpu_part("profile", "profile", "--states", "small"),
+        gpu_part("ahead", "ahead", "--states", "small"),
         Part("offload", [*offload, "--out", str(out / "offload.json"), *rehearse], {}),
     ]
 
@@ -151,7 +151,7 @@ def shorten(log: Path) -> None:
         log.write_bytes(text[:half] + b"\n... cut ...\n" + text[-half:])
 
 
-def keep_small(out: Path) -> list[str]:
+def remove_largest_files(out: Path) -> list[str]:
     """Remove the largest files until the rest take at most OUT_BYTES; return their names."""
     gone = []
     files = sorted((each for each in out.rglob("*") if each.is_file()), key=size_of)
@@ -170,7 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to write to")
-    parser.add_argument("--parts", nargs="+", metavar="PART", help="these alone")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="run only these parts")
     parser.add_argument(
         "--rehearse", action="store_true", help="tiny, without a GPU: do the parts work?"
     )
@@ -190,7 +190,7 @@ def main() -> int:
         ended = run(part, options.out)
         print(f"     {ended}", flush=True)
         endings.append((part.name, ended))
-    left_out = keep_small(options.out)
+    left_out = remove_largest_files(options.out)
     lines = [f"{name:10} {ended}" for name, ended in endings]
     lines += [f"left out: {name}" for name in left_out]
     (options.out / "summary.txt").write_text("\n".join(lines) + "\n")

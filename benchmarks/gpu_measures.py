@@ -35,6 +35,7 @@ def _device(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _training(options: argparse.Namespace, size: str, device: str) -> Train:
+    """Return a training whose state may be deferred; in a rehearsal it is tiny."""
     train = Train("rehearsal" if options.rehearse else size, device)
     # after these steps the optimizer's state exists, and is known to change only in steps
     for _ in range(5):
@@ -106,9 +107,9 @@ def one_round(
     # In the first step after the call, a way that still copies has to wait before the update.
     first = train.mark()
     train.forward_backward()
-    at = time.perf_counter()
+    gate_began = time.perf_counter()
     way.gate()
-    gated = time.perf_counter() - at
+    gate_s = time.perf_counter() - gate_began
     train.optimizer.step()
     train.optimizer.zero_grad(set_to_none=False)
     second = train.mark()
@@ -118,12 +119,12 @@ def one_round(
     more = way.finish()
     ended = time.perf_counter()
     del tree
-    own = [
+    own = [  # allocated and reserved bytes of the save itself
         max(in_call[i] - at_rest[i], in_steps[i] - max(alone[i], at_rest[i]), 0) for i in range(2)
     ]
     return {
         "call_s": called - began,
-        "gate_s": gated + more.get("gate_wait_s", 0.0),
+        "gate_s": gate_s + more.get("gate_wait_s", 0.0),
         "end_s": more.get("durable_after_s", ended - began),
         "step_s": times,
         "allocated": own[0],
@@ -282,7 +283,7 @@ def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> An
         engine.warm_up(2 * nbytes)
 
         def steps(every: int) -> dict[str, Any]:
-            """Make `count` steps, with a save before each one of `every` steps (0: no saves)."""
+            """Make `count` steps; a save precedes the last of each `every` steps (0: no saves)."""
             train.synchronize()
             handles, calls, host = [], [], []
             first = train.mark()
@@ -305,7 +306,8 @@ def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> An
                 "deferred": [report.deferred_nbytes / nbytes for report in reports],
             }
 
-        alone, saving = steps(0), steps(10 if not options.rehearse else 5)
+        alone = steps(0)
+        saving = steps(10 if not options.rehearse else 5)
         engine.close()
         return {"nbytes": nbytes, "alone": alone, "saving": saving}
 

@@ -63,7 +63,7 @@ def goal_row(
     step: Mean step with a save, relative to one without. copy: Speed relative to a plain copy.
     """
     warm = result["rounds"]
-    allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3
+    allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3  # 2 us a tensor, and 2 ms
     most = max(max(each["allocated"], each["reserved"]) for each in warm)
     extra = max(result["item_s"]) - Series.of(result["item_idle_s"]).median
     raw = result["raw_disk_s"]  # nan if there is no O_DIRECT; a nan is not equal to itself
@@ -90,6 +90,7 @@ def other_rows(name: str, size: str, result: Any) -> Rows:
 
 
 def sweep_rows(result: dict[str, Any], blank: list[str]) -> Rows:
+    """Return a row for each size and number of copies: their speed, and the delay of `.item()`."""
     plain = result["nbytes"] / result["plain_copy_s"] / 1e9
     idle = result["idle_item_s"]["median"]
     return [
@@ -117,6 +118,7 @@ def pinning_rows(result: dict[str, Any], blank: list[str]) -> Rows:
 
 
 def ahead_rows(result: dict[str, Any], blank: list[str]) -> Rows:
+    """Return a row: the longest time blocked, and the steps relative to steps without saves."""
     alone, saving = result["alone"], result["saving"]
     ratio = saving["device_s"] / alone["device_s"]
     blocked = max(a + b for a, b in zip(saving["call_s"], saving["gate_s"], strict=True))

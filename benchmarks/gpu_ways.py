@@ -26,6 +26,7 @@ class Way:
     durable = False
 
     def start(self, tree: Any, path: Path) -> None:
+        """Begin to save `tree` at `path`, as this way's own call does."""
         raise NotImplementedError
 
     def gate(self) -> None:
@@ -36,7 +37,7 @@ class Way:
         return {}
 
     def close(self) -> None:
-        pass
+        """End threads and process groups that the way keeps from save to save."""
 
 
 class DetachCpu(Way):
@@ -138,6 +139,8 @@ class DcpCached(Way):
 
 
 class Ours(Way):
+    """stillframe.async_save with its defaults."""
+
     durable = True
 
     def __init__(self) -> None:

@@ -52,11 +52,11 @@ class Fits:
         return self._fit(batch, steps, every)
 
 
-def find_batch(none: Worker) -> int:
+def find_batch(without_saves: Worker) -> int:
     """Return how many rows a batch needs for a step to take STEP_S."""
     batch = 16
     while True:
-        step = none.call("fit", batch, SKIPPED + 5, 0)["step_s"]
+        step = without_saves.call("fit", batch, SKIPPED + 5, 0)["step_s"]
         if step >= STEP_S * 0.9:
             return batch
         batch = max(batch + 8, int(batch * min(4.0, STEP_S / step)))
@@ -100,6 +100,7 @@ def judge(shares: dict[str, Series], goal: float | None) -> str:
     """
     ours = shares["stillframe"]
     # By how many standard errors another way loses more than ours: the least of both numbers.
+    # 1e-9 prevents a division by zero if all values of both ways are equal.
     least_lead = min(
         (shares[way].median - ours.median) / (shares[way].error + ours.error or 1e-9)
         for way in ("synchronous", "lightning")
@@ -138,13 +139,13 @@ def rows(nbytes: int, result: Any) -> list[list[str] | None]:
                     format_times([statistics.median(fit["longest_s"] for fit in fits[way])]),
                     format_times([statistics.median(fit["end_s"] for fit in fits[way])]),
                     format_size(max(0.0, peak[way] - peak["none"])),
-                    judge(shares, goal) if way == "stillframe" else " ",
+                    judge(shares, goal) if way == "stillframe" else "",
                 ]
             )
     return table
 
 
-def kept(result: dict[str, Any]) -> dict[str, Any]:
+def with_statistics(result: dict[str, Any]) -> dict[str, Any]:
     """Return `result` with the statistics of each figure in place of one value for each fit."""
     every = {
         number: {
@@ -161,7 +162,7 @@ def main() -> int:
     add_directory_options(parser)
     parser.add_argument("--state", type=parse_size, nargs="+", default=[160 * 10**6, 10**9])
     parser.add_argument("--every", type=int, nargs="+", default=[20, 5])
-    parser.add_argument("--saves", type=int, default=3, help="of the fits with the fewest, 3")
+    parser.add_argument("--saves", type=int, default=3, help="saves of a fit with the fewest, 3")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each way, 8 by default")
     options = parser.parse_args()
     largest = max(options.state)
@@ -181,7 +182,7 @@ def main() -> int:
         if result["others"] >= 0.03:
             share = f"{result['others']:.0%}"
             print(f"disturbed: other processes took {share} of the machine ({format_size(nbytes)})")
-    found = {nbytes: kept(result) for nbytes, result in results.items()}
+    found = {nbytes: with_statistics(result) for nbytes, result in results.items()}
     pictures.save_and_draw(options.json, {"machine": facts, "results": found})
     return 0
 

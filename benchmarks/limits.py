@@ -30,6 +30,7 @@ class RawDisk:
         self._source = raw.make_buffer(min(self._nbytes, LONGEST_SOURCE))
 
     def _write(self, name: str, *, direct: bool) -> float:
+        """Write and sync a file once and remove it; return the seconds without the removal."""
         path = self._directory / name
         try:
             return raw.write_seconds(path, self._source, direct=direct, nbytes=self._nbytes)[0]

@@ -68,7 +68,7 @@ class Others(raw.Others):  # type: ignore[misc,name-defined]
     """The share of the machine that other processes take; our own children do not count."""
 
     def _own_seconds(self) -> float:
-        """Add the time of our children, running and ended, to that of this process."""
+        """Return the time of this process and of its children, running and ended."""
         children = multiprocessing.active_children()
         live = sum(_user_ticks(child.pid) for child in children) / os.sysconf("SC_CLK_TCK")
         ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime

@@ -16,7 +16,8 @@ class Settings:
 
     state, many, large, transformer, loop_state, growth_state: bytes of the states that scenarios.py
     describes. rounds: warm saves of each scenario. pairs: rounds of a training loop, each with
-    steps with a save and steps without. *_steps, *_batch: the steps and the rows of a batch there.
+    steps with a save and steps without. loop_steps, loop_batch: the number of these steps, and the
+    rows of a batch. Names with "_large" are those of the main state's loop.
     """
 
     state: int
@@ -44,23 +45,23 @@ class Figures:
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
         self._kept: dict[tuple[str, str, str], Series] = {}
 
-    def add(self, scenario: str, who: str, figures: dict[str, float]) -> None:
+    def add(self, scenario: str, way: str, figures: dict[str, float]) -> None:
         """Add one value of each metric; a value of nan is left out."""
         for metric, value in figures.items():
             if not math.isnan(value):
-                self._values[scenario, who, metric].append(value)
+                self._values[scenario, way, metric].append(value)
 
-    def keep(self, scenario: str, who: str, metric: str, series: Series) -> None:
+    def keep(self, scenario: str, way: str, metric: str, series: Series) -> None:
         """Add a metric of which only the statistics are known, from an earlier run."""
-        self._kept[scenario, who, metric] = series
+        self._kept[scenario, way, metric] = series
 
-    def series(self, scenario: str, who: str, metric: str) -> Series | None:
+    def series(self, scenario: str, way: str, metric: str) -> Series | None:
         """Return the statistics of a metric, or None if it was not measured."""
-        values = self._values.get((scenario, who, metric))
-        return Series.of(values) if values else self._kept.get((scenario, who, metric))
+        values = self._values.get((scenario, way, metric))
+        return Series.of(values) if values else self._kept.get((scenario, way, metric))
 
-    def median(self, scenario: str, who: str, metric: str) -> float | None:
-        series = self.series(scenario, who, metric)
+    def median(self, scenario: str, way: str, metric: str) -> float | None:
+        series = self.series(scenario, way, metric)
         return None if series is None else series.median
 
     def everywhere(self, metric: str) -> list[float]:
@@ -70,7 +71,7 @@ class Figures:
     def to_json(self) -> dict[str, Any]:
         """Return the statistics of all values of `add`, by scenario, way and metric."""
         tree: dict[str, Any] = {}
-        for (scenario, who, metric), values in self._values.items():
-            metrics = tree.setdefault(scenario, {}).setdefault(who, {})
+        for (scenario, way, metric), values in self._values.items():
+            metrics = tree.setdefault(scenario, {}).setdefault(way, {})
             metrics[metric] = Series.of(values).to_json()
         return tree

@@ -51,7 +51,7 @@ def miss_probability(written: float, stratum: float) -> float:
     return max(0.0, 2 - x) ** 3 / 6
 
 
-def noticed(miss: float) -> str:
+def noticed_text(miss: float) -> str:
     """Return the text "3.2 %" for a write that is missed with the probability `miss`."""
     if miss < 0.0001:
         return "> 99.99 %" if miss > 0 else "always"
@@ -72,7 +72,7 @@ def table() -> list[str]:
         cells = []
         for nbytes, nr in STATES:
             stratum = nbytes / nr / samples_of(nbytes / nr, nr, nbytes)
-            cells.append(noticed(miss_probability(written, stratum) ** times))
+            cells.append(noticed_text(miss_probability(written, stratum) ** times))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

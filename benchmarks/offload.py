@@ -65,8 +65,8 @@ from offload_ways import (  # noqa: E402
 from stillframe.offload import Offloader  # noqa: E402
 
 
-def synchronised(way: Callable[[], Results], own: dict[str, int]) -> dict[str, int]:
-    """Return how often a way makes each call that waits for the device, from its profile.
+def count_waiting_calls(way: Callable[[], Results], own: dict[str, int]) -> dict[str, int]:
+    """Profile a way; return how often it makes each call that waits for the device.
 
     The loops by hand wait once, at their end, because only then are their copies complete.
 
@@ -144,7 +144,7 @@ def goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return judged
 
 
-def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
+def measure_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
     """Run all ways on the device; return their figures, after a check of their results.
 
     The first step of each way warms up and is not counted.
@@ -189,9 +189,9 @@ def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
         if step == 0:
             before = offloader.stats()
     figures["ours"]["stats"] = stats_between(before, offloader.stats())
-    own = synchronised(list, {})  # a way that does nothing
+    own = count_waiting_calls(list, {})  # a way that does nothing
     for name, way in ways.items():
-        figures[name]["synchronised"] = synchronised(way, own)
+        figures[name]["synchronised"] = count_waiting_calls(way, own)
         figures[name]["steps_per_s"] = 1 / statistics.median(figures[name]["seconds"])
     figures["copies"] = {
         name: statistics.median(each[name] for each in alone[1:]) for name in alone[0]
@@ -204,10 +204,10 @@ def on_a_gpu(options: argparse.Namespace) -> dict[str, Any]:
 def stats_between(before: Any, after: Any) -> dict[str, Any]:
     """Return the counters of stats() for the steps between two calls of it.
 
-    Values that are no counters, such as the number of slots, are those of the second call.
+    Values that are no counters, such as the number of slots, are taken from the second call.
     """
-    states = ("slots", "slots_in_use", "bytes_lingering")
-    stats = {name: after[name] - (0 if name in states else before[name]) for name in after}
+    not_counters = ("slots", "slots_in_use", "bytes_lingering")
+    stats = {name: after[name] - (0 if name in not_counters else before[name]) for name in after}
     for way in ("offload", "onload"):
         seconds = stats[f"{way}_copy_s"]
         stats[f"{way}_gb_per_s"] = stats[f"bytes_{way}ed"] / seconds / 1e9 if seconds else 0.0
@@ -219,7 +219,7 @@ def stats_between(before: Any, after: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--mib", type=float, default=64.0, help="of one layer's weights")
+    parser.add_argument("--mib", type=float, default=64.0, help="MiB of one layer's weights")
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda")
@@ -230,7 +230,7 @@ def main() -> None:
     if not gpu:
         options.layers, options.mib, options.batch = min(options.layers, 8), 0.25, 16
     options.side = int((options.mib * MIB / 4) ** 0.5)
-    figures = on_a_gpu(options) if gpu else count_driver_calls(options)
+    figures = measure_on_gpu(options) if gpu else count_driver_calls(options)
     figures["goals"] = goals(figures)
     text = json.dumps(figures, indent=2)
     print(text)

@@ -44,8 +44,8 @@ class FakeStreams(Streams):
         self.driver, self.call = driver, driver._library
         self.sent: list[torch.Tensor] = []  # sources, which must live until they are copied
         self.pinned: list[ctypes.c_void_p] = []
-        self.only: Any = None  # the stream of `in_stream_order`
-        self.used: set[int] = set()  # streams with copies that were not waited for
+        self.ordered: Any = None  # the stream of `in_stream_order`
+        self.used: set[int] = set()  # streams with copies for which `finish` has to wait
         self.context = ctypes.c_void_p()
 
     def __enter__(self) -> FakeStreams:
@@ -105,11 +105,11 @@ class FakeStreams(Streams):
         makes no copies on its default stream, so this copy has a stream of its own, and events
         order the two streams.
         """
-        if self.only is None:
-            self.only = self.stream()
-        self._order(self.compute, self.only)
-        copy(to, source, self.only)
-        self._order(self.only, self.compute)
+        if self.ordered is None:
+            self.ordered = self.stream()
+        self._order(self.compute, self.ordered)
+        copy(to, source, self.ordered)
+        self._order(self.ordered, self.compute)
 
     def _order(self, before: Any, after: Any) -> None:
         """Let the stream `after` wait for what is queued on the stream `before`."""
@@ -118,7 +118,7 @@ class FakeStreams(Streams):
         self.wait(after, reached)
 
     def synchronize(self) -> None:
-        self._check(self.call.cuStreamSynchronize(self.only))
+        self._check(self.call.cuStreamSynchronize(self.ordered))
 
     def _copy(self, call: Any, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         addresses = [to.data_ptr(), source.data_ptr()]
@@ -152,20 +152,20 @@ COPIES = ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "sync")
 CALLS = (*COPIES, "cuEventRecord", "cuStreamWaitEvent", "cuMemHostRegister_v2")
 
 
-def by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned: bool) -> Results:
+def plain_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned: bool) -> Results:
     """Run the way `plain` with the driver calls that torch would make for it."""
     out = []
     streams.driver.allow_pageable(not pinned)
 
-    def come(weight: torch.Tensor) -> torch.Tensor:
+    def fetch(weight: torch.Tensor) -> torch.Tensor:
         to = torch.empty_like(weight)
         streams.in_stream_order(streams.bring, to, weight)
         return to
 
     for weight in host:
-        x = forward(x, come(weight))
+        x = forward(x, fetch(weight))
     for weight in reversed(host):
-        result = leaving_result(x, come(weight))
+        result = leaving_result(x, fetch(weight))
         out.append(streams.host(result.shape) if pinned else torch.empty_like(result))
         streams.in_stream_order(streams.send, out[-1], result)
     streams.finish()
@@ -202,7 +202,7 @@ def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Res
     return [weight.grad for weight in reversed(given) if weight.grad is not None]
 
 
-def counted(
+def run_counted(
     driver: Any, way: Callable[[], Any], wanted: Results | None, names: tuple[str, ...] = CALLS
 ) -> dict[str, int]:
     """Run a way; return how often it made each driver call in `names`.
@@ -241,18 +241,23 @@ def count_driver_calls(options: argparse.Namespace) -> dict[str, Any]:
         tickets = [offloader.adopt([weight]) for weight in host]
         device = torch.device("cpu")
 
-        def of(way: Callable[[], Any], wanted: Any, *names: str) -> dict[str, int]:
-            return counted(driver, way, wanted, names or CALLS)
+        # Counts the calls in `names`, or in CALLS, and compares the results with `wanted`.
+        def count_calls(way: Callable[[], Any], wanted: Any, *names: str) -> dict[str, int]:
+            return run_counted(driver, way, wanted, names or CALLS)
 
         calls = {
-            "copies": of(lambda: copies(pinned, streams), None),
-            "pageable": of(lambda: by_driver(host, x, streams, False), wanted, *COPIES),
-            "pinned": of(lambda: by_driver(pinned, x, streams, True), wanted, *COPIES),
-            "save_on_cpu": of(
+            "copies": count_calls(lambda: copies(pinned, streams), None),
+            "pageable": count_calls(
+                lambda: plain_by_driver(host, x, streams, False), wanted, *COPIES
+            ),
+            "pinned": count_calls(
+                lambda: plain_by_driver(pinned, x, streams, True), wanted, *COPIES
+            ),
+            "save_on_cpu": count_calls(
                 lambda: saved_by_driver(pinned, x, streams), saved_on_cpu(host, x, device), *COPIES
             ),
-            "streams": of(lambda: three_streams(pinned, x, streams), wanted),
-            "ours": of(lambda: ours(offloader, tickets, x), wanted),
+            "streams": count_calls(lambda: three_streams(pinned, x, streams), wanted),
+            "ours": count_calls(lambda: ours(offloader, tickets, x), wanted),
         }
         assert calls["streams"]["sync"] == calls["ours"]["sync"] == 0, calls
         stats = dict(offloader.stats())

@@ -160,7 +160,7 @@ class DcpStager(Dcp):
     """DCP with a DefaultStager that copies on a thread, into memory that is not pinned.
 
     The next optimizer step has to wait for that copy, and it is up to the user to make it wait.
-    Here a step hook does, and the wait is counted as the gate.
+    Here a step hook waits, and its wait is counted as the gate.
     """
 
     def __init__(self) -> None:

@@ -45,12 +45,12 @@ WAY_COLOURS = {  # ours is the brightest
     "memcpy": "#5d6873",
     "O_DIRECT reads, four threads": MACHINE,
 }
-LOOPS = {
+LOOPS = {  # the scenarios of vs_peers.py that are training loops, and their titles
     "loop": "a training loop",
     "loop_large": "a training loop",
     "lightning_loop": "a Lightning training",
 }
-FITS = {
+FITS = {  # the ways of lightning_fit.py that save, and their titles
     "synchronous": "synchronous",
     "lightning": "Lightning's asynchronous",
     "stillframe": "stillframe",
@@ -112,13 +112,13 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     """
     panels: list[tuple[Any, tuple[Any, ...]]] = []
     if "seconds" in document:  # limits.json
-        return [(_rates, (document["seconds"], document["nbytes"]))]
+        return [(_draw_rates, (document["seconds"], document["nbytes"]))]
     if "turns" in document:  # timeline.json
-        return [(_timeline, (document["turns"], document["state"]))]
+        return [(_draw_timeline, (document["turns"], document["state"]))]
     if "results" in document:  # lightning_fit.json
         return [(_draw_fits, each) for each in document["results"].items()]
     if "states" in document:  # restore.json
-        return [(_loads, (document["states"],)), (_reads, (document["states"],))]
+        return [(_draw_loads, (document["states"],)), (_draw_reads, (document["states"],))]
     figures = document["figures"]
     if "ranks" in document["settings"]:  # dcp.json has only a table
         return []
@@ -129,19 +129,19 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     }
     for scenario, nbytes in titles.items():
         if scenario in figures:
-            panels.append((_lost_time, (figures[scenario], scenario, nbytes)))
+            panels.append((_draw_lost_time, (figures[scenario], scenario, nbytes)))
     for scenario in ("busy", "idle"):
         if scenario in figures:
             nbytes = document["settings"]["state"]
-            panels.append((_saves, (figures[scenario], scenario, nbytes)))
+            panels.append((_draw_saves, (figures[scenario], scenario, nbytes)))
     if document.get("bytes_over_time"):
-        panels.append((_bytes_over_time, (document["bytes_over_time"], figures["idle"])))
+        panels.append((_draw_bytes_over_time, (document["bytes_over_time"], figures["idle"])))
     if document.get("resident_nbytes"):
-        panels.append((_memory, (document["resident_nbytes"],)))
+        panels.append((_draw_memory, (document["resident_nbytes"],)))
     return panels
 
 
-def _names(found: Any) -> list[str]:
+def _ways_in(found: Any) -> list[str]:
     """Return the ways to save that `found` has figures of, in the order of the table's columns."""
     return [peer for peer in PEERS if peer in found]
 
@@ -151,9 +151,9 @@ def _colour(peer: str) -> str:
     return WAY_COLOURS[peer]
 
 
-def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
+def _draw_lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
     """Draw one bar for each way, of three parts: the call, the gate, and the slowdown of steps."""
-    peers = _names(figures)
+    peers = _ways_in(figures)
     for row, peer in enumerate(peers):
         left = 0.0
         for metric, strength in LOST_PARTS:
@@ -175,15 +175,15 @@ def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float)
     axes.margins(x=0.15)
     axes.set_xlabel("ms a save, ± standard error (dark to light: call, wait, slower steps)")
     axes.set_title(f"Lost time a save: {LOOPS[scenario]}, {format_size(nbytes)}")
-    _plain(axes)
+    _hide_frame(axes)
 
 
-def _bytes_over_time(axes: Any, curves: dict[str, Any], ends: dict[str, Any]) -> None:
+def _draw_bytes_over_time(axes: Any, curves: dict[str, Any], ends: dict[str, Any]) -> None:
     """Draw a line for each way: the bytes written so far, in one round.
 
     A dot above the line is the median end of all rounds, and the bar through it their spread.
     """
-    for row, peer in enumerate(reversed(_names(curves))):
+    for row, peer in enumerate(reversed(_ways_in(curves))):
         points = list(zip(curves[peer]["times_s"], curves[peer]["nbytes"], strict=True))
         # A way that writes in its call has its first point at the call's end: dashed until then.
         axes.plot((0, points[0][0]), (0, points[0][1] / 1e9), "--", color=_colour(peer), lw=1)
@@ -197,19 +197,20 @@ def _bytes_over_time(axes: Any, curves: dict[str, Any], ends: dict[str, Any]) ->
     axes.set_ylabel("GB written")
     axes.set_title("Bytes over time, main thread idle")
     axes.legend(fontsize=8, loc="center right")
-    _plain(axes)
+    _hide_frame(axes)
 
 
 def _draw_end(axes: Any, found: dict[str, Any], level: float, colour: str) -> None:
+    """Draw a dot at the median of `found`, with a bar for the spread and a label."""
     middle = found["median"]
     spread = ((middle - found["min"],), (found["max"] - middle,))
     axes.errorbar(middle, level, xerr=spread, fmt="o", color=colour, capsize=3, lw=1.4)
     axes.annotate(f"  {middle:.2f} s", (found["max"], level), va="center", fontsize=8)
 
 
-def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
+def _draw_saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
     """Draw two bars for each way, to the end of the call and of the save: medians, with spread."""
-    peers = _names(figures)
+    peers = _ways_in(figures)
     most = max(figures[peer]["finished_s"]["max"] for peer in peers)
     for row, peer in enumerate(peers):
         for metric, shift, strength in (("call_s", -0.2, 1.0), ("finished_s", 0.2, 0.5)):
@@ -227,7 +228,7 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
     axes.set_xlim(0, 1.35 * most)
     axes.set_xlabel("seconds (dark: the call blocks; light: finished; lines: all rounds)")
     axes.set_title(f"{format_size(nbytes)}, main thread {scenario}")
-    _plain(axes)
+    _hide_frame(axes)
 
 
 def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
@@ -244,13 +245,13 @@ def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
     axes.set_ylabel("% of the training's speed lost, ± standard error")
     axes.set_title(f"{format_size(float(nbytes))} of state, a Lightning training")
     axes.legend(fontsize=8)
-    _plain(axes)
+    _hide_frame(axes)
 
 
 # ---- the timeline ------------------------------------------------------------------------------
 
 
-def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
+def _draw_timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
     """Draw two rows of bars for each way: the training thread, and the work in the background.
 
     Time zero is the call.
@@ -276,8 +277,8 @@ def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
     axes.set_yticks([row + 0.1 for row in range(len(chosen))], list(chosen))
     axes.set_xlabel("seconds")
     axes.set_title(f"A save of {format_size(nbytes)} in a training", pad=22)
-    _legend(axes)
-    _plain(axes)
+    _draw_legend(axes)
+    _hide_frame(axes)
 
 
 def _lost_label(lost: dict[str, float]) -> str:
@@ -288,20 +289,21 @@ def _lost_label(lost: dict[str, float]) -> str:
     return f"{middle:.0f} ms lost\n({least:.0f} to {most:.0f})"
 
 
-def _bar(axes: Any, row: float, height: float, begin: float, end: float, **style: Any) -> None:
+def _draw_bar(axes: Any, row: float, height: float, begin: float, end: float, **style: Any) -> None:
     axes.barh(row, end - begin, left=begin, height=height, **style)
 
 
 def _draw_training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None:
+    """Draw the training thread: the call, forward and backward, steps, and waits over them."""
     for name, begin, end in found["spans"]:
         if name == "call":
-            _bar(axes, row, 0.34, begin, end, color=_colour(way))
+            _draw_bar(axes, row, 0.34, begin, end, color=_colour(way))
         else:
             colour = STEP if name == "optimizer.step()" else FORWARD
-            _bar(axes, row, 0.34, begin, end, color=colour, edgecolor="white", lw=0.7)
+            _draw_bar(axes, row, 0.34, begin, end, color=colour, edgecolor="white", lw=0.7)
     for begin, end in _pairs(found, "wait"):
         if end - begin > 1e-4:
-            _bar(axes, row, 0.34, begin, end, color=WAIT)
+            _draw_bar(axes, row, 0.34, begin, end, color=WAIT)
 
 
 def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
@@ -324,11 +326,11 @@ def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], rig
         for begin, end in _pairs(found, name):
             if end > 0:
                 style = {"color": _colour(way), "alpha": strength, "lw": 0}
-                _bar(axes, row, 0.2, max(begin, 0.0), end, **style)
+                _draw_bar(axes, row, 0.2, max(begin, 0.0), end, **style)
     ended = found["ended_s"]
     if not found["background"] and ended > found["call_s"]:
         style = {"color": _colour(way), "alpha": 0.5, "lw": 0}
-        _bar(axes, row, 0.2, found["call_s"], min(ended, right), **style)
+        _draw_bar(axes, row, 0.2, found["call_s"], min(ended, right), **style)
     what, note = {OURS: ("durable", ""), DCP: ("file synced", "")}.get(
         way, ("finished", ", not synced")
     )
@@ -338,7 +340,7 @@ def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], rig
     axes.annotate(label, (at, row), va="center", fontsize=7.5, color="#222222")
 
 
-def _legend(axes: Any) -> None:
+def _draw_legend(axes: Any) -> None:
     from matplotlib.patches import Patch
 
     shown = (
@@ -352,16 +354,16 @@ def _legend(axes: Any) -> None:
     axes.legend(handles=patches, fontsize=8, frameon=False, **above)
 
 
-def _memory(axes: Any, resident: list[int]) -> None:
+def _draw_memory(axes: Any, resident: list[int]) -> None:
     axes.plot(range(1, len(resident) + 1), [n / 1e6 for n in resident], color=_colour(OURS))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("saves")
     axes.set_ylabel("MB of memory of the process")
     axes.set_title(f"Memory over {len(resident)} saves")
-    _plain(axes)
+    _hide_frame(axes)
 
 
-def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
+def _draw_rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
     """Draw the rate of each raw operation of limits.py; `seconds` has the times for `nbytes`."""
     found = {
         name: nbytes / series["median"] / 1e9
@@ -376,10 +378,10 @@ def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
     axes.margins(x=0.15)
     axes.set_xlabel("GB/s")
     axes.set_title(f"Raw limits, {nbytes / 1e6:.0f} MB")
-    _plain(axes)
+    _hide_frame(axes)
 
 
-def _loads(axes: Any, states: dict[str, Any]) -> None:
+def _draw_loads(axes: Any, states: dict[str, Any]) -> None:
     """Draw the rate of each way to load, for each state and situation of restore.py."""
     labels: list[str] = []
     named: set[str] = set()
@@ -398,11 +400,11 @@ def _loads(axes: Any, states: dict[str, Any]) -> None:
     axes.set_xlabel("GB/s")
     axes.set_title("Loading, until every byte was used")
     axes.legend(fontsize=8, loc="lower right")
-    _plain(axes)
+    _hide_frame(axes)
 
 
-def _reads(axes: Any, states: dict[str, Any]) -> None:
-    """Draw the rates of verify next to those of raw reads."""
+def _draw_reads(axes: Any, states: dict[str, Any]) -> None:
+    """Draw the rates of verify and of raw reads."""
     labels: list[str] = []
     for state, figures in states.items():
         for name, found in figures["reads"].items():
@@ -414,10 +416,10 @@ def _reads(axes: Any, states: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("GB/s")
     axes.set_title("Reading every byte from the disk")
-    _plain(axes)
+    _hide_frame(axes)
 
 
-def _plain(axes: Any) -> None:
+def _hide_frame(axes: Any) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 

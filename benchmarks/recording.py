@@ -28,7 +28,7 @@ DEMO = Path(__file__).parents[1] / "examples/demo/demo.py"
 COLUMNS, ROWS = 100, 70  # rows that stay empty are cut off
 SHOWN_S = 12.0  # length of the animation
 FRAMES_PER_S = 10
-GLYPH, LINE, MARGIN = 8.4, 19, 18  # pixels of a letter, a line, the frame; the font has 14
+GLYPH, LINE, MARGIN = 8.4, 19, 18  # pixels: a letter's width, a line's height, the margin's width
 BACKGROUND, FOREGROUND, DIM = "#1e2227", "#d5dae0", "#8a929c"
 COLOURS = {
     "black": "#3b4048",
@@ -117,13 +117,13 @@ def _line(cells: dict[int, object]) -> Line:
         cell = cells[column]
         if cell.data == " ":  # type: ignore[attr-defined]
             continue
-        look = (_colour(cell.fg), cell.bold)  # type: ignore[attr-defined]
+        style = (_colour(cell.fg), cell.bold)  # type: ignore[attr-defined]
         last = runs[-1] if runs else None
         gap = column - (last.column + len(last.text)) if last else 0
-        if last and (last.colour, last.bold) == look and gap <= 1:
+        if last and (last.colour, last.bold) == style and gap <= 1:
             runs[-1] = last._replace(text=last.text + " " * gap + cell.data)  # type: ignore[attr-defined]
         else:
-            runs.append(Run(column, cell.data, *look))  # type: ignore[attr-defined]
+            runs.append(Run(column, cell.data, *style))  # type: ignore[attr-defined]
     return tuple(runs)
 
 
@@ -160,11 +160,11 @@ def svg_of(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> s
             # A line of the last screen is visible without animation, and hidden until it appears.
             # Any other line is hidden without animation, and shown while it was on the screen.
             if end is None and line == last.get(row):
-                look = f"animation:hidden {begin:.1f}s" if begin else ""
+                css = f"animation:hidden {begin:.1f}s" if begin else ""
             else:
                 assert end is not None
-                look = f"visibility:hidden;animation:shown {end - begin:.1f}s {begin:.1f}s"
-            shown.append(_text(row + 1, line, look))
+                css = f"visibility:hidden;animation:shown {end - begin:.1f}s {begin:.1f}s"
+            shown.append(_text(row + 1, line, css))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}"'
@@ -183,8 +183,8 @@ def _stretches(
 ) -> list[tuple[Line, float, float | None]]:
     """Return each content of a row with the time from which and until which it is visible.
 
-    Times are those of the animation, and only FRAMES_PER_S of them in a second are used. None as
-    the end means the end of the animation.
+    Times are seconds of the animation, rounded down to a frame. None as the end means the end of
+    the animation.
 
     Args:
         speed: Seconds of the animation for each second of `screens`.
@@ -202,10 +202,10 @@ def _stretches(
     return [each for each in found if each[1] != each[2]]
 
 
-def _text(row: int, line: Line, look: str) -> str:
-    """Return the SVG element of one line in `row`; `look` is its CSS style, or ""."""
+def _text(row: int, line: Line, css: str) -> str:
+    """Return the SVG element of one line in `row`; `css` is its style, or ""."""
     y = MARGIN + (row + 0.75) * LINE
-    style = f' style="{look}"' if look else ""
+    style = f' style="{css}"' if css else ""
     return f'<text y="{y:.1f}"{style}>{"".join(map(_span, line))}</text>'
 
 

@@ -74,14 +74,14 @@ def run(
         "raw_s": the times of `send_raw`. "saves": for each latency, way and metric a list with the
         value of each round.
     """
-    tensors = max(3, nbytes // TENSOR_BYTES // 3)
-    spec = Spec(nbytes, "mlp", tensors, options.threads)
+    nr_weights = max(3, nbytes // TENSOR_BYTES // 3)  # each has two moments
+    spec = Spec(nbytes, "mlp", nr_weights, options.threads)
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Worker("the server", Server)).ready()
         endpoint = server.call("endpoint")
         raw_s = [send_raw(endpoint, nbytes) for _ in range(options.rounds)]
-        server.call("take", "raw")
+        server.call("take", "raw")  # so that its requests are not counted below
         progress(f"{format_size(nbytes)} in {len(options.ways)} processes")
         workers = [
             stack.enter_context(Worker(way, Saves, way, spec, endpoint)) for way in options.ways
@@ -105,7 +105,7 @@ def run(
                 for worker in rotated(workers, number):
                     progress(f"{latency_s * 1e3:g} ms, round {number}: {worker.name}")
                     saved = measure(worker, "save")
-                    trained = measure(worker, "pair", STEPS, batch)
+                    trained = measure(worker, "loop", STEPS, batch)
                     if number:
                         figures = {f"loop_{name}": value for name, value in trained.items()}
                         for name, value in (saved | figures).items():

@@ -44,6 +44,8 @@ class Lightning(Peer):
 
 
 class Stillframe(Peer):
+    """stillframe.async_save to a URL."""
+
     def __init__(self) -> None:
         self._handle: Any = None
 
@@ -95,7 +97,7 @@ class Saves:
         self._state = states.make(spec)
         self._peer = WAYS[way]()
         self._number = 0
-        self._rss = 0
+        self._rss = 0  # resident bytes just before the first save; 0 until then
         for _ in range(WARM_STEPS):
             self._state.step(8)
         keep_memory()
@@ -135,7 +137,7 @@ class Saves:
             **own,
         }
 
-    def pair(self, steps: int, batch: int) -> tuple[str, dict[str, float]]:
+    def loop(self, steps: int, batch: int) -> tuple[str, dict[str, float]]:
         """Measure the time that a save costs a training loop.
 
         `steps` plain steps are timed, half of them before the save and half after. In between the
@@ -173,6 +175,7 @@ class Saves:
         self._peer.close()
 
     def _timed_steps(self, steps: int, batch: int) -> float:
+        """Return the seconds that all of `steps` steps take together."""
         self._state.step(batch)  # not counted: threads wake up in it after a pause
         start = time.perf_counter()
         for _ in range(steps):

@@ -41,9 +41,10 @@ from machine import (
 LIGHTNING, OURS = "Lightning's", "stillframe"
 WAYS = (LIGHTNING, OURS)
 WARM, COLD = "file in memory", "file on the disk"
-WIDTH = 1024
-MAKE, QUICK_NBYTES = "make", 60_000_000
-SECONDS = 600  # the longest that one process may take
+WIDTH = 1024  # of each layer
+MAKE = "make"  # in place of a way: the training that makes the checkpoint
+QUICK_NBYTES = 60_000_000  # bytes of the state with --quick
+LIMIT_S = 600  # the longest that one process may take
 
 
 # ---- in the measured process -----------------------------------------------------------------
@@ -105,7 +106,7 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
 # ---- in the parent -----------------------------------------------------------------------------
 
 
-def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
+def _run_in_new_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
     """Call `run` in a new process.
 
     Returns:
@@ -117,7 +118,7 @@ def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
         [sys.executable, __file__, "--run", way, str(path), str(nbytes)],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=LIMIT_S,
         check=False,
     )
     if child.returncode != 0:
@@ -127,9 +128,9 @@ def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
 
 
 def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
-    """Return the statistics of both figures of `_in_a_process`, for each situation and way."""
+    """Return the statistics of the figures of `_run_in_new_process`, by situation and way."""
     path = directory / "restart.ckpt"
-    _in_a_process(MAKE, path, nbytes)
+    _run_in_new_process(MAKE, path, nbytes)
     runs: dict[str, dict[str, list[dict[str, float]]]] = {
         situation: {way: [] for way in WAYS} for situation in (WARM, COLD)
     }
@@ -139,8 +140,8 @@ def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
                 if situation == COLD:
                     raw.forget(path)
                 else:
-                    path.read_bytes()
-                found[way].append(_in_a_process(way, path, nbytes))
+                    path.read_bytes()  # brings the file into the page cache
+                found[way].append(_run_in_new_process(way, path, nbytes))
     document = {
         situation: {
             way: {
@@ -172,7 +173,7 @@ def show(found: dict[str, Any], rounds: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--size", type=parse_size, default=1_070_000_000, help="of the state")
+    parser.add_argument("--size", type=parse_size, default=1_070_000_000, help="bytes of the state")
     parser.add_argument("--quick", action="store_true", help="60 MB, one round")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     add_directory_options(parser)

@@ -61,7 +61,7 @@ GOALS = {
     (AGAIN, TORCH): 1.5,
 }
 MEMORY_GOAL = 1.02  # the most memory that a load may take, relative to the bytes of the file
-VERIFY_GOAL = 0.8  # the least rate of verify, relative to that of RAW_TWO
+VERIFY_GOAL = 0.8  # the least rate of verify, relative to the rate of RAW_TWO
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _figures(found: dict[str, list[Load]]) -> dict[str, dict[str, Any]]:
 def _speedups(loads: dict[str, dict[str, list[Load]]]) -> dict[str, dict[str, Any]]:
     """Return how many times as fast as each other way ours was, in each situation.
 
-    The two loads of one round are compared, and the statistics are those of the ratios.
+    A ratio compares two loads of the same round. The statistics are taken over these ratios.
     """
     return {
         situation: {
@@ -261,12 +261,12 @@ def measure(
 # ---- showing ------------------------------------------------------------------------------------
 
 
-def _times(series: dict[str, Any], nbytes: int) -> list[str]:
+def _time_and_rate(series: dict[str, Any], nbytes: int) -> list[str]:
     rate = f"{nbytes / series['median'] / 1e9:.2f} GB/s"
     return [format_times([series["median"], series["min"], series["max"]]), rate]
 
 
-def _goal(ratio: dict[str, Any], bound: float, *, at_most: bool) -> str:
+def _goal_text(ratio: dict[str, Any], bound: float, *, at_most: bool) -> str:
     """Return the text for a ratio with a goal: median, spread, bound, and whether it is met."""
     value = ratio["median"]
     if value != value:  # nan: the file system has no O_DIRECT
@@ -289,7 +289,7 @@ def _load_row(figures: dict[str, Any], situation: str, way: str, series: Any) ->
         bound = SMALL_GOAL
     goal = ""
     if bound is not None:
-        goal = _goal(figures["speedups"][situation][way], bound, at_most=False)
+        goal = _goal_text(figures["speedups"][situation][way], bound, at_most=False)
     elif way != OURS:
         goal = f"{figures['speedups'][situation][way]['median']:.2f}"
     cpu, peak = series["cpu_s"]["median"], series["peak_nbytes"]["median"] / figures["nbytes"]
@@ -297,7 +297,13 @@ def _load_row(figures: dict[str, Any], situation: str, way: str, series: Any) ->
     if way == OURS and situation == FIRST and large:
         memory += f", <= {MEMORY_GOAL}: {'met' if peak <= MEMORY_GOAL else 'MISSED'}"
     time_used = "-" if math.isnan(cpu) else f"{cpu:.2f} s"
-    return [f"    {way}", " ".join(_times(series, figures["nbytes"])), time_used, memory, goal]
+    return [
+        f"    {way}",
+        " ".join(_time_and_rate(series, figures["nbytes"])),
+        time_used,
+        memory,
+        goal,
+    ]
 
 
 def show(found: dict[str, Any], rounds: int) -> None:
@@ -317,8 +323,10 @@ def show(found: dict[str, Any], rounds: int) -> None:
         for name in READS:
             goal = ""
             if name == VERIFY:
-                goal = _goal(figures["verify_ratio"], VERIFY_GOAL, at_most=False)
-            rows.append([f"  {name}", *_times(figures["reads"][name], figures["nbytes"]), goal])
+                goal = _goal_text(figures["verify_ratio"], VERIFY_GOAL, at_most=False)
+            rows.append(
+                [f"  {name}", *_time_and_rate(figures["reads"][name], figures["nbytes"]), goal]
+            )
     columns = ["", "median (min..max)", "rate", "rate / two threads', median of the rounds"]
     print_table(f"Reading every byte from the disk, {3 * rounds} rounds", columns, rows)
 

@@ -76,7 +76,7 @@ def load(path: str, way: str) -> Load:
     import states
 
     gc.collect()
-    read = _calls()[way]
+    read = _load_functions()[way]
     before = status_bytes("VmRSS")
     reset_peak_rss()
     start, cpu = time.perf_counter(), time.process_time()
@@ -134,7 +134,8 @@ def _read_dcp(path: str) -> Any:
     return tree
 
 
-def _calls() -> dict[str, Callable[[str], Any]]:
+def _load_functions() -> dict[str, Callable[[str], Any]]:
+    """Return the function of each way, which loads the files that `make` has saved at a path."""
     import stillframe
     import torch
 

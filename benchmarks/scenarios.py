@@ -18,10 +18,10 @@ LAYERS = 6  # in the transformer
 class Scenario:
     """A state and what goes on during its saves: one block of rows in the table.
 
-    state: a name for `spec_of`; scenarios of one state share its processes. kind: the method of
-    `Session` that measures it ("save", "gate", "watch", "growth"; "loop" is `pair`). busy: the main
-    thread computes during a save instead of sleeping. only_ours: peers are left out. computing: the
-    number of further Python threads that compute during a save.
+    state: a name for `spec_of`; scenarios of one state share its processes. kind: the name of the
+    method of `Session` that measures it. busy: the main thread computes during a save instead of
+    sleeping. only_ours: peers are left out. computing: the number of further Python threads that
+    compute during a save.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Scenario:
     computing: int = 0
 
     @property
-    def cold(self) -> str:
+    def cold_name(self) -> str:
         """Return the name under which the first round is kept: the medians do not include it."""
         return f"{self.name}_cold" if self.kind == "save" else f"{self.name}_first"
 
@@ -105,4 +105,5 @@ def title_of(scenario: Scenario, s: Settings) -> str:
 
 
 def peers_of(scenario: Scenario, peers: list[str]) -> list[str]:
+    """Return the ways among `peers` that take part in a scenario."""
     return [peer for peer in peers if peer == OURS or not scenario.only_ours]

@@ -48,9 +48,10 @@ class Session:
         for _ in range(WARM_STEPS):
             self._state.step(SAVE_BATCH)
         gc.collect()
-        self._rss = 0  # before the first save
+        self._rss = 0  # resident bytes just before the first save; 0 until then
 
     def info(self) -> Answer:
+        """Return the size of the state."""
         return {
             "state_nbytes": float(self._state.nbytes),
             "num_tensors": float(self._state.num_tensors),
@@ -134,7 +135,7 @@ class Session:
             if not torch.equal(expected[i], found[i]):
                 raise BenchError(f"{path.name}: tensor {i} differs from what was saved")
 
-    def pair(self, steps: int, batch: int) -> Answer:
+    def loop(self, steps: int, batch: int) -> Answer:
         """Measure the time that a save costs a training loop; return the figures.
 
         `steps` plain steps are timed, half of them before the save and half after, so that a slow
@@ -177,6 +178,7 @@ class Session:
         }
 
     def _timed_steps(self, steps: int, batch: int) -> float:
+        """Return the seconds that all of `steps` steps take together."""
         self._state.step(batch)  # not counted: threads wake up in it after a pause
         start = time.perf_counter_ns()
         for _ in range(steps):
@@ -272,6 +274,7 @@ def _computing(nr_threads: int) -> Iterator[None]:
 
 
 def _length(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a directory, which DCP saves."""
     if path.is_dir():
         return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
     return path.stat().st_size

@@ -54,7 +54,7 @@ def time_format(*, spread: bool) -> Callable[[dict[str, Any]], str]:
     return text
 
 
-def memory(figure: dict[str, Any]) -> str:
+def format_memory(figure: dict[str, Any]) -> str:
     """Format a figure of extra memory; noise below zero is shown as zero."""
     return f"{max(figure['median'], 0.0):.1f} x the state"
 
@@ -73,7 +73,7 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
         ("idle", "finished_s", "finished after", time),
         ("beside", "call_s", "a Python thread computes as well: the call blocks", time),
         ("beside_two", "call_s", "two of them: the call blocks", time),
-        ("idle", "extra_rss", "extra memory", memory),
+        ("idle", "extra_rss", "extra memory", format_memory),
     ]
     lines = [
         f"{format_size(settings['state'])} of model and AdamW in 1,200 tensors;"
@@ -114,7 +114,7 @@ def lost_time(document: dict[str, Any]) -> list[str]:
     # First the ways of WAYS in their order, then the others.
     cells, ways = [], sorted(found, key=[*WAYS, *found].index)
     for way in ways:
-        cells.append(lost(found[way]["lost_s"]))
+        cells.append(format_lost_time(found[way]["lost_s"]))
     titles = [WAYS.get(way, way) for way in ways]
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), f"| {' | '.join(cells)} |"]
 
@@ -135,7 +135,7 @@ def fits(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def lost(figure: dict[str, Any]) -> str:
+def format_lost_time(figure: dict[str, Any]) -> str:
     """Format the median of a lost time with its standard error."""
     return f"{figure['median'] * 1e3:.0f} ± {figure['error'] * 1e3:.0f} ms"
 
@@ -159,8 +159,8 @@ def remote(document: dict[str, Any]) -> list[str]:
             for metric, title, text in (
                 ("call_s", "the call blocks", time_format(spread=False)),
                 ("finished_s", "acknowledged after", time_format(spread=False)),
-                ("loop_lost_s", "lost time of a training", lost),
-                ("extra_rss", "extra memory", memory),
+                ("loop_lost_s", "lost time of a training", format_lost_time),
+                ("extra_rss", "extra memory", format_memory),
             ):
                 cells = [text(figures[metric]) for figures in ways.values()]
                 lines.append(f"| {title} | {' | '.join(cells)} |")

@@ -35,7 +35,7 @@ WAYS = (TORCH, LIGHTNING, DCP, OURS)
 BEFORE = 3  # steps that are drawn before the save
 AFTER = 8  # least steps that are drawn after it
 PLAIN = 8  # steps on each side that measure a plain step
-BACKGROUND = {  # spans of our threads, and their names in the picture
+BACKGROUND = {  # names of spans in stillframe's timeline, and their kinds in the picture
     "copy storage": "copy",
     "copy": "copy",
     "checksum": "write",
@@ -99,12 +99,12 @@ def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dic
     training.steps(BEFORE)
     trace = Path(directory, "trace.json")
     with _traced(way, trace):
-        measured = _measured(training, peer, f"{directory}/save")
+        measured = _save_in_training(training, peer, f"{directory}/save")
     nr_steps, total, start, returned, ended, waited = measured
     plain += training.steps(PLAIN)
     peer.close()
     step = plain / (2 * PLAIN)
-    # Each step has two spans; those of the plain steps after the save are left out.
+    # Each step has two spans. The spans of the plain steps after the save are left out.
     spans = [("call", start, returned), *training.spans[: 2 * (BEFORE + nr_steps)]]
     return {
         "step_s": step,
@@ -118,6 +118,7 @@ def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dic
 
 
 def _save(training: _Training, peer: Any, path: str) -> None:
+    """Save once, and wait until the save has ended."""
     stamp = Stamp()
     peer.save(training.state.tree(), path, stamp)
     _wait(stamp)
@@ -132,7 +133,7 @@ def _wait(stamp: Stamp) -> None:
         time.sleep(0.002)
 
 
-def _measured(
+def _save_in_training(
     training: _Training, peer: Any, path: str
 ) -> tuple[int, float, float, float, float, float]:
     """Make a save, with steps until it has ended.
@@ -205,6 +206,8 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, list[dict[str
 
 
 def show(turns: dict[str, list[dict[str, Any]]]) -> None:
+    """Print a table of all turns on stdout."""
+
     def cell(way: str, name: str) -> str:
         values = sorted(each[name] * 1e3 for each in turns[way])
         return f"{statistics.median(values):.0f} ms ({values[0]:.0f}..{values[-1]:.0f})"
@@ -217,7 +220,7 @@ def show(turns: dict[str, list[dict[str, Any]]]) -> None:
     )
 
 
-def kept(turns: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def summary(turns: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Return the lost time of each way over its turns, and the turn that the picture shows."""
     return {
         way: {
@@ -242,7 +245,7 @@ def main() -> int:
     print("\n".join(facts_lines(facts)))
     print(f"{format_size(options.state)} of state, batches of {options.batch}")
     show(turns)
-    document = {"facts": facts, "state": options.state, "turns": kept(turns)}
+    document = {"facts": facts, "state": options.state, "turns": summary(turns)}
     pictures.save_and_draw(options.json, document)
     return 0
 

@@ -57,7 +57,7 @@ class Run:
         self._progress = progress
         self._disk: RawDisk | None = None
 
-    def all(self, names: list[str]) -> None:
+    def run_all(self, names: list[str]) -> None:
         """Run the scenarios of these names. Scenarios of one state run in the same processes."""
         wanted = [s for s in SCENARIOS if s.name in names and peers_of(s, self._peers)]
         for state in dict.fromkeys(s.state for s in wanted):
@@ -69,12 +69,12 @@ class Run:
                 for peer in self._peers:
                     mine = [s for s in here if peer in peers_of(s, self._peers)]
                     if mine:
-                        self._scenarios(state, mine, [peer])
+                        self._run_scenarios(state, mine, [peer])
             else:
-                self._scenarios(state, here, self._peers)
+                self._run_scenarios(state, here, self._peers)
             self._disk = None
 
-    def _scenarios(self, state: str, scenarios: list[Scenario], peers: list[str]) -> None:
+    def _run_scenarios(self, state: str, scenarios: list[Scenario], peers: list[str]) -> None:
         """Run scenarios of one state, in a process for each peer that some of them need."""
         peers = [p for p in peers if any(p in peers_of(s, peers) for s in scenarios)]
         with self._start_workers(state, peers) as workers:
@@ -82,14 +82,14 @@ class Run:
             for scenario in scenarios:
                 here = [w for w in workers if w.name in peers_of(scenario, peers)]
                 if scenario.kind == "save":
-                    self._saves(here, scenario, cold=not saved)
+                    self._run_saves(here, scenario, cold=not saved)
                     saved = True
                 elif scenario.kind == "loop":
-                    self._loop(here, scenario)
+                    self._run_loop(here, scenario)
                 elif scenario.kind == "gate":
-                    self._gate(here, scenario)
+                    self._run_gate(here, scenario)
                 else:
-                    self._once(here, scenario)
+                    self._run_once(here, scenario)
 
     @contextlib.contextmanager
     def _start_workers(self, state: str, peers: list[str]) -> Iterator[list[Worker]]:
@@ -108,7 +108,7 @@ class Run:
             for worker in workers:
                 worker.call("close")
 
-    def _saves(self, workers: list[Worker], scenario: Scenario, *, cold: bool) -> None:
+    def _run_saves(self, workers: list[Worker], scenario: Scenario, *, cold: bool) -> None:
         """Run the rounds of a scenario of kind "save".
 
         A way that needs more than SLOW_S for a save is slow. Slow ways take part only in the cold
@@ -116,9 +116,9 @@ class Run:
 
         Args:
             cold: The processes have not saved yet. They first run one more round, whose figures
-                are kept under the name `scenario.cold`.
+                are kept under the name `scenario.cold_name`.
         """
-        names = ([scenario.cold] if cold else []) + [scenario.name] * self.settings.rounds
+        names = ([scenario.cold_name] if cold else []) + [scenario.name] * self.settings.rounds
         slow: set[str] = set()
         for number, name in enumerate(names):
             for worker in rotated(workers, number):
@@ -139,10 +139,10 @@ class Run:
             raw = {"finished_s": self._disk.direct(), "buffered_s": self._disk.buffered()}
             self.figures.add(name, RAW, raw)
 
-    def _loop(self, workers: list[Worker], scenario: Scenario) -> None:
+    def _run_loop(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run the rounds of a scenario of kind "loop": steps with a save, and steps without.
 
-        The first round warms up; its figures are kept under the name `scenario.cold`.
+        The first round warms up; its figures are kept under the name `scenario.cold_name`.
         """
         s = self.settings
         # For states other than these two, that is "main" and its like, the settings end in _large.
@@ -154,13 +154,13 @@ class Run:
             for worker in rotated(workers, number):
                 name = scenario.name
                 self._progress(f"{name}, round {number + 1} of {pairs + 1}: {worker.name}")
-                answer = worker.call("pair", steps=steps, batch=batch)
-                self.figures.add(name if number else scenario.cold, worker.name, answer)
+                answer = worker.call("loop", steps=steps, batch=batch)
+                self.figures.add(name if number else scenario.cold_name, worker.name, answer)
 
-    def _gate(self, workers: list[Worker], scenario: Scenario) -> None:
+    def _run_gate(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run the rounds of a scenario of kind "gate", after plain copies of as many bytes.
 
-        The first round warms up; its figures are kept under the name `scenario.cold`.
+        The first round warms up; its figures are kept under the name `scenario.cold_name`.
         """
         s = self.settings
         nbytes = -(-spec_of(scenario.state, s).nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
@@ -171,9 +171,11 @@ class Run:
             for worker in rotated(workers, number):
                 self._progress(f"{scenario.name}, round {number + 1} of {s.rounds + 1}")
                 answer = worker.call("gate")
-                self.figures.add(scenario.name if number else scenario.cold, worker.name, answer)
+                self.figures.add(
+                    scenario.name if number else scenario.cold_name, worker.name, answer
+                )
 
-    def _once(self, workers: list[Worker], scenario: Scenario) -> None:
+    def _run_once(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run a scenario of kind "watch" or "growth", which has one round."""
         for worker in workers:
             self._progress(f"{scenario.name}: {worker.name}")
@@ -320,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         progress_line() as progress,
     ):
         run = Run(settings, peers, directory, progress)
-        run.all(names)
+        run.run_all(names)
     print_results(run.figures, settings, peers, facts, args.quick or args.state < FULL_STATE)
     document = _document(run, facts)
     write_json(json_path, document)

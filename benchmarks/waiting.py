@@ -153,7 +153,7 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
 def gate(nbytes: int, directory: Path, rounds: int) -> None:
     """Print the median times of a deferred save with its gate and of a captured one, and the
     ratio."""
-    size = nbytes // 12 // 16
+    size = nbytes // 12 // 16  # as in `snapshot`
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for _ in range(16)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(4):

@@ -80,7 +80,7 @@ def test_timeline_keeps_one_round_and_the_lost_time_of_all(tables):
     import timeline
 
     turns = [{"step_s": step, "lost_s": lost} for step, lost in ((2.0, 3.0), (1.0, 5.0))]
-    kept = timeline.kept({"way": turns})["way"]
+    kept = timeline.summary({"way": turns})["way"]
     assert kept["shown"] == turns[1]
     assert (kept["lost_s"]["median"], kept["lost_s"]["n"]) == (4.0, 2)
 
@@ -101,4 +101,4 @@ def test_each_way_of_many_ranks_has_a_column(tables):
     import dcp_table
     import dcp_ways
 
-    assert dcp_table.SHORT.keys() == dcp_ways.ALL.keys()
+    assert dcp_table.TITLES.keys() == dcp_ways.ALL.keys()
