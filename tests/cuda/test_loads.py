@@ -87,7 +87,7 @@ def test_tensors_are_returned_only_after_their_copies_complete(file, state, fake
     assert_same(found[0], state)
 
 
-def test_host_memory_is_two_chunks_per_thread_for_any_file(tmp_path, fake, monkeypatch):
+def test_load_to_a_device_takes_two_pinned_chunks_per_thread(tmp_path, fake, monkeypatch):
     torch.save([torch.zeros(30 << 18)], tmp_path / "a.pt")
     stillframe.load(tmp_path / "a.pt")
     assert fake.calls("cuMemHostAlloc") == 8

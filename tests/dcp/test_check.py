@@ -95,7 +95,7 @@ def test_bytes_after_the_end_of_an_item_are_damage(wrong):
     assert wrong(archive(torch.tensor(VALUES)) + b"12345") == "5 bytes follow its end"
 
 
-def test_item_in_the_legacy_format_is_no_archive(wrong):
+def test_item_in_the_legacy_format_is_reported_to_have_no_checksums(wrong):
     buffer = io.BytesIO()
     torch.save(torch.tensor(VALUES), buffer, _use_new_zipfile_serialization=False)
     assert wrong(buffer.getvalue()) == "it is in torch's legacy format, which has no checksums"

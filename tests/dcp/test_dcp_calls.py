@@ -116,7 +116,7 @@ def test_report_has_sizes_and_times_of_a_save(tmp_path):
         assert report.blocked_s < report.staged_after_s < report.durable_after_s
 
 
-def test_error_of_a_call_gets_no_frames_of_another_thread(tmp_path):
+def test_traceback_of_a_refused_call_has_no_frames_of_another_thread(tmp_path):
     with stillframe.Engine(pool_bytes=4096, block_bytes=4096) as engine:
         with pytest.raises(stillframe.StillframeError) as caught:
             dcp.async_save({"a": torch.zeros(9999)}, tmp_path / "c", no_dist=True, engine=engine)

@@ -82,7 +82,7 @@ def test_replicated_tensors_are_written_once(notes):
     assert 200_000 < sum(rank["nbytes"] for rank in both) < 250_000
 
 
-def test_stager_and_writer_work_with_pytorchs_counterparts(notes):
+def test_stager_and_writer_can_be_combined_with_pytorchs(notes):
     for rank in notes("crossed"):
         assert len(rank) == 8 and all(rank.values()), rank
 

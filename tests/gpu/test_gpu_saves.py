@@ -125,7 +125,7 @@ def test_work_queued_before_the_call_is_in_the_file(tmp_path, engine, busy):
     assert torch.load(tmp_path / "a.pt", map_location="cpu")[0].eq(1.0).all()
 
 
-def test_saves_work_from_a_side_stream_and_another_thread(tmp_path, engine):
+def test_file_holds_the_state_at_the_call_on_side_streams_of_two_threads(tmp_path, engine):
     failed: list[BaseException] = []
 
     def one(name: str) -> None:
@@ -149,7 +149,7 @@ def test_saves_work_from_a_side_stream_and_another_thread(tmp_path, engine):
     assert not failed, failed
 
 
-def test_saves_work_with_optimizers_inside_backward(tmp_path, engine):
+def test_file_holds_the_state_at_the_call_with_optimizers_inside_backward(tmp_path, engine):
     training = Training(FUSED)
     optimizers = {p: torch.optim.AdamW([p], fused=True) for p in training.model.parameters()}
 
@@ -169,7 +169,7 @@ def test_saves_work_with_optimizers_inside_backward(tmp_path, engine):
         same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_saves_work_with_a_grad_scaler(tmp_path, engine):
+def test_file_holds_the_state_at_the_call_with_a_grad_scaler(tmp_path, engine):
     training, scaler = Training(FUSED), torch.amp.GradScaler("cuda")
     for _ in range(6):
         wanted = training.now()
@@ -240,7 +240,7 @@ assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize("config", ["expandable_segments:True", "backend:cudaMallocAsync"])
-def test_saves_work_with_other_allocators(config, tmp_path):
+def test_file_holds_the_state_at_the_call_with_other_allocators(config, tmp_path):
     import os
 
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": config, "PYTORCH_ALLOC_CONF": config}

@@ -146,7 +146,7 @@ def test_missing_parents_are_made_and_on_durable_is_called(tmp_path):
     assert files(path) == CHECKPOINT
 
 
-def test_without_a_directory_or_automatic_naming_it_is_refused():
+def test_save_without_a_directory_or_automatic_naming_is_refused():
     run = training()
     with pytest.raises(ValueError, match="needs output_dir"):
         save_state(run.accelerator)

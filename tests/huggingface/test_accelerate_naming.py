@@ -93,7 +93,7 @@ def test_load_waits_for_the_save_in_flight(tmp_path):
     assert run.counter.count == 1
 
 
-def test_load_waits_for_a_directory_that_is_named(tmp_path):
+def test_load_of_a_given_directory_waits_for_its_save(tmp_path):
     run = training()
     save_state(run.accelerator, tmp_path / "c")
     run.step()
@@ -113,7 +113,7 @@ def test_load_skips_an_incomplete_checkpoint(tmp_path, lost):
     assert again.counter.count == 0
 
 
-def test_load_skips_a_checkpoint_without_a_scheduler_that_is_loaded(tmp_path):
+def test_load_skips_a_checkpoint_that_lacks_the_state_of_a_scheduler(tmp_path):
     run = training(tmp_path)
     save_state(run.accelerator)
     run.step()

@@ -100,7 +100,7 @@ def test_a_name_that_is_taken_is_refused_on_all_ranks(ran):
     assert first["names"] == ["checkpoint_0", "checkpoint_1"]
 
 
-def test_interpreter_ends_while_ranks_are_asked_for_the_end_of_saves():
+def test_process_can_end_while_a_thread_asks_for_the_end_of_saves():
     code = """
         import time, torch.distributed as dist
         from stillframe._huggingface import accelerator_saves

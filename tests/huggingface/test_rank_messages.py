@@ -29,7 +29,7 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_never_comes_is_named_and_fails_the_checkpoint(pair, tmp_path, caplog):
+def test_rank_that_sends_nothing_is_named_and_fails_the_checkpoint(pair, tmp_path, caplog):
     leader, _ = pair
     with (
         caplog.at_level(logging.WARNING, "stillframe"),
@@ -42,7 +42,7 @@ def test_a_rank_that_never_comes_is_named_and_fails_the_checkpoint(pair, tmp_pat
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_comes_too_late_gets_the_leaders_error(pair, tmp_path):
+def test_rank_that_joins_too_late_gets_the_leaders_error(pair, tmp_path):
     leader, other = pair
     with pytest.raises(StillframeError), ranks.lead(leader, 0, lambda: str(tmp_path)):
         pass
@@ -52,13 +52,13 @@ def test_a_rank_that_comes_too_late_gets_the_leaders_error(pair, tmp_path):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_whose_leader_never_comes_gets_an_error(pair):
+def test_rank_whose_leader_sends_nothing_gets_an_error(pair):
     _, other = pair
     with pytest.raises(StillframeError, match="rank 0: nothing came"), other.follow(0, "c"):
         raise AssertionError("it was let in")
 
 
-def test_a_directory_that_this_rank_does_not_see_is_an_error_on_both(pair, tmp_path):
+def test_directory_that_one_rank_does_not_see_is_an_error_on_both_ranks(pair, tmp_path):
     leader, other = pair
 
     def lead():

@@ -49,7 +49,7 @@ def test_checkpoint_is_not_rotated_until_every_rank_knows_that_it_is_durable(ran
         assert note["left"] == ["checkpoint-8"]
 
 
-def test_all_ranks_resume(ran):
+def test_all_ranks_resume_from_the_same_step(ran):
     assert [note["step"] for note in notes(ran, "resumes")] == [8, 8]
 
 

@@ -255,7 +255,7 @@ def test_link_target_stays_at_the_end_of_a_fit_until_the_link_moves(lit, tmp_pat
     assert not new.exists()
 
 
-def test_the_learning_rate_finder_works(lit, tmp_path):
+def test_learning_rate_finder_leaves_no_file(lit, tmp_path):
     from lightning.pytorch.callbacks import LearningRateFinder
 
     model = lit.Model()
@@ -269,7 +269,7 @@ def test_the_learning_rate_finder_works(lit, tmp_path):
     assert list(tmp_path.glob(".lr_find*")) == []
 
 
-def test_a_learning_rate_finder_in_the_middle_of_training_works(lit, tmp_path):
+def test_learning_rate_finder_during_training_changes_no_loss(lit, tmp_path):
     from lightning.pytorch.callbacks import LearningRateFinder
 
     class Milestone(LearningRateFinder):
@@ -296,7 +296,7 @@ def test_a_learning_rate_finder_in_the_middle_of_training_works(lit, tmp_path):
     assert list(tmp_path.glob(".lr_find*")) == []
 
 
-def test_the_batch_size_scaler_works(lit, tmp_path):
+def test_batch_size_finder_leaves_no_file(lit, tmp_path):
     from lightning.pytorch.callbacks import BatchSizeFinder
 
     class Model(lit.Model):

@@ -160,7 +160,7 @@ def test_one_plugin_serves_several_fits(pkg, tmp_path):
         assert names(tmp_path / f"c{turn}") == ["step=8.ckpt"]
 
 
-def test_one_trainer_fits_twice(lit, tmp_path):
+def test_second_fit_of_a_trainer_saves_its_checkpoints_too(lit, tmp_path):
     callback = every_steps(lit, tmp_path / "c", 2, save_top_k=-1)
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[callback], max_steps=4)
     model = lit.Model()

@@ -98,7 +98,7 @@ def test_job_is_requeued_though_its_checkpoint_was_given_up(lit, tmp_path, monke
     assert load(tmp_path / "c" / "step=5.ckpt")["global_step"] == 5
 
 
-def test_block_around_a_fit_ends_with_its_status(lit, tmp_path):
+def test_preemption_block_around_a_fit_saves_and_ends_with_status_143(lit, tmp_path):
     """Lightning calls the handler of the block after its own."""
     plugin = lit.AsyncCheckpointIO()
     with pytest.raises(SystemExit) as end, stillframe.preemption(deadline=30) as p:

@@ -251,7 +251,7 @@ def test_failed_logger_call_no_longer_delays_the_remove(files, file):
     assert not files.held
 
 
-def test_the_end_makes_every_call_and_keeps_each_error(work, file):
+def test_drain_calls_every_logger_and_keeps_each_error(work, file):
     calls, errors = [], [RuntimeError("first"), None, RuntimeError("last")]
     work.rotation.publications += [
         PublicationStub(file(name), calls, error=error)

@@ -109,7 +109,7 @@ def test_signal_handler_may_save_before_any_line(lit, tmp_path, sigusr2, kind):
 
 
 @pytest.mark.parametrize("name", ["a.ckpt", "fail.ckpt"])
-def test_signal_handler_may_wait_at_any_line_of_a_handle_for_the_thread_that_ends_its_save(
+def test_signal_handler_may_wait_for_all_saves_at_any_line_of_a_handle(
     lit, tmp_path, sigusr2, name
 ):
     """The interrupted call must not hold anything that the other thread needs."""

@@ -89,7 +89,7 @@ class InTurn(torch.autograd.Function):
         return grad, None
 
 
-def test_node_finds_its_pass_again_after_an_inner_backward(either: str) -> None:
+def test_gradients_after_an_inner_backward_equal_the_plain_ones(either: str) -> None:
     model = mlp(depth=1)
     plain = copy.deepcopy(model)
     with offload_layers(model, device="cpu"):
@@ -108,7 +108,7 @@ def test_model_that_dies_offloaded_gives_autograd_its_engine_back(either):
     assert VARIABLE._execution_engine is before
 
 
-def test_engine_put_back_by_other_code_reports_no_ends(monkeypatch):
+def test_engine_that_other_code_puts_back_runs_backwards_like_autograds_own(monkeypatch):
     """The other program replaced the engine while layers were offloaded; now none is."""
     handle = offload_layers(mlp(depth=1), device="cpu")
     ours = VARIABLE._execution_engine

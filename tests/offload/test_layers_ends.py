@@ -164,7 +164,7 @@ def test_remove_completes_even_after_errors(either):
     offload_layers(model, device="cpu").remove()
 
 
-def test_first_error_is_raised_after_all_steps():
+def test_run_all_takes_every_step_and_raises_the_first_error():
     taken = []
 
     def step(number):

@@ -190,7 +190,7 @@ def test_low_precision_copy_goes_to_the_device_and_the_parameter_stays(either):
     assert all(p.dtype is torch.float32 for layer in other for p in layer.parameters())
 
 
-def test_clipping_and_scaling_work_as_without_offloading(either):
+def test_training_with_clipping_and_scaling_equals_the_plain_one(either):
     def steps(model):
         torch.manual_seed(3)
         opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -239,7 +239,7 @@ def test_tensors_of_several_types_in_one_storage_come_back(either, engine):
         assert torch.equal(back[1].view(torch.int32), floats.view(torch.int32))
 
 
-def test_a_storage_dies_with_the_group_that_was_made_contiguous(fake, engine):
+def test_storage_of_a_strided_view_is_freed_after_the_offload(fake, engine):
     with Offloader("cpu", engine=engine) as offloader:
         whole = torch.arange(10_000, dtype=torch.float32).reshape(100, 100)
         storage = StorageWeakRef(whole.untyped_storage())

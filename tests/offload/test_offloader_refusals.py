@@ -74,7 +74,7 @@ def test_closed_engine_raises_and_offloaded_tensors_stay_readable(either):
     offloader.close()
 
 
-def test_a_forked_child_is_refused_and_disturbs_nothing(either, engine):
+def test_forked_child_cannot_use_its_parents_offloader_and_disturbs_nothing(either, engine):
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()

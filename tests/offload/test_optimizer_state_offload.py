@@ -78,7 +78,7 @@ def test_between_steps_the_state_is_in_the_pool(either):
             assert engine.stats()["leased_bytes"] - before >= sum(t.nbytes for t in big)
 
 
-def test_closures_schedulers_and_scalers_work(either):
+def test_training_with_closures_schedulers_and_scalers_equals_the_plain_one(either):
     def run(model, opt):
         scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -104,7 +104,7 @@ def test_closures_schedulers_and_scalers_work(either):
         assert same(run(model, opt), run(other, away))
 
 
-def test_parameters_without_gradients_and_added_groups_work(either):
+def test_training_with_missing_gradients_and_added_groups_equals_the_plain_one(either):
     def run(model, opt):
         for step in range(4):
             opt.zero_grad()

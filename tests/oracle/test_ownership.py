@@ -823,7 +823,7 @@ def test_entries_of_dead_optimizers_are_dropped():
     assert len(ownership._first_owners) == before
 
 
-def test_optimizers_are_copied_and_pickled_as_before():
+def test_copied_and_unpickled_optimizers_are_observed_anew():
     p = param()
     opt = adamw(p)
     run_steps(opt, 2)

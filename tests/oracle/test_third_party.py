@@ -126,7 +126,7 @@ def test_replaced_step_of_a_listed_class_is_not_known(package):
 @pytest.mark.parametrize(
     ("version", "known"), [("1.4", True), ("1.4.10", True), ("1.40", False), ("2.1.4", False)]
 )
-def test_only_tested_versions_count(package, version, known, monkeypatch):
+def test_only_optimizers_of_tested_versions_are_deferred(package, version, known, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     assert is_deferred(package.Listed) == known
 
@@ -141,7 +141,7 @@ def unknown_versions(installed: dict[str, str]) -> list[str]:
     ]
 
 
-def test_untested_version_is_named():
+def test_warning_names_an_untested_version():
     assert unknown_versions({"schedulefree": "1.4.3", "torch": "9.9"}) == []
     (warning,) = unknown_versions({"schedulefree": "1.5"})
     assert warning.startswith("schedulefree 1.5 is none of 1.4")

@@ -135,7 +135,7 @@ def test_signal_that_a_launcher_repeats_does_not_count_as_a_second_one(directory
         ("error_in_the_block", 1, "ValueError: of the training"),
     ],
 )
-def test_block_ends_with_this_status_once_its_saves_are_durable(
+def test_block_ends_with_the_expected_status_once_its_saves_are_durable(
     directory, ended, name, status, says
 ):
     end = ended(name)

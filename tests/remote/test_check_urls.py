@@ -274,7 +274,7 @@ def test_latest_finds_no_checkpoint_in_objects_without_a_marker(two_of_several, 
     assert not stillframe.exists(f"{run_dir}/step5")
 
 
-def test_time_of_change_decides_between_series(memory, tmp_path):
+def test_latest_takes_the_series_whose_checkpoint_was_uploaded_last(memory, tmp_path):
     fix_kinds.torch_file(tmp_path / "x.pt")
     memory.upload(tmp_path / "x.pt", "run/epoch=1-step=200.ckpt")
     memory.upload(tmp_path / "x.pt", "run/last.ckpt")

@@ -72,7 +72,7 @@ def test_new_checkpoint_replaces_the_old_one_only_when_all_of_it_is_sent(server)
     assert loaded(objects["c/model.pt"])["n"] == 2
 
 
-def test_failed_object_fails_the_whole_and_leaves_no_marker(server):
+def test_failed_object_fails_the_whole_checkpoint_and_leaves_no_marker(server):
     server.fail(403, match="b.pt")
     handle = write(server.url("c"), 1, "a.pt", "b.pt")
     with pytest.raises(stillframe.SaveError, match=r"c/b\.pt"):

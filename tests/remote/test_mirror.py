@@ -99,7 +99,7 @@ def test_mirror_that_makes_no_sense_is_refused_in_the_call(run, arguments, error
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled"])
-def test_save_without_success_is_not_uploaded(store, run, end):
+def test_failed_or_cancelled_save_is_not_uploaded(store, run, end):
     stillframe.save(state(0), run / "a.pt")
     if end == "failed":
         with fault("rename"):
@@ -384,7 +384,7 @@ def test_remove_of_a_directory_waits_for_uploads_from_it(store, run):
     assert os.listdir(run) == [] and store.names() == {"a.pt"}
 
 
-def test_remove_reads_no_entry_again(store, run, monkeypatch):
+def test_remove_reads_no_journal_entry_again(store, run, monkeypatch):
     """Else its call takes long while hundreds of uploads wait."""
     read, inner = [], journal._read
 
@@ -731,7 +731,7 @@ def test_journal_that_cannot_be_written_does_not_fail_the_save(store, run, caplo
     assert stillframe.load(run / "a.pt")["w"][0] == 1
 
 
-def test_mirror_works_on_a_file_system_without_locks(store, run, monkeypatch):
+def test_file_is_uploaded_from_a_file_system_without_locks(store, run, monkeypatch):
     def flock(fd, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

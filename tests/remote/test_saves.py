@@ -437,7 +437,7 @@ def test_killed_process_leaves_the_old_object(server):
     assert torch.load(io.BytesIO(server.objects()["a.pt"])) == {"n": 1}
 
 
-def test_forked_child_is_refused_the_parents_save(server):
+def test_forked_child_cannot_wait_for_its_parents_save(server):
     with server.held("a.pt") as hold:
         handle = stillframe.async_save(STATE, server.url("a.pt"))
         hold.wait_for()

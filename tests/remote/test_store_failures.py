@@ -170,7 +170,7 @@ def test_denied_access_is_a_permission_error(server, opened):
         assert raised.value.errno == errno.EACCES
 
 
-def test_process_exits_during_an_upload(server):
+def test_process_can_exit_during_an_upload(server):
     """The upload's thread and those of the client end with the process, without an abort."""
     program = """
 import atexit, sys, threading

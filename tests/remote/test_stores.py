@@ -207,7 +207,7 @@ def test_directory_does_not_count_as_an_object(run):
         opened.find(key)
 
 
-def test_threads_share_a_store(run):
+def test_threads_may_use_one_store_at_the_same_time(run):
     opened, base = stores.open_store(run)
     errors = []
 
@@ -351,7 +351,7 @@ def raises_fork_error(*calls):
     return True
 
 
-def test_forked_child_is_refused(server):
+def test_forked_child_can_neither_use_nor_open_a_store_of_its_parents_client(server):
     opened, key = stores.open_store("s3://bkt/a.pt")
     server.put(key, b"abc")
     opened.find(key)

@@ -63,7 +63,7 @@ def _call_all_under_a_taken_lock(directory: Path) -> None:
         thread.join()
 
 
-def test_no_call_waits_for_the_engines_lock_with_the_interpreters(tmp_path):
+def test_no_call_holds_the_interpreter_lock_while_it_waits_for_the_engines_lock(tmp_path):
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -104,7 +104,7 @@ def test_every_goal_has_a_row_in_the_table(scripts):
     assert {(each.scenario, each.row or each.metric) for each in goals.GOALS} <= rows
 
 
-def test_every_way_comes_first_in_its_turn_and_keeps_its_neighbours(scripts):
+def test_each_round_begins_with_the_next_way(scripts):
     import common
 
     rounds = [common.rotated("abc", number) for number in range(4)]

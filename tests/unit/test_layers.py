@@ -189,7 +189,7 @@ def imports(top: Path, *package: str) -> Graph:
     return graph
 
 
-def test_no_two_files_of_the_core_call_each_other_and_no_folder_calls_upwards():
+def test_the_core_has_no_circle_of_files_and_calls_only_earlier_folders():
     graph = calls()
     assert circles(graph) == []
     assert upwards(graph, CORE_LAYERS) == []
@@ -214,7 +214,7 @@ def test_function_used_in_one_file_is_static():
     assert lone == set()
 
 
-def test_includes_only_go_down():
+def test_files_include_only_their_own_and_earlier_folders():
     graph = includes(CORE, CORE)
     assert circles(graph) == []
     assert {target.split("/")[0] for target in graph.pop("sfr.h")} == {"sfr"}
@@ -222,7 +222,7 @@ def test_includes_only_go_down():
     assert circles(includes(BINDING, BINDING, CORE, BINDING.parent)) == []
 
 
-def test_imports_only_go_down():
+def test_modules_import_only_their_own_and_earlier_packages():
     graph = imports(PACKAGE, "stillframe")
     assert circles(graph) == []
     assert upwards(graph, PACKAGE_LAYERS) == []
@@ -301,7 +301,7 @@ def top_level_names(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_the_checker_finds_circles_and_calls_upwards():
+def test_the_checker_finds_circles_and_calls_of_later_folders():
     graph = {"base/a": {"file/b"}, "file/b": {"file/c"}, "file/c": {"file/b", "base/a"}}
     assert circles(graph) == [["base/a", "file/b", "file/c"]]
     assert upwards(graph, CORE_LAYERS) == ["base/a -> file/b"]

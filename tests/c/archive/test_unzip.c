@@ -374,7 +374,7 @@ static const char *desc(const unsigned char *bytes, size_t len, const struct sfr
 	return wrong;
 }
 
-TEST(descriptor_may_have_either_length)
+TEST(data_descriptor_may_have_sizes_of_4_or_8_bytes)
 {
 	struct archive a = { 0 };
 	struct sfr__unzip_record rec = record(7, 7, 0);

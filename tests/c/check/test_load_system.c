@@ -111,7 +111,7 @@ static struct archive long_archive(char (*names)[208], size_t nr)
 	return a;
 }
 
-TEST(every_read_may_fail_in_a_long_file)
+TEST(failure_of_any_read_in_a_long_file_ends_the_check)
 {
 	enum { NR = ARCHIVE_MAX - 8 };
 	static char names[NR][208];

@@ -280,7 +280,7 @@ TEST(failed_save_leaves_existence_of_its_name_unchanged)
 }
 
 /* The parent's saves go on; in the child every call on an object of the parent is refused. */
-TEST(forked_child_is_refused_and_the_parents_saves_go_on)
+TEST(child_cannot_use_the_parents_objects_and_the_parents_saves_go_on)
 {
 	struct sfr_ticket *t = submit("forked", &two);
 	struct sfr_log_load *load;

@@ -398,7 +398,7 @@ static struct sfr_piece taken(struct sfr_ticket *t)
 	return piece;
 }
 
-TEST(giving_a_block_back_lets_one_more_be_taken)
+TEST(each_block_given_back_lets_one_more_be_taken)
 {
 	for (unsigned nr_blocks = 1; nr_blocks <= 3; nr_blocks++) {
 		struct sfr_engine *engine = saving_engine(nr_blocks, 1, 2);
@@ -483,7 +483,7 @@ static struct sfr_ticket *launched(struct sfr_ticket *t)
 	return t;
 }
 
-TEST(save_ends_when_the_end_is_given_back)
+TEST(save_to_a_stream_ends_only_when_its_end_piece_is_given_back)
 {
 	static const struct {
 		uint32_t header, nr_members;
@@ -620,7 +620,7 @@ static struct sfr_ticket *failing_save(struct sfr_engine *engine, unsigned forma
 	}
 }
 
-TEST(save_that_fails_at_any_piece_gets_everything_back)
+TEST(save_that_fails_at_any_piece_ends_when_all_pieces_are_given_back)
 {
 	for (unsigned format = 0; format < 3; format++)
 		for (unsigned way = 0; way < 4; way++) {
@@ -655,7 +655,7 @@ TEST(stream_that_was_cancelled_before_its_admission_ends)
 }
 
 /* Everything is in the stream, the tail too, and the caller has taken nothing. */
-TEST(whole_stream_that_nobody_has_taken_is_given_back)
+TEST(cancel_frees_all_blocks_of_a_stream_that_nobody_has_taken)
 {
 	struct sfr_engine *engine = saving_engine(30, 2, 2);
 
@@ -675,7 +675,7 @@ TEST(whole_stream_that_nobody_has_taken_is_given_back)
 	saving_end(engine);
 }
 
-TEST(abandoned_call_gets_everything_back)
+TEST(save_abandoned_in_its_call_ends_when_all_pieces_are_given_back)
 {
 	for (unsigned nr_blocks = 1; nr_blocks <= 2; nr_blocks++)
 		for (unsigned nr = 0; nr <= nr_blocks; nr++) {

@@ -80,7 +80,7 @@ def test_garbage_collection_is_enabled_again_after_an_interrupt():
     assert interrupted_everywhere(call) >= 8
 
 
-def test_call_inside_another_is_nested_whatever_calls_it():
+def test_call_inside_another_counts_as_nested_and_a_later_one_does_not():
     def inner() -> bool:
         with inside() as nested:
             return nested

@@ -89,7 +89,9 @@ def test_a_directory_that_cannot_be_synced_is_an_error_of_the_save(tmp_path, mon
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_file_system_without_directory_sync_works(tmp_path, monkeypatch, number):
+def test_directories_are_made_on_a_file_system_without_directory_sync(
+    tmp_path, monkeypatch, number
+):
     before = descriptors()
     monkeypatch.setattr(os, "fsync", failing(number))
     assert make(tmp_path / "a/file.ckpt").name == b"file.ckpt"

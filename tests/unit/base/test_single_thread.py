@@ -56,7 +56,7 @@ def test_two_callers_at_the_same_time_run_the_function_once(counted, monkeypatch
     assert len(started) == 2 and len(counted.runs) == 1
 
 
-def test_a_signal_handler_may_start_it_in_the_middle_of_a_start(counted, monkeypatch):
+def test_signal_handler_may_start_the_thread_in_the_middle_of_a_start(counted, monkeypatch):
     start = threads.start
     started: list[threading.Thread] = []
 

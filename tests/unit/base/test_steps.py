@@ -33,7 +33,7 @@ def test_take_each_reports_every_error(tmp_path):
     assert steps.names(str(tmp_path)) == ["full"]
 
 
-def test_a_directory_that_is_not_there_cannot_be_listed(tmp_path):
+def test_listing_a_missing_directory_raises_an_error_that_names_it(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         steps.names(str(tmp_path / "missing"))
     assert caught.value.filename == str(tmp_path / "missing")

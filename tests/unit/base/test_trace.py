@@ -340,7 +340,7 @@ def test_two_traces_at_a_time_are_refused_and_the_first_goes_on(tmp_path):
     assert Timeline(tmp_path / "second.json").spans == []
 
 
-def test_error_in_the_block_passes_and_the_file_is_complete(tmp_path):
+def test_error_in_the_block_is_raised_and_the_file_is_complete(tmp_path):
     with pytest.raises(ZeroDivisionError), stillframe.trace(tmp_path / "t.json"):
         stillframe.save({"a": 1}, tmp_path / "a.pt")
         raise ZeroDivisionError

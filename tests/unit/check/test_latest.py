@@ -158,7 +158,7 @@ def test_model_alone_is_not_whole_where_the_arguments_say_that_more_was_saved(tm
     assert "it has no optimizer" in logged()[0]
 
 
-def test_last_ranks_state_is_missed_where_the_arguments_say_how_many_there_are(tmp_path, logged):
+def test_missing_state_of_the_last_rank_is_found_if_the_number_of_ranks_is_known(tmp_path, logged):
     path = trainer(tmp_path / "checkpoint-5", 5, ranks=3)
     (path / "rng_state_2.pth").unlink()
     assert stillframe.latest(tmp_path) is None
@@ -283,13 +283,13 @@ def test_higher_number_of_a_series_wins_over_the_times(older, newer, tmp_path):
         ("2024-02-01.pt", "2023-01-31.pt"),
     ],
 )
-def test_modification_times_decide_between_series(older, newer, tmp_path):
+def test_latest_takes_the_series_whose_checkpoint_was_modified_last(older, newer, tmp_path):
     at(torch_file(tmp_path / older), 1000)
     at(torch_file(tmp_path / newer), 2000)
     assert stillframe.latest(tmp_path) == tmp_path / newer
 
 
-def test_series_is_followed_down_after_another_one_was_passed_over(tmp_path):
+def test_checkpoints_of_two_series_are_tried_in_the_order_of_their_times(tmp_path):
     for step in (1, 2, 3):
         at(torch_file(tmp_path / f"step={step}.ckpt"), 1000 + step)
     at(torch_file(tmp_path / "last.ckpt"), 1002.5)
@@ -297,7 +297,7 @@ def test_series_is_followed_down_after_another_one_was_passed_over(tmp_path):
     assert paths == ["step=3.ckpt", "last.ckpt", "step=2.ckpt", "step=1.ckpt"]
 
 
-def test_link_to_a_neighbour_gives_the_neighbour(tmp_path):
+def test_link_to_a_checkpoint_in_the_directory_gives_that_checkpoint(tmp_path):
     torch_file(tmp_path / "epoch=0.ckpt")
     (tmp_path / "last.ckpt").symlink_to("epoch=0.ckpt")
     assert stillframe.latest(tmp_path) == tmp_path / "epoch=0.ckpt"

@@ -531,7 +531,7 @@ def test_deferred_files_are_the_state_at_the_call(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
 
 
-def test_save_in_a_done_callback_of_a_checkpoint_works(tmp_path):
+def test_done_callback_of_a_checkpoint_may_save_and_wait(tmp_path):
     done = threading.Event()
 
     def again(handle: Any) -> None:

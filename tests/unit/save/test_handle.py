@@ -73,7 +73,7 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path):
 
 # caused by asyncio itself
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_closed_event_loop_does_no_harm(tmp_path, caplog):
+def test_save_awaited_in_a_closed_event_loop_still_calls_its_callbacks(tmp_path, caplog):
     called: list[object] = []
     loop = asyncio.new_event_loop()
     with held("fdatasync"):

@@ -217,7 +217,7 @@ def at_offsets(path, loaded, tree):
             assert content[offset : offset + storage.nbytes()] == bytes_of(expected), key
 
 
-def test_meta_and_fake_loads_point_at_the_bytes(files):
+def test_storages_of_meta_and_fake_loads_have_their_offsets_in_the_file(files):
     tree, ours, _ = files
     meta = torch.load(ours, map_location="meta")
     assert all(value.is_meta for value in meta.values() if isinstance(value, torch.Tensor))

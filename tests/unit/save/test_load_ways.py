@@ -329,7 +329,9 @@ def used_restores(monkeypatch):
     return opened
 
 
-def test_missing_placement_is_logged_with_the_reason(path, monkeypatch, caplog, used_restores):
+def test_load_that_cannot_plan_its_copies_goes_by_way_of_host_memory(
+    path, monkeypatch, caplog, used_restores
+):
     monkeypatch.setattr(placement, "may_find", lambda map_location: True)
     monkeypatch.setattr(placement, "_devices", lambda peek, map_location: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):

@@ -100,7 +100,7 @@ def test_callbacks_that_never_get_a_thread_are_called_at_the_end():
     assert called == [1]
 
 
-def test_wait_works_without_a_thread_for_its_line(tmp_path):
+def test_wait_returns_although_no_thread_can_print_its_line(tmp_path):
     handle = stillframe.async_save({"n": 1}, tmp_path / "last.pt")
     with no_thread_of_python(), WaitingLine([handle]):
         handle.result()

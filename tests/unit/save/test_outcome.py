@@ -135,7 +135,7 @@ def test_error_dropped_during_exit_is_logged_after_the_last_print(over, monkeypa
     assert len(caplog.records) == over
 
 
-def test_future_keeps_its_save_alive_but_not_the_reverse():
+def test_save_does_not_keep_its_futures_alive():
     outcome = Outcome("a.pt", None)
     futures = [outcome.staging_future(None, lambda: False), outcome.upload_future(None)]
     known = [weakref.ref(future) for future in futures]

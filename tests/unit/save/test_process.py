@@ -415,7 +415,7 @@ def test_forked_child_cannot_use_objects_of_its_parent(tmp_path, kind):
     assert not temporaries(tmp_path)
 
 
-def test_fork_in_every_state_of_a_save_does_no_harm(tmp_path):
+def test_fork_in_any_state_of_a_save_leaves_a_whole_file(tmp_path):
     for call in ("open", "capture_copy", "pwrite", "fdatasync", "rename", "fsync"):
         with slow(call, 0.1):
             handle = stillframe.async_save({"w": torch.full((10_000,), 3.0)}, tmp_path / "a.pt")
@@ -429,7 +429,7 @@ def test_fork_in_every_state_of_a_save_does_no_harm(tmp_path):
         assert whole(tmp_path / "a.pt") and not temporaries(tmp_path)
 
 
-def test_exec_does_not_inherit_descriptors(tmp_path):
+def test_program_started_during_a_save_inherits_no_descriptor(tmp_path):
     with held("fdatasync"):
         handle = stillframe.async_save({"w": torch.ones(4)}, tmp_path / "a.pt")
         while not temporaries(tmp_path):

@@ -399,7 +399,7 @@ def test_relative_path_is_resolved_at_the_save_call(tmp_path, monkeypatch):
     assert (tmp_path / "a.pt").exists() and handle.path == "a.pt"
 
 
-def test_file_names_outside_utf8_work(tmp_path):
+def test_file_with_a_name_outside_utf8_is_saved_and_loaded(tmp_path):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.pt")
     stillframe.save(STATE, name)
     assert torch.equal(stillframe.load(name)["w"], STATE["w"])
@@ -593,7 +593,7 @@ def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path):
         engine.warm_up(1)
 
 
-def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path):
+def test_save_of_a_signal_handler_completes_while_the_interrupted_call_waits(tmp_path):
     """The nested save takes an extra slot and finishes while the interrupted call waits."""
     inner: list[stillframe.SaveReport] = []
 

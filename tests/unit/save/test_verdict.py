@@ -34,7 +34,7 @@ def is_waited_for(pending: Pending) -> bool:
     return id(pending) in gate._pendings
 
 
-def test_versions_are_compared_once():
+def test_second_verdict_repeats_the_first_without_another_comparison():
     verdict = Verdict(Deferral(-1, 0))
     assert [verdict.judge(), verdict.judge()] == [-1, -1]
 

@@ -203,7 +203,7 @@ def test_lack_of_disk_or_memory_is_reported_before_anything_is_written(
     assert "too little memory" in capsys.readouterr().err
 
 
-def test_a_failing_disk_is_an_error_and_leaves_nothing(disk_path, capsys):
+def test_failing_disk_ends_bench_with_its_error_and_leaves_no_file(disk_path, capsys):
     with fault("fdatasync", sticky=True):
         assert run(disk_path, "--size", "1MiB") == 2
     assert "Input/output error" in capsys.readouterr().err
@@ -211,7 +211,7 @@ def test_a_failing_disk_is_an_error_and_leaves_nothing(disk_path, capsys):
 
 
 @pytest.mark.parametrize("where", ["copy_seconds", "write_seconds", "read_seconds", "forget"])
-def test_ctrl_c_leaves_nothing(disk_path, monkeypatch, where):
+def test_ctrl_c_ends_bench_and_leaves_no_file(disk_path, monkeypatch, where):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -235,7 +235,7 @@ def test_ctrl_c_in_a_save_cancels_it(disk_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_real_signal_leaves_nothing(disk_path, number):
+def test_signal_ends_bench_and_leaves_no_file(disk_path, number):
     code = """
 import sys
 from _stillframe_command import main
@@ -285,7 +285,7 @@ def test_a_short_source_is_repeated_to_the_length_asked_for(disk_path, direct):
 
 
 @pytest.mark.parametrize("nr_threads", [1, 2, 3])
-def test_copy_in_parts_is_complete(nr_threads):
+def test_copy_by_several_threads_is_complete(nr_threads):
     source, target = (bench_raw.make_buffer(5 * bench_raw.PAGE_BYTES) for _ in range(2))
     assert bench_raw.copy_seconds(source, target, nr_threads) > 0
     assert bytes(target) == bytes(source)

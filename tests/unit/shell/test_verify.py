@@ -515,7 +515,7 @@ def test_crc32_refuses_other_objects_than_buffers():
         _core.crc32("text")
 
 
-def test_checks_run_in_parallel(tmp_path):
+def test_verify_works_on_several_threads_at_the_same_time(tmp_path):
     by_stillframe({"x": torch.ones(1 << 20)}, tmp_path / "x.ckpt")
     found = []
     threads = [

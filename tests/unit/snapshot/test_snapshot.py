@@ -441,7 +441,7 @@ class Kept(dict[str, Any]):
         return self
 
 
-def test_a_container_that_cannot_be_copied_keeps_what_it_has(engine):
+def test_container_that_cannot_be_copied_is_in_the_snapshot_itself(engine):
     tensor = torch.ones(3)
     tree = Kept(a=tensor)
     assert stillframe.snapshot([tree], engine=engine).tree[0] is tree
@@ -449,7 +449,7 @@ def test_a_container_that_cannot_be_copied_keeps_what_it_has(engine):
 
 
 @pytest.mark.parametrize("most", [None, 2, 9])
-def test_a_deque_is_as_long_in_the_snapshot(engine, most):
+def test_snapshot_of_a_deque_keeps_its_maximum_length(engine, most):
     tree = collections.deque([torch.ones(2), torch.zeros(2)], most)
     copied = stillframe.snapshot(tree, engine=engine).tree
     assert copied.maxlen == most and [each.tolist() for each in copied] == [[1, 1], [0, 0]]

@@ -349,7 +349,7 @@ def test_objects_shared_by_copied_objects_stay_shared(engine):
     assert one.shared is other.shared and one.shared == [1]
 
 
-def test_an_object_that_cannot_be_copied_is_left(engine):
+def test_object_that_cannot_be_copied_is_in_the_snapshot_itself(engine):
     """A lock, for example. It cannot be pickled either, and the error of that attempt names it."""
     lock, part = threading.Lock(), Part([1])
     taken = snapshot_to_write([lock, part], overlap=False, engine=engine)

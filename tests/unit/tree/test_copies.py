@@ -143,7 +143,7 @@ def test_everything_is_left_out_if_torch_cannot_make_tensors():
     assert [number for _, number in left] == [0, 1]
 
 
-def test_only_plain_tensors_are_entered():
+def test_collector_leaves_all_but_plain_tensors_to_the_caller():
     with_attribute = torch.ones(2)
     with_attribute.note = "x"
     conj = torch.ones(2, dtype=torch.complex64).conj()

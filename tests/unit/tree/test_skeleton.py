@@ -195,7 +195,7 @@ def test_memo_slots_of_the_splice_follow_those_of_the_pickler(count):
 
 
 @pytest.mark.parametrize("count", [255, 256, 257, 65_537])
-def test_numbers_of_tensors_of_each_length_are_found(count):
+def test_tree_of_any_number_of_tensors_loads_with_the_right_values(count):
     base = torch.arange(float(count))
     tree = list(base.unbind())
     tree.append(tree[-1])
@@ -494,7 +494,7 @@ def test_interrupt_in_a_users_reduce_is_raised():
 
 
 @pytest.mark.filterwarnings("default")
-def test_torch_s_warnings_are_given():
+def test_warnings_are_those_of_torch_save():
     hooked = torch.ones(3, requires_grad=True)
     hooked.register_hook(print)
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -646,7 +646,7 @@ def test_save_leaves_reference_counts_unchanged():
     assert after == before
 
 
-def test_a_save_inside_a_users_getstate_works():
+def test_save_inside_a_users_reduce_changes_neither_save():
     made = []
 
     class Nested:
