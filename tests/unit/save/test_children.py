@@ -176,7 +176,7 @@ THREADS = """
 def work():
     def later():
         from stillframe._save.completion import completion
-        while not completion.exiting:  # the child's work has returned
+        while not completion.is_exiting:  # the child's work has returned
             time.sleep(0.01)
         save("late")
         enter(fault("rename"))
