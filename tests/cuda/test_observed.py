@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import stillframe
 import torch
+from fix_processes import run_python
 from fix_training import Training, adamw, adamw_fused, sgd
 from fix_waits import eventually
 from stillframe._base import device
@@ -168,13 +167,8 @@ with testing.host_as_device() as fake:
 @pytest.mark.parametrize("call", ["cuMemHostAlloc", "cuEventCreate", "cuEventRecord"])
 def test_storages_on_an_unreadable_device_are_captured(call, tmp_path):
     oracle = str(Path(__file__).parents[1] / "oracle")
-    done = subprocess.run(
-        [sys.executable, "-c", BLIND.format(oracle=oracle, call=call, code=2), str(tmp_path / "a")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
+    code = BLIND.format(oracle=oracle, call=call, code=2)
+    done = run_python("-c", code, tmp_path / "a", env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
     assert "copied in the call from now on" in done.stderr  # the log has this line
 
@@ -205,12 +199,8 @@ with testing.host_as_device():
 
 
 def test_parameter_group_added_later_is_probed(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", GROWN, str(Path(__file__).parents[1] / "oracle"), tmp_path / "a"],
-        capture_output=True,
-        text=True,
-        check=False,
-        # Python itself reports a write beyond the end.
-        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONMALLOC": "debug"},
-    )
+    # Python itself reports a write beyond the end.
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONMALLOC": "debug"}
+    oracle = Path(__file__).parents[1] / "oracle"
+    done = run_python("-c", GROWN, oracle, tmp_path / "a", env=env)
     assert done.returncode == 0, done.stderr

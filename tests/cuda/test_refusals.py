@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 
 import pytest
 import stillframe
 import torch
+from fix_processes import run_python
 from fix_training import adamw
 from test_mutation_oracle import assert_same, now, read, warmed_up
 
@@ -128,16 +128,8 @@ except stillframe.SaveError as error:
     print("refused:", error)
 stillframe.save({{"a": [1, 2]}}, {str(tmp_path / "a")!r})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={
-            **__import__("os").environ,
-            "STILLFRAME_LIBCUDA": "/nowhere/libcuda.so.1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, "STILLFRAME_LIBCUDA": "/nowhere/libcuda.so.1"}
+    done = run_python("-c", script, env=env)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert "/nowhere/libcuda.so.1" in first

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import gc
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -16,6 +15,7 @@ import stillframe
 import torch
 import torch.distributed.checkpoint as stock
 from fix_dcp import loaded
+from fix_processes import start_python
 from fix_waits import eventually
 from stillframe import _core, dcp
 from stillframe._base import paths
@@ -315,10 +315,8 @@ dcp.async_save({"w": torch.ones(5)}, sys.argv[1] + "/c", no_dist=True)
 def test_save_under_way_at_exit_is_finished_and_its_failure_printed(tmp_path):
     ways = ("well", "planning", "fails")
     running = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", EXIT, str(tmp_path / way), way],
-            stderr=subprocess.PIPE,
-            text=True,
+        start_python(
+            *("-W", "ignore", "-c", EXIT, tmp_path / way, way), stderr=subprocess.PIPE, text=True
         )
         for way in ways
     ]

@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import pickle
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from fix_dcp import Trained, copied, equal, loaded
 from fix_entries import Recorded
 from fix_memory import peak_of
+from fix_processes import run_python
 from fix_waits import eventually, leased
 from stillframe.dcp import FileSystemWriter, PinnedStager, Reader
 from stillframe.testing import fault
@@ -286,7 +286,7 @@ for value in (0, 1):
 def test_kill_between_any_two_commit_steps_leaves_the_old_or_the_new_checkpoint(tmp_path):
     fixtures = os.path.dirname(fix_entries.__file__)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([fixtures, *sys.path])}
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c")], check=True, env=environment)
+    run_python("-c", KILLED, tmp_path / "c", check=True, env=environment)
     seen = []
     moments = sorted(tmp_path.glob("c.*"), key=lambda each: int(each.suffix[1:]))
     for moment in moments:

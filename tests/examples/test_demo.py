@@ -12,6 +12,7 @@ from pathlib import Path
 import demo
 import options
 import pytest
+from fix_processes import LIGHTNING, run_python
 from stillframe._shell import bench_raw
 
 GIB = 1 << 30
@@ -180,17 +181,11 @@ def run_demo(
     """Run the demo in its own process, with `directory` for its temporary files."""
     if bench_raw.file_system_of(Path(tempfile.gettempdir())) == "tmpfs":
         pytest.skip("the demo keeps off a tmpfs, so where it puts its files cannot be watched")
-    return subprocess.run(
-        [sys.executable, str(DEMO / "demo.py"), *arguments],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "TMPDIR": str(directory),
-            "COLUMNS": "100",
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        },
-        timeout=240,
-        check=False,
-    )
+    env = {
+        **os.environ,
+        "TMPDIR": str(directory),
+        "COLUMNS": "100",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    return run_python(DEMO / "demo.py", *arguments, env=env, imported=LIGHTNING)

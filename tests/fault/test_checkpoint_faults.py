@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import stillframe
 from fix_directories import hidden, value_of, write
+from fix_processes import run_python, start_python
 from stillframe import SaveError
 from stillframe.testing import fault, slow
 
@@ -85,9 +85,7 @@ def test_killed_process_leaves_the_last_durable_checkpoint_or_a_later_one(tmp_pa
     path, dice = tmp_path / "c", random.Random(1)
     helpers = str(Path(__file__).parents[1] / "unit")
     for _ in range(4):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, path, helpers], stdout=subprocess.PIPE, text=True
-        )
+        child = start_python("-c", CHILD, path, helpers, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         lines = []
         for _ in range(2 * dice.randrange(2, 12)):
@@ -127,7 +125,7 @@ def test_directory_moved_aside_by_a_dead_process_comes_back(tmp_path, reader):
         """
     )
     helpers = Path(__file__).parents[1] / "unit"
-    done = subprocess.run([sys.executable, "-c", code, path, helpers], check=False, timeout=240)
+    done = run_python("-c", code, path, helpers)
     assert done.returncode == -signal.SIGKILL and not path.exists()
     if reader == "load":
         assert stillframe.load(path / "optimizer.pt")["w"][0] == 1.0
@@ -143,7 +141,7 @@ def test_temporary_directory_of_a_living_process_is_left_alone(tmp_path):
     with stillframe.checkpoint(tmp_path / "c") as files:
         files.save(1, "a.pt")
         code = f"import stillframe; stillframe.save(1, {str(tmp_path / 'b.pt')!r})"
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+        run_python("-c", code, check=True)
         stillframe.save(1, tmp_path / "c.pt")
         assert len(hidden(tmp_path)) == 2
     files.handle.result(LONG_S)

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from fix_processes import run_python
 
 CODE = """
 import errno, os, sys, torch, stillframe
@@ -103,14 +104,7 @@ def test_file_size_limit_raises_an_error_and_no_signal_kills(tmp_path):
         stillframe.save(small, "a.pt")
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,6 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import PACKAGES, assert_same, copied, every_steps, load, loader, package, trainer
+from fix_processes import LIGHTNING, run_python
 from stillframe._lightning.trainers import Wraps
 from stillframe._watch import gate
 from stillframe.testing import slow
@@ -193,7 +194,7 @@ def test_an_extension_that_cannot_be_imported_breaks_no_trainer():
         "run = Trainer(accelerator='cpu', logger=False, enable_checkpointing=False)\n"
         "assert 'Companion' not in str(run.callbacks), run.callbacks\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+    run_python("-W", "ignore", "-c", code, check=True, imported=LIGHTNING)
 
 
 def test_companion_leaves_no_trace_in_a_checkpoint(pkg, tmp_path):

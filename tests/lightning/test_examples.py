@@ -2,10 +2,9 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from fix_processes import LIGHTNING, run_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/examples.md").read_text()
@@ -36,14 +35,7 @@ def test_every_example_has_a_test():
 def test_an_example_prints_what_its_page_shows(path, tmp_path):
     code, lines = shown_output(path.name)
     assert code == path.read_text()
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", path],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_python("-W", "ignore", path, cwd=tmp_path, imported=LIGHTNING)
     assert done.returncode == 0, done.stderr
     # Lightning prints more, which differs between versions.
     printed = [*done.stderr.splitlines(), *done.stdout.splitlines()]

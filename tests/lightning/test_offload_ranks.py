@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fix_lightning import assert_same, load
-from fix_processes import run_program
+from fix_processes import LIGHTNING, run_program
 
 HERE = Path(__file__).parent
 
@@ -47,7 +47,7 @@ def main(name, directory):
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
 def test_only_rank_0_of_ddp_offloads(name, tmp_path):
-    run_program(Path(__file__), name, tmp_path)
+    run_program(Path(__file__), name, tmp_path, imported=LIGHTNING)
     notes = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert [note["strategy"] for note in notes] == ["DDPStrategy", "DDPStrategy"]
     assert [note["state"]["is_enabled"] for note in notes] == [True, True]

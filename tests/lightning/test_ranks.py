@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fix_lightning import FULL, load
-from fix_processes import run_program
+from fix_processes import LIGHTNING, TORCH, run_program
 
 TIMEOUT_S = 280
 HERE = Path(__file__).parent
@@ -77,6 +77,7 @@ def _run(start, directory):
         *(start, directory, *SCENARIOS[start]),
         ranks=2 if start == "torchrun" else 0,
         timeout=TIMEOUT_S,
+        imported=TORCH if start == "torchrun" else LIGHTNING,
         OMP_NUM_THREADS="1",
         PYTHONFAULTHANDLER="1",  # a rank that aborts prints its stack
     ).stderr

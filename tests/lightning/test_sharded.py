@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fix_lightning import PACKAGES
-from fix_processes import run_program
+from fix_processes import LIGHTNING, run_program
 from stillframe._lightning.callers import sharded_model_key
 from stillframe._lightning.sharded import sharded
 
@@ -20,6 +20,7 @@ def directory(tmp_path_factory):
     done = run_program(
         *(HERE / "sharded_ranks.py", directory),
         check=False,
+        imported=LIGHTNING,
         OMP_NUM_THREADS="1",
         STILLFRAME_POOL_BYTES="64MiB",
     )

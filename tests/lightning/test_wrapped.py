@@ -12,6 +12,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import assert_same, at, copied, every_steps, load, loader, trainer
+from fix_processes import LIGHTNING, run_python
 from stillframe._base.calls import inside
 from stillframe._save import completion
 from stillframe._save.ordered import wait_for_path
@@ -566,9 +567,6 @@ def test_wrapped_teardown_error_does_not_replace_the_training_exception(lit, tmp
 
 
 def test_wrapped_save_in_flight_at_exit_is_finished(tmp_path):
-    import subprocess
-    import sys
-
     code = (
         "import sys, time, torch\n"
         "from lightning.fabric.plugins import TorchCheckpointIO\n"
@@ -582,13 +580,7 @@ def test_wrapped_save_in_flight_at_exit_is_finished(tmp_path):
         "AsyncCheckpointIO(Slow()).save_checkpoint({'x': torch.ones(5)}, sys.argv[1])\n"
     )
     path = tmp_path / "a.ckpt"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, path],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python("-W", "ignore", "-c", code, path, imported=LIGHTNING)
     assert done.returncode == 0, done.stderr
     assert torch.equal(load(path)["x"], torch.ones(5))
     assert f"waiting for {path} " in done.stderr

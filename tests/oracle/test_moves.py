@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -13,6 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_gate import FakePending, deferred, param, run_steps, skeleton_of
+from fix_processes import run_python
 from stillframe._watch import gate, moves
 from stillframe.testing import slow
 from torch.optim import SGD
@@ -21,12 +20,7 @@ from torch.optim import SGD
 @pytest.fixture(scope="module")
 def ways() -> tuple[dict[str, str], str]:
     """Run moving.py and return the outcome of each way and the output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", moving.__file__],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_python("-W", "ignore", moving.__file__, timeout=200)
     return dict(line.split() for line in done.stdout.splitlines()), done.stderr[-4000:]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
+from fix_processes import start_python
 from fix_store import submit_after_cancel
 from fix_waits import eventually, leased
 from stillframe._remote import obstore_client, store
@@ -399,13 +400,10 @@ def test_ended_saves_to_urls_leave_no_thread_and_no_memory(server):
 
 
 def script(server, text):
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text), server.url("a.pt")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = textwrap.dedent(text)
+    return start_python("-W", "ignore", "-c", code, server.url("a.pt"), env=env, **pipes)
 
 
 def test_exit_waits_for_the_upload(server):

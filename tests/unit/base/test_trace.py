@@ -7,8 +7,6 @@ import errno
 import itertools
 import json
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
+from fix_processes import run_python
 from stillframe import _core
 from stillframe.testing import fault, held, slow
 
@@ -402,12 +401,7 @@ def test_a_forked_child_leaves_the_trace_alone_and_may_begin_its_own(tmp_path):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     """
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        cwd=tmp_path,
-        check=True,
-        timeout=120,
-    )
+    run_python("-W", "ignore", "-c", textwrap.dedent(code), cwd=tmp_path, check=True)
     files = {
         name: [e["args"]["file"] for e in Timeline(tmp_path / name).events if e["ph"] == "b"]
         for name in ("parent.json", "child.json")
@@ -425,9 +419,7 @@ def test_a_process_that_ends_inside_the_block_leaves_a_valid_file(tmp_path, leav
             time.sleep(0.01)
         {leave}
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=False, timeout=120
-    )
+    done = run_python("-c", textwrap.dedent(code), cwd=tmp_path)
     assert done.returncode == (-9 if "kill" in leave else 3)
     assert Timeline(tmp_path / "t.json").named("commit")
 
@@ -444,9 +436,7 @@ def test_saves_that_finish_at_exit_are_in_the_trace_of_a_daemon_thread(tmp_path)
     inside.wait()
     stillframe.async_save({"a": 1}, "a.pt")
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True, timeout=120
-    )
+    run_python("-c", textwrap.dedent(code), cwd=tmp_path, check=True)
     timeline = Timeline(tmp_path / "t.json")
     assert [event["args"]["state"] for event in timeline.events if event["ph"] == "b"] == [
         "durable"
