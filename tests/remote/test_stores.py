@@ -146,6 +146,43 @@ def test_temporary_objects_are_not_listed(run):
     assert content(opened, f"{base}/a.pt") == b"new"
 
 
+@pytest.mark.parametrize("age_h", [25, 23])
+def test_temporary_of_a_killed_process_is_removed_after_a_day(tmp_path, age_h, caplog):
+    left = tmp_path / "run" / f"a.pt.{'0' * 32}.stillframe-tmp"
+    left.parent.mkdir()
+    others = [tmp_path / "run" / "old.pt", tmp_path / "elsewhere.stillframe-tmp"]
+    for each in (left, *others):
+        each.write_bytes(b"x")
+        then = time.time() - age_h * 3600
+        os.utime(each, (then, then))
+    opened, key = stores.open_store(f"file://{tmp_path}/run/b.pt")
+    with caplog.at_level("INFO", "stillframe"):
+        opened.put(key, [b"bytes"])
+    assert left.exists() == (age_h == 23)
+    assert (str(left) in caplog.text) == (age_h == 25)
+    assert all(each.exists() for each in others)
+
+
+def test_directory_is_searched_for_temporaries_once(tmp_path, monkeypatch):
+    opened, key = stores.open_store(f"file://{tmp_path}/run/a.pt")
+    listed = []
+    monkeypatch.setattr(opened, "_remove_stale", listed.append)
+    for name in ("a.pt", "b.pt", "other/c.pt"):
+        opened.put(f"{key.removesuffix('a.pt')}{name}", [b"bytes"])
+    assert [os.path.basename(each) for each in listed] == ["run", "other"]
+
+
+def test_store_that_cannot_list_takes_an_upload(tmp_path, monkeypatch):
+    opened, key = stores.open_store(f"file://{tmp_path}/a.pt")
+
+    def fail(path, **options):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(opened._fs, "ls", fail)
+    opened.put(key, [b"bytes"])
+    assert (tmp_path / "a.pt").read_bytes() == b"bytes"
+
+
 def test_upload_whose_pieces_read_from_the_store_does_not_hang(run):
     opened, key = stores.open_store(f"{run}/a.pt")
     opened.put(key, [b"old"])

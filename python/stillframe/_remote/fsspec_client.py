@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -18,14 +20,18 @@ from stillframe.errors import StillframeError
 
 T = TypeVar("T")
 
+log = logging.getLogger("stillframe")
+
 _TEMPORARY = ".stillframe-tmp"
+_STALE_S = 24 * 3600.0  # an upload that began so long ago has lost its process
 
 
 class FsspecStore(Store):
     """A store behind fsspec.
 
     An object is written under a temporary name next to its final name. Then it gets the final name,
-    by a rename or by a copy in the store.
+    by a rename or by a copy in the store. The first upload to a directory removes the temporaries
+    that killed processes have left there.
 
     Args:
         given: The URL as the user gave it.
@@ -41,6 +47,7 @@ class FsspecStore(Store):
         self._base = f"{given.partition('://')[0]}://{host}"
         self._query = f"?{url.query}" if url.query else ""
         self._fs = self._open(options)
+        self._cleaned: set[str] = set()  # directories without stale temporaries
         # The lock for file systems that take one call at a time, such as FTP with one connection.
         self._one_call = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
 
@@ -77,8 +84,13 @@ class FsspecStore(Store):
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
         path = self._path(key)
         temporary = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
+        parent = self._fs._parent(path)
         with contextlib.suppress(Exception):  # a store without directories
-            self._call(self._fs.makedirs, self._fs._parent(path), exist_ok=True)
+            self._call(self._fs.makedirs, parent, exist_ok=True)
+        if parent not in self._cleaned:
+            self._cleaned.add(parent)
+            with contextlib.suppress(Exception):  # this is no reason to refuse the upload
+                self._remove_stale(parent)
         try:
             file = self._call(self._fs.open, temporary, "wb", block_size=part_bytes(nbytes))
             try:
@@ -92,6 +104,16 @@ class FsspecStore(Store):
             with contextlib.suppress(Exception):
                 self._call(self._fs.rm_file, temporary)
             raise
+
+    def _remove_stale(self, directory: str) -> None:
+        """Remove the temporaries of uploads that began a day ago or earlier."""
+        for info in self._call(self._fs.ls, directory, detail=True):
+            found = _of_info(info, info["name"])
+            # A store without times says 0.
+            is_stale = 0 < found.modified_s < time.time() - _STALE_S
+            if is_stale and found.key.endswith(_TEMPORARY):
+                self._call(self._fs.rm_file, found.key)
+                log.info("stillframe: removed %s, left by a killed process", found.key)
 
     def _move(self, source: str, target: str) -> None:
         """Move an object in the store, by a rename if the file system can, else by a copy."""
