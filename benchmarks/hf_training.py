@@ -133,7 +133,8 @@ class Training:
         return {
             "counted_s": sum(gaps),
             "step_s": statistics.median(gaps),
-            "saves": float(max(len(blocked) - 1, 0)),  # the last one comes after the last step
+            # The Trainer's own save after the last step is not among the gaps.
+            "saves": float(steps // every) if every else 0.0,
             "blocked_s": statistics.median(counted) if counted else 0.0,
             "end_s": ended - times.ended,
             "peak_rss": float(status_bytes("VmHWM")),
