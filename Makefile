@@ -1,5 +1,5 @@
 # make demo   train a small model, save it with Lightning's plugin and with ours, show the difference
-# make test   the Python tests, and at the same time C tests under sanitizers
+# make test   the Python tests in two processes, and at the same time C tests under sanitizers
 # make build  .venv in which `import stillframe` works
 # make lint   ruff, mypy, clang-format, sentences (make format applies what ruff and clang-format ask for)
 # make bench  what a save costs, compared with its peers, and what the machine could do at best
@@ -93,18 +93,24 @@ $(VENV)/bin/pip:
 demo: build
 	$(PY) examples/demo/demo.py $(ARGS)
 
-# Of the C programs, six run under ThreadSanitizer too, others every day. They mostly wait, for disks
-# and for one another, so they run at the same time as pytest; their output follows its own.
-C_LOG := build/c-tests.log
+# Half of the Python tests are in tests/unit. They and the others run in two processes of pytest at
+# the same time (ARGS: in one). Of the C programs, six run under ThreadSanitizer too, others every
+# day. They mostly wait, for disks and for one another, so they run at the same time as pytest. What
+# runs beside tests/unit writes a log, which follows the output of tests/unit.
+TEST_LOG    := build/other-tests.log
+C_LOG       := build/c-tests.log
+OTHER_TESTS := $(filter-out tests/unit/ %/__pycache__/,$(wildcard tests/*/))
 
 test: build
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
-	@echo "C tests run at the same time and follow in $(C_LOG)"; \
+	@echo "C tests run at the same time and follow in $(C_LOG)$(if $(ARGS),,, other Python tests in $(TEST_LOG))"; \
 	$(MAKE) --no-print-directory asan $(if $(ARGS),,tsan-daily) >$(C_LOG) 2>&1 & c=$$!; \
-	trap 'kill $$c' INT TERM; \
-	$(PY) -m pytest $(ARGS); status=$$?; \
+	$(if $(ARGS),:,$(PY) -m pytest $(OTHER_TESTS)) >$(TEST_LOG) 2>&1 & others=$$!; \
+	trap 'kill $$c $$others' INT TERM; \
+	$(PY) -m pytest $(or $(ARGS),tests/unit); status=$$?; \
+	wait $$others || status=1; \
 	wait $$c || status=1; \
-	cat $(C_LOG); exit $$status
+	cat $(TEST_LOG) $(C_LOG); exit $$status
 
 BASE  ?= HEAD
 FILES ?=
