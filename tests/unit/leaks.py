@@ -122,6 +122,11 @@ class Round:
 def count(engine: stillframe.Engine, done: Round) -> dict[str, int]:
     stillframe.wait_all()
     gc.collect()
+    # A cancelled save ends for its callers before its threads have dropped it.
+    end = time.monotonic() + 60
+    while done.handles and time.monotonic() < end:
+        time.sleep(0.01)
+        gc.collect()
     return {
         "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
         "descriptors": len(os.listdir("/proc/self/fd")),

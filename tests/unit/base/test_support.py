@@ -45,7 +45,8 @@ def test_old_and_missing_torch_are_reported(version, words):
 
 def run(code: str, path: Path) -> str:
     """Return the last line on stderr of a Python that searches `path` for modules first."""
-    done = run_python("-c", f"import sys; sys.path.insert(0, {str(path)!r})\n{code}")
+    code = f"import sys; sys.path.insert(0, {str(path)!r})\n{code}"
+    done = run_python("-c", code, imported=())
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 

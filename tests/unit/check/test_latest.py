@@ -514,7 +514,7 @@ def test_command_imports_no_torch(tmp_path):
         status = main(["latest", "--check", "bytes", {str(tmp_path)!r}])
         assert not {{"torch", "numpy", "transformers"}} & set(sys.modules), sorted(sys.modules)
         sys.exit(status)"""
-    done = run_python("-c", code)
+    done = run_python("-c", code, imported=())
     assert (done.returncode, done.stderr) == (0, "")
 
 

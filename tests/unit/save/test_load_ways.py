@@ -318,14 +318,14 @@ def test_archive_left_to_torch_is_logged_and_closed(into, path, monkeypatch, cap
 def used_restores(monkeypatch):
     """Record every restore that a load opens."""
     opened = []
-    original = load.How.open
+    original = load.Request.open
 
     def noted(how, fd):
         found, core = original(how, fd)
         opened.append(core)
         return found, core
 
-    monkeypatch.setattr(load.How, "open", noted)
+    monkeypatch.setattr(load.Request, "open", noted)
     return opened
 
 

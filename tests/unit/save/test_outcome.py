@@ -128,7 +128,7 @@ def test_future_already_done_is_left_unchanged():
 @pytest.mark.parametrize("over", [False, True])
 def test_error_dropped_during_exit_is_logged_after_the_last_print(over, monkeypatch, caplog):
     monkeypatch.setattr(completion.completion, "_exiting", threading.current_thread())
-    monkeypatch.setattr(completion.completion, "over", over)
+    monkeypatch.setattr(completion.completion, "is_over", over)
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no space"))
     del outcome

@@ -65,7 +65,7 @@ def test_verify_and_inspect_import_no_torch(arguments, tmp_path):
         assert "stillframe._shell.cli" in sys.modules
         assert not {{"torch", "numpy"}} & set(sys.modules), sorted(sys.modules)
         sys.exit(status)"""
-    done = run_python("-c", code, cwd=tmp_path)
+    done = run_python("-c", code, cwd=tmp_path, imported=())
     assert (done.returncode, done.stderr) == (0, "")
     assert "bfloat16" in done.stdout or arguments.startswith("verify")
 
