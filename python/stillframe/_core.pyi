@@ -338,15 +338,18 @@ class Observer:
     def forget(self) -> None: ...  # stops watching until the next `enrol`
     def counts(self) -> tuple[int, int, int]: ...  # undecided, deferrable, captured
     @staticmethod
+    # For tensors of exactly this type, watches the tensor in the attribute `name` instead.
     def see_through(kind: type[torch.Tensor], name: str, /) -> None: ...
 
-# torch/numbers.c; the addresses are those of StorageImpls
+# torch/numbers.c; maps the address of a StorageImpl to the storage's number in the save; None: it
+# is # not in the save
 class Numbers:
     def __new__(cls, addresses: list[int], /) -> Numbers: ...
     def __len__(self) -> int: ...
     def get(self, address: int, /) -> int | None: ...
 
-# torch_types.c; learn_words finds out where a tensor has the words that C reads from it
+# torch_types.c; learn_words finds the offsets of the 8-byte fields that C reads in torch's C++
+# tensor # object, and returns False if it cannot
 def learn_words(samples: list[tuple[torch.Tensor, int, int, int, Any]], /) -> bool: ...
 
 class TorchTypes:

@@ -188,7 +188,7 @@ def test_a_checkpoint_is_replaced_as_a_whole(tmp_path):
     assert files(tmp_path / "c") == sorted(names)
 
 
-def test_a_subclass_may_call_our_functions_instead_of_accelerates(tmp_path):
+def test_subclass_of_accelerator_that_calls_our_functions_saves_the_same_files(tmp_path):
     class Ours(Accelerator):
         def save_state(self, *args, **kwargs):
             return save_state(self, *args, **kwargs)

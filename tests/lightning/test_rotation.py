@@ -330,7 +330,7 @@ def test_link_is_made_after_a_remove_of_its_name(files, file, tmp_path):
 # ---- whose error, whose engine ----
 
 
-def test_engine_made_by_a_signal_handler_is_kept_and_the_second_closed(work):
+def test_first_engine_is_kept_and_a_second_one_is_closed(work):
     first, second = stillframe.Engine(), stillframe.Engine()
     assert work.use(first) is first
     assert work.use(second) is first

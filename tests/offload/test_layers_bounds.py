@@ -99,7 +99,7 @@ def test_a_pool_too_small_for_the_parameters_leaves_them_as_they_were(either):
         torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
-def test_layers_with_gradients_in_flight_are_bounded(request, either):
+def test_backward_fits_into_a_pool_with_room_for_the_gradients_in_flight(request, either):
     """The pool has room for weights, gradients, and the gradients of the layers in the slots."""
     depth, block = 8, 1 << 16
     model = nn.Sequential(*(nn.Linear(120, 120, bias=False) for _ in range(depth)))

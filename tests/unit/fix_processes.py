@@ -25,7 +25,7 @@ LIGHTNING = ("torch", "lightning.pytorch")
 TRANSFORMERS = ("torch", "transformers.trainer", "accelerate")
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-# What these variables say, a library or the interpreter reads when it starts.
+# The beginnings of variables that a library or the interpreter reads when it starts.
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "KMP_")
 _NOT_READ_AT_START = {"PYTHONPATH", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS"}
 # The options of Popen that need no exec.

@@ -11,9 +11,9 @@
  * Order. A request for a lease waits until no request for a single block is waiting. A save returns
  * each block when it is written, and a request owns nothing while it waits, so a wait for saves
  * ends. A snapshot's memory returns when its users release it, and the waiting thread may be such a
- * user. So the blocks of a lease are `held` until sfr__pool_hold records that no user is needed for
- * their return. A request that would have to wait for held blocks fails at once with
- * SFR_EEXHAUSTED.
+ * user. So the blocks of a lease are `held`: only a user can return them. When the last user has
+ * let go, sfr__pool_hold removes this mark; from then on they return without a user. A request that
+ * would have to wait for held blocks fails at once with SFR_EEXHAUSTED.
  *
  * Saves are protected too: while any save still needs blocks, a lease leaves them one block, which
  * is enough for progress. This is checked under the pool's lock at every attempt, so a save that

@@ -81,10 +81,10 @@ static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
 }
 
 /* Takes a block for `need` bytes, in this order of preference: a partial block with enough memory;
- * a whole block; a block without memory; a partial block with too little memory. If the pool lacks
- * whole blocks and `need` is less than a block, a block without memory is taken before a whole one.
- * So the pool gets the memory that its saves need. The block becomes LEASED, or GROWING if it needs
- * more memory. Returns NULL if no block is left. */
+ * a whole block; a block without memory; a partial block with too little memory. But if saves could
+ * use more whole blocks than the pool has, and `need` is less than a block, a block without memory
+ * comes before a whole one: a save that can fill a whole block gets that one. The block becomes
+ * LEASED, or GROWING if it needs more memory. Returns NULL if no block is left. */
 static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 {
 	struct sfr__block *block = pop_fitting(&pool->partial, need);
@@ -164,8 +164,9 @@ static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t ne
 int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
 		  struct sfr__block **out)
 {
-	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
-	const uint64_t *starved = NULL;
+	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns);
+	uint64_t returned;              /* nr_returned before the last commit */
+	const uint64_t *starved = NULL; /* &returned after a commit that failed */
 	struct sfr__block *block;
 	int rc;
 
@@ -173,6 +174,8 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	if (need > pool->block_bytes)
 		return -EINVAL;
 	sfr__lock(&pool->mu);
+	/* Take a block. If it lacks memory, commit the memory without the lock. If the system has
+	 * none, put the block back, and try again when another block has returned. */
 	for (;;) {
 		size_t want = sfr__pool_memory_for(pool, need);
 
@@ -180,6 +183,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
 		returned = pool->nr_returned;
+		/* no free block had all its memory: ask for more such blocks */
 		if (sfr__pool_is_whole(pool, need)) {
 			sfr__pool_want_more_locked(pool);
 			pool->nr_filling++;

@@ -127,9 +127,10 @@ bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
  * memory. */
 void sfr__pool_want_more_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
-/* Gives each block of a list, which the caller owns, memory for block->want bytes, on several
- * threads. Then calls grown_locked for the block, under pool->mu, with 0 or the first error of all
- * blocks. Called without the lock. Returns 0 or the first error. */
+/* Gives each block in `work`, which the caller owns, memory for block->want bytes, on several
+ * threads. Calls grown_locked once for each block when it is finished, under pool->mu: with 0, or
+ * with the first error of all blocks, after which the blocks that are left get no memory. Called
+ * without the lock. Returns 0 or the first error. */
 int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
 					    int rc));

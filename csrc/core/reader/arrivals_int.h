@@ -42,6 +42,7 @@ struct sfr__arriving {
 	struct sfr__chunk chunks[];
 };
 
+/* A group of files that the same threads fetch. The table below has its files. */
 struct sfr_arrivals {
 	uint64_t fork_generation; /* constant */
 	bool ended;               /* guarded by mu */

@@ -88,7 +88,8 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 	}
 }
 
-/* Waits until the client has finished with a buffer, and counts the units that were kept with it.
+/* Waits until the client has finished with a buffer. Then counts the units in it (bytes, headers,
+ * descriptors) for their records, which had to wait because the client was still reading them.
  * Does nothing if the buffer is the reader's own (nr_buffers is 1), because no client needs such a
  * buffer after a put. */
 static void finish_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)

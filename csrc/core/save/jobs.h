@@ -28,7 +28,7 @@ struct sfr__job {
 	bool summed;                   /* the entries' CRCs include its bytes already */
 	bool was_put;                  /* a writer has put its bytes into the stream */
 	bool untaken;                  /* its bytes are in the stream, but not taken yet */
-	struct sfr__job *next_parked;  /* in the ticket's list of parked jobs */
+	struct sfr__job *next_parked;  /* in the list of parked jobs, which wait for a CRC */
 	struct sfr__host_block staged; /* used while the block is filled from host memory */
 };
 
@@ -36,7 +36,7 @@ struct sfr__job {
 int sfr__jobs_new(struct sfr_ticket *t);
 /* Queues a job for the writers, and counts it in the ticket's nr_jobs. */
 void sfr__job_push_locked(struct sfr__job *job);
-/* Returns the ticket's job of this kind, which is not BLOCK. */
+/* Returns the ticket's only job of this kind. `kind` must not be BLOCK, of which there are many. */
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);
 /* Returns the job of one block of an extent. */
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *extent,
@@ -44,8 +44,8 @@ struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *
 /* Queues a staged block for the writers. `summed`: the entries' CRCs include its bytes already. */
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
 			    struct sfr__block *block, bool summed);
-/* Adds the CRC of a segment's data to that of its entry; segments come in any order. Returns
- * whether the entry's CRC is complete. */
+/* Adds the CRC of a segment (one zip entry's share of a block) to the CRC of that entry. Segments
+ * come in any order. Returns whether the entry's CRC is complete. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);
 /* Queues all parked blocks again (write.c): one more CRC is known, or the save is failing. */
 void sfr__unpark_locked(struct sfr_ticket *t);

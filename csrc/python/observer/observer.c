@@ -267,8 +267,9 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_defer_memory_owner_doc,
 "defer_memory_owner(tensors, marks, /)\n--\n\n"
-"Marks the large storages of a memory owner's tensors that are in the save and that no observer has\n"
-"marked.");
+"Marks as deferred the large storages of these tensors that are in the save and not marked yet.\n"
+"The caller is a memory owner: it knows that only a step replaces this memory, so no observer has\n"
+"to watch the memory first.");
 
 static PyObject *observer_defer_memory_owner(PyObject *type, PyObject *args)
 {

@@ -183,7 +183,9 @@ static int add_row(struct job *job, uint32_t index)
 	const struct sfr_py_found *found = &job->c->found[index];
 	const struct sfr_py_storage *storage = &job->c->storages[found->storage];
 	uint64_t itemsize = job->c->torch->dtype[found->dtype].itemsize, nbytes = storage->nbytes;
-	uint32_t first = job->first_row[found->storage];
+	uint32_t first =
+		job->first_row[found->storage]; /* 1 + the row with this storage's memory */
+	const bool shares = first != 0;
 	const int64_t *row = found->row;
 	Py_ssize_t offset;
 	int64_t *out = job->end;
@@ -192,7 +194,7 @@ static int add_row(struct job *job, uint32_t index)
 	 * was resized meanwhile, and tensors of another dtype than the storage's first tensor. */
 	if (nbytes == 0 || nbytes % itemsize != 0 || (uint64_t)row[SFR_ROW_NBYTES] != nbytes ||
 	    !is_within(row, itemsize) ||
-	    (first != 0 && job->c->found[job->tensor_of_row[first - 1]].dtype != found->dtype))
+	    (shares && job->c->found[job->tensor_of_row[first - 1]].dtype != found->dtype))
 		return 0;
 	offset = PyLong_AsSsize_t(PyList_GetItem(job->offsets, (Py_ssize_t)found->storage));
 	if (offset == -1 && PyErr_Occurred())
@@ -202,8 +204,8 @@ static int add_row(struct job *job, uint32_t index)
 		return -1;
 	}
 	out[SFR_NEW_OVER] = (int64_t)first - 1;
-	out[SFR_NEW_BASE] = first != 0 ? 0 : (int64_t)(uintptr_t)(job->base + offset);
-	out[SFR_NEW_NBYTES] = first != 0 ? 0 : (int64_t)nbytes;
+	out[SFR_NEW_BASE] = shares ? 0 : (int64_t)(uintptr_t)(job->base + offset);
+	out[SFR_NEW_NBYTES] = shares ? 0 : (int64_t)nbytes;
 	out[SFR_NEW_OFFSET] = row[SFR_ROW_OFFSET];
 	out[SFR_NEW_DTYPE] = row[SFR_ROW_DTYPE];
 	out[SFR_NEW_NDIM] = row[SFR_ROW_NDIM];
@@ -211,7 +213,7 @@ static int add_row(struct job *job, uint32_t index)
 	       2 * (size_t)row[SFR_ROW_NDIM] * sizeof(*row));
 	job->end += SFR_NEW_HEADER + 2 * row[SFR_ROW_NDIM];
 	job->tensor_of_row[job->nr_rows++] = index;
-	if (first == 0)
+	if (!shares)
 		job->first_row[found->storage] = (uint32_t)job->nr_rows;
 	return 1;
 }

@@ -123,15 +123,16 @@ int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
  * exception still set, if it must propagate: MemoryError, or not an Exception. */
 int sfr_py_clear_refusal(void);
 /* Asks torch about an object: returns the value of a getset descriptor, or the result of a method
- * without arguments or of a function. Searches no attribute. Returns a new reference, or NULL with
- * an exception set. */
+ * without arguments or of a function. It was found once in torch's class, so no attribute is
+ * looked up. Returns a new reference, or NULL with an exception set. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object);
 /* Does the same as sfr_py_ask for an item whose result is a number, and sets *out to this number.
  * Returns 0, or -1 with an exception set. */
 int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out);
-/* Adds the type TorchTypes and the function learn_words. 0, or -1 with an exception set. */
+/* Adds the type TorchTypes and the function learn_words, which finds where torch's tensors have the
+ * 8-byte fields that C reads (torch/words.c). 0, or -1 with an exception set. */
 int sfr_py_add_torch_types(PyObject *module);
 
 /* ---- storages.c --------------------------------------------------------- */

@@ -320,13 +320,14 @@ def checkpoints_in(
     """Iterate over the paths of checkpoints under a directory, sorted.
 
     A file counts if it has a checkpoint's suffix, begins like a checkpoint, or has the name of a
-    Hugging Face checkpoint. A directory counts if torch.distributed.checkpoint has saved to it, or
-    if it is a checkpoint that lacks a file. Hidden files are left out, because the temporaries of
+    Hugging Face checkpoint. A directory counts if torch.distributed.checkpoint has saved to it. Any
+    other checkpoint directory counts only if it lacks a file, so that this is reported; if it is
+    complete, its files count one by one. Hidden files are left out, because the temporaries of
     saves in flight are hidden. Shards of torch.distributed.checkpoint are left out too.
 
     Args:
         failures: Gets an error for each directory that cannot be listed.
-        is_complete: `incomplete` has returned None for `directory`, so it is not called again.
+        is_complete: The caller knows that `directory` lacks no file, so this is not checked.
     """
     for root, directories, names in disk.walk(directory, failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))

@@ -204,7 +204,8 @@ class Saver:
         # The rounds of each process group, as long as the group exists.
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
         self._last: SnapshotSave | None = None  # the save of the last call
-        self._raises_last = False  # False if Lightning raises the last save's error itself
+        # Whether the next call raises the error of `_last`. Lightning raises that error itself.
+        self._raises_last = False
         self._stages = Stages()
 
     def group(

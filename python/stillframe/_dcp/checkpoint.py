@@ -39,7 +39,7 @@ from stillframe._dcp.location import Location, Submit
 from stillframe._dcp.uploads import FileUpload
 from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle
-from stillframe._save.parts import Parts, Row, row_of
+from stillframe._save.parts import Parts, Row, description_of
 from stillframe._save.report import SaveReport
 
 log = logging.getLogger("stillframe")
@@ -111,7 +111,7 @@ class Item:
         self.owner: object = None
         self.row: Row | memoryview
         if isinstance(data, torch.Tensor):
-            tensor, row = data, row_of(data)
+            tensor, row = data, description_of(data)
             if row is None:  # the core cannot write this tensor, but perhaps an equal one
                 if data.is_meta:
                     raise ValueError(
@@ -120,7 +120,7 @@ class Item:
                     )
                 wait()
                 tensor = _plain(data.detach())
-                row = row_of(tensor)
+                row = description_of(tensor)
             if row is not None:
                 self.row, self.owner = row, tensor
                 return
@@ -137,7 +137,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if row_of(tensor) is not None else tensor.contiguous()
+    return tensor if description_of(tensor) is not None else tensor.contiguous()
 
 
 class DataFile:

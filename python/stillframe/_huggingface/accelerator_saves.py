@@ -58,8 +58,11 @@ class Saves:
         self.is_leader = self._ranks is None or self._ranks.is_leader
 
     def share(self, wait: Callable[[], str], find: Callable[[], str]) -> str:
-        """Return, on all ranks, the result of `find()` on rank 0. If the ranks have several
-        leaders, each leader first calls `wait()`, and its result is not used."""
+        """Return, on all ranks, the result of `find()` on rank 0.
+
+        If each machine has a leader, each leader calls `wait()` first. The result of `wait` is not
+        used: it returns a string only because `Ranks.share` sends one.
+        """
         self._number += 1
         key = f"load/{self._number}"
         if self._ranks is None or self._all is None:

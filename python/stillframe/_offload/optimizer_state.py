@@ -220,7 +220,7 @@ class OffloadedOptimizerState:
         self._optimizer.state = _State(self, self._optimizer.state)
         self._note_groups()
         for number in range(len(self._optimizer.param_groups)):
-            self._send(number)
+            self._offload(number)
             self._wait_until_pooled(number)
 
     def _note_groups(self) -> None:
@@ -275,12 +275,12 @@ class OffloadedOptimizerState:
         """Send the group that is on the device back to the pool."""
         number, self._on_device = self._on_device, None
         if number is not None:
-            self._send(number)
+            self._offload(number)
             if self._onloaded:
                 self._offloader.release(self._onloaded)
             self._onloaded = []
 
-    def _send(self, number: int) -> None:
+    def _offload(self, number: int) -> None:
         """Start to copy the tensors of a group that are on the device into the pool."""
         device = self._offloader.device
         in_pool = {id(pooled) for _, pooled in self._pooled.get(number, [])}

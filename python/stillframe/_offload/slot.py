@@ -42,9 +42,10 @@ class Slot:
     """
 
     def __init__(self, pool: DevicePool, what: Ticket | Sequence[torch.Tensor]) -> None:
-        self.taken = self.given_up = False  # the methods `take` and `give_up` were called
+        self.taken = self.given_up = False  # whether `take` or `give_up` was called
         self._pool = pool
-        # The copies; None on the host, and once their times are in the statistics.
+        # The core's copies. None if the pool is on the host, or when their times have been added to
+        # the statistics.
         self._core: _core.Onload | None = None
         self._ticket: weakref.ref[Ticket] | None = None
         self._given: list[torch.Tensor] = []  # the CPU tensors, if there is no ticket
@@ -56,7 +57,7 @@ class Slot:
             self._given = _layout.check(what, HOST, "onload")
             self._layout = Layout(self._given)
             sources = self._layout.sources
-        self._versions = self._write_state(what)  # of the sources, when the copy was started
+        self._versions = self._source_versions(what)  # of the sources, when the copy was started
         self.nbytes = self._layout.nbytes
         self._stream = pool.stream()  # on which the memory is allocated
         flat = _allocate(pool.device, self._layout.room)
@@ -146,7 +147,7 @@ class Slot:
     def is_stale(self) -> bool:
         """Return whether the sources were written to since the copy was started."""
         what = self._ticket() if self._ticket is not None else self._given
-        return what is not None and self._write_state(what) != self._versions
+        return what is not None and self._source_versions(what) != self._versions
 
     def is_gone(self) -> bool:
         """Return whether the group's device memory was freed."""
@@ -156,7 +157,7 @@ class Slot:
         """Return whether the group was prefetched from a ticket that no longer exists."""
         return not self.taken and self._ticket is not None and self._ticket() is None
 
-    def _write_state(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
+    def _source_versions(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
         """Return a list that differs after a write to the sources: addresses and versions."""
         if isinstance(what, Ticket):
             return what._writes()

@@ -289,7 +289,7 @@ class _Uploader:
         return min(pauses, default=None)
 
     def _forget(self, directory: str) -> None:
-        """Stop reading a journal without entries, and remove the empty journal."""
+        """Stop reading a journal without entries, and remove its file if it is still empty."""
         right = journal.lock(directory)
         if right is not None:
             journal.unlock(directory, right)  # removes the journal if it is empty

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# obstore's names of options, by fsspec's names.
+# obstore's names of options, by the names that s3fs has for them.
 _S3 = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -17,6 +17,7 @@ _S3 = {
     "endpoint_url": "endpoint",
     "requester_pays": "request_payer",
 }
+# The same for what s3fs takes in `client_kwargs`. AWS's files use the names with aws_ too.
 _S3_CLIENT = {
     "endpoint_url": "endpoint",
     "region_name": "region",
@@ -24,6 +25,7 @@ _S3_CLIENT = {
     "aws_secret_access_key": "secret_access_key",
     "aws_session_token": "session_token",
 }
+# obstore's names of the fields of an Azure connection string, which are in lower case here.
 _AZURE_CONNECTION = {
     "accountname": "account_name",
     "accountkey": "account_key",
@@ -148,7 +150,9 @@ def _section(variable: str, default: str, *names: str) -> dict[str, str]:
     try:
         parser.read(file)
     except configparser.Error:
-        pass  # it quotes a line, which may be a secret, so the error below does not refer to it
+        # This error quotes a line of the file, which may be a secret. So ValueError is raised after
+        # this block, where it does not refer to this error.
+        pass
     else:
         return next((dict(parser[each]) for each in names if parser.has_section(each)), {})
     raise ValueError(f"storage_options: {file} is not a file of AWS's settings")

@@ -1,7 +1,7 @@
 """Files made of parts, which the core's threads write from memory that must not change meanwhile.
 
     parts = Parts()
-    offsets = parts.append([row_of(tensor), b"bytes", ...])    adds archives of tensors, or bytes
+    offsets = parts.append([description_of(tensor), b"bytes", ...])  adds archives or bytes
     handle = submit_parts(engine, parts, path, owners=[...])   starts a save outside the log
 
 The call copies nothing. Long parts are written from the memory where they are, and short parts go
@@ -45,7 +45,7 @@ _STORAGES: dict[torch.dtype, str] = {
 _metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
-def row_of(tensor: Tensor) -> Row | None:
+def description_of(tensor: Tensor) -> Row | None:
     """Return what `Parts.append` needs to write a file of torch.save with this tensor alone.
 
     Returns:

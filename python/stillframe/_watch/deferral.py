@@ -102,7 +102,8 @@ class Deferral:
         self._tensors = []
 
     def close(self) -> None:
-        """End the call: its save is tracked now, or there will be no save. May be called again."""
+        """Remove the deferral from `calls`, so that steps do not wait for its call any more. Steps
+        wait for the save itself by then, or there is no save. May be called again."""
         calls.pop(id(self), None)
 
     def ask(self, sources: Sources) -> None:

@@ -284,8 +284,8 @@ class Owner:
         )
 
     def _is_captured(self, optimizer: Optimizer, marks: Marks) -> bool:
-        """Return whether the save captures the first of the optimizer's parameters that is in it.
-        Return False if none is found."""
+        """Return whether the save captures the optimizer's storages. The first large parameter that
+        the save contains stands for all. Return False if none is found among the first ones."""
         params = (p for group in optimizer.param_groups for p in group["params"])
         for p in map(memory_of, itertools.islice(params, _MOST_EXAMINED)):
             if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:

@@ -47,7 +47,7 @@ class Timeline:
     def named(self, name: str) -> list[dict[str, Any]]:
         return [span for span in self.spans if span["name"] == name]
 
-    def row_of(self, name: str) -> set[str]:
+    def description_of(self, name: str) -> set[str]:
         return {self.rows[span["tid"]] for span in self.named(name)}
 
     def total(self, name: str, number: str = "bytes") -> int:
@@ -132,13 +132,21 @@ def traced(tmp_path: Path) -> tuple[Timeline, list[stillframe.SaveReport], still
 def test_rows_of_a_trace_have_names_and_the_steps_are_above_the_threads(traced):
     timeline, _, _ = traced
     assert {span["tid"] for span in timeline.spans} <= set(timeline.rows)
-    assert timeline.row_of("step") == timeline.row_of("optimizer") == {"training steps"}
+    assert (
+        timeline.description_of("step")
+        == timeline.description_of("optimizer")
+        == {"training steps"}
+    )
     for name in ("async_save", "plan", "admit", "capture", "samples", "gate"):
-        assert timeline.row_of(name) == {"main thread"}, name
-    assert timeline.row_of("copy") == {"main thread", "sfr-lane0"}
+        assert timeline.description_of(name) == {"main thread"}, name
+    assert timeline.description_of("copy") == {"main thread", "sfr-lane0"}
     for name in ("open", "block", "checksum", "tail", "sync"):
-        assert timeline.row_of(name) <= {"sfr-writer0", "sfr-writer1"}, name
-    assert timeline.row_of("commit") == timeline.row_of("sync directory") == {"sfr-log"}
+        assert timeline.description_of(name) <= {"sfr-writer0", "sfr-writer1"}, name
+    assert (
+        timeline.description_of("commit")
+        == timeline.description_of("sync directory")
+        == {"sfr-log"}
+    )
     assert "sf-completion" in timeline.rows.values() or "sf-completion" not in {
         thread.name for thread in threading.enumerate()
     }
@@ -243,7 +251,7 @@ def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path):
     timeline = Timeline(tmp_path / "t.json")
     assert timeline.named("wait for block")
     assert timeline.named("copy storage")
-    assert timeline.row_of("wait for block") == {"main thread"}
+    assert timeline.description_of("wait for block") == {"main thread"}
 
 
 def test_save_under_way_is_traced_from_the_traces_begin(tmp_path):

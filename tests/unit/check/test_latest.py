@@ -487,7 +487,7 @@ def test_latest_inside_external_work_of_the_log_is_refused(tmp_path):
 # ---- the shell --------------------------------------------------------------------------------
 
 
-def test_command_prints_the_path_and_names_the_rest_on_stderr(two, capsys):
+def test_command_prints_the_newest_whole_checkpoint_and_names_skipped_ones(two, capsys):
     older, newer = two("trainer")
     (newer / "optimizer.pt").unlink()
     assert command(["latest", str(newer.parent)]) == 0

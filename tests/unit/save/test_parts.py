@@ -21,7 +21,7 @@ import torch
 from fix_graphs import SubTensor
 from stillframe import _core
 from stillframe._save.engine import is_used
-from stillframe._save.parts import Parts, row_of, submit_parts
+from stillframe._save.parts import Parts, description_of, submit_parts
 from stillframe._save.remote import Upload
 from stillframe.testing import fault, held, slow
 from torch import Tensor
@@ -69,7 +69,7 @@ def tensors() -> list[Tensor]:
 def written(engine: stillframe.Engine, items: list[Any], path: Path) -> list[bytes]:
     """Write a file made of the items, and return each item's bytes in it."""
     parts = Parts()
-    ranges = parts.append([row_of(i) if isinstance(i, Tensor) else i for i in items])
+    ranges = parts.append([description_of(i) if isinstance(i, Tensor) else i for i in items])
     length = parts.nbytes
     assert parts.nbytes == sum(nbytes for _, nbytes in ranges)
     report = submit_parts(engine, parts, path, owners=items).result()
@@ -174,7 +174,7 @@ def test_large_source_is_written_without_a_copy(engine, tmp_path):
     engine.warm_up(2 * BLOCK)
     with slow("pwrite", 0.001):
         parts = Parts()
-        parts.append([row_of(each) for each in state])
+        parts.append([description_of(each) for each in state])
         report = submit_parts(engine, parts, tmp_path / "a", owners=state).result()
     assert report is not None
     assert report.peak_pool_bytes <= 4 * BLOCK  # two for the writers and two ahead
@@ -186,7 +186,7 @@ def test_the_sources_live_until_the_save_has_ended(engine, tmp_path):
     wanted = tensor.clone()
     gone = weakref.ref(tensor)
     parts = Parts()
-    parts.append([row_of(tensor)])
+    parts.append([description_of(tensor)])
     with held("pwrite"):
         handle = submit_parts(engine, parts, tmp_path / "a", owners=[tensor])
         del tensor
@@ -201,7 +201,7 @@ def test_staged_means_that_the_sources_are_written(engine, tmp_path):
     tensor = torch.randn(2 * BLOCK)
     wanted = tensor.clone()
     parts = Parts()
-    parts.append([row_of(tensor)])
+    parts.append([description_of(tensor)])
     with slow("fdatasync", 0.1):
         handle = submit_parts(engine, parts, tmp_path / "a", owners=[tensor])
         handle.wait_staged()
@@ -217,7 +217,7 @@ def test_a_failure_keeps_the_old_file_and_the_engine_usable(call, engine, tmp_pa
     tensor = torch.randn(BLOCK + 1)
     for nth in (1, 4) if call == "pwrite" else (1,):
         parts = Parts()
-        parts.append([row_of(tensor), b"x"])
+        parts.append([description_of(tensor), b"x"])
         with fault(call, err=errno.ENOSPC, nth=nth):
             handle = submit_parts(engine, parts, path, owners=[tensor])
             with pytest.raises(stillframe.SaveError) as caught:
@@ -231,7 +231,7 @@ def test_a_failure_keeps_the_old_file_and_the_engine_usable(call, engine, tmp_pa
 def test_cancelled_save_releases_its_sources(engine, tmp_path):
     state = [torch.randn(BLOCK) for _ in range(6)]
     parts = Parts()
-    parts.append([row_of(each) for each in state])
+    parts.append([description_of(each) for each in state])
     with held("pwrite"):
         handle = submit_parts(engine, parts, tmp_path / "a", owners=state)
         assert handle.cancel()
@@ -263,7 +263,7 @@ def test_a_field_holds_the_crc_of_an_earlier_source(engine, tmp_path):
 def streamed(engine: stillframe.Engine, made: list[Tensor]) -> tuple[Any, int]:
     """Begin to send the tensors; return the save and its length."""
     parts = Parts()
-    parts.append([row_of(each) for each in made])
+    parts.append([description_of(each) for each in made])
     length = parts.nbytes
     upload: Any = Upload(None, "", "")  # the test takes the pieces in its place
     return submit_parts(engine, parts, "s3://bkt/a", owners=made, upload=upload), length
@@ -352,7 +352,7 @@ def test_parts_can_be_submitted_once(engine, tmp_path):
     ids=["strided", "sparse", "conjugated", "float8", "expanded", "meta", "subclass"],
 )
 def test_tensor_that_needs_torch_save_is_reported(tensor):
-    assert row_of(tensor) is None
+    assert description_of(tensor) is None
 
 
 def test_impossible_shapes_are_refused_and_buffers_released():

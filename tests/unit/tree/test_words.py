@@ -192,7 +192,7 @@ assert _core.learn_words(wrong)  # once is enough
 """
 
 
-def test_unknown_layout_of_tensors_is_not_read(tmp_path):
+def test_memory_of_a_tensor_is_not_read_if_torch_keeps_its_fields_elsewhere(tmp_path):
     done = run_python("-c", UNKNOWN, tmp_path)
     assert done.returncode == 0, done.stderr
 
