@@ -9,10 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# The models of the tests are small: OpenMP's threads would mostly wait for each other. Torch reads
+# this variable when it is imported, and so do programs that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import fix_limits
 import pytest
 import stillframe
-import torch
 from fix_checkpoints import open_descriptors
 
 ROOT = Path(__file__).parents[1]
@@ -67,15 +70,6 @@ def engine() -> Iterator[stillframe.Engine]:
     """Return an engine with small blocks, so that small states need several of them."""
     with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine:
         yield engine
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Use one torch thread, with which small models train faster while other tests run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "lightning" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings(*filters))
-            item.add_marker(pytest.mark.usefixtures("one_thread"))
 
 
 @pytest.fixture(params=fix_lightning.PACKAGES)

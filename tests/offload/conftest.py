@@ -7,11 +7,6 @@ import pytest
 from fix_driver import fake as fake
 
 
-@pytest.fixture(autouse=True)
-def with_one_thread(one_thread: None) -> None:
-    """Several threads that share little work mostly wait for each other."""
-
-
 @pytest.fixture(params=["cpu", "fake"])
 def either(request: pytest.FixtureRequest) -> str:
     """Run the test on the CPU and on the fake driver."""

@@ -93,7 +93,8 @@ def run(
         PROGRAM,
         json.dumps(chosen),
         cwd=cwd,
-        env={**os.environ, **variables},
+        # OpenMP binds as many threads as it likes.
+        env={**{k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}, **variables},
         preexec_fn=lambda: os.sched_setaffinity(0, cpus),
     )
     assert done.returncode == 0, done.stderr
