@@ -93,21 +93,22 @@ $(VENV)/bin/pip:
 demo: build
 	$(PY) examples/demo/demo.py $(ARGS)
 
-# Half of the Python tests are in tests/unit. They and the others run in two processes of pytest at
-# the same time (ARGS: in one). Of the C programs, six run under ThreadSanitizer too, others every
-# day. They mostly wait, for disks and for one another, so they run at the same time as pytest. What
-# runs beside tests/unit writes a log, which follows the output of tests/unit.
-TEST_LOG    := build/other-tests.log
-C_LOG       := build/c-tests.log
-OTHER_TESTS := $(filter-out tests/unit/ %/__pycache__/,$(wildcard tests/*/))
+# The Python tests run in two processes of pytest at the same time (ARGS: in one), which take about
+# equally long. Of the C programs, six run under ThreadSanitizer too, others every day. They mostly
+# wait, for disks and for one another, so they run at the same time as pytest. The output of the
+# second process and of the C programs goes to logs, and follows that of the first process.
+TEST_LOG     := build/other-tests.log
+C_LOG        := build/c-tests.log
+FIRST_TESTS  := $(addprefix tests/,mutants offload oracle preempt remote unit)
+SECOND_TESTS := $(filter-out $(FIRST_TESTS) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: build
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
 	@echo "C tests run at the same time and follow in $(C_LOG)$(if $(ARGS),,, other Python tests in $(TEST_LOG))"; \
 	$(MAKE) --no-print-directory asan $(if $(ARGS),,tsan-daily) >$(C_LOG) 2>&1 & c=$$!; \
-	$(if $(ARGS),:,$(PY) -m pytest $(OTHER_TESTS)) >$(TEST_LOG) 2>&1 & others=$$!; \
+	$(if $(ARGS),:,$(PY) -m pytest $(SECOND_TESTS)) >$(TEST_LOG) 2>&1 & others=$$!; \
 	trap 'kill $$c $$others' INT TERM; \
-	$(PY) -m pytest $(or $(ARGS),tests/unit); status=$$?; \
+	$(PY) -m pytest $(or $(ARGS),$(FIRST_TESTS)); status=$$?; \
 	wait $$others || status=1; \
 	wait $$c || status=1; \
 	cat $(TEST_LOG) $(C_LOG); exit $$status

@@ -46,13 +46,32 @@ class Steps:
         return noted
 
 
-def test_ranks_plan_during_the_copy_and_write_after_it(tmp_path, engine, monkeypatch):
+@pytest.fixture
+def copying(monkeypatch):
+    """Return a list for the test's `held("lane_copy")`.
+
+    A save is planned only when the lane is stopped inside the only chunk, because a thread that
+    waits for the copy copies chunks that the lane has not begun.
+    """
+    prepare = JointSave.prepare
+    copying: list[Any] = []
+
+    def prepare_behind_the_lane(*given: Any) -> Any:
+        assert eventually(lambda: copying[-1].hits > 0)
+        return prepare(*given)
+
+    monkeypatch.setattr(JointSave, "prepare", prepare_behind_the_lane)
+    return copying
+
+
+def test_ranks_plan_during_the_copy_and_write_after_it(tmp_path, engine, copying, monkeypatch):
     trained, steps = Trained(), Steps(monkeypatch)
     mine = {"a structure": "that no other test saves"}
     for planned in (["prepare", "exchange", "exchange", "exchange"], ["prepare", "exchange"]):
         steps.taken.clear()
         wanted = copied(trained.state())
-        with held("lane_copy"):
+        with held("lane_copy") as holding:
+            copying.append(holding)
             response = begin({**trained.state(), **mine}, tmp_path / "c", engine=engine)
             assert eventually(lambda: steps.taken == planned)  # noqa: B023
             before = {each: each.stat().st_ino for each in (tmp_path / "c").glob("*")}
@@ -66,20 +85,8 @@ def test_ranks_plan_during_the_copy_and_write_after_it(tmp_path, engine, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["view", "queue", "planner"])
-def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, monkeypatch):
-    """The second save has a kept plan, so it is laid out at once.
-
-    A waiting thread copies chunks that the lane has not begun. So the test begins to wait when the
-    lane is stopped inside the only chunk.
-    """
-    prepare = JointSave.prepare
-
-    def prepare_behind_the_lane(*given: Any) -> Any:
-        assert eventually(lambda: copying[-1].hits > 0)
-        return prepare(*given)
-
-    copying: list[Any] = []
-    monkeypatch.setattr(JointSave, "prepare", prepare_behind_the_lane)
+def test_layout_that_reads_bytes_waits_for_the_copy(tmp_path, kind, copying):
+    """The second save has a kept plan, so it is laid out at once."""
 
     class CopyingPlanner(stock.DefaultSavePlanner):
         def transform_object(self, item: Any, value: Any) -> Any:

@@ -5,12 +5,14 @@
 Each scenario runs in a directory of its own name.
 """
 
+import contextlib
 import errno
 import json
 import os
 import sys
 from pathlib import Path
 
+import stillframe
 import torch.distributed as dist
 from fix_trainer import OurTrainer, checkpoints, is_whole, trainer, transformers
 from stillframe._base.distributed import poll
@@ -123,6 +125,8 @@ def main():
         (top / name).mkdir(exist_ok=True)
         os.chdir(top / name)
         globals()[name]()
+        with contextlib.suppress(stillframe.StillframeError):
+            stillframe.wait_all()  # a failed training does not wait for the saves before
         dist.barrier()
         NOTES["left"] = sorted(os.listdir("out"))
         Path(f"rank{dist.get_rank()}.json").write_text(json.dumps(NOTES))
