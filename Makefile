@@ -99,7 +99,7 @@ demo: build
 # second process and of the C programs goes to logs, and follows that of the first process.
 TEST_LOG     := build/other-tests.log
 C_LOG        := build/c-tests.log
-FIRST_TESTS  := $(addprefix tests/,mutants offload oracle preempt remote unit)
+FIRST_TESTS  := $(addprefix tests/,mutants oracle preempt remote unit)
 SECOND_TESTS := $(filter-out $(FIRST_TESTS) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: build

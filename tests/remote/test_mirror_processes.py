@@ -18,6 +18,7 @@ import torch
 from fix_mirror import Child, StubStore, entries, has_entries, state, uploaded, when_said
 from fix_processes import run_python
 from fix_waits import eventually
+from stillframe import _core
 from stillframe._preemption import in_time
 from stillframe._remote import journal, mirror, sending
 from stillframe._save import uploads
@@ -97,6 +98,7 @@ def test_ctrl_c_at_exit_mentions_uploads_only_if_some_are_waiting(store, run, ca
     assert "still writing; Ctrl-C again" in capsys.readouterr().err
     with store.held():
         save(store, "a.pt")
+        assert eventually(lambda: not _core.log_pending())  # the save has left the log
         at_exit._warn_once()
     assert "still uploading; Ctrl-C again" in capsys.readouterr().err
 
