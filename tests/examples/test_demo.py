@@ -185,7 +185,6 @@ def run_demo(
         **os.environ,
         "TMPDIR": str(directory),
         "COLUMNS": "100",
-        "OMP_NUM_THREADS": "1",
         **environment,
     }
     return run_python(DEMO / "demo.py", *arguments, env=env, imported=LIGHTNING)

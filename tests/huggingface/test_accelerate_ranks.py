@@ -24,7 +24,7 @@ NAMES = [
 def ran(tmp_path_factory):
     """Run all scenarios; return `ran(scenario)`, the notes of both ranks."""
     directory = tmp_path_factory.mktemp("accelerate")
-    run_program(HERE / "accelerate_ranks.py", directory, ranks=2, OMP_NUM_THREADS="1")
+    run_program(HERE / "accelerate_ranks.py", directory, ranks=2)
     assert sorted(path.name for path in (directory / "last").iterdir()) == NAMES
 
     def notes(scenario):

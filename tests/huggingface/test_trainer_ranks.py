@@ -23,7 +23,7 @@ SCENARIOS = (
 def ran(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
     program = HERE / "trainer_ranks.py"
-    run_program(program, *SCENARIOS, ranks=2, cwd=directory, OMP_NUM_THREADS="1")
+    run_program(program, *SCENARIOS, ranks=2, cwd=directory)
     return directory
 
 

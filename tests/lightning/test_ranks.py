@@ -78,7 +78,6 @@ def _run(start, directory):
         ranks=2 if start == "torchrun" else 0,
         timeout=TIMEOUT_S,
         imported=TORCH if start == "torchrun" else LIGHTNING,
-        OMP_NUM_THREADS="1",
         PYTHONFAULTHANDLER="1",  # a rank that aborts prints its stack
     ).stderr
 

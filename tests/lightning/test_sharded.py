@@ -21,7 +21,6 @@ def directory(tmp_path_factory):
         *(HERE / "sharded_ranks.py", directory),
         check=False,
         imported=LIGHTNING,
-        OMP_NUM_THREADS="1",
         STILLFRAME_POOL_BYTES="64MiB",
     )
     (directory / "stderr.txt").write_text(done.stderr)

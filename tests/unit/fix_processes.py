@@ -22,8 +22,8 @@ import psutil
 
 TORCH = ("torch",)
 LIGHTNING = ("torch", "lightning.pytorch")
-TRANSFORMERS = ("torch", "transformers.trainer", "accelerate")
 
+_WARM = Path(__file__).with_name("warm_python.py")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # The beginnings of variables that a library or the interpreter reads when it starts.
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "KMP_")
@@ -75,13 +75,13 @@ def start_python(
         options: Those of subprocess.Popen.
     """
     command = [sys.executable, *map(str, arguments)]
-    ignores_warnings = arguments[:2] == ("-W", "ignore")
-    program = command[3:] if ignores_warnings else command[1:]
+    options_of_python = ("-W", "ignore") if arguments[:2] == ("-W", "ignore") else ()
+    program = command[1 + len(options_of_python) :]
     is_known = program[0] in ("-c", "-m") or not program[0].startswith("-")
     can_fork = options.keys() <= _WITHOUT_EXEC and not _differs_at_start(options.get("env"))
     if imported and is_known and can_fork:
-        warm = _warm_python(tuple(imported), os.getpid())
-        return _WarmPopen(warm, program, ignores_warnings, command, **options)
+        warm = _warm_python(options_of_python, tuple(imported), os.getpid())
+        return _WarmPopen(warm, program, command, **options)
     return subprocess.Popen(command, **options)
 
 
@@ -99,12 +99,12 @@ def _differs_at_start(env: dict[str, str] | None) -> bool:
 class _WarmPython:
     """A process that has imported modules, and forks others."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, options: Sequence[str], modules: Sequence[str]) -> None:
         self._lock = threading.Lock()
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(_WARM), str(other.fileno()), *modules],
+                [sys.executable, *options, str(_WARM), str(other.fileno()), *modules],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -118,24 +118,31 @@ class _WarmPython:
             self._process.wait()
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
-        """Fork a process as a child of this one; return its number."""
+        """Fork a process as a child of this one; return its number.
+
+        Raises:
+            RuntimeError: The process with the modules has ended. Its error is on stderr.
+        """
         prctl = ctypes.CDLL(None, use_errno=True).prctl
         with self._lock:
             prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-                return int(self._socket.recv(20))
+                number = self._socket.recv(20)
+            except (BrokenPipeError, ConnectionResetError):
+                number = b""
             finally:
                 prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-_WARM = Path(__file__).with_name("warm_python.py")
+        if not number:
+            raise RuntimeError(f"{self._process.args} has ended: its error is on stderr")
+        return int(number)
 
 
 @functools.cache
-def _warm_python(modules: tuple[str, ...], process: int) -> _WarmPython:
-    """Return the process that has these modules, one for each process of the tests."""
-    return _WarmPython(modules)
+def _warm_python(options: tuple[str, ...], modules: tuple[str, ...], process: int) -> _WarmPython:
+    """Return the process that was started with these options of Python and has these modules. Each
+    process of the tests has its own."""
+    return _WarmPython(options, modules)
 
 
 class _WarmPopen(subprocess.Popen[Any]):
@@ -145,7 +152,6 @@ class _WarmPopen(subprocess.Popen[Any]):
         self,
         warm: _WarmPython,
         program: Sequence[str],
-        ignores_warnings: bool,
         command: list[str],
         *,
         cwd: Path | None = None,
@@ -155,7 +161,6 @@ class _WarmPopen(subprocess.Popen[Any]):
         self._warm = warm
         self._request = {
             "arguments": program,
-            "ignores_warnings": ignores_warnings,
             "cwd": str(cwd or os.getcwd()),
             "env": {**(os.environ if env is None else env)},
         }

@@ -4,8 +4,8 @@
 
 Importing torch takes two seconds of processor time, and Lightning six. A process that is forked
 here begins with the modules, runs a program as `python` would, and ends as a Python process ends:
-with its exit handlers and the interpreter's finalisation. `fix_processes.WarmPython` sends requests
-to the socket: a JSON object, with the descriptors of stdin, stdout and stderr. The answer is the
+with its exit handlers and the interpreter's finalisation. `fix_processes.py` sends requests to
+the socket: a JSON object, with the descriptors of stdin, stdout and stderr. The answer is the
 number of the new process, whose parent is the sender: see `fork`.
 """
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import socket
 import sys
 import time
 import types
-import warnings
 from typing import Any
 
 MOST_BYTES = 1 << 20  # of a request
@@ -70,22 +70,34 @@ def serve(server: socket.socket) -> dict[str, Any]:
         return json.loads(data)
 
 
+def new_stream(old: io.TextIOWrapper, descriptor: int) -> io.TextIOWrapper:
+    """Return a standard stream like `old` for another file: the old one may know, for example, that
+    its file can seek."""
+    mode = "wb" if descriptor else "rb"
+    buffer = os.fdopen(descriptor, mode, 0 if old.write_through else -1, closefd=False)
+    return io.TextIOWrapper(
+        buffer,
+        old.encoding,
+        old.errors,
+        line_buffering=old.line_buffering,
+        write_through=old.write_through,
+    )
+
+
 def become(request: dict[str, Any]) -> types.CodeType:
     """Make this process look as if Python had just been started for the request, except for the
     modules that it has. Return the program's code."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    if request["ignores_warnings"]:
-        warnings.simplefilter("ignore")
-        sys.warnoptions[:] = ["ignore"]
     if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.stdin = sys.__stdin__ = new_stream(sys.stdin, 0)
+    sys.stdout = sys.__stdout__ = new_stream(sys.stdout, 1)
+    sys.stderr = sys.__stderr__ = new_stream(sys.stderr, 2)
     kind, *arguments = request["arguments"]
     main = types.ModuleType("__main__")
+    main.__annotations__ = {}
     sys.modules["__main__"] = main
     if kind == "-c":
         program, *arguments = arguments
@@ -93,10 +105,10 @@ def become(request: dict[str, Any]) -> types.CodeType:
     elif kind == "-m":
         module, *arguments = arguments
         sys.argv, first, name = [module, *arguments], os.getcwd(), "<string>"
-        program = f"import runpy; runpy.run_module({module!r}, None, '__main__', True)"
+        program = f"__import__('runpy')._run_module_as_main({module!r})"  # as `python -m` does
     else:
         sys.argv, first, name = [kind, *arguments], os.path.dirname(os.path.abspath(kind)), kind
-        main.__file__ = kind
+        main.__file__, main.__cached__ = kind, None
         with open(kind, encoding="utf-8") as file:
             program = file.read()
     path = [each for each in request["env"].get("PYTHONPATH", "").split(os.pathsep) if each]
