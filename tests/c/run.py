@@ -41,8 +41,11 @@ def wrapper(tool: str) -> list[str]:
     return []
 
 
-def run(tool: str, program: Path) -> str:
-    """Run one program; print its failures, and return "passed", "failed" or "skipped"."""
+def run(tool: str, program: Path) -> tuple[str, str]:
+    """Run one program and print its report; return "passed", "failed" or "skipped", and the report.
+
+    The report of a program that passed leaves out its output.
+    """
     start = time.monotonic()
     process = subprocess.Popen(
         [*wrapper(tool), str(program)],
@@ -61,14 +64,15 @@ def run(tool: str, program: Path) -> str:
     status = process.returncode
     output += late
     outcome = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
-    report = [f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s"]
     lines = output.decode(errors="replace").rstrip().splitlines()
     if outcome == "passed":  # print what the program skipped, with the reason
-        report += [line for line in lines if line.endswith(": skipped")]
+        lines = [line for line in lines if line.endswith(": skipped")]
     else:
-        report += [*lines, f"[exit status {status}]"]
-    print("\n".join(report), flush=True)  # in one call, because other programs run at the same time
-    return outcome
+        lines.append(f"[exit status {status}]")
+    first = f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s"
+    report = "\n".join([first, *lines])
+    print(report, flush=True)  # in one call, because other programs run at the same time
+    return outcome, report
 
 
 def daily(number: int, programs: list[str], day: str = "") -> list[str]:
@@ -84,10 +88,14 @@ def main(tool: str, programs: list[str]) -> int:
     print(f"C tests ({tool})", flush=True)
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     try:
-        outcomes = list(pool.map(lambda program: run(tool, Path(program)), programs))
+        results = list(pool.map(lambda program: run(tool, Path(program)), programs))
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C waits for running programs and starts no other
+    outcomes = [outcome for outcome, _ in results]
     passed, failed, skipped = map(outcomes.count, ("passed", "failed", "skipped"))
+    for outcome, report in results:  # again, because a log may keep only its end
+        if outcome == "failed":
+            print(report, flush=True)
     print(f"{tool}: {passed} passed, {failed} failed, {skipped} skipped", flush=True)
     return 0 if passed and not failed else 1
 

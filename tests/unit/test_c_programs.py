@@ -31,6 +31,22 @@ def test_skipped_and_failed_programs_are_printed(tmp_path, output, status, end, 
     assert any("skipped" in line for line in lines[1:-1]) == ("skipped" in output)
 
 
+def test_report_of_failed_program_is_repeated_at_the_end(tmp_path):
+    programs = []
+    for name, status in (("test_failed", 1), ("test_slow", 0)):
+        programs.append(tmp_path / name)
+        programs[-1].write_text(
+            f"#!/bin/sh\necho {name} printed this\nsleep 0.{1 - status}\nexit {status}\n"
+        )
+        programs[-1].chmod(0o755)
+    done = run_python(RUN, "asan", *programs)
+    first, *output, counts = done.stdout.splitlines()[-4:]
+    assert done.returncode == 1
+    assert first.split()[:2] == ["failed", "test_failed"]
+    assert output == ["test_failed printed this", "[exit status 1]"]
+    assert counts == "asan: 1 passed, 1 failed, 0 skipped"
+
+
 def test_daily_choices_of_programs_differ_and_together_cover_nearly_all():
     daily = runpy.run_path(str(RUN))["daily"]
     programs = [f"test_{number}" for number in range(40)]
