@@ -94,7 +94,7 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 		nr_by_caller++;
 		for (int ms = 0; wait_for_copier && nr_by_copiers == 0 && ms < 10000; ms++)
 			(void)usleep(1000);
-		if (outlast_copiers && blk == 0 && off == 0)
+		if (outlast_copiers && nr_by_caller == 1)
 			wait_for_stop(copy->engine);
 		if (cancel_then) {
 			sfr__lock(&copy->engine->mu);
@@ -276,10 +276,22 @@ TEST(lane_takes_no_part_in_the_calls_copy)
 
 static atomic_bool returned;
 
-static void *release_copier_later(void *arg)
+static bool is_cancelled(struct sfr_engine *engine)
 {
-	(void)arg;
+	bool cancelled;
+
+	sfr__lock(&engine->mu);
+	cancelled = c.failing;
+	sfr__unlock(&engine->mu);
+	return cancelled;
+}
+
+/* Releases it after the caller has cancelled the copy, in a test that does. */
+static void *release_copier_later(void *engine)
+{
 	CHECK_EQ(sem_wait(&copier_is_blocked), 0);
+	while (cancel_then && !is_cancelled(engine))
+		(void)usleep(100);
 	(void)usleep(50000);
 	CHECK(!returned);
 	hold_copiers = false;
@@ -294,7 +306,7 @@ TEST(no_copier_reads_a_source_after_the_call)
 
 	returned = false;
 	wait_for_copier = hold_copiers = true;
-	CHECK_EQ(pthread_create(&other, NULL, release_copier_later, NULL), 0);
+	CHECK_EQ(pthread_create(&other, NULL, release_copier_later, engine), 0);
 	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
 	returned = true;
 	CHECK_EQ(pthread_join(other, NULL), 0);
@@ -330,7 +342,7 @@ TEST(cancel_during_the_call_returns_the_unfinished_block)
 	returned = false;
 	/* The copier has one chunk, the caller another one, and the block has more. */
 	wait_for_copier = cancel_then = hold_copiers = true;
-	CHECK_EQ(pthread_create(&other, NULL, release_copier_later, NULL), 0);
+	CHECK_EQ(pthread_create(&other, NULL, release_copier_later, engine), 0);
 	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
 	returned = true;
 	CHECK_EQ(pthread_join(other, NULL), 0);
