@@ -69,6 +69,8 @@ uint64_t sfr__time_left(uint64_t deadline_ns);
 /* Writes `len` bytes at offset `off` of the file, retrying short writes and EINTR. *done receives
  * the number of bytes written, also after an error. Returns 0 or -errno. */
 int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *done);
+/* Returns a copy of a string, which the caller frees with sfr_sys.free. NULL without memory. */
+char *sfr__text_copy(const char *text);
 
 /* ---- thread.c ---- */
 

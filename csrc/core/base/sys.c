@@ -176,6 +176,16 @@ int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *
 	return 0;
 }
 
+char *sfr__text_copy(const char *text)
+{
+	size_t len = strlen(text) + 1;
+	char *copy = sfr_sys.malloc(len);
+
+	if (copy)
+		memcpy(copy, text, len);
+	return copy;
+}
+
 int sfr__cond_init(pthread_cond_t *cond)
 {
 	pthread_condattr_t attr;

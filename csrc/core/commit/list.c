@@ -54,16 +54,6 @@ struct sfr__log_entry *sfr__log_last_concerning_locked(const char *key,
 	return found;
 }
 
-char *sfr__log_copy_key(const char *key)
-{
-	size_t len = strlen(key) + 1;
-	char *copy = sfr_sys.malloc(len);
-
-	if (copy)
-		memcpy(copy, key, len);
-	return copy;
-}
-
 uint64_t sfr__log_close_seq(void)
 {
 	return sfr__under(&sfr__log.mu, sfr__log.close_seq);

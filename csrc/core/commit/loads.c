@@ -64,7 +64,7 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 		return -ENOMEM;
 	load->fd = -1;
 	load->fork_generation = sfr_fork_generation();
-	load->key = sfr__log_copy_key(key);
+	load->key = sfr__text_copy(key);
 	if (!load->key) {
 		sfr_sys.free(load);
 		return -ENOMEM;

@@ -76,7 +76,5 @@ uint64_t sfr__log_close_seq(void);
  * *after_good: as for ops->run. Returns 0, SFR_EAGAIN, or SFR_ECLOSED when the log is being
  * stopped. */
 int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *after_good);
-/* Returns a copy of a key, which the caller frees with sfr_sys.free. NULL without memory. */
-char *sfr__log_copy_key(const char *key);
 
 #endif

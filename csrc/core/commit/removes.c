@@ -80,7 +80,7 @@ int sfr_log_remove(const char *key, uint64_t *seq_out)
 		return -ENOMEM;
 	entry->ops = &ops;
 	entry->state = SFR__LOG_READY;
-	entry->key = sfr__log_copy_key(key);
+	entry->key = sfr__text_copy(key);
 	entry->fs = file_system_of(key);
 	rc = entry->key ? sfr__log_reserve() : -ENOMEM;
 	if (rc < 0) {

@@ -11,7 +11,6 @@
  * its reference last frees the entry. */
 #include <errno.h>
 #include <stdatomic.h>
-#include <string.h>
 
 #include "commit/log.h"
 
@@ -68,7 +67,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 		return -ENOMEM;
 	work->entry.ops = &ops[kind];
 	work->entry.number = atomic_fetch_add_explicit(&nr_works, 1, memory_order_relaxed) + 1;
-	work->entry.key = sfr__log_copy_key(key);
+	work->entry.key = sfr__text_copy(key);
 	if (!work->entry.key) {
 		sfr_sys.free(work);
 		return -ENOMEM;

@@ -68,17 +68,6 @@ static int fail(struct sfr_err *err, int code, enum sfr_phase phase, const char 
 	return code;
 }
 
-/* Returns a copy, which is freed with sfr_sys.free, or NULL without memory. */
-static char *copy_text(const char *text)
-{
-	size_t len = strlen(text) + 1;
-	char *copy = sfr_sys.malloc(len);
-
-	if (copy)
-		memcpy(copy, text, len);
-	return copy;
-}
-
 int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint64_t len,
 		   bool durable)
 {
@@ -87,8 +76,8 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 	f->len = len;
 	f->durable = durable;
 	f->fork_generation = sfr_fork_generation();
-	f->dir = copy_text(dir);
-	f->name = copy_text(name);
+	f->dir = sfr__text_copy(dir);
+	f->name = sfr__text_copy(name);
 	f->state = SFR__FILE_NAMED;
 	if (!f->dir || !f->name) {
 		sfr__file_fini(f);

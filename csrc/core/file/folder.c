@@ -73,17 +73,6 @@ static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_ph
 	return code;
 }
 
-/* Returns a copy, which is freed with sfr_sys.free, or NULL without memory. */
-static char *copy_text(const char *text)
-{
-	size_t len = strlen(text) + 1;
-	char *copy = sfr_sys.malloc(len);
-
-	if (copy)
-		memcpy(copy, text, len);
-	return copy;
-}
-
 /* Refuses a call in the wrong order, or in a forked child. Returns 0, or the code that it puts
  * into `err`. */
 static int check_state(const struct sfr_folder *f, enum state wanted, struct sfr_err *err)
@@ -111,8 +100,8 @@ int sfr_folder_new(const char *dir, const char *name, int durable, struct sfr_fo
 	f->dir_fd = f->lock_fd = -1;
 	f->durable = durable != 0;
 	f->fork_generation = sfr_fork_generation();
-	f->dir = copy_text(dir);
-	f->name = copy_text(name);
+	f->dir = sfr__text_copy(dir);
+	f->name = sfr__text_copy(name);
 	if (!f->dir || !f->name) {
 		sfr_folder_free(f);
 		return -ENOMEM;
