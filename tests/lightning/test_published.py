@@ -179,7 +179,8 @@ def test_metrics_of_each_save_are_logged(pkg, tmp_path, seconds):
         }
         assert metrics["checkpoint/bytes"] > 4 * 300 * 300
         assert metrics["checkpoint/durable_s"] >= seconds
-        assert metrics["checkpoint/durable_s"] * 1e3 >= metrics["checkpoint/call_ms"] >= 0
+        # A call takes some milliseconds. The file may be durable before the call returns.
+        assert metrics["checkpoint/call_ms"] > 0.05
 
 
 def test_metrics_are_not_logged_by_default(lit, tmp_path):

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from fix_processes import run_python
+from fix_processes import TORCH, run_python
 from stillframe._base import support
 
 ROOT = Path(__file__).parents[3]
@@ -43,10 +43,10 @@ def test_old_and_missing_torch_are_reported(version, words):
     assert message is None if words is None else words in message
 
 
-def run(code: str, path: Path) -> str:
+def run(code: str, path: Path, imported: tuple[str, ...] = TORCH) -> str:
     """Return the last line on stderr of a Python that searches `path` for modules first."""
     code = f"import sys; sys.path.insert(0, {str(path)!r})\n{code}"
-    done = run_python("-c", code, imported=())
+    done = run_python("-c", code, imported=imported)
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 
@@ -58,14 +58,14 @@ def fake(path: Path, package: str, version: str) -> None:
 
 def test_import_with_an_old_torch_is_refused(tmp_path):
     fake(tmp_path, "torch", "2.9.1")
-    message = run("import stillframe", tmp_path)
+    message = run("import stillframe", tmp_path, imported=())
     assert message == (
         "ImportError: stillframe needs torch 2.10 or later, and this is 2.9.1: pip install -U torch"
     )
 
 
 def test_import_without_torch_is_refused(tmp_path):
-    message = run("sys.modules['torch'] = None; import stillframe", tmp_path)
+    message = run("sys.modules['torch'] = None; import stillframe", tmp_path, imported=())
     assert message.startswith(
         "ImportError: stillframe needs torch 2.10 or later, and there is none"
     )

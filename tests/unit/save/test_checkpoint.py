@@ -555,6 +555,7 @@ def test_forked_child_leaves_the_parents_block_alone(tmp_path):
                 with pytest.raises(stillframe.ForkError):
                     files.__exit__(None, None, None)
                 write(tmp_path / "d", 3.0).result(LONG_S)
+                stillframe.wait_all(LONG_S)  # also until the lock is removed
                 del files
                 gc.collect()
                 status = 0
