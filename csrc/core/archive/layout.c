@@ -1,13 +1,12 @@
-/* The layout of a file, made before any byte of the file is copied.
+/* The layout of a file in torch's format, made before any byte of the file is copied.
  *
- * A file is a zip archive as written by torch.save: stored entries, each with
+ * A file is a zip archive like those of torch.save: stored entries, each with
  *
  *     local header | name | extra field | data | descriptor
  *
  * then a central directory that repeats names, sizes, CRCs and offsets, and the end records.
- * Everything but the CRCs follows from the sizes. So sfr__image_init gives each entry its offset,
- * and from then on the image is only read. Each block has the contents of one section of the file.
- * So a copy goes directly to its final offset in a block, and no byte is copied twice.
+ * Everything but the CRCs follows from the sizes. So sfr__image_init gives each entry its final
+ * offset. A copy goes directly to that offset in a block, and no byte is copied twice.
  *
  *     0        extent 0         extent 1             tail
  *     |--------------------|----------------|------------------------------------|
@@ -16,33 +15,25 @@
  *      captured storages
  *     |------|------|------|------|------|--|   blocks: each extent has its own
  *
- * Sources are grouped into extents (struct sfr__extent) by when they are copied and which memory
- * they are in: captured sources of the host, those of each device, then deferred sources of the
- * host and of each device.
+ * Sources are grouped into extents (struct sfr__extent) in this order: captured sources of the
+ * host, captured sources of each device, deferred sources of the host, deferred sources of each
+ * device.
  *
  * Extents and the file are padded with zeros to multiples of 4096. The zeros of the tail come
- * first, because the end records must be at the end of the file.
+ * first, because the end records must be at the end of the file. The data of every record start at
+ * a multiple of 64, except those of the last record, .data/serialization_id.
  *
- * Besides the storages a file has the records that torch writes. The record .format_version has the
- * value 0. From 1 on, torch's reader computes the offsets of storages from their order in the
- * pickle, without the directory; in our files the order differs. archive/write.c describes each
- * record.
+ * The record .format_version must stay 0. From 1 on, torch's reader computes the offsets of
+ * storages from their order in the pickle. The order in our files is another one.
  *
  * Code that fills or completes a block visits its segments in turn (sfr__seg_next). A header or
- * descriptor may span two blocks, and is then a segment of each.
+ * descriptor that spans two blocks is a segment of each.
  *
- * Threads: one thread calls init and fini. In between everything but entry->crc and entry->crc_len
- * is constant.
- *
- * The zip64 end record is always written, as torch does. The data of every record start at a
- * multiple of 64, except those of the last, .data/serialization_id. */
+ * Threads: one thread calls init and fini. In between only entry->crc and entry->crc_len change. */
 #include <errno.h>
 #include <string.h>
 
 #include "archive/write.h"
-
-/* No file system allows a longer file, and the sum of two such lengths cannot overflow. */
-#define LEN_MAX (UINT64_C(1) << 62)
 
 static const struct {
 	const char *name, *data;
@@ -57,7 +48,7 @@ static const struct {
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "storages are written as they are");
 _Static_assert(SFR_ALIGN == 64, "the record .storage_alignment says 64");
 
-/* Lays an entry out at offset `off` of the file, and returns the offset after its end. */
+/* Sets the offsets of an entry that begins at `off`. Returns the offset of its end. */
 static uint64_t lay_out_entry(struct sfr__entry *e, uint64_t off)
 {
 	e->hdr_off = off;
@@ -86,7 +77,6 @@ static void name_storage(char *name, uint32_t index)
 	*name = '\0';
 }
 
-/* Appends an entry. end_extent sets its offsets. */
 static void add_entry(struct sfr__image *img, const char *name, const char *src, uint64_t nbytes,
 		      int64_t source)
 {
@@ -98,7 +88,7 @@ static void add_entry(struct sfr__image *img, const char *name, const char *src,
 	memcpy(e->name, name, strlen(name) + 1);
 }
 
-/* Appends the storages of the extent with this key (sfr__extent_key), in the caller's order. */
+/* Appends the storages with this extent key, in the caller's order. */
 static void add_storages(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
@@ -116,22 +106,26 @@ static void add_storages(struct sfr__image *img, const struct sfr_save_desc *des
 	}
 }
 
-/* Returns the lowest key above `key` that has a source, or `key` itself if there is none. */
-static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
+bool sfr__next_extent_key(const struct sfr_save_desc *desc, uint64_t *key)
 {
-	uint64_t next = key;
+	uint64_t next = 0;
+	bool found = false;
 
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
 		uint64_t candidate = sfr__extent_key(&desc->sources[i]);
 
-		if (candidate > key && (next == key || candidate < next))
+		if (candidate > *key && (!found || candidate < next)) {
 			next = candidate;
+			found = true;
+		}
 	}
-	return next;
+	if (found)
+		*key = next;
+	return found;
 }
 
-/* Lays out an extent of the entries from extent->first_entry to the last that was added, and adds
- * the extent to the image. Returns 0 or -EFBIG. */
+/* Adds the extent to the image. It gets all entries from extent->first_entry on, whose offsets are
+ * set here. Returns 0 or -EFBIG. */
 static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 {
 	uint64_t off = extent->off, nr_blocks;
@@ -162,16 +156,14 @@ int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes
 	    (desc->sources == NULL && desc->nr_sources != 0) ||
 	    desc->nr_sources > UINT32_MAX - 1 - NR_RECORDS)
 		return -EINVAL;
-	if (total > LEN_MAX)
+	if (total > SFR__IMAGE_LEN_MAX)
 		return -EFBIG;
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
 		if (desc->sources[i].addr == 0 && desc->sources[i].nbytes != 0)
 			return -EINVAL;
-		if (desc->sources[i].nbytes > LEN_MAX)
+		if (desc->sources[i].nbytes > SFR__IMAGE_LEN_MAX - total)
 			return -EFBIG;
 		total += desc->sources[i].nbytes;
-		if (total > LEN_MAX)
-			return -EFBIG;
 	}
 	return 0;
 }
@@ -179,6 +171,7 @@ int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes)
 {
 	uint64_t nr_entries = UINT64_C(1) + NR_RECORDS + desc->nr_sources;
+	uint64_t key = 0;
 	uint32_t nr_extents = 1;
 	int rc;
 
@@ -186,8 +179,7 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 	rc = sfr__image_check_desc(desc, block_bytes);
 	if (rc != 0)
 		return rc;
-	/* next_key returns the last key again when there is no higher one */
-	for (uint64_t key = 0, next; (next = next_key(desc, key)) != key; key = next)
+	while (sfr__next_extent_key(desc, &key))
 		nr_extents++;
 	img->entries = sfr_sys.calloc(nr_entries, sizeof(*img->entries));
 	img->extents = sfr_sys.calloc(nr_extents, sizeof(*img->extents));
@@ -196,11 +188,13 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 		goto fail;
 	}
 
+	/* the entries get their offsets in end_extent */
 	add_entry(img, "archive/data.pkl", desc->skeleton, desc->skeleton_len, -1);
 	img->captured_nbytes = desc->skeleton_len;
 	for (size_t i = 0; i < NR_RECORDS; i++)
 		add_entry(img, records[i].name, records[i].data, strlen(records[i].data), -1);
-	for (uint64_t key = 0; img->nr_extents < nr_extents; key = next_key(desc, key)) {
+	key = 0;
+	do {
 		struct sfr__extent *extent = &img->extents[img->nr_extents];
 
 		extent->off = img->len;
@@ -212,7 +206,7 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 		rc = end_extent(img, extent);
 		if (rc != 0)
 			goto fail;
-	}
+	} while (sfr__next_extent_key(desc, &key));
 	img->tail_off = img->len;
 	img->tail_len = sfr__zip_tail_len(img);
 	img->len += img->tail_len;
@@ -248,8 +242,8 @@ const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32
 
 /* ---- blocks and segments ------------------------------------------------- */
 
-/* Returns the extent that contains block *blk, counted from the first block of `first` through all
- * later extents of the same producer. *blk becomes the block's number in the returned extent. */
+/* Returns the extent that contains block *blk of `first` and the extents after it. *blk becomes the
+ * block's number in the returned extent. */
 static const struct sfr__extent *extent_of_block(const struct sfr__extent *first, uint32_t *blk)
 {
 	while (*blk >= first->nr_blocks) {
@@ -295,23 +289,20 @@ void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent
 		*to -= SFR_PAGE;
 }
 
-/* Returns the index of the extent's last entry that begins at or before `off`. Entries follow each
- * other without a gap, so `off` is in that entry, or in the zeros at the extent's end. */
+/* Returns the index of the extent's last entry that begins at or before `off`. */
 static uint32_t entry_at(const struct sfr__image *img, const struct sfr__extent *extent,
 			 uint64_t off)
 {
 	const uint32_t first = extent->first_entry;
+	const uint64_t next = sfr__lower_bound(i, first + 1, first + extent->nr_entries,
+					       img->entries[i].hdr_off <= off);
 
-	/* the bound is the first entry after `off`, or the end of the extent's entries */
-	return (uint32_t)sfr__lower_bound(i, first + 1, first + extent->nr_entries,
-					  img->entries[i].hdr_off <= off) -
-	       1;
+	return (uint32_t)next - 1;
 }
 
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__extent *extent, uint32_t blk)
 {
-	/* the block may belong to a later extent; `blk` becomes its number in that extent */
 	extent = extent_of_block(extent, &blk);
 	it->img = img;
 	it->extent = extent;
@@ -323,8 +314,7 @@ void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 {
 	const struct sfr__extent *extent = it->extent;
-	/* the range of the whole header, data, descriptor or padding in the file */
-	uint64_t begin, end;
+	uint64_t begin, end; /* range of the header, data, descriptor or padding in the file */
 
 	if (it->off >= it->end)
 		return false;

@@ -1,46 +1,45 @@
-/* A file made of parts: bytes, sources, and fields that hold a source's CRC, in the order of the
- * file.
+/* A file made of a list of parts: bytes, sources, and fields that hold a source's CRC.
  *
- *     glue     source 0   glue    source 1   glue        a list of parts: the bytes and fields
- *     |------|----------|------|-----------|------|      between two sources are one piece of glue
+ *     glue     source 0   glue    source 1   glue
+ *     |------|----------|------|-----------|------|
  *     entry 0            entry 1             entry 2
  *
- * The image is like that of a file in torch's format: each entry consists of glue, in place of a
- * header, and a source. It has no descriptor. The last entry has only glue. The caller leaves the
- * sources unchanged until the save has ended, so the save does not copy them in advance. A writer
- * copies a source through its buffer, or writes it in place (directly from the source's memory).
+ * The bytes and fields between two sources are glue. Each entry of the image consists of glue, in
+ * place of a header, and a source. The last entry has only glue. The caller leaves the sources
+ * unchanged until the save has ended, so they are not copied in advance. A writer copies a source
+ * through its buffer, or writes it in place (directly from the source's memory).
  *
  *     extent 0 extent 1        extent 2 extent 3         buffered, direct, ...
  *     |-------|-----------------|-------|-----------|
  *             ^ 4096 in the file and in memory
  *
  * If a source has the same offset modulo 4096 in the file and in memory, its whole pages become an
- * extent of their own, which is written in place. Fewer than DIRECT_MIN bytes are not worth a
- * separate write and go through a buffer. Extents start and end at multiples of 4096; the last
- * extent is padded with zeros, which are cut off the file. */
+ * extent of their own, which is written in place. Fewer than DIRECT_MIN bytes go through a buffer.
+ * Extents start and end at multiples of 4096. The last extent is padded with zeros, which are cut
+ * off the file. */
 #include <errno.h>
 #include <string.h>
 
 #include "archive/layout.h"
 #include "archive/parts.h"
 
-#define LEN_MAX (UINT64_C(1) << 62) /* as in layout.c */
-/* Every range of 1 MiB contains at least this many bytes in whole pages. */
+/* Every source of 1 MiB has at least this many bytes in whole pages. */
 #define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE)
 
 struct sfr_parts {
-	struct sfr__entry *entries; /* the last is open: it has no source yet */
+	struct sfr__entry *entries; /* the last is open: it gets the next glue and source */
+	size_t nr_entries, room_entries;
 	struct sfr__crc_field *fields;
+	size_t nr_fields, room_fields;
 	char *glue; /* all glue of the file, without the sources */
-	/* how many items of the three arrays are used, and for how many there is memory */
-	size_t nr_entries, room_entries, nr_fields, room_fields, glue_len, glue_room;
+	size_t glue_len, glue_room;
 	uint64_t len; /* length of the file so far */
 	int rc;       /* the first error */
 };
 
-/* Returns `items`, possibly moved, with memory for `more` items of `size` bytes after the first
- * `nr`. *room is the capacity in items. Returns NULL if there is no memory; `items` then remains
- * valid. */
+/* Makes room for `more` items after the first `nr` of an array. An item has `size` bytes, and *room
+ * is the array's capacity in items. Returns the array, possibly moved. Returns NULL if there is no
+ * memory; `items` then stays valid. */
 static void *grow(void *items, size_t nr, size_t *room, size_t more, size_t size)
 {
 	size_t want = *room == 0 ? 64 : *room;
@@ -63,7 +62,7 @@ int sfr__parts_fail(struct sfr_parts *p, int rc)
 	return p->rc;
 }
 
-/* Appends an entry, to which the next glue is added. Returns 0, or the parts' error. */
+/* Returns 0, or the parts' error. */
 static int open_entry(struct sfr_parts *p)
 {
 	struct sfr__entry *entries =
@@ -113,15 +112,15 @@ uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
 	return (uint32_t)p->nr_entries - 1;
 }
 
-/* Adds `len` bytes of glue to the open entry, and returns their address. The caller fills them.
- * Returns NULL if the parts have failed. */
+/* Adds `len` bytes of glue to the open entry. Returns their address for the caller to fill, or NULL
+ * after an error. */
 static char *add_glue(struct sfr_parts *p, size_t len)
 {
 	char *glue, *at;
 
 	if (p->rc != 0)
 		return NULL;
-	if (len > LEN_MAX - p->len) {
+	if (len > SFR__IMAGE_LEN_MAX - p->len) {
 		(void)sfr__parts_fail(p, -EFBIG);
 		return NULL;
 	}
@@ -155,7 +154,7 @@ int sfr_parts_source(struct sfr_parts *p, uint64_t addr, uint64_t nbytes)
 		return p->rc;
 	if (addr == 0 && nbytes != 0)
 		return sfr__parts_fail(p, -EINVAL);
-	if (nbytes > LEN_MAX - p->len || p->nr_entries == UINT32_MAX)
+	if (nbytes > SFR__IMAGE_LEN_MAX - p->len || p->nr_entries == UINT32_MAX)
 		return sfr__parts_fail(p, -EFBIG);
 	entry = &p->entries[p->nr_entries - 1];
 	entry->src = (const char *)(uintptr_t)addr;
@@ -195,37 +194,38 @@ int sfr_parts_crc(struct sfr_parts *p, uint32_t source)
 
 /* ---- the image ------------------------------------------------------------ */
 
-/* Returns whether an entry's data can be written in place. Sets [*from, *to) to the whole pages of
- * the data in the file. */
+/* Returns whether an entry's data are written in place. Sets [*from, *to) to the range of the file
+ * that the whole pages of the data have. */
 static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 {
-	uint64_t end = e->data_off + e->nbytes;
+	const uint64_t end = e->data_off + e->nbytes;
+	const bool same_offset = (e->data_off - (uint64_t)(uintptr_t)e->src) % SFR_PAGE == 0;
 
 	*from = sfr__round_up(e->data_off, SFR_PAGE);
 	*to = end / SFR_PAGE * SFR_PAGE;
-	return (e->data_off - (uint64_t)(uintptr_t)e->src) % SFR_PAGE == 0 && *from < *to &&
-	       *to - *from >= DIRECT_MIN;
+	return same_offset && *from < *to && *to - *from >= DIRECT_MIN;
 }
 
-/* Adds an extent that begins at the end of the previous extent and ends at `end`. It contains bytes
- * of the entries `first` to `last`. It is written from the memory `direct`, or through a buffer if
- * that is NULL. Returns 0 or -EFBIG. */
+/* Adds an extent from the end of the previous extent to the offset `end`. The extent has bytes of
+ * the entries `first` to `last`. It is written from the memory at `direct`, or through a buffer if
+ * `direct` is NULL. Returns 0 or -EFBIG. */
 static int add_extent(struct sfr__image *img, uint64_t end, uint32_t first, uint32_t last,
 		      const char *direct)
 {
+	static const struct sfr__extent before_first; /* all zero */
 	struct sfr__extent *extent = &img->extents[img->nr_extents];
-	uint64_t off = img->nr_extents == 0 ? 0 : extent[-1].off + extent[-1].len, nr_blocks;
+	const struct sfr__extent *previous = img->nr_extents == 0 ? &before_first : extent - 1;
+	uint64_t off = previous->off + previous->len;
+	uint64_t nr_blocks = sfr__round_up(end - off, img->block_bytes) / img->block_bytes;
 
-	nr_blocks = sfr__round_up(end - off, img->block_bytes) / img->block_bytes;
-	if (nr_blocks > UINT32_MAX - (img->nr_extents == 0 ? 0 : extent[-1].first_block))
+	if (nr_blocks > UINT32_MAX - previous->first_block)
 		return -EFBIG;
 	*extent = (struct sfr__extent){
 		.off = off,
 		.len = end - off,
 		.first_entry = first,
 		.nr_entries = last - first + 1,
-		.first_block =
-			img->nr_extents == 0 ? 0 : extent[-1].first_block + extent[-1].nr_blocks,
+		.first_block = previous->first_block + previous->nr_blocks,
 		.nr_blocks = (uint32_t)nr_blocks,
 		.all_entries = last - first + 1,
 		.all_blocks = (uint32_t)nr_blocks,
@@ -235,7 +235,7 @@ static int add_extent(struct sfr__image *img, uint64_t end, uint32_t first, uint
 	return 0;
 }
 
-/* Adds the extents of the whole file. Returns 0 or -EFBIG. */
+/* Returns 0 or -EFBIG. */
 static int add_extents(struct sfr__image *img)
 {
 	uint64_t off = 0, from, to;
@@ -254,7 +254,7 @@ static int add_extents(struct sfr__image *img)
 		off = to;
 		first = i;
 	}
-	/* An empty file has an extent, too. */
+	/* an empty file has an extent, too */
 	if (rc == 0 && (off < img->len || img->nr_extents == 0))
 		rc = add_extent(img, sfr__round_up(img->len, SFR_PAGE), first, img->nr_entries - 1,
 				NULL);
@@ -268,8 +268,8 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
-	/* Without glue the image would count as one in torch's format. So one byte is allocated, in
-	 * case the parts have none, and then not counted. */
+	/* An image with glue NULL would count as one in torch's format. So `glue` is allocated here
+	 * with one byte, which is taken back below. */
 	if (rc == 0 && add_glue(p, 1) == NULL)
 		rc = p->rc;
 	if (rc != 0)
@@ -277,7 +277,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	p->glue_len--;
 	p->len--;
 	p->entries[p->nr_entries - 1].data_off = p->len;
-	/* each extent written in place may have a buffered one before it */
+	/* at most two extents for each direct one: a buffered one may come before it */
 	for (size_t i = 0; i < p->nr_entries; i++)
 		if (is_direct(&p->entries[i], &from, &to))
 			nr_extents += 2;

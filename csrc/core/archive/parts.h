@@ -7,14 +7,13 @@
 
 #define SFR__FIELD_LEN 4u /* bytes of a field, which holds one CRC-32 */
 
-/* Makes `rc` the error of the parts, unless they already have one. Returns their error. */
+/* Stores `rc` as the error of the parts, unless they already have an error. Returns their error. */
 int sfr__parts_fail(struct sfr_parts *parts, int rc);
-/* Returns how many sources the parts have. Sources are numbered from 0, so this is also the number
- * of the next source. */
+/* Returns how many sources the parts have, which is also the number of the next source. */
 uint32_t sfr__parts_nr_sources(const struct sfr_parts *parts);
-/* Declares that the SFR__FIELD_LEN bytes of glue at offset `off` of the file are a field, where the
- * CRC of source number `source` is written (parts.c explains glue). Offsets ascend from call to
- * call. Returns 0, or the parts' first error. */
+/* Declares a field: the CRC of source number `source` will be written to offset `off` of the file,
+ * over SFR__FIELD_LEN bytes of glue. Offsets ascend from call to call. Returns 0, or the parts'
+ * first error. */
 int sfr__parts_field(struct sfr_parts *parts, uint64_t off, uint32_t source);
 
 #endif

@@ -1,13 +1,11 @@
 /* Checks the bytes of a zip file that are not data: end records, directory, headers, descriptors.
  *
- * Each function gets bytes that the caller has read, and returns what is wrong with them or fills a
- * struct of plain numbers. Nothing here reads, waits or allocates. The bytes may be hostile, so no
- * number is trusted: before numbers are added, each is compared with a bound that rules out an
- * overflow.
+ * The caller reads the bytes; nothing here reads, waits or allocates. The bytes may be hostile. So
+ * before numbers are added, each is compared with a bound that rules out an overflow.
  *
- * A zip file stores most facts twice. A record's name, sizes and CRC are in the directory, in the
- * local header before its data, and in the descriptor after its data. Damage shows as disagreement,
- * so everything stored twice is compared, including timestamps. Different programs write:
+ * A zip file stores most facts twice: in the directory, and in the local header before the data or
+ * the descriptor after the data. Damage shows as disagreement, so everything stored twice is
+ * compared, including timestamps. Different programs write:
  *
  *   torch     flag bit 3 (sizes and CRC are zero in the local header, true in the descriptor),
  *             but no descriptor and no bit 3 for an empty record. There are always zip64 end
@@ -21,19 +19,17 @@
  *             field with {size, size} where it is 0xffffffff, no zip64 end records.
  *
  * The files of all these programs are accepted. After the end record there may be a comment, or
- * padding of any bytes. torch's reader takes the last end record that begins within
- * SFR__UNZIP_END_REACH of the file's end. This code does the same. It reports how many bytes follow
- * that record, but does not check them.
+ * padding of any bytes. Like torch's reader, this code takes the last end record that begins within
+ * SFR__UNZIP_END_REACH of the file's end. The bytes after that record are counted, not checked.
  *
- * Fields that have no second copy and that no reader uses are not checked: versions needed and made
- * by, attributes except for the directory bit, contents of extra fields other than zip64's,
- * comments of records, bytes in the gaps. */
+ * Fields that are stored once and that no reader uses are not checked: versions, attributes except
+ * for the directory bit, extra fields other than zip64's, comments, bytes in the gaps. */
 #include <stdbool.h>
 #include <string.h>
 
 #include "archive/read.h"
 
-/* A field with the largest value says that the zip64 field or record has the number. */
+/* The largest value of a field means that the number is in the zip64 field or record. */
 #define MAX16 0xffffu
 #define MAX32 UINT32_C(0xffffffff)
 
@@ -45,16 +41,15 @@
 #define SIG_END64 UINT32_C(0x06064b50)
 #define SIG_LOCATOR UINT32_C(0x07064b50)
 
-#define END_LEN 22u     /* bytes of the end record, without its comment */
-#define LOCATOR_LEN 20u /* bytes of the zip64 locator, which has the zip64 end record's offset */
-#define END64_LEN 56u   /* bytes of the zip64 end record */
-
+#define END_LEN 22u       /* bytes of the end record, without its comment */
+#define LOCATOR_LEN 20u   /* bytes of the zip64 locator, which has the zip64 end record's offset */
+#define END64_LEN 56u     /* bytes of the zip64 end record */
+#define EXTRA_HEAD_LEN 4u /* bytes of an extra field before its contents: tag and length */
 #define TAG_ZIP64 1u
-/* The only attribute that a reader obeys: if a tensor's record has it, torch leaves the tensor's
- * memory as it was. */
+/* The attribute of a directory. torch reads nothing from such a record into a tensor's memory. */
 #define DOS_DIRECTORY 0x10u
-/* The flags that are accepted: bit 3, a descriptor follows; bit 11, names are UTF-8; bits 1 and 2,
- * how hard the deflater tried. */
+/* Accepted flags: bit 3, a descriptor follows; bit 11, names are UTF-8; bits 1 and 2, the level of
+ * compression. */
 #define FLAGS_KNOWN 0x080eu
 
 static uint16_t le16(const unsigned char *p)
@@ -84,32 +79,31 @@ size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len)
 	return SIZE_MAX;
 }
 
-/* Return whether a field of the old end record agrees with the zip64 one: it has the same value, or
- * the maximum, which refers to the zip64 field. */
-static bool agrees16(uint16_t shorter, uint64_t value)
+static bool agrees16(uint16_t old, uint64_t value)
 {
-	return shorter == value || shorter == MAX16;
+	return old == value || old == MAX16;
 }
 
-static bool agrees32(uint32_t shorter, uint64_t value)
+static bool agrees32(uint32_t old, uint64_t value)
 {
-	return shorter == value || shorter == MAX32;
+	return old == value || old == MAX32;
 }
 
 /* Checks the zip64 end record at `end64` and the locator after it, and stores in *end what they say
- * about the directory. The numbers of disks must be those of an archive in a single file. The
- * length in the zip64 end record leaves out the record's first 12 bytes. */
+ * about the directory. */
 static const char *read_end64(const unsigned char *end64, struct sfr__unzip_end *end)
 {
 	static const char damaged[] = "its zip64 end record is damaged";
 	const unsigned char *locator = end64 + END64_LEN;
+	const uint64_t end64_off = le64(locator + 8);
+	const uint64_t rest_len = le64(end64 + 4); /* without the first 12 bytes */
+	const bool one_disk = le32(locator + 4) == 0 && le32(locator + 16) == 1 &&
+			      le32(end64 + 16) == 0 && le32(end64 + 20) == 0;
 
-	if (le32(locator + 4) != 0 || le32(locator + 16) != 1)
+	if (le32(end64) != SIG_END64 || !one_disk || end64_off != end->len - SFR__UNZIP_TAIL ||
+	    rest_len != END64_LEN - 12)
 		return damaged;
-	if (le64(locator + 8) != end->len - SFR__UNZIP_TAIL || le32(end64) != SIG_END64 ||
-	    le64(end64 + 4) != END64_LEN - 12)
-		return damaged;
-	if (le32(end64 + 16) != 0 || le32(end64 + 20) != 0 || le64(end64 + 24) != le64(end64 + 32))
+	if (le64(end64 + 24) != le64(end64 + 32)) /* records on this disk, and in all */
 		return damaged;
 	end->nr_records = le64(end64 + 24);
 	end->dir_len = le64(end64 + 40);
@@ -122,7 +116,9 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 {
 	static const char damaged[] = "its end record is damaged";
 	const size_t trailing = sfr__unzip_trailing_bytes(tail, len);
-	const unsigned char *last;
+	const unsigned char *last; /* the old end record */
+	uint16_t nr_records;
+	uint32_t dir_len, dir_off;
 	uint64_t dir_end;
 
 	if (trailing == SIZE_MAX)
@@ -130,29 +126,31 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 	len -= trailing;
 	last = tail + len - END_LEN;
 	end->len = file_len - trailing;
-	/* A comment that is longer than the rest of the file shows that the file is truncated. It
-	 * may be shorter, because torch's reader ignores its length. Disk numbers must be 0. */
+	/* A comment longer than the rest of the file shows that the file is truncated. It may be
+	 * shorter, because torch's reader ignores its length. Disk numbers must be 0. */
 	if (le16(last + 20) > trailing || le16(last + 4) != 0 || le16(last + 6) != 0)
 		return damaged;
 	if (le16(last + 8) != le16(last + 10)) /* records on this disk, and in all */
 		return damaged;
+	nr_records = le16(last + 10);
+	dir_len = le32(last + 12);
+	dir_off = le32(last + 16);
 
 	if (len >= SFR__UNZIP_TAIL && le32(last - LOCATOR_LEN) == SIG_LOCATOR) {
 		const char *wrong = read_end64(tail + len - SFR__UNZIP_TAIL, end);
 
 		if (wrong != NULL)
 			return wrong;
-		if (!agrees16(le16(last + 10), end->nr_records) ||
-		    !agrees32(le32(last + 12), end->dir_len) ||
-		    !agrees32(le32(last + 16), end->dir_off))
+		if (!agrees16(nr_records, end->nr_records) || !agrees32(dir_len, end->dir_len) ||
+		    !agrees32(dir_off, end->dir_off))
 			return "its two end records disagree";
 		dir_end = end->len - SFR__UNZIP_TAIL;
 	} else {
-		end->nr_records = le16(last + 10);
-		end->dir_len = le32(last + 12);
-		end->dir_off = le32(last + 16);
-		if (end->nr_records == MAX16 || end->dir_len == MAX32 || end->dir_off == MAX32)
+		if (nr_records == MAX16 || dir_len == MAX32 || dir_off == MAX32)
 			return "its zip64 end record is missing";
+		end->nr_records = nr_records;
+		end->dir_len = dir_len;
+		end->dir_off = dir_off;
 		dir_end = end->len - END_LEN;
 	}
 	if (end->dir_off > dir_end || end->dir_len != dir_end - end->dir_off)
@@ -186,37 +184,35 @@ const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_rec
 	return NULL;
 }
 
-/* Finds the zip64 field among `len` bytes of extra fields. Sets *field to its contents, or to NULL
- * if there is none. Returns false if there are two, or if the fields do not fill `len` bytes
- * exactly. */
+/* Finds the zip64 field in `len` bytes of extra fields. Sets *field to its contents, or to NULL if
+ * there is none. Returns false if there are two, or if the fields do not fill the bytes exactly. */
 static bool find_zip64(const unsigned char *extra, size_t len, const unsigned char **field,
 		       size_t *field_len)
 {
 	*field = NULL;
 	*field_len = 0;
 	while (len != 0) {
-		size_t body; /* length of the field after its tag and length */
+		size_t body; /* length of the field's contents */
 
-		if (len < 4)
+		if (len < EXTRA_HEAD_LEN)
 			return false;
 		body = le16(extra + 2);
-		if (body > len - 4)
+		if (body > len - EXTRA_HEAD_LEN)
 			return false;
 		if (le16(extra) == TAG_ZIP64) {
 			if (*field != NULL)
 				return false;
-			*field = extra + 4;
+			*field = extra + EXTRA_HEAD_LEN;
 			*field_len = body;
 		}
-		extra += 4 + body;
-		len -= 4 + body;
+		extra += EXTRA_HEAD_LEN + body;
+		len -= EXTRA_HEAD_LEN + body;
 	}
 	return true;
 }
 
-/* If *value is 0xffffffff, replaces it by the next 64-bit number of the zip64 field. *field is the
- * address of that number, and *left counts the bytes from there to the end of the field. Returns
- * false if no number is left. */
+/* If *value is 0xffffffff, takes *value from the zip64 field: *field is its next number, and *left
+ * the length of its rest. Returns false if no number is left. */
 static bool widen_from_zip64(uint64_t *value, const unsigned char **field, size_t *left)
 {
 	if (*value != MAX32)
@@ -256,7 +252,7 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 {
 	if (memchr(name, 0, rec->name_len) != NULL)
 		return "its name holds a zero byte";
-	/* zip -r writes records for directories: harmless, but never with data. */
+	/* zip -r writes records for directories; they have no data */
 	if (name[rec->name_len - 1] == '/' && rec->ulen != 0)
 		return "it is a directory and yet has data";
 	if (name[rec->name_len - 1] != '/' && rec->is_dir)
@@ -266,8 +262,8 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 
 /* ---- local header and descriptor --------------------------------------------- */
 
-/* Returns whether a size in a local header, `recorded`, agrees with the directory's. The local
- * header may have 0 if a descriptor follows, and 0xffffffff if its zip64 field has the size. */
+/* Returns whether the size in the local header, `recorded`, agrees with the directory's `value`. It
+ * may be 0 if a descriptor follows, and 0xffffffff if the zip64 field has the size. */
 static bool sizes_agree(uint32_t recorded, uint64_t value, const struct sfr__unzip_record *rec)
 {
 	return recorded == value || recorded == MAX32 ||
@@ -299,21 +295,20 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 	static const char wrong[] = "its zip64 sizes in the local header are not the directory's";
 	const bool described = (rec->flags & SFR__UNZIP_DESCRIBED) != 0;
 	const uint64_t all[3] = { rec->ulen, rec->clen, rec->hdr_off };
-	/* If both sizes are below 4 GiB, torch writes only the offset into the field. */
-	const uint64_t *want = all;
+	const uint64_t *want = all; /* the number that comes next in the field */
 	const unsigned char *field;
 	size_t len;
 
 	if (!find_zip64(extra, extra_len, &field, &len))
 		return "its extra fields in the local header are damaged";
 	/* 0xffffffff in the header means that the size is in the zip64 field, unless the record
-	 * really has this size. A zip64 field that has sizes has both, which take 16 bytes. */
+	 * really has this size. A zip64 field that has sizes has both: 16 bytes. */
 	if (len < 16 && ((le32(fixed + 18) == MAX32 && rec->clen != MAX32) ||
 			 (le32(fixed + 22) == MAX32 && rec->ulen != MAX32)))
 		return wrong;
 	if (field == NULL)
 		return NULL;
-	if (len == 8)
+	if (len == 8) /* torch writes only the offset if both sizes are below 4 GiB */
 		want = &all[2];
 	else if (len != 16 && len != 24)
 		return wrong;
@@ -334,7 +329,7 @@ const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
 		return "the descriptor after its data is missing";
 	if (le32(bytes + 4) != rec->crc)
 		return "its CRC in the descriptor is not the directory's";
-	/* Only the sizes tell which of the two lengths the descriptor has. */
+	/* the sizes tell whether the descriptor is the short or the long one */
 	if (le32(bytes + 8) == rec->clen && le32(bytes + 12) == rec->ulen)
 		*desc_len = 16;
 	else if (len >= 24 && le64(bytes + 8) == rec->clen && le64(bytes + 16) == rec->ulen)

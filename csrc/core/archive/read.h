@@ -8,9 +8,8 @@
 #include <stdint.h>
 
 #define SFR__UNZIP_TAIL 98u /* zip64 end record, its locator, end record */
-/* How far from the file's end torch's reader (miniz) searches for the end record. It reads buffers
- * of 4096 bytes, each beginning 4093 bytes before the previous one, until it has gone back by
- * 65,557 bytes. */
+/* How far from the file's end torch's reader (miniz) searches for the end record: it reads 17
+ * buffers of 4096 bytes, each beginning 4093 bytes before the previous one. */
 #define SFR__UNZIP_END_REACH (4096u + 16u * 4093u)
 #define SFR__UNZIP_TAIL_MAX (SFR__UNZIP_END_REACH + SFR__UNZIP_TAIL)
 #define SFR__UNZIP_CENTRAL 46u /* fixed part of a directory record */
@@ -22,14 +21,13 @@
 #define SFR__UNZIP_STORED 0u
 #define SFR__UNZIP_DEFLATED 8u
 
-/* The functions that return text return NULL if they find no damage, else a constant that describes
- * the damage. It is worded to follow a name: of the file ("its end record is damaged") or of a
- * record ("its local header is missing"). */
+/* The functions that return text return NULL if they find no damage, else a constant text. The text
+ * is worded to follow the name of the file or record, such as "its local header is missing". */
 
 struct sfr__unzip_end {
 	uint64_t len; /* length of the archive: the file without the bytes after the end record */
 	uint64_t nr_records;
-	uint64_t dir_off, dir_len; /* the directory: inside the file, up to its end records */
+	uint64_t dir_off, dir_len; /* the directory, which ends where the end records begin */
 };
 
 /* One record, as the directory describes it. */
@@ -44,31 +42,30 @@ struct sfr__unzip_record {
 	uint16_t name_len, extra_len, comment_len;
 };
 
-/* Returns how many bytes (a comment, or padding) follow the last end record of a file. `tail` has
- * the file's last `len` bytes. SIZE_MAX if there is no end record where torch's reader searches. */
+/* Returns how many bytes follow the last end record of a file, or SIZE_MAX if there is no end
+ * record where torch's reader searches. `tail` has the file's last `len` bytes. */
 size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len);
-/* Checks the end of a file and fills *end. `tail` has its last `len` bytes: at least
+/* Checks the end of a file and fills *end. `tail` has the file's last `len` bytes: at least
  * SFR__UNZIP_TAIL and the bytes after the end record, or the whole file if that is shorter. */
 const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
 			   struct sfr__unzip_end *end);
-/* Check a directory record and fill *rec: first its fixed part of SFR__UNZIP_CENTRAL bytes, then
- * its extra fields, of rec->extra_len bytes. Sizes and hdr_off are final after the second. */
+/* Check a directory record and fill *rec. The first function gets the fixed part of
+ * SFR__UNZIP_CENTRAL bytes, the second the extra fields of rec->extra_len bytes. Sizes and hdr_off
+ * are final after the second. */
 const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
 const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
 				     const struct sfr__unzip_end *end);
-/* Checks a record's name, of rec->name_len bytes. rec->ulen must be final, because the name of a
- * record with data must not be that of a directory. */
+/* Checks a record's name, of rec->name_len bytes. rec->ulen must be final. */
 const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
-/* Compares the SFR__UNZIP_LOCAL bytes of a local header's fixed part with the directory. The name,
- * of rec->name_len bytes, and the extra fields, of *extra_len bytes, follow in the file. */
+/* Compares the fixed part of a local header, SFR__UNZIP_LOCAL bytes, with the directory. In the
+ * file the name follows, of rec->name_len bytes, and then the extra fields, of *extra_len bytes. */
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
 			     size_t *extra_len);
 /* Compares the zip64 sizes in a local header's extra fields with the directory. */
 const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
 				   size_t extra_len, const struct sfr__unzip_record *rec);
 /* Checks the descriptor of a record, if the record has one. `bytes` are the `len` bytes after the
- * data; more than SFR__UNZIP_DESC are never needed. *desc_len receives the descriptor's length, or
- * 0. */
+ * data, at most SFR__UNZIP_DESC. *desc_len receives the descriptor's length, or 0. */
 const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
 			    const struct sfr__unzip_record *rec, size_t *desc_len);
 

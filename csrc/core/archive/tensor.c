@@ -5,12 +5,10 @@
  *
  * torch.distributed.checkpoint stores tensors this way, and loads each with torch.load from a
  * section of the file. Offsets in the archive's directory count from the archive's start. The
- * pickle equals, byte for byte, what torch's own pickler writes for such a tensor at protocol 2.
- * "Glue" is what parts.c calls the bytes between sources.
+ * pickle must equal, byte for byte, what torch's pickler writes at protocol 2.
  *
  * Data of at least ALIGN_MIN bytes get the same offset modulo 4096 in the file as in memory, so
- * that they can be written in place. Shorter data go through a buffer, and start at a multiple of
- * 64. */
+ * that they can be written in place. Shorter data start at a multiple of 64. */
 #include <errno.h>
 #include <string.h>
 
@@ -37,8 +35,7 @@ static const struct {
 
 /* ---- the pickle ------------------------------------------------------------- */
 
-/* A pickle that is being written. Letters and numbers that are written with put_op are opcodes of
- * the module pickletools, such as 'q' for BINPUT. */
+/* Python's module pickletools explains the opcodes, such as 'q'. */
 struct pickle {
 	char *at;              /* where the next byte goes */
 	unsigned char nr_memo; /* objects in the pickler's memo so far */
@@ -55,15 +52,13 @@ static void put_op(struct pickle *p, char code)
 	*p->at++ = code;
 }
 
-/* Stores the object that was written last in the memo (BINPUT). Called wherever torch's pickler
- * does so, because the bytes must be equal. */
+/* Stores the object that was written last in the memo. Called wherever torch's pickler does so. */
 static void memoize(struct pickle *p)
 {
 	put_op(p, 'q');
 	put_op(p, (char)p->nr_memo++);
 }
 
-/* Writes a string. */
 static void put_text(struct pickle *p, const char *text)
 {
 	uint32_t len = (uint32_t)strlen(text);
@@ -74,7 +69,7 @@ static void put_text(struct pickle *p, const char *text)
 	memoize(p);
 }
 
-/* Writes a reference to a function or class. */
+/* Writes a reference to a function or class of a module. */
 static void put_global(struct pickle *p, const char *module, const char *name)
 {
 	put_op(p, 'c');
@@ -101,20 +96,23 @@ static void put_int(struct pickle *p, int64_t value)
 		put_op(p, 'J');
 		put(p, &bits, 4);
 	} else {
-		/* The fewest bytes that keep the sign. */
-		while (len > 1 && ((value >> (8 * (len - 1) - 1)) == 0 ||
-				   (value >> (8 * (len - 1) - 1)) == -1))
+		/* drop the highest byte while the rest keeps the sign */
+		while (len > 1) {
+			int64_t sign = value >> (8 * (len - 1) - 1);
+
+			if (sign != 0 && sign != -1)
+				break;
 			len--;
+		}
 		put_op(p, '\x8a');
 		put_op(p, len);
 		put(p, &bits, (size_t)len);
 	}
 }
 
-/* Writes a tuple of `nr` integers. */
-static void put_ints(struct pickle *p, const int64_t *values, uint32_t nr)
+static void put_tuple(struct pickle *p, const int64_t *values, uint32_t nr)
 {
-	/* opcodes for tuples of 0 to 3 items; a longer one is between a mark, '(', and 't' */
+	/* opcodes for 0 to 3 items; a longer tuple is between '(' and 't' */
 	static const char tuples[] = { ')', '\x85', '\x86', '\x87' };
 
 	if (nr > 3)
@@ -126,8 +124,8 @@ static void put_ints(struct pickle *p, const int64_t *values, uint32_t nr)
 		memoize(p);
 }
 
-/* Writes the pickle of _rebuild_tensor_v2(storage, 0, sizes, strides, False, OrderedDict()), and
- * returns its length. */
+/* Writes the pickle of _rebuild_tensor_v2(storage, 0, sizes, strides, False, OrderedDict()).
+ * Returns its length. */
 static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
 {
 	struct pickle p = { .at = dst };
@@ -144,8 +142,8 @@ static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
 	memoize(&p);
 	put_op(&p, 'Q');
 	put_int(&p, 0);
-	put_ints(&p, tensor->sizes, tensor->ndim);
-	put_ints(&p, tensor->strides, tensor->ndim);
+	put_tuple(&p, tensor->sizes, tensor->ndim);
+	put_tuple(&p, tensor->strides, tensor->ndim);
 	put_op(&p, '\x89');
 	put_global(&p, "collections", "OrderedDict");
 	put(&p, ")R", 2);
@@ -160,7 +158,8 @@ static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
 
 /* ---- the archive ------------------------------------------------------------ */
 
-/* The records of the archive while it is written. The last index, NR_RECORDS, is the tensor's. */
+#define TENSOR NR_RECORDS /* index of the tensor's own record */
+
 struct archive {
 	char pickle[PICKLE_MAX];
 	const char *data[NR_RECORDS + 1];
@@ -168,8 +167,7 @@ struct archive {
 	uint32_t crc[NR_RECORDS + 1];
 };
 
-/* Writes record `i` after the first `used` bytes of the archive at `dst`. Returns how many bytes
- * are used then. */
+/* Writes record `i` to dst[used]. Returns the new number of used bytes. */
 static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 {
 	char *at = dst + used;
@@ -183,8 +181,7 @@ static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 	return (size_t)(at - dst);
 }
 
-/* Returns how many bytes of padding the header needs, so that data that would begin at `off` of the
- * file are aligned. */
+/* Returns how many bytes of padding align data at `off` of the file. */
 static size_t padding_len(uint64_t off, const struct sfr_tensor *tensor)
 {
 	if (tensor->nbytes >= ALIGN_MIN)
@@ -201,31 +198,31 @@ static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct
 
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used = put_record(a, dst, used, i);
-	a->hdr_off[NR_RECORDS] = used;
+	a->hdr_off[TENSOR] = used;
 	len = sfr__zip_put_local(unpadded, DATA_NAME, tensor->nbytes, 0);
 	return used + sfr__zip_put_local(dst + used, DATA_NAME, tensor->nbytes,
 					 padding_len(off + used + len, tensor));
 }
 
 /* Adds everything after the data. `begin` is the offset of the archive in the file, `source` the
- * number of the tensor's source. The source's CRC is not known yet, so its bytes are zeros here and
- * are declared as fields. Returns 0, or the parts' error. */
+ * number of the tensor's source. The source's CRC is not known yet: two fields will get it. Returns
+ * 0, or the parts' error. */
 static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t begin,
 		    uint32_t source)
 {
 	char tail[(NR_RECORDS + 1) * SFR__ZIP_CENTRAL_MAX + DESC_MAX + SFR__ZIP_END_LEN];
 	uint64_t off = sfr_parts_len(parts), central;
-	size_t used = sfr__zip_put_desc(tail, 0, a->nbytes[NR_RECORDS]);
+	size_t used = sfr__zip_put_desc(tail, 0, a->nbytes[TENSOR]);
 
 	central = used;
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used += sfr__zip_put_central(tail + used, records[i].name, a->crc[i], a->nbytes[i],
 					     a->hdr_off[i]);
-	/* the parts keep an error of these two calls, and sfr_parts_bytes returns it */
+	/* sfr_parts_bytes below returns an error of these two calls */
 	(void)sfr__parts_field(parts, off + SFR__ZIP_DESC_CRC, source);
 	(void)sfr__parts_field(parts, off + used + SFR__ZIP_CENTRAL_CRC, source);
-	used += sfr__zip_put_central(tail + used, DATA_NAME, 0, a->nbytes[NR_RECORDS],
-				     a->hdr_off[NR_RECORDS]);
+	used += sfr__zip_put_central(tail + used, DATA_NAME, 0, a->nbytes[TENSOR],
+				     a->hdr_off[TENSOR]);
 	used += sfr__zip_put_end(tail + used, NR_RECORDS + 1, off + central - begin,
 				 used - central);
 	return sfr_parts_bytes(parts, tail, used);
@@ -236,7 +233,7 @@ int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
 	char head[PICKLE_MAX + (NR_RECORDS + 1) * (SFR__ZIP_LOCAL_MAX + DESC_MAX) + SFR_PAGE];
 	uint64_t begin = sfr_parts_len(parts);
 	uint32_t source = sfr__parts_nr_sources(parts);
-	struct archive a = { .nbytes = { [NR_RECORDS] = tensor->nbytes } };
+	struct archive a = { .nbytes = { [TENSOR] = tensor->nbytes } };
 	int rc;
 
 	if (tensor->ndim > MAX_DIMS || strlen(tensor->storage) >= STORAGE_MAX)

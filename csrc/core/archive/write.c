@@ -1,26 +1,22 @@
 /* Writes the bytes of a zip file that are not data: headers, descriptors, the tail.
  *
- * layout.c decides the offset of each entry; this file knows torch's dialect of zip. It computes
- * the length of each record, before anything is copied, and writes its bytes, when the CRCs are
- * known. Both are here because they must agree. How entries are written, and why:
+ * layout.c decides the offset of each entry. This file computes the length of each record before
+ * anything is copied, and writes the record's bytes when the CRCs are known. The records are those
+ * of torch's files:
  *
  *   - CRC and sizes in the local header are zero, and flag bit 3 means that a descriptor follows
- *     the data (torch does the same). If the CRC were in the header, an entry's first block could
- *     be written only after the entry's last byte was copied, and a small pool would hang.
+ *     the data. If the CRC were in the header, an entry's first block could be written only after
+ *     the entry's last byte was copied, and a small pool would hang.
  *   - Sizes and offsets of 0xffffffff and more (sfr_limits.zip64_bytes) go to a zip64 extra
- *     field. If the size or the offset of an entry needs this field, the descriptor is the long one
- *     of 24 bytes, as in torch's files. The local header's field then has both sizes, as the zip
- *     format requires.
- *   - An extra field "FB", filled with 'Z', aligns the data (torch does the same).
- *   - The zip64 end records are always there, as in torch's files. A number that does not fit into
- *     the old end record is 0xffff or 0xffffffff there.
+ *     field. An entry with such a size or offset has the long descriptor of 24 bytes. Unlike
+ *     torch's, its local header then has both sizes in the zip64 field, as the format requires.
+ *   - An extra field "FB", filled with 'Z', aligns the data.
+ *   - There are always zip64 end records. A number that does not fit into the old end record is
+ *     0xffff or 0xffffffff there.
  *   - .data/serialization_id is made from all names and CRCs, so it is the last entry and a part
  *     of the tail, which is written when everything else is known:
  *
  *         zeros | .data/serialization_id | central directory | end records
- *
- *     The zeros, which make the file's length a multiple of 4096, come first, because the end
- *     records must be at the end of the file.
  *
  * A header or descriptor may span two blocks. So it is built whole on the stack, and the requested
  * range of its bytes is copied out. No function here waits, allocates or changes the image. */
@@ -31,19 +27,19 @@
 #include "sfr/limits.h"
 
 #define LOCAL_LEN 30u             /* fixed part of a local header */
+#define EXTRA_HEAD_LEN 4u         /* tag and length of an extra field */
 #define ZIP64_LEN 20u             /* local zip64 extra field: tag, length, two sizes */
-#define PAD_TAG_LEN 4u            /* tag and length of the "FB" field */
 #define DESC_LEN 16u              /* descriptor */
 #define DESC64_LEN 24u            /* the same with zip64 */
 #define CENTRAL_LEN 46u           /* fixed part of a directory record */
 #define END_LEN (56u + 20u + 22u) /* zip64 end record, its locator, end record */
-/* bytes of the longest local header */
-#define HEADER_MAX                                                                                 \
-	(LOCAL_LEN + sizeof(((struct sfr__entry *)0)->name) + ZIP64_LEN + PAD_TAG_LEN + SFR_ALIGN)
+#define NAME_MAX_LEN sizeof(((struct sfr__entry *)0)->name)
+#define HEADER_MAX (LOCAL_LEN + NAME_MAX_LEN + ZIP64_LEN + EXTRA_HEAD_LEN + SFR_ALIGN)
 
-#define MAX16 0xffffu /* in place of a number that the zip64 field or record has */
+#define MAX16 0xffffu /* stands for a number that is in the zip64 field or record */
 #define MAX32 UINT32_C(0xffffffff)
 #define FLAGS 0x0808u /* bit 3: a descriptor follows; bit 11: names are UTF-8 */
+#define ZIP64_TAG 0x0001u
 
 #define ID_NAME "archive/.data/serialization_id"
 #define ID_NAME_LEN 30u
@@ -53,13 +49,11 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "zip's integers are st
 
 /* ---- sizes --------------------------------------------------------------- */
 
-/* Returns whether a size or an offset goes to a zip64 field. */
 static bool needs_zip64(uint64_t value)
 {
 	return value >= sfr_limits.zip64_bytes;
 }
 
-/* Returns whether the entry's local header and descriptor have the long (zip64) form. */
 static bool is_zip64(const struct sfr__entry *e)
 {
 	return needs_zip64(e->nbytes) || needs_zip64(e->hdr_off);
@@ -69,7 +63,7 @@ uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off
 {
 	const bool zip64 = needs_zip64(nbytes) || needs_zip64(hdr_off);
 
-	return LOCAL_LEN + name_len + (zip64 ? ZIP64_LEN : 0) + PAD_TAG_LEN;
+	return LOCAL_LEN + name_len + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
 }
 
 uint64_t sfr__zip_header_len(const struct sfr__entry *e)
@@ -82,33 +76,38 @@ uint32_t sfr__zip_desc_len(const struct sfr__entry *e)
 	return is_zip64(e) ? DESC64_LEN : DESC_LEN;
 }
 
-/* Returns the length of an entry's record in the central directory. */
-static uint64_t central_len(const struct sfr__entry *e)
+/* Returns the length of a directory record's zip64 field: two sizes, then the offset. */
+static uint64_t central_zip64_len(bool long_size, bool long_off)
 {
-	uint64_t extra = (needs_zip64(e->nbytes) ? 16u : 0) + (needs_zip64(e->hdr_off) ? 8u : 0);
+	uint64_t numbers = (long_size ? 16u : 0) + (long_off ? 8u : 0);
 
-	return CENTRAL_LEN + strlen(e->name) + (extra != 0 ? 4 + extra : 0);
+	return numbers != 0 ? EXTRA_HEAD_LEN + numbers : 0;
 }
 
-/* Returns whether the tail's own entry, .data/serialization_id, has the long (zip64) form. The
- * exact offset of that entry depends on the lengths of the records after it, so the decision takes
- * the highest offset that it can have. The long form is valid for smaller offsets too. */
+static uint64_t central_len(const struct sfr__entry *e)
+{
+	return CENTRAL_LEN + strlen(e->name) +
+	       central_zip64_len(needs_zip64(e->nbytes), needs_zip64(e->hdr_off));
+}
+
+/* Returns whether .data/serialization_id has the long (zip64) form. Its exact offset is not known
+ * yet, so the highest possible offset decides. The long form is valid for smaller offsets too. */
 static bool tail_is_zip64(const struct sfr__image *img)
 {
 	return img->tail_off + SFR_PAGE > sfr_limits.zip64_bytes;
 }
 
-/* Returns the length of the tail without the zeros at its start. *central becomes the length of the
- * directory, which is included. */
+/* Returns the length of the tail without its zeros. Sets *central to that of the directory. */
 static uint64_t tail_used(const struct sfr__image *img, uint64_t *central)
 {
 	bool zip64 = tail_is_zip64(img);
+	uint64_t id_header = LOCAL_LEN + ID_NAME_LEN + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
+	uint64_t id_desc = zip64 ? DESC64_LEN : DESC_LEN;
 
-	*central = CENTRAL_LEN + ID_NAME_LEN + (zip64 ? 4 + 8 : 0);
+	*central = CENTRAL_LEN + ID_NAME_LEN + central_zip64_len(false, zip64);
 	for (uint32_t i = 0; i < img->nr_entries; i++)
 		*central += central_len(&img->entries[i]);
-	return LOCAL_LEN + ID_NAME_LEN + (zip64 ? ZIP64_LEN : 0) + PAD_TAG_LEN + ID_LEN +
-	       (zip64 ? DESC64_LEN : DESC_LEN) + *central + END_LEN;
+	return id_header + ID_LEN + id_desc + *central + END_LEN;
 }
 
 uint64_t sfr__zip_tail_len(const struct sfr__image *img)
@@ -120,8 +119,7 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img)
 
 /* ---- records ------------------------------------------------------------- */
 
-/* A position in the output. The put functions below write at `at`, and advance it by the bytes that
- * they have written. */
+/* A position in the output. The functions put_* write at `at` and move it past what they wrote. */
 struct cursor {
 	unsigned char *at;
 };
@@ -151,8 +149,7 @@ static void put64(struct cursor *out, uint64_t value)
 	put(out, &value, sizeof(value));
 }
 
-/* Writes a value in 32 bits. In place of a value that is too large it writes the maximum; the zip64
- * field or record has the value. */
+/* Writes a value in 32 bits, or the maximum if the value goes to the zip64 field or record. */
 static void put32_max(struct cursor *out, uint64_t value)
 {
 	put32(out, needs_zip64(value) ? MAX32 : value);
@@ -163,8 +160,8 @@ static void put_local(struct cursor *out, const char *name, uint64_t nbytes, boo
 {
 	size_t name_len = strlen(name);
 
-	put32(out, 0x04034b50);
-	put16(out, 0); /* version needed: torch writes 0 */
+	put32(out, 0x04034b50); /* signature */
+	put16(out, 0);          /* version needed: torch writes 0 */
 	put16(out, FLAGS);
 	put16(out, 0); /* stored */
 	put32(out, 0); /* time and date */
@@ -172,11 +169,11 @@ static void put_local(struct cursor *out, const char *name, uint64_t nbytes, boo
 	put32(out, 0);
 	put32(out, 0);
 	put16(out, name_len);
-	put16(out, (zip64 ? ZIP64_LEN : 0) + PAD_TAG_LEN + pad);
+	put16(out, (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN + pad);
 	put(out, name, name_len);
 	if (zip64) {
-		put16(out, 0x0001);
-		put16(out, ZIP64_LEN - 4);
+		put16(out, ZIP64_TAG);
+		put16(out, ZIP64_LEN - EXTRA_HEAD_LEN);
 		put64(out, nbytes);
 		put64(out, nbytes);
 	}
@@ -186,10 +183,9 @@ static void put_local(struct cursor *out, const char *name, uint64_t nbytes, boo
 	out->at += pad;
 }
 
-/* Writes a descriptor, the long one with `zip64`. */
 static void put_descriptor(struct cursor *out, uint32_t crc, uint64_t nbytes, bool zip64)
 {
-	put32(out, 0x08074b50);
+	put32(out, 0x08074b50); /* signature */
 	put32(out, crc);
 	if (zip64) {
 		put64(out, nbytes);
@@ -200,16 +196,15 @@ static void put_descriptor(struct cursor *out, uint32_t crc, uint64_t nbytes, bo
 	}
 }
 
-/* Writes a directory record. With `long_off` the offset goes to the zip64 field, even if it is
- * small. */
+/* Writes a directory record. With `long_off` the offset goes to the zip64 field. */
 static void put_central(struct cursor *out, const char *name, uint32_t crc, uint64_t nbytes,
 			uint64_t hdr_off, bool long_off)
 {
 	bool long_size = needs_zip64(nbytes);
-	size_t name_len = strlen(name), extra = (long_size ? 16u : 0) + (long_off ? 8u : 0);
+	size_t name_len = strlen(name), extra = (size_t)central_zip64_len(long_size, long_off);
 
-	put32(out, 0x02014b50);
-	put16(out, 0); /* version made by, version needed: torch writes 0 */
+	put32(out, 0x02014b50); /* signature */
+	put16(out, 0);          /* version made by, version needed: torch writes 0 */
 	put16(out, 0);
 	put16(out, FLAGS);
 	put16(out, 0); /* stored */
@@ -218,7 +213,7 @@ static void put_central(struct cursor *out, const char *name, uint32_t crc, uint
 	put32_max(out, nbytes);
 	put32_max(out, nbytes);
 	put16(out, name_len);
-	put16(out, extra != 0 ? 4 + extra : 0);
+	put16(out, extra);
 	put16(out, 0); /* comment */
 	put16(out, 0); /* disk */
 	put16(out, 0); /* attributes */
@@ -226,8 +221,8 @@ static void put_central(struct cursor *out, const char *name, uint32_t crc, uint
 	put32(out, long_off ? MAX32 : hdr_off);
 	put(out, name, name_len);
 	if (extra != 0) {
-		put16(out, 0x0001);
-		put16(out, extra);
+		put16(out, ZIP64_TAG);
+		put16(out, extra - EXTRA_HEAD_LEN);
 	}
 	if (long_size) {
 		put64(out, nbytes);
@@ -237,11 +232,12 @@ static void put_central(struct cursor *out, const char *name, uint32_t crc, uint
 		put64(out, hdr_off);
 }
 
-/* Writes the three end records: the zip64 one, its locator and the old one. `nr` counts the records
- * of the directory, `size` is its length. */
+/* Writes the three end records: the zip64 one, its locator and the old one. The directory has `nr`
+ * records and `size` bytes. */
 static void put_end(struct cursor *out, uint64_t nr, uint64_t central_off, uint64_t size)
 {
 	uint64_t end_off = central_off + size;
+	uint64_t short_nr = nr < sfr_limits.zip64_records ? nr : MAX16;
 
 	put32(out, 0x06064b50); /* zip64 end record */
 	put64(out, 56 - 12);    /* length of the rest of this record */
@@ -262,8 +258,8 @@ static void put_end(struct cursor *out, uint64_t nr, uint64_t central_off, uint6
 	put32(out, 0x06054b50); /* old end record */
 	put16(out, 0);          /* disks */
 	put16(out, 0);
-	put16(out, nr < sfr_limits.zip64_records ? nr : MAX16);
-	put16(out, nr < sfr_limits.zip64_records ? nr : MAX16);
+	put16(out, short_nr);
+	put16(out, short_nr);
 	put32_max(out, size);
 	put32_max(out, central_off);
 	put16(out, 0); /* length of the comment */
@@ -277,7 +273,7 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 	struct cursor out = { header };
 	size_t pad;
 
-	if (img->glue != NULL) { /* not torch's format: glue takes the header's place */
+	if (img->glue != NULL) { /* not torch's format: the glue takes the header's place */
 		memcpy(dst, img->glue + e->glue_at + off, len);
 		return;
 	}
@@ -343,24 +339,28 @@ static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
 	return hash;
 }
 
-/* Makes forty digits: twenty from the names and twenty from sizes and CRCs. Files with the same
- * contents have the same id; files that differ almost certainly do not. The id identifies a file in
- * logs and is not cryptographic. */
+static void put_digits(char *digits, uint64_t value)
+{
+	for (size_t i = ID_LEN / 2; i-- > 0; value /= 10)
+		digits[i] = (char)('0' + value % 10);
+}
+
+/* Makes the id of the file: one half from the names, the other from sizes and CRCs. Files with the
+ * same contents have the same id. The id is not cryptographic. */
 static void make_id(const struct sfr__image *img, char id[ID_LEN])
 {
-	uint64_t half[2] = { UINT64_C(0xcbf29ce484222325), UINT64_C(0xcbf29ce484222325) };
+	const uint64_t start = UINT64_C(0xcbf29ce484222325);
+	uint64_t names = start, contents = start;
 
 	for (uint32_t i = 0; i < img->nr_entries; i++) {
 		const struct sfr__entry *e = &img->entries[i];
 
-		half[0] = fnv1a(half[0], e->name, strlen(e->name) + 1);
-		half[1] = fnv1a(half[1], &e->nbytes, sizeof(e->nbytes));
-		half[1] = fnv1a(half[1], &e->crc, sizeof(e->crc));
+		names = fnv1a(names, e->name, strlen(e->name) + 1);
+		contents = fnv1a(contents, &e->nbytes, sizeof(e->nbytes));
+		contents = fnv1a(contents, &e->crc, sizeof(e->crc));
 	}
-	for (size_t i = ID_LEN; i-- > 0;) {
-		id[i] = (char)('0' + half[i / 20] % 10);
-		half[i / 20] /= 10;
-	}
+	put_digits(id, names);
+	put_digits(id + ID_LEN / 2, contents);
 }
 
 void sfr__image_put_tail(const struct sfr__image *img, void *dst)

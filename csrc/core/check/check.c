@@ -1,10 +1,10 @@
-/* Decides whether a file is a complete checkpoint: checks the structure of the archive and, if
- * asked for, the CRC of every record.
+/* Decides whether a file is a complete checkpoint: checks the structure of the archive and, with
+ * SFR_CHECK_BYTES, the CRC of every record.
  *
- * The walk. Records of a checkpoint are in the file in the order of the directory, without overlap,
- * and the check insists on that. So the directory and the data are each read once, front to back,
- * through a window: a buffer that moves forward in the file. The check needs memory for two windows
- * and 16 bytes a record (to find names that occur twice), whatever the numbers in the file claim.
+ * The walk. Records of a checkpoint must be in the file in the order of the directory, without
+ * overlap. So the directory and the data are each read once, front to back, through a window: a
+ * buffer that moves forward in the file. The check needs memory for two windows and 16 bytes a
+ * record, whatever the numbers in the file claim.
  *
  *     the file    | header data desc | header data desc | gap | ... | directory | end records |
  *                           ^ body window                             ^ directory window
@@ -21,27 +21,19 @@
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
  *     BYTES   record_bytes   one chunk of the record's data (records.c)
  *     SORT    sort_names     sorts the names by their hashes: a bounded number of moves
- *     NAMES   check_names    compares one pair of names; at the end: do data.pkl and version exist?
+ *     NAMES   check_names    compares a pair of names; at the end, looks for data.pkl and version
  *     DONE                   the result is final
  *
- * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. Reading each record's
- * header would leave scattered pages in the page cache, and the kernel does no readahead across
- * them: a load after such a check took half as long again. SFR_CHECK_LATER is for a caller that
- * loads the file next, and afterwards checks it again with its headers. With this flag the check
- * skips the headers if records are long. It reads them if records are short, because one pass over
- * the file is cheap then.
+ * A step is a function that returns 0, SFR_EAGAIN or -errno, and sets c->state to the next step. If
+ * bytes have not arrived yet (reader/arrivals.c), the step returns SFR_EAGAIN, leaves the check as
+ * it was, and is tried again.
  *
- * Two kinds of damage. Damage that makes the rest unreadable (in the end records, or in the
- * directory's own structure) ends the check with a message. Damage of one record puts that record
- * on the list of bad ones, and the walk continues, so that the user learns which tensors are lost.
- * archive/read.c has the rules.
+ * Damage of the end records or of the directory's structure ends the check. After damage of one
+ * record the walk continues, so that the user learns which tensors are lost.
  *
- * If the bytes for a step have not arrived yet (reader/arrivals.c), the step returns SFR_EAGAIN,
- * leaves the check as it was before, and is tried again.
- *
- * A read error is not a verdict: sfr_check_run returns it as -errno, and so does every later call.
- *
- * A step is a function that returns 0, SFR_EAGAIN or -errno, and sets c->state to the next step. */
+ * The records' headers are not read with SFR_CHECK_DIRECTORY, nor with SFR_CHECK_LATER if records
+ * are long. Reading them would leave scattered pages in the page cache, and the kernel does no
+ * readahead across them: a load after such a check took half as long again. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 #include <string.h>
@@ -52,14 +44,12 @@
 
 #define HEADER_CHUNK (1u << 14) /* bytes of the data part read at a time without SFR_CHECK_BYTES */
 #define DIR_CHUNK (1u << 16)    /* bytes of the directory read at a time */
-/* Records are long if they have at least this many bytes on average: twice the kernel's initial
- * readahead. */
+/* The average length from which on records are long: twice the kernel's initial readahead. */
 #define LONG_RECORD_BYTES (1u << 16)
 #define MOVES 512u /* moves of the sort in one step; they take a tenth of a millisecond */
-/* How many pairs of different names with the same 64-bit hash are accepted. A file that is not
- * hostile has none. */
+/* The most pairs of different names with the same hash. Only a hostile file has such pairs. */
 #define MOST_ALIKE 64u
-/* Large enough for a whole local header or directory record at any offset in a page. */
+/* Bytes of a window; enough for a local header or directory record at any offset in a page. */
 #define WINDOW (3u << 16)
 _Static_assert(SFR__UNZIP_TAIL_MAX + SFR_PAGE <= WINDOW, "the file's tail fits the window");
 _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <= WINDOW,
@@ -67,26 +57,26 @@ _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE
 
 /* ---- START ------------------------------------------------------------------- */
 
-/* Returns whether a file with these first bytes has torch's legacy format, which begins with a
- * pickled number. `text` is the pickle in protocols 0 and 1. `binary` are the bytes that follow the
- * version in a pickle of a later protocol. */
+/* Returns whether a file begins like torch's legacy format: with a pickled number. */
 static bool is_legacy(const unsigned char *head, size_t len)
 {
+	enum { PROTOCOL = 0x80, FRAME = 0x95 }; /* opcodes, see Python's module pickletools */
+	enum { PROTOCOL_LEN = 2, FRAME_LEN = 9 };
+	/* the number in protocols 0 and 1, and in later protocols */
 	static const char text[] = "L119547037146038801333356L\n.";
 	static const unsigned char binary[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9,
 						0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e };
-	size_t at = 2;
+	size_t at = PROTOCOL_LEN;
 
 	if (len >= sizeof(text) - 1 && memcmp(head, text, sizeof(text) - 1) == 0)
 		return true;
-	if (len < 2 || head[0] != 0x80)
+	if (len < PROTOCOL_LEN || head[0] != PROTOCOL)
 		return false;
-	if (len > 2 && head[2] == 0x95) /* opcode and length of a frame, from protocol 4 on */
-		at += 9;
+	if (len > at && head[at] == FRAME) /* from protocol 4 on */
+		at += FRAME_LEN;
 	return len >= at + sizeof(binary) && memcmp(head + at, binary, sizeof(binary)) == 0;
 }
 
-/* Returns what is wrong with a file that is neither an archive nor in the legacy format. */
 static const char *foreign_damage(const unsigned char *head, size_t len)
 {
 	for (size_t i = 0; i < len; i++)
@@ -95,42 +85,45 @@ static const char *foreign_damage(const unsigned char *head, size_t len)
 	return "it begins with zeros, like a file whose bytes never reached the disk";
 }
 
-/* Returns whether threads read the file. If the file is short, starting them costs more than they
- * save. */
+/* For a short file, starting threads takes too long. */
 static bool uses_threads(const struct sfr_check *c)
 {
 	return (c->flags & SFR_CHECK_BYTES) != 0 && c->result.nbytes >= sfr_limits.ahead_bytes;
 }
 
-/* Makes the windows through which directory and data are read. They are no longer than the file,
- * because many files are short. Returns 0 or -ENOMEM. */
+static size_t shorter(uint64_t len, size_t most)
+{
+	return len < most ? (size_t)len : most;
+}
+
+/* Makes the windows through which directory and data are read. They are no longer than the file.
+ * Returns 0 or -ENOMEM. */
 static int make_windows(struct sfr_check *c)
 {
 	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
 	const uint64_t len = c->result.nbytes;
 	const size_t chunk_bytes = bytes ? (size_t)sfr_limits.check_chunk_bytes : HEADER_CHUNK;
+	const size_t body_bytes = chunk_bytes > WINDOW ? chunk_bytes : WINDOW;
 	enum sfr__way way = SFR__WAY_CACHE;
-	size_t cap;
 	int rc;
 
 	if (c->body.mem != NULL)
 		return 0; /* made before: the step START is tried again */
-	rc = sfr__window_init(&c->dir, c->fd, c->base, SFR__WAY_CACHE,
-			      len < WINDOW ? (size_t)len : WINDOW, DIR_CHUNK);
+	rc = sfr__window_init(&c->dir, c->fd, c->base, SFR__WAY_CACHE, shorter(len, WINDOW),
+			      DIR_CHUNK);
 	if (rc != 0)
 		return rc;
-	cap = chunk_bytes > WINDOW ? chunk_bytes : WINDOW;
 	if (uses_threads(c) && (c->flags & SFR_CHECK_DIRECT) != 0)
 		way = SFR__WAY_DISK;
-	return sfr__window_init(&c->body, c->fd, c->base, way, len < cap ? (size_t)len : cap,
+	return sfr__window_init(&c->body, c->fd, c->base, way, shorter(len, body_bytes),
 				chunk_bytes);
 }
 
-/* Finds the end of the archive. The first try assumes that nothing follows the end record, the
- * second reads as far back as torch does. Sets *wrong to damage of the end records, or to NULL.
- * Returns as a step does; if c->state is DONE, the check has already ended with a verdict. */
+/* Finds the end of the archive. Sets *wrong to damage of the end records, or to NULL. Returns as a
+ * step does. If c->state is DONE, the check has already ended with a verdict. */
 static int find_archive_end(struct sfr_check *c, const char **wrong)
 {
+	/* first assume that nothing follows the end record, then read as far back as torch does */
 	static const uint32_t tails[] = { SFR__UNZIP_TAIL, SFR__UNZIP_TAIL_MAX };
 	struct sfr_check_result *r = &c->result;
 	const unsigned char *bytes;
@@ -140,7 +133,7 @@ static int find_archive_end(struct sfr_check *c, const char **wrong)
 	for (size_t i = 0; i < 2; i++) {
 		int rc;
 
-		len = r->nbytes < tails[i] ? (size_t)r->nbytes : tails[i];
+		len = shorter(r->nbytes, tails[i]);
 		rc = sfr__window_get(&c->dir, r->nbytes - len, len, r->nbytes, &bytes, NULL);
 		if (rc != 0)
 			return sfr__check_unreadable(c, rc);
@@ -152,7 +145,6 @@ static int find_archive_end(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
-/* The step START. */
 static int start_check(struct sfr_check *c)
 {
 	struct sfr_check_result *r = &c->result;
@@ -176,8 +168,7 @@ static int start_check(struct sfr_check *c)
 	if (rc != 0)
 		return rc;
 
-	/* the first bytes tell the format; 64 are more than either format needs */
-	len = r->nbytes < 64 ? (size_t)r->nbytes : 64;
+	len = shorter(r->nbytes, 64); /* as many bytes as tell the format */
 	rc = sfr__window_get(&c->body, 0, len, r->nbytes, &bytes, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
@@ -188,7 +179,7 @@ static int start_check(struct sfr_check *c)
 		c->state = SFR__CHECK_DONE;
 		return 0;
 	}
-	/* torch.load also recognises an archive by these four bytes. */
+	/* torch.load recognises an archive by these four bytes, too */
 	if (memcmp(bytes, "PK\3\4", len < 4 ? len : 4) != 0)
 		return sfr__check_fatal(c, foreign_damage(bytes, len));
 	r->format = SFR_FORMAT_ARCHIVE;
@@ -210,7 +201,6 @@ static int start_check(struct sfr_check *c)
 
 /* ---- SUMS ------------------------------------------------------------------- */
 
-/* Frees what the step SUMS has made. */
 static void end_sums(struct sfr_check *c)
 {
 	sfr__reader_free(c->reader);
@@ -219,8 +209,8 @@ static void end_sums(struct sfr_check *c)
 	c->directory = NULL;
 }
 
-/* Checks the directory, and starts the reader when the directory is sound. Returns 0; SFR_EAGAIN;
- * or an error, after which the file is checked by the walk. */
+/* Checks the directory, and starts the reader if there is no damage. Returns 0, SFR_EAGAIN, or an
+ * error, after which the walk checks the file. */
 static int start_sums(struct sfr_check *c)
 {
 	int rc = 0;
@@ -235,14 +225,13 @@ static int start_sums(struct sfr_check *c)
 	return c->directory->result.ok ? sfr__check_start_sums(c) : SFR_ECORRUPT;
 }
 
-/* The step SUMS. */
 static int check_sums(struct sfr_check *c)
 {
-	const bool runs = c->reader != NULL; /* the reader was started */
+	const bool runs = c->reader != NULL;
 	int rc = runs ? sfr__check_sums(c) : start_sums(c);
 
 	if (rc == SFR_EAGAIN)
-		return 0; /* the slice is over or bytes have not arrived: the step is tried again */
+		return 0; /* the state stays SUMS: the step is tried again */
 	if (runs && rc != -EOPNOTSUPP && rc != SFR_EFORK)
 		return rc;
 	if (!runs && rc == 0)
@@ -254,9 +243,9 @@ static int check_sums(struct sfr_check *c)
 	return 0;
 }
 
-/* ---- NAMES ------------------------------------------------------------------- */
+/* ---- SORT and NAMES ---------------------------------------------------------- */
 
-/* Reads the name of the directory record at `off` again, into c->name, and sets c->rec.name_len.
+/* Reads the name of the directory record at `off` into c->name again, and sets c->rec.name_len.
  * Returns 0, or a code for sfr__check_unreadable. */
 static int reread_name(struct sfr_check *c, uint64_t off)
 {
@@ -266,7 +255,7 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 
 	if (rc != 0)
 		return rc;
-	/* It was valid before, but the file may have been changed since. */
+	/* the record was valid before, but the file may have been changed since */
 	if (sfr__unzip_central(fixed, &c->rec) != NULL ||
 	    c->rec.name_len > sfr__check_dir_end(c) - off - len)
 		return SFR_ECORRUPT;
@@ -279,8 +268,8 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 	return 0;
 }
 
-/* Compares two names with equal hashes, given the offsets of their directory records. If the names
- * are equal too, the second record is bad. Returns 0 or -errno. */
+/* Compares the names of the directory records at two offsets. If they are equal, the second record
+ * is bad. Returns as a step does. */
 static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 {
 	char name[sizeof(c->name)];
@@ -299,7 +288,6 @@ static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 	return sfr__check_bad_record(c, "its name occurs twice");
 }
 
-/* The step SORT. */
 static int sort_names(struct sfr_check *c)
 {
 	if (sfr__names_sort(&c->names, MOVES))
@@ -307,25 +295,24 @@ static int sort_names(struct sfr_check *c)
 	return 0;
 }
 
-/* Ends the check with a verdict, after every record was checked. Returns 0. */
 static int give_verdict(struct sfr_check *c)
 {
-	/* If a record is damaged, it may be the one that seems to be missing. Its damage is then
-	 * the better message. */
-	if (c->result.nr_bad == 0 && !c->has_pickle)
+	const bool ok = c->result.nr_bad == 0;
+
+	/* a missing record may be one of the damaged records */
+	if (ok && !c->has_pickle)
 		return sfr__check_fatal(
 			c, "it is not a torch.save file: the archive has no record data.pkl");
-	if (c->result.nr_bad == 0 && !c->has_version)
+	if (ok && !c->has_version)
 		return sfr__check_fatal(
 			c, "it is not a torch.save file: the archive has no record version");
-	c->result.ok = c->result.nr_bad == 0;
+	c->result.ok = ok;
 	c->body_pos = c->result.nbytes;
 	c->state = SFR__CHECK_DONE;
 	return 0;
 }
 
-/* The step NAMES: compares one pair of names with equal hashes. The first name that occurs twice
- * ends the check, because a hostile file may have a million such names. */
+/* The first equal pair ends the check, because a hostile file may have a million. */
 static int check_names(struct sfr_check *c)
 {
 	const uint64_t nr_bad = c->result.nr_bad;

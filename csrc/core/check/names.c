@@ -5,10 +5,8 @@
  * doubling as names are read, never to a length that a file merely claims.
  *
  * A hostile file may choose the order and the hashes. Heap sort has no slow case, needs no memory,
- * is short, and can be interrupted after any move, so that a list of millions does not block the
- * caller. A hash table would have a slow case. If different names have the same hash, comparing
- * them costs two small reads. Only neighbours are compared. So between two equal names, a different
- * name with the same hash hides that they are equal; this harms only the author of the file. */
+ * and can be interrupted after any move. Only neighbours are compared, so a different name with the
+ * same hash can hide that two names are equal. That harms only the author of the file. */
 #include <errno.h>
 
 #include "check/names.h"
@@ -40,30 +38,33 @@ int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t l
 	return 0;
 }
 
-/* Returns whether `a` is before `b` in the order of the list: by hash, then by offset. */
+/* The order of the list: by hash, then by offset. */
 static bool is_before(const struct sfr__named *a, const struct sfr__named *b)
 {
 	return a->hash != b->hash ? a->hash < b->hash : a->offset < b->offset;
 }
 
-/* Puts `moved` into the heap v[0, end), whose element `at` is free: into that element or, after
- * moving larger descendants up, into one below it. */
+/* Puts `moved` into the heap v[0, end), whose element `at` is free. Larger descendants of `at` move
+ * up first. */
 static void sift_down(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
 {
-	uint64_t child;
+	for (;;) {
+		uint64_t child = 2 * at + 1;
 
-	for (; (child = 2 * at + 1) < end; at = child) {
+		if (child >= end)
+			break;
 		if (child + 1 < end && is_before(&v[child], &v[child + 1]))
 			child++;
 		if (!is_before(&moved, &v[child]))
 			break;
 		v[at] = v[child];
+		at = child;
 	}
 	v[at] = moved;
 }
 
-/* Heap sort. While heap_from decreases to 0, the elements from heap_from on become a heap. Then the
- * largest element repeatedly goes to the end of the heap, which shrinks: heap_to is its end. */
+/* Heap sort. First heap_from decreases to 0; the elements from heap_from on are a heap. Then the
+ * largest element repeatedly goes to the end of the heap, and heap_to, its end, decreases. */
 bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 {
 	struct sfr__named *v = names->v;

@@ -1,26 +1,22 @@
-/* Checks one record of a checkpoint's archive: two of the steps of a check (check.c has the
- * picture).
+/* Checks one record of a checkpoint's archive: two of the steps of a check (check.c).
  *
  *     directory record --> local header --> [data, chunk by chunk] --> descriptor --> next
  *       read_central        read_local         record_bytes            read_desc
  *                      or  find_end_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
  *
- * The directory is read through one window (a buffer), the data part of the file through another.
- * `wrong` receives the first damage found in this record, after which the record is put on the list
- * of bad records and not checked further. c->body_pos never decreases: a record that begins below
- * that offset overlaps an earlier one. The functions return 0 or -errno, as a step does.
+ * `wrong` receives the first damage of this record. The record is then put on the list of bad
+ * records and not checked further. The functions return 0, SFR_EAGAIN or -errno, as a step does.
  *
- * Only sfr__check_record_bytes takes much time. The bytes of a long file are read on threads
- * instead (sums.c). */
+ * The bytes of a long file are read on threads instead (sums.c). */
 #include <string.h>
 
 #include "sfr/crc.h"
 #include "check/records.h"
 #include "base/base.h"
 
-/* Copies the record's name to c->name, for messages, and checks it. The first name sets the prefix
- * that all others must have. Notes whether the record is data.pkl or the version. Returns NULL, or
- * the damage. */
+/* Copies the record's name to c->name and checks the name. The first name sets the prefix that all
+ * others must have. Notes whether the record is data.pkl or the version. Returns NULL, or the
+ * damage. */
 static const char *take_name(struct sfr_check *c, const unsigned char *name)
 {
 	size_t len = c->rec.name_len;
@@ -43,7 +39,7 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 	if (len < c->prefix_len || memcmp(name, c->prefix, c->prefix_len) != 0)
 		return "it is not in the same directory of the archive as the first record";
 
-	/* The name contains no zero byte, so from here on it can be used as a string. */
+	/* sfr__unzip_name has found no zero byte, so the name can be used as a string */
 	bare = c->name + c->prefix_len;
 	if (strcmp(bare, "data.pkl") == 0)
 		c->has_pickle = true;
@@ -52,9 +48,8 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 	return NULL;
 }
 
-/* Reads the next directory record into c->rec and c->name. *wrong receives damage of this record
- * alone. Damage that makes the rest of the directory unreadable ends the check (c->state is
- * DONE). */
+/* Reads the next directory record into c->rec and c->name. *wrong receives damage of this record.
+ * If the rest of the directory is unreadable, ends the check (c->state is DONE). */
 static int read_central(struct sfr_check *c, const char **wrong)
 {
 	static const char short_dir[] = "its directory ends in the middle of a record";
@@ -94,19 +89,18 @@ static int read_central(struct sfr_check *c, const char **wrong)
 static const char overlaps[] = "it overlaps another record or is out of order";
 static const char reaches_beyond[] = "it reaches beyond the data of the file";
 
-/* Returns whether the current record begins before the end of the records before it. The first
- * record must begin at the start of the archive. */
+/* Returns whether the current record overlaps an earlier record, or is the first and does not begin
+ * at the start of the archive. */
 static bool is_out_of_order(const struct sfr_check *c)
 {
 	return c->rec.hdr_off < c->body_pos || (c->names.nr == 1 && c->rec.hdr_off != 0);
 }
 
-/* Checks, without reading the local header, that the record ends before the directory.
- * sfr__unzip_central_extra has compared the end without the name's length, so `end` is not after
- * the directory's offset. Sets c->rec_end to the lowest possible end: the local header may be
- * longer than the directory shows. */
+/* Checks, without reading the local header, that the record ends before the directory. Sets
+ * c->rec_end to the lowest possible end, because extra fields of the local header are not known. */
 static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 {
+	/* the end without the name; sfr__unzip_central_extra has checked that it is not too high */
 	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL + c->rec.clen;
 
 	if (is_out_of_order(c))
@@ -133,8 +127,7 @@ static int read_local(struct sfr_check *c, const char **wrong)
 	rc = sfr__window_get(&c->body, rec->hdr_off, SFR__UNZIP_LOCAL, limit, &fixed, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	/* This is set even if the header is damaged: the next record cannot begin before the end
-	 * of this header. */
+	/* even if this header is damaged, the next record cannot begin before its end */
 	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL;
 	*wrong = sfr__unzip_local(fixed, rec, &extra_len);
 	if (*wrong != NULL)
@@ -157,7 +150,7 @@ static int read_local(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
-/* Checks the descriptor after the data, if there is one. Sets c->rec_end. */
+/* Checks the descriptor if there is one. Sets c->rec_end. */
 static int read_desc(struct sfr_check *c, const char **wrong)
 {
 	uint64_t off = c->data_off + c->rec.clen, left = c->end.dir_off - off;
@@ -177,15 +170,14 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
-/* Returns whether the check of the current record goes on: no error, no verdict on the file, and no
- * damage of the record so far. */
+/* Returns whether there was no error, no verdict on the file, and no damage of the record. */
 static bool goes_on(const struct sfr_check *c, int rc, const char *wrong)
 {
 	return rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL;
 }
 
-/* Checks the next record as far as the flags ask for. With SFR_CHECK_BYTES the check of its data is
- * left to the step BYTES. */
+/* Checks the next record, except for its data and what follows them, which the step BYTES checks
+ * with SFR_CHECK_BYTES. */
 static int read_record(struct sfr_check *c)
 {
 	const bool headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
@@ -199,7 +191,6 @@ static int read_record(struct sfr_check *c)
 		rc = read_local(c, &wrong);
 	if (goes_on(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
 	    c->rec.method == SFR__UNZIP_STORED) {
-		/* The descriptor is read when the body window gets there. */
 		c->data_done = 0;
 		c->crc = 0;
 		c->state = SFR__CHECK_BYTES;
@@ -218,7 +209,7 @@ static int read_record(struct sfr_check *c)
 			return rc;
 	}
 	c->body_pos = c->rec_end;
-	/* deflated data, and data that were written without a CRC, cannot be checked */
+	/* deflated data, and data without a CRC, cannot be checked */
 	if (c->rec.method != SFR__UNZIP_STORED)
 		c->result.nr_compressed++;
 	if (c->rec.method != SFR__UNZIP_STORED || (c->rec.crc == 0 && c->rec.clen != 0))
@@ -248,7 +239,6 @@ int sfr__check_next_record(struct sfr_check *c)
 
 /* ---- BYTES ------------------------------------------------------------------- */
 
-/* Adds one chunk of the record's data to the CRC or, after the last chunk, ends the record. */
 int sfr__check_record_bytes(struct sfr_check *c)
 {
 	uint64_t left = c->rec.clen - c->data_done;
@@ -259,7 +249,7 @@ int sfr__check_record_bytes(struct sfr_check *c)
 
 	if (left != 0) {
 		sfr__source_ahead(&c->body.source, c->body_pos, c->end.dir_off);
-		/* asks for one byte; `got` is how many bytes the window has there */
+		/* requires one byte; `got` receives how many the window has */
 		rc = sfr__window_get(&c->body, c->data_off + c->data_done, 1, c->end.dir_off,
 				     &bytes, &got);
 		if (rc != 0)

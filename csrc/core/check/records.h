@@ -18,10 +18,10 @@ enum sfr__check_state {
 	SFR__CHECK_DONE
 };
 
-/* Offsets count from `base`, the archive's first byte in the file. */
+/* All offsets but `base` count from the archive's first byte. */
 struct sfr_check {
-	int fd; /* the caller's */
-	uint64_t base;
+	int fd;         /* owned by the caller */
+	uint64_t base;  /* offset of the archive in the file */
 	unsigned flags; /* SFR_CHECK_* */
 	enum sfr__check_state state;
 	int code;             /* 0, or the -errno with which every run returns */
@@ -32,21 +32,22 @@ struct sfr_check {
 	struct sfr__unzip_end end;    /* where the directory is */
 	uint64_t dir_pos;             /* offset of the next directory record */
 	uint64_t body_pos;            /* the file is checked up to this offset */
-	uint64_t done_pos; /* bytes before this are reported to body.source as no longer needed */
-	bool has_pickle, has_version;
-	struct sfr__names names;     /* each offset is that of a directory record */
-	struct sfr__listing listing; /* the records, kept with SFR_CHECK_KEEP */
-	uint64_t names_at;           /* position up to which the names are compared */
-	unsigned nr_alike;           /* pairs of different names with the same hash */
-	bool os_error;               /* `code` is the system's error of reading the file */
-	/* for the step SUMS, else NULL: the check of the directory alone, and the threads */
-	struct sfr_check *directory;
-	struct sfr_reader *reader;
+	uint64_t done_pos;            /* body.source knows that bytes before this are not needed */
+	bool has_pickle, has_version; /* there is a record data.pkl, and version */
+	struct sfr__names names;      /* offsets are those of directory records */
+	struct sfr__listing listing;  /* the records, kept with SFR_CHECK_KEEP */
+	uint64_t names_at;            /* position up to which the names are compared */
+	unsigned nr_alike;            /* pairs of different names with the same hash */
+	bool os_error;                /* `code` is the system's error of reading the file */
+	/* for the step SUMS, else NULL */
+	struct sfr_check *directory; /* a check of the directory alone */
+	struct sfr_reader *reader;   /* the threads that read */
 	/* the current record */
 	struct sfr__unzip_record rec;
-	uint64_t data_off, rec_end; /* offset of its data; offset at which the record ends */
-	uint64_t data_done; /* bytes of its data that were read so far, with the CRC `crc` */
-	uint32_t crc;
+	uint64_t data_off;                /* offset of its data */
+	uint64_t rec_end;                 /* offset at which the record ends */
+	uint64_t data_done;               /* bytes of its data that were read so far */
+	uint32_t crc;                     /* CRC of these bytes */
 	char prefix[SFR__UNZIP_NAME_MAX]; /* the start of every name, such as "archive/" */
 	size_t prefix_len;
 	char name[SFR__UNZIP_NAME_MAX + 1]; /* as in the file, followed by a zero byte */
@@ -62,15 +63,16 @@ static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
 
 /* Ends the check: the file as a whole is damaged. */
 int sfr__check_fatal(struct sfr_check *c, const char *wrong);
-/* Handles the code `rc` of a read that failed. Returns 0 after a verdict, if the file was changed;
- * SFR_EAGAIN if the bytes have not arrived, so that the step is tried again; else -errno of the
- * operating system. */
+/* Handles the code `rc` of a read that failed. Returns:
+ *   0           the file was changed meanwhile: the check has ended with a verdict
+ *   SFR_EAGAIN  the bytes have not arrived: the step is tried again
+ *   -errno      the operating system's error */
 int sfr__check_unreadable(struct sfr_check *c, int rc);
 /* Puts the current record on the list of bad records. Returns 0 or -ENOMEM. */
 int sfr__check_bad_record(struct sfr_check *c, const char *reason);
 
-/* Returns the index in `listing` of the record with this name, or listing.nr if there is none. The
- * name, of `len` bytes, is given without the archive's directory. The check must be done. */
+/* Returns the index in `listing` of the record with this name, or listing.nr if there is none.
+ * `bare` is the name without the archive's directory, of `len` bytes. The check must be done. */
 uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len);
 
 /* ---- records.c: two of the steps ---- */
@@ -82,8 +84,11 @@ int sfr__check_record_bytes(struct sfr_check *c);
 
 /* Starts the reader, once the check of the directory has found no damage. */
 int sfr__check_start_sums(struct sfr_check *c);
-/* Waits for the reader and takes its verdict. Returns 0; SFR_EAGAIN after the slice; -EOPNOTSUPP or
- * SFR_EFORK: the walk has to read the file instead; another -errno. */
+/* Waits for the reader and takes its verdict. Returns:
+ *   0                       the check has ended
+ *   SFR_EAGAIN              the slice is over
+ *   -EOPNOTSUPP, SFR_EFORK  the walk has to read the file instead
+ *   another -errno          the file cannot be read, or there is no memory */
 int sfr__check_sums(struct sfr_check *c);
 
 #endif

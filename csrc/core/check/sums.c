@@ -1,7 +1,7 @@
-/* Checks the bytes of a long file on threads. This is one step of a check (check.c).
+/* Checks the bytes of a long file on threads: the step SUMS of a check (check.c).
  *
- * The reader (reader/reader.c) reads the records and compares their CRCs; none of the bytes is
- * kept. A second check, of the directory alone, finds out where the records are:
+ * A second check, of the directory alone, finds the records. Then the reader (reader/reader.c)
+ * reads them and compares their CRCs:
  *
  *     check of the directory --> reader: headers, bytes and descriptors, on threads --> verdict
  *        |                         |
@@ -9,8 +9,7 @@
  *                                     no memory, no thread, a forked child
  *
  * The walk is the check in one thread, from front to back (check.c). It reports damage to the
- * directory, and reads archives that other programs laid out. The reader finds damage to headers,
- * bytes and descriptors of records. Both use the same words for the same damage. */
+ * directory, and reads archives that other programs laid out. */
 #include <errno.h>
 #include <string.h>
 
@@ -29,10 +28,12 @@ int sfr__check_start_sums(struct sfr_check *c)
 	};
 	int rc = sfr__reader_new(&spec, &c->reader);
 
-	return rc == 0 ? sfr_reader_allow(c->reader, spec.listing->nr) : rc; /* all records */
+	if (rc == 0)
+		rc = sfr_reader_allow(c->reader, spec.listing->nr); /* all records */
+	return rc;
 }
 
-/* Ends the check with the reader's verdict on every record. Returns 0 or -ENOMEM. */
+/* Returns 0 or -ENOMEM. */
 static int give_verdict(struct sfr_check *c)
 {
 	const struct sfr__listing *listing = &c->directory->listing;

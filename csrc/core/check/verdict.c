@@ -24,8 +24,8 @@ int sfr__check_unreadable(struct sfr_check *c, int rc)
 	return rc;
 }
 
-/* Returns a new string with the current record's name for display: '?' replaces control characters
- * and zero bytes. Returns NULL if there is no memory. */
+/* Returns a new string with the current record's name, in which '?' replaces control characters.
+ * Returns NULL if there is no memory. */
 static char *show_name(const struct sfr_check *c)
 {
 	size_t len = c->rec.name_len;
