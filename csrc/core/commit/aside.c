@@ -1,23 +1,16 @@
 /* Decides which saves overtake entries whose file system does not answer.
  *
- * A rename, a sync or a remove on a mount that hangs never returns, and in the log's order
- * everything after it would wait: all file systems, all engines. So a file system that has not
- * answered for a while (20 s) is set aside, with a notice, until it answers:
+ * A rename, a sync or a remove on a mount that hangs never returns. In the log's order everything
+ * after it would wait, even saves to healthy local disks. So a file system that has not answered
+ * for 20 s is set aside, with a notice, until it answers:
  *
  *     [A /nfs: renaming for 20 s]  [B /nfs: ready]  [remove of /ssd/old]  [C /ssd: ready]
  *                                                                          runs now
  *
- * Only saves overtake, and only those that are ready, on a file system that answers, under a name
- * that no entry in front of them concerns. They keep their position in the list, and leave it in
- * the order of the list. Removes and external work wait: a remove is promised to come after every
- * save before it. So while a mount hangs, old checkpoints may remain, but none is missing.
- *
- * A file system that is slow but answers is never overtaken: the promise of order across paths is
- * given up only for a file system that hangs.
- *
- * The purpose is not speed. If nothing could overtake, one dead network mount would block the
- * renames of all later saves, even on healthy local disks. `wait_all` would not return for them.
- * tests/c/commit/test_aside.c shows the saves that overtake, and the entries that never do. */
+ * A save overtakes if it is ready, its file system answers, and no entry in front of it concerns
+ * its name. It keeps its position in the list. Removes and external work never overtake, because a
+ * remove is promised to come after every save before it. So while a mount hangs, old checkpoints
+ * may remain, but none is missing. A file system that is slow but answers is never overtaken. */
 #include <stdio.h>
 
 #include "commit/log_int.h"
@@ -27,7 +20,7 @@ bool sfr__log_is_over_locked(const struct sfr__log_entry *e)
 	return sfr__log_has_ended(e) && !e->loads && e->asked_ns == 0;
 }
 
-/* Returns the time since which this entry has been waiting for its file system, or 0. */
+/* Returns since when this entry has been waiting for its file system, or 0. */
 static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 {
 	uint64_t own = atomic_load_explicit(&e->asked_ns, memory_order_relaxed);
@@ -37,7 +30,7 @@ static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 	return e->ops->asked_since(e);
 }
 
-/* Returns whether an entry hangs: it has waited for its file system for at least patience_ns. */
+/* Returns whether an entry has waited for its file system for at least patience_ns. */
 static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
 	uint64_t since = asked_since_locked(e);
@@ -45,8 +38,8 @@ static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 	return since && now > since && now - since >= sfr__log.patience_ns;
 }
 
-/* Returns the first entry that hangs on this file system, or NULL; always NULL if fs is 0, which
- * means unknown. */
+/* Returns the first entry that hangs on this file system, or NULL. `fs` 0 means unknown, and never
+ * hangs. */
 static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
 {
 	for (struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
@@ -55,19 +48,21 @@ static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
 	return NULL;
 }
 
-/* Returns whether this is a save of the core, which the log's threads rename, and not external
- * work. */
 static bool is_own_save(const struct sfr__log_entry *e)
 {
-	return e->ops->is_save && e->ops->run;
+	return e->ops->is_save && e->ops->run; /* external work has no `run` */
 }
 
-/* Returns whether an entry has begun, or will begin without waiting for entries in front of it. The
- * writers of a save are at work before the save is ready. */
+/* Returns whether an entry has begun, or will begin without waiting for entries in front of it. */
 static bool is_under_way(const struct sfr__log_entry *e)
 {
-	return is_own_save(e) || e->state == SFR__LOG_RUNNING || e->asked_ns != 0 ||
-	       (!e->ops->run && e->state == SFR__LOG_READY);
+	const bool is_external = !e->ops->run;
+
+	if (is_own_save(e)) /* its writers are at work before it is ready */
+		return true;
+	if (is_external && e->state == SFR__LOG_READY)
+		return true;
+	return e->state == SFR__LOG_RUNNING || e->asked_ns != 0;
 }
 
 bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now)
@@ -81,7 +76,7 @@ bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now)
 		if (sfr__log_concerns(b, e->key))
 			return false;
 		/* An entry that is under way is overtaken only if it hangs. Any other entry waits
-		 * only for the entries in front of it, which this loop has checked. */
+		 * for those in front of it, which this loop has checked. */
 		if (is_under_way(b) && !hanging_on_locked(b->fs, now))
 			return false;
 	}
@@ -98,7 +93,6 @@ bool sfr__log_may_overtake_later_locked(const struct sfr__log_entry *e)
 	return false;
 }
 
-/* Returns whether a notice has said that this file system is set aside. */
 static bool is_notified_locked(uint64_t fs)
 {
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)

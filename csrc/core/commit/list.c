@@ -29,18 +29,17 @@ bool sfr__log_has_ended(const struct sfr__log_entry *e)
 
 bool sfr__log_concerns(const struct sfr__log_entry *e, const char *key)
 {
-	size_t len = strlen(e->key), key_len = strlen(key);
+	const size_t len = strlen(e->key), key_len = strlen(key);
+	const bool key_is_directory = key_len > 0 && key[key_len - 1] == '/';
+	const bool covers_contents = e->ops->makes_directory || !e->ops->creates;
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	/* `key` names a directory: the entry is the directory itself, whose key has no slash at the
-	 * end, or is in it */
-	if (key_len > 0 && key[key_len - 1] == '/' &&
-	    strncmp(e->key, key, len < key_len ? key_len - 1 : key_len) == 0)
+	/* the entry is the directory, whose own key has no slash at the end, or is in it */
+	if (key_is_directory && strncmp(e->key, key, len < key_len ? key_len - 1 : key_len) == 0)
 		return true;
-	/* the entry names a directory that `key` is in */
-	return (e->ops->makes_directory || !e->ops->creates) && strncmp(e->key, key, len) == 0 &&
-	       key[len] == '/';
+	/* `key` is in the entry's directory */
+	return covers_contents && strncmp(e->key, key, len) == 0 && key[len] == '/';
 }
 
 struct sfr__log_entry *sfr__log_last_concerning_locked(const char *key,
@@ -62,12 +61,11 @@ uint64_t sfr__log_close_seq(void)
 int sfr_log_exists(const char *key)
 {
 	struct sfr__log_entry *e;
-	int answer = -1;
+	int answer = -1; /* sfr/log.h explains the numbers */
 
 	sfr__lock(&sfr__log.mu);
 	e = sfr__log_last_concerning_locked(key, NULL);
-	/* A failed save leaves its name unchanged, so the entry before it decides. If no entry
-	 * decides, the file system has the answer (-1). */
+	/* a failed save leaves its name unchanged, so the entry before it decides */
 	while (e && e->ops->creates && e->state == SFR__LOG_FAILED)
 		e = sfr__log_last_concerning_locked(key, e);
 	if (e && !e->ops->creates)
@@ -110,7 +108,7 @@ void sfr_log_tune(uint64_t patience_ns)
 /* Runs in a forked child. */
 static void forget(void)
 {
-	/* Entries, threads and waiters are the parent's, and one of them may have held the lock. */
+	/* entries and threads are the parent's; a thread may have held the lock */
 	memset(&sfr__log, 0, sizeof(sfr__log));
 	sfr__log.patience_ns = PATIENCE_NS;
 	sfr__mutex_init(&sfr__log.mu, SFR__LOCK_LOG);

@@ -1,8 +1,7 @@
 /* Loads: files opened for reading at their position in the log.
  *
- * A load that is requested while entries of its name are pending is attached to the last of them.
- * When that entry has ended, the log's thread opens the file, before anything later can rename or
- * remove the name. The load then has a descriptor and delays nothing. */
+ * A load is attached to the last pending entry of its name. When that entry has ended, the log's
+ * thread opens the file, before a later entry can rename or remove the name. */
 #include <errno.h>
 #include <fcntl.h>
 
@@ -12,20 +11,20 @@ struct sfr_log_load {
 	struct sfr_log_load *next; /* the next load attached to the same entry */
 	uint64_t fork_generation;
 	char *key;
-	bool attached; /* to an entry: the log's thread opens the file; else the caller does */
+	bool attached; /* to an entry; otherwise the caller opens the file itself */
 	/* guarded by the log's mutex */
-	bool opened;    /* `fd` is set */
+	bool opened;    /* the log's thread has opened the file, or failed */
 	bool abandoned; /* freed by the caller before it was opened: the log's thread frees it */
-	int fd;         /* -1 before it is opened, and after the caller took it; or -errno */
+	int fd;         /* the descriptor, or -errno; -1: not opened, or taken by the caller */
 };
 
-/* Opens the file for reading. Returns a descriptor or -errno. */
+/* Returns a descriptor or -errno. */
 static int open_key(const char *key)
 {
 	int fd = -1;
 
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
-		/* O_NONBLOCK, because a FIFO must not block the log. */
+		/* O_NONBLOCK, because a FIFO must not block the log */
 		fd = sfr_sys.open(AT_FDCWD, key, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
 		if (fd >= 0 || errno != EINTR)
 			break;
@@ -76,7 +75,7 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 		load->attached = true;
 		load->next = e->loads;
 		e->loads = load;
-		/* the entry may have ended already, and then a thread has to open the load */
+		/* if the entry has ended already, a thread has to open the load */
 		pthread_cond_signal(&sfr__log.cv_work);
 	}
 	sfr__unlock(&sfr__log.mu);
@@ -111,7 +110,7 @@ int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out)
 	if (load->opened) {
 		rc = load->fd < 0 ? load->fd : 0;
 		*fd_out = load->fd < 0 ? -1 : load->fd;
-		load->fd = -1; /* now the caller's */
+		load->fd = -1; /* the caller owns the descriptor now */
 	}
 	sfr__unlock(&sfr__log.mu);
 	return rc;
@@ -119,18 +118,18 @@ int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out)
 
 void sfr_log_load_free(struct sfr_log_load *load)
 {
+	bool pending;
+
 	if (!load || load->fork_generation != sfr_fork_generation())
 		return;
 	sfr__lock(&sfr__log.mu);
-	if (load->attached && !load->opened) {
-		load->abandoned = true; /* sfr__log_open_loads frees it */
-		load = NULL;
-	}
+	pending = load->attached && !load->opened;
+	load->abandoned = pending;
 	sfr__unlock(&sfr__log.mu);
-	if (!load)
-		return;
+	if (pending)
+		return; /* sfr__log_open_loads frees the load */
 	if (load->fd >= 0)
-		(void)sfr_sys.close(load->fd); /* nothing to lose: it was only read */
+		(void)sfr_sys.close(load->fd); /* nothing to lose: opened for reading */
 	sfr_sys.free(load->key);
 	sfr_sys.free(load);
 }

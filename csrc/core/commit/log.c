@@ -12,30 +12,27 @@
  *              not become durable (removes.c)
  *   external   ready once it is the head; code outside the core does the work and ends it (work.c)
  *
- * The engine's writers have written and synced a save's data long before; only the commit waits
- * here. A rotation (save the new, remove the old) never leaves fewer durable checkpoints than
- * before, because the remove comes after the save in the same list.
+ * A rotation (save the new, remove the old) never leaves fewer durable checkpoints than before,
+ * because the remove comes after the save in the list.
  *
- * Saves may overtake entries whose file system does not answer (aside.c). The log's thread then
- * hangs in a call to that file system. So there is a second thread while a thread works on an entry
- * that a later entry might overtake. All threads run the same loop (log_main): each takes the next
- * possible step. At most one thread waits for work; a thread that has nothing to do ends if another
- * thread waits already.
+ * Saves may overtake entries whose file system does not answer (aside.c). A thread of the log may
+ * hang in such a file system. So while a thread works on an entry that a later entry might
+ * overtake, there is another thread. All threads run the same loop (log_main): each takes the next
+ * possible step. At most one thread waits for work; further threads without work end.
  *
- * Writers do not commit, so they never wait for the log, whatever the number of commits. A rename
- * and a directory's sync are short compared with writing the data. */
+ * The engine's writers write and sync a save's data before, and never wait for the log. */
 #include "commit/log_int.h"
 
-#define MOST_THREADS 4 /* even if three file systems hang, one thread still works */
+#define MOST_THREADS 4 /* if three file systems hang, one thread still works */
 
 /* ---- threads ---- */
 
 static void *log_main(void *unused);
 
-/* Starts a thread of the log. Returns 0 or -errno. */
+/* Returns 0 or -errno. */
 static int start_thread_locked(void)
 {
-	pthread_t thread; /* not kept: at its end the thread stores its own id in sfr__log.gone */
+	pthread_t thread; /* not kept: at its end the thread stores its id in sfr__log.gone */
 	int rc = sfr__thread_start(&thread, "sfr-log", SFR__BACKGROUND, log_main, NULL);
 
 	if (rc == 0)
@@ -43,7 +40,7 @@ static int start_thread_locked(void)
 	return rc;
 }
 
-/* Starts one more thread if all threads are busy and an entry might have to overtake. */
+/* Starts another thread if all are busy and an entry might have to overtake. */
 static void start_spare_locked(void)
 {
 	if (sfr__log.nr_threads == 0 || sfr__log.nr_threads == MOST_THREADS || sfr__log.nr_idle)
@@ -56,8 +53,8 @@ static void start_spare_locked(void)
 		}
 }
 
-/* Release the lock for work on an entry, and take it again afterwards. In between, asked_ns is not
- * 0, so no other thread works on the entry or frees it. */
+/* These two release the lock for work on an entry, and take it again. In between asked_ns is not 0,
+ * so no other thread works on the entry or frees it. */
 static void begin_work_locked(struct sfr__log_entry *e)
 {
 	e->asked_ns = sfr__now_ns();
@@ -71,7 +68,7 @@ static void end_work_locked(struct sfr__log_entry *e)
 	e->asked_ns = 0;
 }
 
-/* Runs an entry. The lock is released meanwhile. */
+/* The lock is released meanwhile. */
 static void run_entry_locked(struct sfr__log_entry *e)
 {
 	bool after_good = !sfr__log.last_save_bad;
@@ -82,8 +79,7 @@ static void run_entry_locked(struct sfr__log_entry *e)
 	end_work_locked(e);
 }
 
-/* Opens the loads attached to an entry that has ended. The lock is released meanwhile, so further
- * loads may be attached. */
+/* The lock is released meanwhile, so further loads may be attached to the entry. */
 static void open_loads_locked(struct sfr__log_entry *e)
 {
 	struct sfr_log_load *loads = e->loads;
@@ -94,7 +90,7 @@ static void open_loads_locked(struct sfr__log_entry *e)
 	end_work_locked(e);
 }
 
-/* Removes the head `e`, which is over, from the list. Releases the lock for a moment. */
+/* Removes the head `e` from the list. The lock is released for a moment. */
 static void remove_head_locked(struct sfr__log_entry *e)
 {
 	if (e->ops->is_save)
@@ -108,8 +104,8 @@ static void remove_head_locked(struct sfr__log_entry *e)
 	sfr__lock(&sfr__log.mu);
 }
 
-/* Returns whether an entry that has ended has loads that may be opened now. That is so if every
- * entry in front of it that concerns its name is over. */
+/* Returns whether the loads of an ended entry may be opened: every entry in front of it that
+ * concerns its name is over. */
 static bool may_open_locked(const struct sfr__log_entry *e)
 {
 	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next)
@@ -118,26 +114,25 @@ static bool may_open_locked(const struct sfr__log_entry *e)
 	return e->loads != NULL;
 }
 
-/* Prepares to run an entry that has not ended. Returns whether a thread of the log can run it now;
- * if it overtakes, reports the file systems that hang. Threads of the log do not run external work:
- * at the head it becomes ready here, and the threads that do it are woken. */
-static bool prepare_to_run_locked(struct sfr__log_entry *e, uint64_t now)
+/* Makes external work at the head ready, and wakes the threads that wait for it. */
+static void offer_work_locked(struct sfr__log_entry *head)
 {
-	if (e != sfr__log.entries.head) {
-		if (!sfr__log_may_overtake_locked(e, now))
-			return false;
-		sfr__log_report_aside_locked(e, now);
-		return true;
+	if (head->state == SFR__LOG_WAITING && !head->ops->run) {
+		head->state = SFR__LOG_READY;
+		pthread_cond_broadcast(&sfr__log.cv_done);
 	}
-	if (e->state == SFR__LOG_WAITING && !e->ops->run) {
-		e->state = SFR__LOG_READY;
-		pthread_cond_broadcast(&sfr__log.cv_done); /* wakes threads that do external work */
-	}
-	return e->state == SFR__LOG_READY && e->ops->run;
 }
 
-/* Takes the first step that is possible now: removes the head, opens loads, or runs an entry.
- * Returns false if there is none. */
+/* Returns whether a thread of the log may run this entry now. */
+static bool may_run_locked(const struct sfr__log_entry *e, uint64_t now)
+{
+	if (e == sfr__log.entries.head)
+		return e->state == SFR__LOG_READY && e->ops->run;
+	return sfr__log_may_overtake_locked(e, now);
+}
+
+/* Takes the first possible step: removes the head, opens loads, or runs an entry. Returns false if
+ * no step is possible. */
 static bool step_locked(void)
 {
 	struct sfr__log_entry *head = sfr__log.entries.head;
@@ -147,25 +142,29 @@ static bool step_locked(void)
 		remove_head_locked(head);
 		return true;
 	}
+	if (head)
+		offer_work_locked(head);
 	for (struct sfr__log_entry *e = head; e; e = e->next) {
+		bool ended = sfr__log_has_ended(e);
+
 		if (e->asked_ns != 0)
 			continue; /* a thread is working on it */
-		if (sfr__log_has_ended(e)) {
-			if (!may_open_locked(e))
-				continue;
+		if (ended && may_open_locked(e)) {
 			open_loads_locked(e);
-		} else {
-			if (!prepare_to_run_locked(e, now))
-				continue;
-			run_entry_locked(e);
+			return true;
 		}
-		return true;
+		if (!ended && may_run_locked(e, now)) {
+			if (e != head)
+				sfr__log_report_aside_locked(e, now);
+			run_entry_locked(e);
+			return true;
+		}
 	}
 	return false;
 }
 
-/* Ends the calling thread's work for the log and releases the lock. Each thread that ends joins the
- * thread that ended before it, so at most one thread is not joined yet. */
+/* Called by a thread that ends; releases the lock. The thread joins the one that ended before it,
+ * so at most one thread is not joined yet. */
 static void end_thread_locked(void)
 {
 	bool joins = sfr__log.has_gone;
@@ -181,14 +180,12 @@ static void end_thread_locked(void)
 		(void)sfr_sys.thread_join(other, NULL); /* cannot fail: it is joinable */
 }
 
-/* The loop of every thread of the log. */
 static void *log_main(void *unused)
 {
 	(void)unused;
 	sfr__lock(&sfr__log.mu);
 	for (;;) {
-		/* Nothing wakes a thread when an entry begins to hang. So a thread waits at most
-		 * this long before it checks again. */
+		/* the longest wait: nothing wakes the thread when an entry begins to hang */
 		uint64_t patience_ns = sfr__log.patience_ns;
 
 		if (step_locked())
@@ -240,9 +237,8 @@ int sfr_log_stop(void)
 	sfr__log.stopping = true;
 	sfr__log.nr_stops++;
 	pthread_cond_signal(&sfr__log.cv_work);
-	/* threads that wait for external work end as well */
-	pthread_cond_broadcast(&sfr__log.cv_done);
-	while (sfr__log.stopping) /* the last thread that ends clears it */
+	pthread_cond_broadcast(&sfr__log.cv_done); /* wakes threads that wait for external work */
+	while (sfr__log.stopping)                  /* the last thread that ends clears it */
 		(void)sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, SFR_FOREVER);
 	last = sfr__log.gone;
 	joins = sfr__log.has_gone;

@@ -1,8 +1,7 @@
 /* Removes: entries of the log that remove a file, a link or a directory tree.
  *
- * A remove never leaves fewer durable checkpoints than before: if the last save in front of it did
- * not become durable, the remove is dropped with a notice. A remove that fails is reported by a
- * notice as well, because no caller waits for it.
+ * A remove is dropped, with a notice, if the last save in front of it did not become durable. A
+ * failed remove is reported by a notice, too, because no caller waits for it.
  *
  * A remove is not synced: at worst, the checkpoint is there again after a power failure. */
 #include <errno.h>
@@ -13,40 +12,36 @@
 #include "file/file.h"
 #include "trace/trace.h"
 
-/* Removes the path of an entry if the last save before the entry succeeded. If that save or the
- * remove failed, posts a notice. */
 static void remove_or_report(struct sfr__log_entry *entry, bool after_good)
 {
 	const char *path = entry->key;
 	struct sfr_err err = { .index = -1 };
 
 	SFR__TRACE(SFR_TRACE_REMOVE, 0, 0);
-	if (!after_good)
+	if (!after_good) {
 		sfr__notice_text("%s was not removed: the save before it did not become durable",
 				 path);
-	else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0)
+	} else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0) {
+		const bool is_errno = err.code > -1000; /* otherwise SFR_E* */
+
 		sfr__notice_text("%s could not be removed: %s", path,
-				 /* SFR_E* codes are below -1000, the others are -errno */
-				 err.code <= -1000 ? sfr_code_message(err.code) :
-						     strerror(-err.code));
+				 is_errno ? strerror(-err.code) : sfr_code_message(err.code));
+	}
 }
 
-/* The entry's ops->run. */
 static void run_remove(struct sfr__log_entry *entry, bool after_good)
 {
 	remove_or_report(entry, after_good);
 	sfr__log_ended(entry, true); /* a failed remove does not stop later entries */
 }
 
-/* The entry's ops->left. */
 static void free_entry(struct sfr__log_entry *entry)
 {
 	sfr_sys.free(entry->key);
 	sfr_sys.free(entry);
 }
 
-/* Returns the device number of the file system that the key's directory is on, or 0 if it cannot be
- * known. */
+/* Returns st_dev of the key's directory, or 0 if it cannot be known. */
 static uint64_t file_system_of(const char *key)
 {
 	char parent[SFR_PATH_MAX];

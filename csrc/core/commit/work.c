@@ -1,33 +1,30 @@
 /* External work in the log's order.
  *
  * External work is an action of code outside the core that must keep the log's order. For example,
- * a link may be made only when its target exists, and before an older target is removed. As a
- * second example, loads and removes must wait for a checkpoint that another library writes. Such an
- * action has an entry, at which the log stops until the action is done:
+ * a link may be made only when its target exists, and before an older target is removed. The log
+ * stops at the entry of such an action until the action is done:
  *
  *   new ──append──▶ WAITING ──at the head──▶ READY ──next──▶ RUNNING ──end──▶ SUCCEEDED, FAILED
  *
- * An entry has two owners: its maker, and the log while the entry is in it. The owner that drops
- * its reference last frees the entry. */
+ * An entry has two owners: its maker, and the log while the entry is in the log. */
 #include <errno.h>
 #include <stdatomic.h>
 
 #include "commit/log.h"
 
 struct sfr_log_work {
-	struct sfr__log_entry entry; /* first, so that either pointer gives the other */
+	struct sfr__log_entry entry; /* must be the first member */
 	atomic_uint refs;            /* its maker's and the log's */
 	atomic_bool appended;
 	uint64_t fork_generation; /* constant */
 };
 
-/* Returns whether the entry was made before a fork, by the parent of this process. */
+/* Returns whether the entry was made by the parent of this process. */
 static bool is_inherited(const struct sfr_log_work *work)
 {
 	return work->fork_generation != sfr_fork_generation();
 }
 
-/* Drops one reference, and frees the entry with the last. */
 static void drop_ref(struct sfr_log_work *work)
 {
 	if (atomic_fetch_sub(&work->refs, 1) > 1)
@@ -36,7 +33,6 @@ static void drop_ref(struct sfr_log_work *work)
 	sfr_sys.free(work);
 }
 
-/* The entry's ops->left. */
 static void drop_logs_ref(struct sfr__log_entry *entry)
 {
 	drop_ref((struct sfr_log_work *)entry);
@@ -85,7 +81,7 @@ int sfr_log_work_append(struct sfr_log_work *work)
 
 	if (is_inherited(work))
 		return SFR_EFORK;
-	rc = sfr__log_reserve(); /* first, because it may fail: `appended` is never taken back */
+	rc = sfr__log_reserve(); /* may fail, so `appended` is set after it */
 	if (rc < 0)
 		return rc;
 	if (atomic_exchange(&work->appended, true)) {
