@@ -21,9 +21,9 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 	return (value + to - 1) / to * to;
 }
 
-/* Returns the first number in [from, to) for which `is_before` is false, or `to` if there is none.
- * The caller chooses the name `number`, and `is_before` is an expression that contains it. The
- * expression is true up to some number and false from there on. */
+/* Returns the first number in [from, to) for which the expression `is_before` is false, or `to` if
+ * there is none. `is_before` uses the variable `number`, which the caller names. It must be true up
+ * to some number and false from there on. */
 #define sfr__lower_bound(number, from, to, is_before)                                              \
 	__extension__({                                                                            \
 		uint64_t sfr__low = (from), sfr__high = (to);                                      \
@@ -44,32 +44,31 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 
 /* Copies like memcpy, with stores that bypass the caches, for bytes that only a disk will read. */
 void sfr__copy(void *dst, const void *src, size_t len);
-/* Orders the stores of sfr__copy before all later stores of the thread. A thread calls it after its
- * copies, before another thread may read them. */
+/* Called after sfr__copy, before another thread may read the copies. */
 void sfr__copy_fence(void);
 
 /* ---- sys.c: helpers over the system-call table ---- */
 
 /* How often an interrupted call is retried without progress. No signal handler runs on the core's
- * threads, so a call interrupted that often is broken, and retrying forever would hide it. */
+ * threads, so more interruptions mean that the call is broken. */
 #define SFR__EINTR_TRIES 64
 
 uint64_t sfr__now_ns(void); /* the current time of CLOCK_MONOTONIC */
 /* pthread_cond_init with CLOCK_MONOTONIC. Returns 0 or -errno. */
 int sfr__cond_init(pthread_cond_t *cond);
-/* Waits on `cond` until woken or until `deadline_ns` (SFR_FOREVER: no bound). The caller holds `mu`
- * and no other lock. Returns 0, also without a wake-up, or SFR_EAGAIN after the deadline. With a
- * deadline in the past it returns SFR_EAGAIN at once and never releases the mutex. */
+/* Waits on `cond` until `deadline_ns` at the latest (SFR_FOREVER: no limit). The caller holds `mu`
+ * and no other lock. Returns 0, possibly without a wake-up, or SFR_EAGAIN after the deadline. If
+ * the deadline is in the past, the mutex is not released. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns);
-/* sfr__deadline converts a slice (nanoseconds from now) to a deadline (a time of sfr__now_ns), and
- * sfr__time_left does the reverse. SFR_FOREVER stays SFR_FOREVER; for a deadline in the past no
- * time is left (0). */
+/* Converts a slice (nanoseconds from now) to a deadline (a time of sfr__now_ns). SFR_FOREVER stays
+ * SFR_FOREVER, here and in sfr__time_left. */
 uint64_t sfr__deadline(uint64_t slice_ns);
+/* Returns the nanoseconds until the deadline, or 0 if it is in the past. */
 uint64_t sfr__time_left(uint64_t deadline_ns);
-/* Writes `len` bytes at offset `off` of the file, retrying short writes and EINTR. *done receives
+/* Writes `len` bytes at offset `off` of the file; retries short writes and EINTR. *done receives
  * the number of bytes written, also after an error. Returns 0 or -errno. */
 int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *done);
-/* Returns a copy of a string, which the caller frees with sfr_sys.free. NULL without memory. */
+/* Returns a copy of a string, to be freed with sfr_sys.free, or NULL if there is no memory. */
 char *sfr__text_copy(const char *text);
 
 /* ---- thread.c ---- */
@@ -77,10 +76,10 @@ char *sfr__text_copy(const char *text);
 enum sfr__thread_kind {
 	SFR__BACKGROUND, /* runs at nice 10; the other kinds keep the caller's priority */
 	SFR__AWAITED,    /* a call waits for the thread and does nothing else */
-	SFR__PROMPT,     /* a step may wait for it: short sleeps end on time */
+	SFR__PROMPT,     /* a step may wait for the thread: its short sleeps end on time */
 };
-/* Starts a named thread with every signal blocked except those that a thread raises itself, such as
- * SIGSEGV. Returns 0 or -errno. */
+/* Starts a named thread. Every signal is blocked on it, except those that a thread raises itself,
+ * such as SIGSEGV. Returns 0 or -errno. */
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg);
 
@@ -91,25 +90,24 @@ void sfr__cpus_apply(void);
 
 /* ---- err.c ---- */
 
-/* Sets *err unless it already has an error: the first error wins. `note` may be NULL. */
+/* Sets *err, unless it already has an error: the first error wins. `code` is not 0. `note` may be
+ * NULL and is cut to fit. The caller guards *err. */
 void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note);
 
 /* ---- fork.c ---- */
 
-/* Opens a file like open(2), with O_CLOEXEC, and registers the descriptor, so that a forked child
- * closes it. Closing it there does not release a lock of flock(2), because the parent still has the
- * file open. Returns the descriptor or -errno. */
+/* Opens a file like open(2), with O_CLOEXEC. Registers the descriptor, so that a forked child
+ * closes it. Returns the descriptor or -errno; -EMFILE also when the register is full. */
 int sfr__fd_open(const char *path, int flags, mode_t mode);
 /* Does the same for a name in an open directory. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
 /* Does the same for a new file in memory (memfd_create). */
 int sfr__fd_memory(const char *name);
-/* Unregisters and closes the descriptor. 0 or -errno of close. */
+/* Unregisters and closes the descriptor. Returns 0 or -errno; Linux closes it in both cases. */
 int sfr__fd_close(int fd);
-/* A function that resets the static variables of one source file in a forked child, where threads,
- * waiters and lock holders of the parent do not exist. The child calls the functions in no
- * particular order; they allocate nothing and take no lock. SFR__AT_FORK registers a function when
- * the library is loaded, so no fork comes too early. */
+/* A function that resets the static variables of one source file in a forked child. The child calls
+ * these functions in no particular order. They allocate nothing and take no lock. SFR__AT_FORK
+ * registers a function when the library is loaded. */
 struct sfr__fork_hook {
 	struct sfr__fork_hook *next;
 	void (*forget)(void);
@@ -124,9 +122,8 @@ void sfr__fork_hook_add(struct sfr__fork_hook *hook);
 
 /* ---- notice.c ---- */
 
-/* A ticket posts at most two notices and a snapshot at most one. They embed these structs, so
- * posting needs no memory and cannot fail. Each posted notice holds a reference on its ticket or
- * snapshot. */
+/* A message for sfr_notice_wait. Tickets and snapshots embed their notices, so posting needs no
+ * memory and cannot fail. A posted notice holds a reference on its ticket or snapshot. */
 struct sfr__notice {
 	struct sfr__notice *next;
 	uint64_t number; /* the number of the ticket or snapshot */
@@ -137,7 +134,7 @@ struct sfr__notice {
 };
 /* Adds the notice to the queue that sfr_notice_wait empties. Callable from any thread. */
 void sfr__notice_post(struct sfr__notice *notice);
-/* Formats and posts a TEXT notice; drops it silently when memory is short. */
+/* Formats and posts a notice of text. If there is no memory, the notice is dropped silently. */
 void sfr__notice_text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #endif

@@ -1,12 +1,11 @@
 /* The CPUs that threads of the core run on.
  *
  * A thread inherits the CPUs of the thread that starts it. An OpenMP runtime may have bound that
- * thread to a single core (OMP_PROC_BIND, GOMP_CPU_AFFINITY). Then every thread of the core would
- * share that core with the training. Python finds the CPUs of the process (_base/cpus.py) and sets
- * them here.
+ * thread to a single CPU (OMP_PROC_BIND, GOMP_CPU_AFFINITY). The core's threads would share this
+ * CPU with the training. So Python sets the CPUs of the process here (_base/cpus.py).
  *
- * Each word is atomic, but not the whole set. A thread that starts during a change may get CPUs of
- * the old set and of the new one, which is harmless: the process may use all of them.
+ * The set as a whole is not atomic. A thread that starts during a change may get CPUs of the old
+ * set and of the new one, which is harmless.
  */
 #include <errno.h>
 #include <stdatomic.h>
@@ -18,7 +17,7 @@
 #define WORD_BITS 64
 #define NR_WORDS (CPU_SETSIZE / WORD_BITS)
 
-/* A bit for each CPU; all zero: threads inherit their CPUs. */
+/* A bit for each CPU. If all are zero, threads inherit their CPUs. */
 static _Atomic uint64_t words[NR_WORDS];
 
 int sfr_cpus_set(const int *cpus, size_t nr)
@@ -35,7 +34,6 @@ int sfr_cpus_set(const int *cpus, size_t nr)
 	return 0;
 }
 
-/* If the system refuses, the thread keeps the CPUs that it inherited, which only costs time. */
 void sfr__cpus_apply(void)
 {
 	cpu_set_t cpus;
@@ -43,11 +41,13 @@ void sfr__cpus_apply(void)
 
 	CPU_ZERO(&cpus);
 	for (size_t i = 0; i < CPU_SETSIZE; i++) {
-		if (atomic_load(&words[i / WORD_BITS]) >> (i % WORD_BITS) & 1) {
+		uint64_t word = atomic_load(&words[i / WORD_BITS]);
+
+		if ((word >> (i % WORD_BITS) & 1) != 0) {
 			CPU_SET(i, &cpus);
 			any = true;
 		}
 	}
 	if (any)
-		(void)sfr_sys.set_affinity(&cpus);
+		(void)sfr_sys.set_affinity(&cpus); /* on failure the thread is only slower */
 }

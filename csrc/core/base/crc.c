@@ -8,35 +8,33 @@
  * zlib's CRC is "reflected": the lowest bit of the first byte is the highest power of x. So bit 0
  * of a 32-bit value is the coefficient of x^31, and P is written 0xedb88320. The register starts
  * with all bits set, and the result is inverted. In this file, `state` is the register without
- * these inversions: the state after a message is ~crc, where crc is the message's CRC.
+ * these inversions: the state after a message with the CRC crc is ~crc.
  *
- * Three functions with the same signature advance a state over bytes:
+ * Three functions return the state after `len` bytes, given the state before them. One is chosen
+ * when the library is loaded.
  *
- *   state_portable  slicing by 8: eight table look-ups for eight bytes. Runs everywhere (aarch64
- *                   uses it) and handles the last bytes, which the other two leave over.
+ *   state_portable  slicing by 8: eight table look-ups for eight bytes. It also handles the last
+ *                   bytes for the other two.
  *   state_pclmul    folding with PCLMULQDQ, which multiplies polynomials of 64 bits. A word of
- *                   128 bits is removed from the message. So that the remainder mod P stays the
- *                   same, each half of the word is multiplied by a power of x mod P, and both
- *                   products (96 bits) are added (xor) to the word that is `distance` bits
- *                   further on. Four words are folded side by side, because a multiplication
- *                   takes longer than starting the next. The tables reduce the last 128 bits.
+ *                   128 bits is removed from the message. Each half of the word is multiplied by
+ *                   a power of x mod P. Both products (96 bits) are added (xor) to the word that
+ *                   is `distance` bits further on. So the remainder mod P stays the same. Four
+ *                   words are folded side by side, because a multiplication takes longer than
+ *                   starting the next. The tables reduce the last 128 bits.
  *   state_vpclmul   the same with 512-bit registers: sixteen words side by side.
  *
- * Each of them also exists in a form that copies the bytes as it computes their CRC. The source is
- * read only once. So the CRC is that of the stored bytes, even if another thread writes to the
- * source meanwhile. With 512-bit registers the stores bypass the caches, because the next reader of
- * a staged byte is the disk. Measured over 160 MB (AMD EPYC, one core): memcpy alone 10.5 GB/s;
+ * Each has a second form that also copies the bytes. The source is read only once. So the CRC is
+ * that of the copy, even if another thread writes to the source meanwhile. With 512-bit registers
+ * the stores bypass the caches. Measured over 160 MB (AMD EPYC, one core): memcpy alone 10.5 GB/s;
  * memcpy and then the CRC 7.4 GB/s; the CRC of each chunk right after its memcpy 12.7 GB/s; one
  * pass with streaming stores 15 GB/s.
  *
- * Why the powers are distance + 32 and distance - 32: bit i of a 64-bit operand is x^(63-i). So a
- * 32-bit remainder r, shifted left by one, is r * x^31. The product of two operands comes out one
- * bit too low in its 128 bits, which is another factor x. Hence a half is multiplied by r * x^32.
- * This factor has to be x^(distance + 64) for the half that comes first in the message, and
- * x^distance for the other half. So r is x^(distance + 32) or x^(distance - 32).
- *
- * One of the three functions is chosen when the library is loaded. The tables and the choice never
- * change afterwards, so there is no lock. */
+ * Why the powers are x^(distance + 32) and x^(distance - 32):
+ *   - The first half of a word must be multiplied by x^(distance + 64), the second by x^distance.
+ *   - Bit i of a 64-bit operand is x^(63-i). So a 32-bit remainder r, shifted left by one, is
+ *     r * x^31.
+ *   - The product comes out one bit too low in its 128 bits, which is another factor x. So the
+ *     instruction multiplies by r * x^32. */
 #include <string.h>
 
 #include "sfr/crc.h"
@@ -50,13 +48,11 @@
 #define X0 0x80000000u /* the polynomial 1 */
 #define X1 0x40000000u /* the polynomial x */
 
-/* bytes; in shorter copies, start and fence cost more than streaming saves */
-enum { STREAM_FROM = 2048 };
+enum { STREAM_FROM = 2048 }; /* bytes; shorter copies do not use streaming stores */
 
 /* slices[k][b]: the state after byte b and then k zero bytes. */
 static uint32_t slices[8][256];
-/* powers[n] = x^(2^n) mod P. The order of x is 2^32 - 1, so x^(2^32) is x again, and 32 entries
- * suffice. */
+/* powers[n] = x^(2^n) mod P. 32 entries suffice, because x^(2^32) mod P is x again. */
 static uint32_t powers[32];
 
 /* ---- portable ------------------------------------------------------------- */
@@ -72,8 +68,6 @@ static uint64_t load_le64(const unsigned char *p)
 	return v;
 }
 
-/* Returns the state after the `len` bytes at `p`, if it was `state` before them. state_pclmul and
- * state_vpclmul do the same. */
 static uint32_t state_portable(uint32_t state, const unsigned char *p, size_t len)
 {
 	for (; len >= 8; p += 8, len -= 8) {
@@ -102,8 +96,7 @@ static uint32_t state_portable(uint32_t state, const unsigned char *p, size_t le
 
 #define PCLMUL __attribute__((target("pclmul")))
 
-/* Returns the two factors for fold: for the half of a word that is earlier in the message, and for
- * the later half. */
+/* Returns the factors of a word's two halves, for fold. */
 PCLMUL static inline __m128i constant(long long early, long long late)
 {
 	return _mm_set_epi64x(late, early);
@@ -114,8 +107,7 @@ PCLMUL static inline __m128i load(const unsigned char *p)
 	return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-/* Folds the word `part` into the word `later`. `k` has the factors for the distance between the
- * two. */
+/* Folds the word `part` into the word `later`. `k` has the factors for their distance. */
 PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i later)
 {
 	__m128i early = _mm_clmulepi64_si128(part, k, 0x00);
@@ -124,8 +116,8 @@ PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i later)
 	return _mm_xor_si128(_mm_xor_si128(early, late), later);
 }
 
-/* Returns the state after the 128 bits of `part` and the `len` bytes at `p`, fewer than 64, if the
- * state before them was 0. */
+/* Returns the state after the 128 bits of `part` and the `len` bytes at `p`. The state before them
+ * is 0. `len` is below 64. */
 PCLMUL static uint32_t finish(__m128i part, const unsigned char *p, size_t len)
 {
 	__m128i k = constant(FOLD_128);
@@ -144,8 +136,7 @@ PCLMUL static uint32_t state_pclmul(uint32_t state, const unsigned char *p, size
 
 	if (len < 64)
 		return state_portable(state, p, len);
-	/* Starting from `state` equals starting from 0 with the state added to the first 32
-	 * bits. */
+	/* to start with `state`, xor it into the first 32 bits */
 	a = _mm_xor_si128(load(p), _mm_cvtsi32_si128((int)state));
 	b = load(p + 16);
 	c = load(p + 32);
@@ -174,7 +165,6 @@ VPCLMUL static inline __m512i constant_wide(long long early, long long late)
 	return _mm512_broadcast_i64x2(_mm_set_epi64x(late, early));
 }
 
-/* Does the same as fold for four words at once. */
 VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i later)
 {
 	__m512i early = _mm512_clmulepi64_epi128(parts, k, 0x00);
@@ -183,8 +173,6 @@ VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i later)
 	return _mm512_ternarylogic_epi64(early, late, later, 0x96); /* xor of all three */
 }
 
-/* Returns the 64 bytes at `p`, and stores them at `to` unless that is NULL. Inlining removes test
- * and store from a caller that passes NULL. */
 VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const unsigned char *p,
 								       unsigned char *to)
 {
@@ -195,8 +183,8 @@ VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const uns
 	return parts;
 }
 
-/* Returns the state after the `len` bytes at `p`, at least 512. Unless `to` is NULL, it also copies
- * them there; `to` is aligned to 64. */
+/* Returns the state after the `len` bytes at `p`, and copies them to `to` unless that is NULL.
+ * `len` is at least 512, `to` is aligned to 64. Inlining removes the tests of `to`. */
 VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32_t state,
 									  const unsigned char *p,
 									  size_t len,
@@ -225,8 +213,8 @@ VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32
 #undef TO
 	if (to != NULL) {
 		memcpy(to, p, len);
-		p = to; /* The source is read only once, so the rest is taken from the copy. */
-		/* streaming stores are not ordered with the store that publishes them */
+		p = to; /* the source is read only once, so the rest is taken from the copy */
+		/* orders the streaming stores before a later store that publishes the copy */
 		_mm_sfence();
 	}
 	/* fold the first three 128-bit words of `a` into the last one */
@@ -241,7 +229,6 @@ VPCLMUL static uint32_t state_vpclmul(uint32_t state, const unsigned char *p, si
 	return len < 512 ? state_pclmul(state, p, len) : run_vpclmul(state, p, len, NULL);
 }
 
-/* Also copies the bytes to `to`, which is aligned to 64; `len` is at least 512. */
 VPCLMUL static uint32_t state_vpclmul_copy(uint32_t state, unsigned char *to,
 					   const unsigned char *p, size_t len)
 {
@@ -300,7 +287,6 @@ static uint32_t copy_pclmul(uint32_t crc, void *dst, const void *src, size_t len
 	return copy_by_chunks(crc, dst, src, len, crc32_pclmul);
 }
 
-/* Copies in one pass if the copy is long, and aligned for streaming stores. */
 static uint32_t copy_vpclmul(uint32_t crc, void *dst, const void *src, size_t len)
 {
 	if (len < STREAM_FROM || (uintptr_t)dst % 64 != 0)
@@ -317,12 +303,10 @@ static const struct sfr__crc_way ways[] = {
 #endif
 };
 
-/* Index in `ways` of the fastest implementation that this CPU supports. The CPU also supports all
- * implementations before it. */
+/* Index in `ways` of the fastest implementation for this CPU. The CPU supports all before it. */
 static size_t best;
 
-/* Returns a * b mod P. The loop visits a's coefficients from x^0 (bit 31) on; at x^i, `b` has been
- * multiplied by x^i. */
+/* Returns a * b mod P. Each round of the loop multiplies `b` by x. */
 static uint32_t multiply(uint32_t a, uint32_t b)
 {
 	uint32_t product = 0;
@@ -335,7 +319,6 @@ static uint32_t multiply(uint32_t a, uint32_t b)
 	return product;
 }
 
-/* Runs when the library is loaded, before any thread can ask for a CRC. */
 __attribute__((constructor)) static void crc_init(void)
 {
 	for (uint32_t byte = 0; byte < 256; byte++) {
@@ -376,14 +359,13 @@ uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len)
 	return ways[best].copy(crc, dst, src, len);
 }
 
-/* Returns the CRC of the bytes A followed by the bytes B. Appending B multiplies A's share of the
- * remainder by x^(8 * len_b). The inversions of both CRCs cancel out. */
+/* Appending B multiplies A's share of the remainder by x^(8 * len_b). The inversions of both CRCs
+ * cancel out. */
 uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 {
 	uint32_t shift = X0;
 
-	/* Bit 0 of len_b is one byte, which is x^8 = powers[3]. powers[n + 32] would be
-	 * powers[n]. */
+	/* bit 0 of len_b means one byte: x^8 = powers[3] */
 	for (unsigned n = 3; len_b != 0; len_b >>= 1, n++)
 		if ((len_b & 1) != 0)
 			shift = multiply(powers[n % 32], shift);

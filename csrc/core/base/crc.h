@@ -1,13 +1,11 @@
-/* The implementations of CRC-32 in crc.c. This header is for the test of crc.c, which compares all
- * implementations that the CPU supports. sfr_crc32 (sfr/crc.h) uses only the fastest. */
+/* The implementations of CRC-32 in crc.c, for the test that compares them. */
 #ifndef SFR_CRC_H
 #define SFR_CRC_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* One implementation. Both functions return `crc` extended by `len` bytes, and `copy` also copies
- * these bytes to `dst`. */
+/* One implementation. The functions do the same as sfr_crc32 and sfr_crc32_copy. */
 struct sfr__crc_way {
 	const char *name;
 	uint32_t (*crc32)(uint32_t crc, const void *buf, size_t len);
@@ -15,7 +13,7 @@ struct sfr__crc_way {
 };
 
 /* Returns the n-th implementation that this CPU supports, slowest first, or NULL after the last.
- * Number 0 is the portable one; sfr_crc32 uses the last one. */
+ * sfr_crc32 uses the last one. */
 const struct sfr__crc_way *sfr__crc_way(size_t n);
 
 #endif

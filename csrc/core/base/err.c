@@ -1,8 +1,7 @@
 /* Names and messages of error codes, phases and states.
  *
- * Each list is an X-macro in sfr/err.h or sfr/state.h. The enums there and the tables here are made
- * from these lists, so that name, number and message always agree. For a code -errno, the C library
- * supplies name and message. */
+ * The tables here and the enums in sfr/err.h and sfr/state.h are made from the same lists, which
+ * are X-macros. For a code -errno, the C library supplies name and message. */
 #include <stdio.h>
 #include <string.h>
 
@@ -38,8 +37,7 @@ static const char *const states[] = {
 #undef X
 };
 
-/* Returns the entry of a code that the core defines itself, or NULL for other codes, such as
- * -errno. */
+/* Returns NULL if the code is not one of SFR_E*. */
 static const struct code_text *find_own_code(int code)
 {
 	for (size_t i = 0; i < sizeof(codes) / sizeof(codes[0]); i++)
@@ -48,47 +46,45 @@ static const struct code_text *find_own_code(int code)
 	return NULL;
 }
 
-/* Returns a name such as "SFR_ETORN" or "EIO", or "0" for no error: static storage, never NULL. Any
- * thread may call it. */
+static bool is_errno(int code)
+{
+	return code <= 0 && code > -4096; /* Linux has errno values up to 4095 */
+}
+
 const char *sfr_code_name(int code)
 {
 	const struct code_text *own = find_own_code(code);
-	const char *name;
+	const char *name = NULL;
 
 	if (own != NULL)
 		return own->name;
-	/* 0 is a code too. Linux has errno values up to 4095; the C library names no others. */
-	name = code <= 0 && code > -4096 ? strerrorname_np(-code) : NULL;
+	if (is_errno(code))
+		name = strerrorname_np(-code);
 	return name != NULL ? name : "unknown";
 }
 
-/* Returns one sentence, in static storage, never NULL. Any thread may call it, because
- * strerrordesc_np, unlike strerror, neither translates nor writes into a buffer. */
 const char *sfr_code_message(int code)
 {
 	const struct code_text *own = find_own_code(code);
-	const char *text;
+	const char *text = NULL;
 
 	if (own != NULL)
 		return own->message;
-	text = code <= 0 && code > -4096 ? strerrordesc_np(-code) : NULL;
+	if (is_errno(code))
+		text = strerrordesc_np(-code); /* not strerror, which may write into a buffer */
 	return text != NULL ? text : "unknown error";
 }
 
-/* Returns "" for SFR_PHASE_NONE and for an invalid phase. */
 const char *sfr_phase_name(enum sfr_phase phase)
 {
 	return (unsigned)phase < SFR_NR_PHASES ? phases[phase] : "";
 }
 
-/* Returns the text of SaveHandle.state, or "" for an invalid state. */
 const char *sfr_state_name(enum sfr_state state)
 {
 	return (unsigned)state < SFR_NR_STATES ? states[state] : "";
 }
 
-/* Sets *err unless it already has an error: the caller needs the first failure, not those that
- * follow from it. `code` is not 0; `note` may be NULL and is cut to fit. The caller guards *err. */
 void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
 {
 	if (err->code != 0)

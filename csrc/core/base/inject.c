@@ -1,22 +1,17 @@
 /* Fault injection for tests: wrappers around the system-call table.
  *
- * sfr_inject_install replaces every entry of sfr_sys by a wrapper. The wrapper counts the call and
- * looks for it in the list of faults (fate_of). Then it fails, transfers fewer bytes, waits, or
- * calls the former entry. The product never installs the wrappers.
+ * A wrapper counts the call and looks for a fault (fate_of). Then it fails, transfers fewer bytes,
+ * waits, or calls the former entry. The product never installs the wrappers.
  *
- * A fault fails a call as the kernel would, so that the code under test meets only states that
- * exist:
- *   - a failed close has closed the descriptor; every other failed call has
- *     done nothing;
- *   - a short pwrite has written as many bytes as it returns; with O_DIRECT, which
- *     accepts only whole blocks, the last partial block is counted but not written;
- *   - calls that cannot fail (free, closedir, joining one's own thread, reading
- *     the clock) are counted and can be slow, but never fail.
+ * A fault fails a call as the kernel would:
+ *   - a failed close has closed the descriptor; every other failed call has done nothing
+ *   - a short pwrite has written as many bytes as it returns; with O_DIRECT, which accepts only
+ *     whole blocks, the last partial block is counted but not written
+ *   - calls that cannot fail, such as free, can only be slow
  *
- * There is no lock, because wrappers also run in forked children, where a lock that another thread
- * of the parent held would stay taken. A test reserves an entry of the list by compare-and-swap on
- * its `call` field, and stores the real value there when the other fields are set. While a test
- * changes the list, a wrapper may miss a fault or apply one too many; tests avoid that. */
+ * There is no lock, because wrappers also run in forked children, where a lock of another thread
+ * would stay taken. So while a test changes the faults, a wrapper may miss a fault or apply one too
+ * many. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -24,15 +19,13 @@
 
 #include "base/base.h"
 
-#define NR_SLOTS 16           /* entries of the list of faults */
+#define NR_SLOTS 16           /* most faults at a time */
 #define HOLD_STEP_NS 1000000u /* how often a held call checks whether it may continue */
 #define DIRECT_BLOCK 4096u    /* bytes; O_DIRECT accepts multiples of it */
 
-/* clang-format would mangle the lists' entries. */
 /* clang-format off */
 
-/* Entries whose wrapper either fails or calls the real function: type, name, result of a failure,
- * parameters, arguments. */
+/* Entries that can fail: type, name, result of a failure, parameters, arguments. */
 #define FAILING_LIST(X)                                                                            \
 	X(int, open, -1, (int dir, const char *name, int flags, mode_t mode),                          \
 	  (dir, name, flags, mode))                                                                \
@@ -69,14 +62,14 @@
 	X(int, set_slack, -1, (unsigned long ns), (ns))                                            \
 	X(int, set_affinity, -1, (const cpu_set_t *cpus), (cpus))
 
-/* Entries that can be slow but cannot fail, and return a value. */
+/* Entries that can only be slow: type, name, parameters, arguments. */
 #define SAFE_LIST(X)                                                                               \
 	X(struct dirent *, readdir, (DIR *dir), (dir))                                             \
 	X(int, closedir, (DIR *dir), (dir))                                                        \
 	X(int, thread_join, (pthread_t thread, void **value), (thread, value))                     \
 	X(int, clock_gettime, (clockid_t clock, struct timespec *ts), (clock, ts))
 
-/* Entries with a wrapper of their own, and whether they can fail. */
+/* Entries with a wrapper of their own: name, whether they can fail. */
 #define SPECIAL_LIST(X)                                                                            \
 	X(close, true)                                                                             \
 	X(pread, true)                                                                             \
@@ -117,13 +110,15 @@ static const struct {
 
 /* clang-format on */
 
-/* One fault (struct sfr_fault), and how many calls it has counted (`seen`). Its fields are atomic,
+/* One fault. The fields are those of struct sfr_fault, unless there is a comment. They are atomic,
  * because wrappers read them while a test writes. */
 struct slot {
-	atomic_uint call;                             /* enum call */
-	_Atomic uint64_t nth, seen, delay_ns, number; /* number: unique to this fault */
+	atomic_uint call; /* enum call; set last, because it makes the slot valid */
+	_Atomic uint64_t nth, delay_ns;
 	_Atomic int64_t limit;
 	atomic_int sticky, err;
+	_Atomic uint64_t seen;   /* calls so far */
+	_Atomic uint64_t number; /* unique to this fault */
 };
 
 static struct slot slots[NR_SLOTS];
@@ -137,7 +132,6 @@ struct fate {
 	int64_t limit; /* the most bytes to transfer; negative values as in struct sfr_fault */
 };
 
-/* Sleeps for the whole time, even if signals interrupt the sleep. */
 static void sleep_ns(uint64_t delay_ns)
 {
 	struct timespec left = { (time_t)(delay_ns / 1000000000u), (long)(delay_ns % 1000000000u) };
@@ -146,7 +140,7 @@ static void sleep_ns(uint64_t delay_ns)
 		;
 }
 
-/* Sleeps until slot `s` no longer has the fault with this number, whose `call` is `which`. */
+/* Sleeps until the fault with this number and `call` is gone from the slot. */
 static void hold_call(const struct slot *s, unsigned which, uint64_t number)
 {
 	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
@@ -154,15 +148,14 @@ static void hold_call(const struct slot *s, unsigned which, uint64_t number)
 }
 
 /* Counts a call, decides its fate, and sleeps if a fault says so. The first fault that is due acts.
- * All faults for this call count it, so that no fault changes the nth call of another fault. */
+ * Every fault for this call counts it. */
 static struct fate fate_of(enum call call)
 {
 	struct fate fate = { 0, -1 };
-	/* the fault that acts: its delay, number and `call`; and its slot if it holds the call */
+	const struct slot *acting = NULL; /* the slot whose fault acts */
+	/* values of that fault */
 	uint64_t delay_ns = 0, number = 0;
 	unsigned fault_call = CALL_NONE;
-	const struct slot *holding = NULL;
-	bool acted = false;
 
 	atomic_fetch_add(&counts[call], 1);
 	if (calls[call].can_fail)
@@ -171,26 +164,28 @@ static struct fate fate_of(enum call call)
 		struct slot *s = &slots[i];
 		unsigned which = atomic_load(&s->call);
 		uint64_t seen, nth;
+		bool due;
 
 		if (which != (unsigned)call && !(which == CALL_ANY && calls[call].can_fail))
 			continue;
 		seen = atomic_fetch_add(&s->seen, 1) + 1;
 		nth = atomic_load(&s->nth);
-		if (acted || (seen != nth && !(seen > nth && atomic_load(&s->sticky))))
+		due = seen == nth || (seen > nth && atomic_load(&s->sticky));
+		if (acting || !due)
 			continue;
-		acted = true;
+		acting = s;
 		fate.err = atomic_load(&s->err);
 		fate.limit = atomic_load(&s->limit);
 		delay_ns = atomic_load(&s->delay_ns);
 		number = atomic_load(&s->number);
 		fault_call = which;
-		holding = delay_ns == SFR_FOREVER ? s : NULL;
 	}
-	if (acted)
-		atomic_fetch_add(&hits, 1);
-	if (holding)
-		hold_call(holding, fault_call, number);
-	else if (acted)
+	if (!acting)
+		return fate;
+	atomic_fetch_add(&hits, 1);
+	if (delay_ns == SFR_FOREVER)
+		hold_call(acting, fault_call, number);
+	else
 		sleep_ns(delay_ns);
 	return fate;
 }
@@ -224,11 +219,10 @@ SAFE_LIST(X)
 
 /* clang-format on */
 
-/* Closes the descriptor even when it reports a failure, like Linux. */
 static int inject_close(int fd)
 {
 	struct fate fate = fate_of(CALL_close);
-	int rc = real.close(fd);
+	int rc = real.close(fd); /* Linux closes the descriptor even if it reports an error */
 
 	if (!fate.err)
 		return rc;
@@ -236,8 +230,7 @@ static int inject_close(int fd)
 	return -1;
 }
 
-/* Returns how many of `len` bytes a call transfers. `limit` is a number of bytes, or -1 for all, -2
- * for half, -3 for all but one (struct sfr_fault). */
+/* Returns how many of `len` bytes a call transfers. `limit` is that of struct sfr_fault. */
 static size_t shorten(size_t len, int64_t limit)
 {
 	if (limit == -1)
@@ -273,9 +266,8 @@ static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 	if (take == 0 && len)
 		return 0;
 	put = real.pwrite(fd, buf, take, off);
-	/* An O_DIRECT descriptor refuses a length that is not whole blocks. Then only whole blocks
-	 * reach the file and `take` is returned, as if a device had given up in the middle of a
-	 * block. */
+	/* An O_DIRECT descriptor refuses a partial block. Then only whole blocks are written and
+	 * `take` is returned, as if a device had given up in the middle of a block. */
 	if (put < 0 && errno == EINVAL && take < len) {
 		put = whole ? real.pwrite(fd, buf, whole, off) : 0;
 		if (put == (ssize_t)whole)
@@ -284,7 +276,6 @@ static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 	return put;
 }
 
-/* Returns the error number, like pthread_create, instead of setting errno. */
 static int inject_thread_create(pthread_t *thread, const pthread_attr_t *attr,
 				void *(*start)(void *), void *arg)
 {
@@ -295,7 +286,7 @@ static int inject_thread_create(pthread_t *thread, const pthread_attr_t *attr,
 
 static void inject_free(void *mem)
 {
-	(void)fate_of(CALL_free); /* can only be slow, like the two copies below */
+	(void)fate_of(CALL_free); /* can only be slow */
 	real.free(mem);
 }
 
@@ -313,8 +304,7 @@ static uint32_t inject_lane_copy(uint32_t crc, void *dst, const void *src, size_
 
 /* ---- control ---- */
 
-/* Returns the call of this name. Returns CALL_NONE, whose counter is always 0, for an unknown
- * name. */
+/* Returns the call of this name, or CALL_NONE for an unknown name. */
 static enum call find_call(const char *name)
 {
 	for (int i = CALL_ANY; i < NR_CALLS; i++)
@@ -403,10 +393,9 @@ void sfr_inject_clear(void)
 	atomic_store(&hits, 0);
 }
 
-/* Returns 0 for an unknown name, because the counter of CALL_NONE is always 0. */
 uint64_t sfr_inject_calls(const char *name)
 {
-	return atomic_load(&counts[find_call(name)]);
+	return atomic_load(&counts[find_call(name)]); /* the counter of CALL_NONE stays 0 */
 }
 
 uint64_t sfr_inject_hits(void)

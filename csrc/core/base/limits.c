@@ -1,16 +1,14 @@
-/* The thresholds of sfr/limits.h: their values in the product, and the values a test may set. */
+/* The thresholds of sfr/limits.h: their values in the product, and their ranges in a test. */
 #include <errno.h>
 
 #include "base/base.h"
 #include "sfr/limits.h"
 
-/* The largest values of a zip file's 16-bit and 32-bit fields. Such a value means that the number
- * is in a zip64 field. */
+/* The largest values of a zip file's fields, which mean that the number is in a zip64 field. */
 #define ZIP_MAX16 0xffffu
 #define ZIP_MAX32 UINT32_C(0xffffffff)
 #define MIB (UINT64_C(1) << 20)
 
-/* The values that the product uses. */
 #define PRODUCT                                                                                    \
 	{                                                                                          \
 		.zip64_bytes = ZIP_MAX32,                                                          \

@@ -1,19 +1,17 @@
-/* Checks that threads take locks in the order of lock.h. Only the C tests are built with this
- * check: each thread keeps the set of locks that it holds. */
+/* Checks that threads take locks in the order of lock.h. Only the C tests are built with it. */
 #include "base/lock.h"
 
 #ifdef SFR_CHECK_LOCKS
 #include <stdio.h>
 #include <stdlib.h>
 
-static _Thread_local unsigned held; /* a bit for each rank */
+static _Thread_local unsigned held; /* the locks of this thread: a bit for each rank */
 
-/* Prints what is wrong with the lock and aborts the test. */
 static void abort_test(const char *what, enum sfr__lock_rank rank)
 {
 	(void)fprintf(stderr, "locks: rank %d is %s while 0x%x are held (base/lock.h)\n", (int)rank,
 		      what, held);
-	abort(); /* the product is built without this file's checks */
+	abort();
 }
 
 unsigned sfr__locks_held(void)

@@ -1,13 +1,13 @@
 /* The locks of the core, and the order in which a thread may take them.
  *
  * A thread that holds a lock takes only locks further down the list, so no two threads can wait for
- * each other. Builds of the C tests define SFR_CHECK_LOCKS: each thread then records what it holds
- * and aborts the test when it breaks the order, even if no other thread held the lock this time.
+ * each other. The C tests are built with SFR_CHECK_LOCKS: a thread that breaks the order aborts the
+ * test, even if no other thread holds the lock.
  *
  * Under a lock, a thread waits only for a condition of that lock and makes no system call on a
- * file. There are two exceptions. Threads are started under SESSION, ENGINE, LANE and LOG, so that
- * no thread is started twice. The file of a trace is opened under SESSION, and this open may wait a
- * second for a fork (fork.c). */
+ * file. There are two exceptions:
+ *   - Threads are started under SESSION, ENGINE, LANE and LOG, so that no thread is started twice.
+ *   - The file of a trace is opened under SESSION, which may wait a second for a fork (fork.c). */
 #ifndef SFR_LOCK_H
 #define SFR_LOCK_H
 
@@ -17,13 +17,12 @@ enum sfr__lock_rank {
 	SFR__LOCK_SESSION, /* trace/session.c: the trace that is being written */
 	SFR__LOCK_ENGINE,  /* an engine's queues and slots, its tickets, its snapshots */
 	SFR__LOCK_LANES,   /* device/lanes.c: the lanes of an engine */
-	/* device/lane.c: portions in flight; never held during a call that queues copies */
-	SFR__LOCK_LANE,
-	SFR__LOCK_PROBERS,  /* device/probe.c: the devices that can be probed */
-	SFR__LOCK_LOG,      /* commit/log.c: the process's ordered log */
-	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, statistics */
-	SFR__LOCK_PIN,      /* memory/pin.c: a pool's regions, which the driver has registered */
-	SFR__LOCK_READER,   /* reader/reader.c: the progress of a reader's threads */
+	SFR__LOCK_LANE,    /* device/lane.c: portions in flight; not held while copies are queued */
+	SFR__LOCK_PROBERS, /* device/probe.c: the devices that can be probed */
+	SFR__LOCK_LOG,     /* commit/log.c: the process's ordered log */
+	SFR__LOCK_POOL,    /* a pool's free blocks, waiters, statistics */
+	SFR__LOCK_PIN,     /* memory/pin.c: a pool's regions, which the driver has registered */
+	SFR__LOCK_READER,  /* reader/reader.c: the progress of a reader's threads */
 	SFR__LOCK_ARRIVALS, /* reader/arriving.c: files whose bytes are on their way */
 	SFR__LOCK_DRIVER,   /* cuda/driver.c: whether the driver is loaded and initialised */
 	SFR__LOCK_TMP,      /* file/tmp.c: this process's live temporaries */
@@ -48,7 +47,6 @@ void sfr__lock_check_release(enum sfr__lock_rank rank);
 /* Called before a wait on a condition, when the thread must hold this lock and no other. */
 void sfr__lock_check_only(enum sfr__lock_rank rank);
 #else
-/* Without SFR_CHECK_LOCKS the three checks do nothing. */
 static inline void sfr__lock_check_acquire(enum sfr__lock_rank rank)
 {
 	(void)rank;
@@ -63,8 +61,7 @@ static inline void sfr__lock_check_only(enum sfr__lock_rank rank)
 }
 #endif
 
-/* The results of the pthread functions are dropped: none can fail on a default mutex that is
- * initialised once and unlocked by its holder. */
+/* The pthread functions cannot fail on a default mutex that its holder unlocks. */
 static inline void sfr__mutex_init(struct sfr__mutex *mutex, enum sfr__lock_rank rank)
 {
 	mutex->rank = rank;

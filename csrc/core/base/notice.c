@@ -2,9 +2,7 @@
  *
  * Lane, writer and log threads never run the caller's code. They post notices to this queue, and
  * one thread of the caller takes them (sfr_notice_wait). That thread gives the verdict on version
- * counters, releases sources, settles futures and runs callbacks. A ticket embeds its two notices,
- * so posting them needs no memory and cannot fail. A notice of text (SFR_NOTICE_TEXT) only becomes
- * a line in a log, and is dropped when memory is short. */
+ * counters, releases sources, settles futures and runs callbacks. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -17,10 +15,8 @@ static struct {
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
-	/* a notice that sfr_notice_again has put back, and that is returned first; none if .what is
-	 * 0 */
-	struct sfr_notice again;
-	unsigned stops; /* calls of sfr_notice_stop that no waiter has seen */
+	struct sfr_notice again; /* the notice that was put back; none if .what is 0 */
+	unsigned stops;          /* calls of sfr_notice_stop that no waiter has seen */
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
 void sfr__notice_post(struct sfr__notice *notice)
@@ -50,8 +46,8 @@ void sfr__notice_text(const char *format, ...)
 	sfr__notice_post(notice);
 }
 
-/* Copies the notice to *out. Its reference on a ticket or snapshot passes to the caller. Frees a
- * notice of text; other notices are embedded in their owners. */
+/* Copies the notice to *out, with its reference. Frees a notice of text; any other is embedded in
+ * a ticket or snapshot. */
 static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 {
 	out->what = notice->what;
@@ -68,21 +64,25 @@ static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
-	struct sfr__notice *notice = NULL;
+	struct sfr__notice *notice;
 	int rc = 0;
 
+	*out = (struct sfr_notice){ .what = 0 };
 	sfr__lock(&notices.mu);
-	*out = notices.again;
-	notices.again.what = 0;
-	/* A static initializer cannot choose CLOCK_MONOTONIC, so the first wait initialises the
-	 * condition. Before that no thread waits, so a post need not wake one. */
+	if (notices.again.what) {
+		*out = notices.again;
+		notices.again.what = 0;
+		sfr__unlock(&notices.mu);
+		return 0;
+	}
+	/* A static initialiser cannot choose CLOCK_MONOTONIC, so the first wait initialises the
+	 * condition. Before that no thread waits. */
 	if (!notices.cv_ready)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
-	while (!out->what && !notices.queue.head && !notices.stops && rc == 0)
+	while (!notices.queue.head && !notices.stops && rc == 0)
 		rc = sfr__cond_wait(&notices.cv, &notices.mu, deadline);
-	if (!out->what)
-		notice = sfr__queue_pop(&notices.queue);
-	if (!out->what && !notice && notices.stops) {
+	notice = sfr__queue_pop(&notices.queue);
+	if (!notice && notices.stops) {
 		notices.stops--;
 		out->what = SFR_NOTICE_STOP;
 	}
@@ -110,8 +110,8 @@ void sfr_notice_stop(void)
 /* Runs in a forked child. */
 static void forget(void)
 {
-	/* Queued notices belong to the parent. The lock and the condition may be in use by threads
-	 * that do not exist in the child, so their memory is only overwritten. */
+	/* Threads of the parent may have used the lock and the condition. So neither is destroyed:
+	 * their memory is overwritten. */
 	memset(&notices, 0, sizeof(notices));
 	sfr__mutex_init(&notices.mu, SFR__LOCK_NOTICES);
 }

@@ -36,8 +36,8 @@
 		sfr__first;                                                                        \
 	})
 
-/* Work for one of the core's threads, embedded in the object that it concerns, so that queueing it
- * cannot fail. `run` is called once, with no lock held, and may free the object with the task. */
+/* Work for one of the core's threads, embedded in an object. `run` is called once, with no lock
+ * held, and may free the object. */
 struct sfr__task {
 	struct sfr__task *next;
 	void (*run)(struct sfr__task *task);

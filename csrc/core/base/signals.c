@@ -1,18 +1,16 @@
 /* Signals that a forked worker leaves to its parent.
  *
- * A scheduler sends SIGTERM to every process of a job. A worker, such as one of a data loader, must
- * not die of that signal: its parent needs more data to reach the next step boundary and save. But
- * the worker must still end when its parent terminates it, with the same signal. The handler
- * distinguishes the two cases by the sender:
+ * A scheduler sends SIGTERM to every process of a job. A worker of a data loader must not die of
+ * that signal, because its parent needs more data to reach the next step boundary and save. But the
+ * worker must end when its parent sends the same signal. So the handler looks at the sender:
  *
  *     the parent sent it         the action that was in place before
  *     the parent is dead         the action that was in place before
  *     another process sent it    ignored, and from now on the worker is killed when its parent dies
  *
- * In the last case the kernel kills the worker (PR_SET_PDEATHSIG), because the signal that would
- * have ended it was ignored and will not come again. By "parent" the kernel means the thread that
- * forked. With `at_once` the worker is bound to that thread from the beginning, so that it does not
- * outlive a parent that is killed before any signal came.
+ * In the last case the kernel kills the worker (PR_SET_PDEATHSIG) when the thread that forked it
+ * ends. With `at_once` this holds from the beginning, so that the worker does not outlive a parent
+ * that is killed before any signal came.
  */
 #include <errno.h>
 #include <signal.h>
@@ -29,8 +27,8 @@
 static struct sigaction before[NR_SIGNALS]; /* the actions that were in place before */
 static _Atomic pid_t parent;                /* the parent when sfr_signals_leave was called last */
 
-/* Returns whether a signal is left to the parent and so ignored. From then on the kernel kills this
- * process when its parent dies. */
+/* If another process than the parent sent the signal, has the kernel kill this process when its
+ * parent dies. Returns whether that was done: the signal is then ignored. */
 static bool leave_to_parent(const siginfo_t *info)
 {
 	pid_t my_parent = atomic_load(&parent);
@@ -41,7 +39,7 @@ static bool leave_to_parent(const siginfo_t *info)
 	return getppid() == my_parent;          /* false if the parent died before the call above */
 }
 
-/* Ignores the signal, or does what the action that was in place before would have done. */
+/* Ignores the signal, or takes the action that was in place before. */
 static void handle_signal(int signum, siginfo_t *info, void *context)
 {
 	const struct sigaction *old = &before[signum];

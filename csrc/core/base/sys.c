@@ -1,11 +1,6 @@
 /* The plain system-call table, and helpers that call it.
  *
- * Most entries are the C library's functions. The others are wrappers, because the library's
- * function is variadic (open, fcntl), needs certain arguments, has other types (getrlimit), or is
- * missing in old libraries (renameat2).
- *
- * The table is a plain variable, not atomic: it is written before threads exist, or by a test while
- * nobody is inside the core (see sys.h). */
+ * The table is not atomic: only a test writes it, while no thread is inside the core. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h> /* rename */
@@ -25,8 +20,8 @@
 #ifndef RENAME_EXCHANGE
 #define RENAME_EXCHANGE (1 << 1)
 #endif
-/* The longest that sfr__cond_wait sleeps without a wake-up. Its caller then checks again. Tests
- * that look for missing wake-ups set this to an hour. */
+/* The longest that sfr__cond_wait sleeps without a wake-up. Tests that look for missing wake-ups
+ * set this to an hour. */
 #ifndef SFR_WAKE_UP_NS
 #define SFR_WAKE_UP_NS NS_PER_S
 #endif
@@ -62,7 +57,7 @@ static int plain_set_flags(int fd, int flags)
 	return fcntl(fd, F_SETFL, flags);
 }
 
-/* Linux sets the nice value of one thread if `who` is the id of a thread. */
+/* With the id of a thread, Linux sets the nice value of that thread alone. */
 static int plain_set_nice(int nice_value)
 {
 	return setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice_value);
@@ -142,7 +137,7 @@ uint64_t sfr__deadline(uint64_t slice_ns)
 	if (slice_ns == SFR_FOREVER)
 		return SFR_FOREVER;
 	now = sfr__now_ns();
-	/* a sum that would overflow means no bound */
+	/* a sum that would overflow means no limit */
 	return slice_ns >= SFR_FOREVER - now ? SFR_FOREVER : now + slice_ns;
 }
 
@@ -162,16 +157,15 @@ int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *
 
 	for (*done = 0; *done < len;) {
 		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
-		/* -EIO is the result if pwrite writes nothing and reports no error. A retry would
-		 * not help then. */
-		int code = put < 0 ? -errno : -EIO;
 
-		if (put == 0 || (put < 0 && code != -EINTR))
-			return code;
-		stalled = put < 0 ? stalled + 1 : 0;
-		if (stalled == SFR__EINTR_TRIES)
-			return code;
-		*done += put > 0 ? (size_t)put : 0;
+		if (put == 0) /* pwrite wrote nothing and reported no error */
+			return -EIO;
+		if (put > 0) {
+			*done += (size_t)put;
+			stalled = 0;
+		} else if (errno != EINTR || ++stalled == SFR__EINTR_TRIES) {
+			return -errno;
+		}
 	}
 	return 0;
 }
@@ -200,9 +194,8 @@ int sfr__cond_init(pthread_cond_t *cond)
 	return -rc;
 }
 
-/* Returns 0 without a wake-up after SFR_WAKE_UP_NS, and possibly earlier. The reason is that glibc
- * can lose a wake-up that comes while another thread is being woken (bug 25847). So every caller
- * waits in a loop and checks its condition each time. */
+/* Returns 0 after SFR_WAKE_UP_NS even without a wake-up, because glibc can lose a wake-up (bug
+ * 25847). So every caller waits in a loop and checks its condition each time. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
 	uint64_t now = sfr__now_ns(), until = now + SFR_WAKE_UP_NS;

@@ -1,9 +1,8 @@
 /* The system-call table: the core's only way to the operating system.
  *
  * Every file, memory, thread and clock call of the core goes through `sfr_sys`. So a test can make
- * any of them fail, fall short or be slow (inject.c has the wrappers). An entry reports errors like
- * the function that it replaces: -1 and errno, NULL, or an error number for threads. Waits on
- * conditions are not in the table. */
+ * any of them fail, fall short or be slow (inject.c). An entry reports errors like the C library's
+ * function: -1 and errno, NULL, or an error number for threads. */
 #ifndef SFR_SYS_H
 #define SFR_SYS_H
 
@@ -17,7 +16,7 @@
 #include <time.h>
 
 struct sfr_sys {
-	/* files; a name is relative to the open directory `dir`, or a path with AT_FDCWD */
+	/* files; names are relative to the open directory `dir`, which may be AT_FDCWD */
 	int (*open)(int dir, const char *name, int flags, mode_t mode);
 	int (*close)(int fd);
 	ssize_t (*pread)(int fd, void *buf, size_t len, off_t off);
@@ -56,14 +55,14 @@ struct sfr_sys {
 	int (*thread_create)(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
 			     void *arg);
 	int (*thread_join)(pthread_t thread, void **value);
-	/* these three change the calling thread */
+	/* the next three change the calling thread */
 	int (*set_nice)(int nice);
 	int (*set_slack)(unsigned long ns); /* how late the kernel may wake the thread */
 	int (*set_affinity)(const cpu_set_t *cpus);
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
-	/* Copy tensor bytes. lane_copy also returns `crc` extended by these bytes. capture_copy
-	 * computes no CRC, and serves copies that a call or a step waits for. */
+	/* copies of tensors that a call or a step waits for */
 	void (*capture_copy)(void *dst, const void *src, size_t len);
+	/* other copies of tensors; returns `crc` extended by the copied bytes */
 	uint32_t (*lane_copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
 
@@ -75,26 +74,26 @@ struct sfr_fault {
 	const char *call; /* name in struct sfr_sys, e.g. "pwrite"; "*": any call that can fail */
 	uint64_t nth;     /* acts on the nth call from now on, counted from 1 */
 	int sticky;       /* acts on every later call too */
-	int err;          /* errno to give; 0: do not fail */
+	int err;          /* errno of the failure; 0: the call does not fail */
 	/* pread, pwrite: the most bytes to transfer; -1: all, -2: half, -3: all but one */
 	int64_t limit;
-	uint64_t delay_ns; /* the call sleeps so long first; SFR_FOREVER: until the fault is gone */
+	uint64_t delay_ns; /* the call first sleeps; SFR_FOREVER: until the fault is removed */
 };
-/* Puts counting wrappers into sfr_sys; a second call does nothing. Returns 0. While other threads
- * are inside the core, neither this nor sfr_inject_remove may be called. The other functions here
- * may be called at any time. */
+/* Puts counting wrappers into sfr_sys; a second call does nothing. Returns 0. No other thread may
+ * be inside the core during this call or sfr_inject_remove. */
 int sfr_inject_install(void);
-/* Adds a fault. Up to 16 exist at a time, and the first that is due wins. Returns 0. -EINVAL: an
- * unknown call, nth 0, or an error for a call that cannot fail (free, readdir, closedir,
- * thread_join, clock_gettime and the copies can only be slow). -ENOSPC: too many. */
+/* Adds a fault; the first that is due wins. Returns 0, or:
+ *   -EINVAL  an unknown call, nth 0, or an error for a call that can only be slow (free, readdir,
+ *            closedir, thread_join, clock_gettime, capture_copy, lane_copy)
+ *   -ENOSPC  there are 16 faults already */
 int sfr_inject_set(const struct sfr_fault *fault);
 /* Removes one fault that equals *fault; the counters stay. Returns 0, or -ENOENT if there is
  * none. */
 int sfr_inject_drop(const struct sfr_fault *fault);
 /* Removes all faults and resets the counters. */
 void sfr_inject_clear(void);
-/* Returns how often the entry of this name was called since the last clear. "*" stands for all
- * entries that can fail; an unknown name gives 0. */
+/* Returns how often the entry of this name was called since the last clear; 0 for an unknown name.
+ * "*" stands for all entries that can fail. */
 uint64_t sfr_inject_calls(const char *call);
 /* Returns how often a fault acted on a call since the last clear. */
 uint64_t sfr_inject_hits(void);

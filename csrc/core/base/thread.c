@@ -6,7 +6,7 @@
 
 #include "base/base.h"
 
-#define PROMPT_SLACK_NS 1000 /* the kernel's default, 50 us, is as long as the sleeps themselves */
+#define PROMPT_SLACK_NS 1000 /* the kernel's default, 50 us, is as long as the thread's sleeps */
 #define WORKER_NICE 10       /* a lower priority than the training thread's, which has 0 */
 
 /* Arguments for thread_main, which frees them. */
@@ -17,7 +17,6 @@ struct thread_start {
 	enum sfr__thread_kind kind;
 };
 
-/* Runs on the new thread. It sets the thread's own name, CPUs and priority before any work. */
 static void *thread_main(void *arg)
 {
 	struct thread_start start = *(struct thread_start *)arg;
@@ -25,20 +24,16 @@ static void *thread_main(void *arg)
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
 	sfr__cpus_apply();
-	/* A sandbox may forbid the call. Then the thread competes with the training thread at the
-	 * same priority, which is slower but not wrong. */
+	/* a sandbox may forbid these calls; a failure only makes the program slower */
 	if (start.kind == SFR__BACKGROUND)
 		(void)sfr_sys.set_nice(WORKER_NICE);
 	if (start.kind == SFR__PROMPT)
-		/* on failure the thread wakes a little later */
 		(void)sfr_sys.set_slack(PROMPT_SLACK_NS);
 	return start.main(start.arg);
 }
 
-/* Signals are blocked around the creation so that the thread inherits the mask: no handler of the
- * program (Python's, SLURM's) ever runs on it. Signals that a thread raises itself, by a fault, are
- * not blocked. If they were, the kernel would end the process without a handler, and faulthandler
- * could not report where it crashed. */
+/* The new thread inherits the mask of signals, so no handler of the program runs on it. Faults are
+ * not blocked: otherwise Python's faulthandler could not report where the process crashed. */
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg)
 {

@@ -1,20 +1,19 @@
 /* The CUDA driver as a table of functions that is loaded at run time.
  *
  * One build serves machines with and without a GPU, because nothing links to CUDA. The library is
- * libcuda.so.1, or the one that STILLFRAME_LIBCUDA names (the tests use a fake driver that way).
- * Loading has two steps, because the second has a price:
+ * libcuda.so.1, or the one that STILLFRAME_LIBCUDA names, such as the tests' fake driver.
  *
  *     absent ──load──▶ loaded ──init──▶ ready        either step may fail; `why` then says why
  *
- * Loading is harmless. cuInit is not: children forked after it can never use CUDA. So cuInit is
- * called only when a caller passes device memory, and then torch has called it already.
+ * Children that are forked after cuInit can never use CUDA. So cuInit is called only when a caller
+ * passes device memory; torch has called it already then.
  *
- * The table is written once under `mu` and read-only afterwards. It lives as long as the process,
- * because drivers cannot be unloaded safely. A failed load is retried only when the variable names
+ * The table is written once under `mu` and read-only afterwards. Drivers cannot be unloaded safely,
+ * so the table lives as long as the process. A failed load is retried only when the variable names
  * another library. If a device is needed and there is no driver, the reason is logged once.
  *
- * A primary context is only retained where torch has made it active, because making one takes
- * hundreds of megabytes of device memory. */
+ * The core never makes a primary context, which would take hundreds of megabytes of device
+ * memory. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdio.h>
@@ -25,13 +24,13 @@
 
 #define DEFAULT_LIBRARY "libcuda.so.1"
 #define VARIABLE "STILLFRAME_LIBCUDA"
-/* versions as cuDriverGetVersion gives them: 12080 is CUDA 12.8 */
-#define OLDEST_VERSION 11000   /* torch 2.10 itself requires a newer one */
+/* driver versions: 12080 is CUDA 12.8 */
+#define OLDEST_VERSION 11000
 #define BATCH_VERSION 12080    /* the first with batched copies */
 #define BATCH_V2_VERSION 13000 /* the first with the second version of batched copies */
 
 #ifdef SFR_HAVE_CUDA_H
-/* Compares the declarations of types.h and driver.h with the header's. */
+/* Compare the declarations of types.h and driver.h with those of cuda.h. */
 #define X(name, value) _Static_assert((int)(name) == (value), #name);
 SFR__CUDA_VALUES(X)
 #undef X
@@ -51,8 +50,8 @@ _Static_assert(sizeof(CUmemcpyAttributes) == sizeof(struct sfr__cu_copy_attribut
 _Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER_OVERLAP, "flags");
 #endif
 #if CUDA_VERSION >= 13000 && __has_include(<cudaTypedefs.h>)
-/* The batched calls, except for the attributes, which types.h always declares itself. */
 #include <cudaTypedefs.h>
+/* The member has the type from cuda.h, except for the attributes, which types.h declares. */
 #define SAME(member, type, ...)                                                                    \
 	_Static_assert(__builtin_types_compatible_p(type,                                          \
 						    CUresult (*)(CUdeviceptr *, CUdeviceptr *,     \
@@ -99,15 +98,15 @@ static struct {
 	struct sfr__cuda table;
 } driver = { .mu = SFR__MUTEX(SFR__LOCK_DRIVER) };
 
-/* Stores dlsym's result as a function pointer, without a cast that ISO C does not define. */
+/* Stores dlsym's result as a function pointer. ISO C does not define a cast for this. */
 #define TAKE(slot, handle, symbol)                                                                 \
 	do {                                                                                       \
 		void *found = dlsym(handle, symbol);                                               \
 		memcpy(&(slot), &found, sizeof(found));                                            \
 	} while (0)
 
-/* Loads the library and fills the table, unless that succeeded before or failed with the same
- * library. After a failure `why` is set and `loaded` is false. */
+/* Loads the library and fills the table, unless that has succeeded before, or failed with the same
+ * library. After a failure driver.why is set. */
 static void load_locked(void)
 {
 	const char *name = getenv(VARIABLE);
@@ -150,7 +149,7 @@ static void load_locked(void)
 			       table->version / 1000, table->version % 1000 / 10);
 		return;
 	}
-	/* A symbol can exist in a driver version that does not support it yet. */
+	/* a driver may have a symbol that it does not support yet */
 	if (table->version >= BATCH_V2_VERSION) {
 		TAKE(table->batch_v2, handle, "cuMemcpyBatchAsync_v2");
 		TAKE(table->batch_3d, handle, "cuMemcpy3DBatchAsync_v2");
@@ -160,7 +159,7 @@ static void load_locked(void)
 	driver.loaded = true;
 }
 
-/* Calls cuInit. After a failure `why` is set and `ready` is false. */
+/* After a failure driver.why is set. */
 static void init_locked(void)
 {
 	driver.init_rc = driver.table.init(0);
@@ -178,13 +177,13 @@ static void init_locked(void)
 	driver.ready = true;
 }
 
-/* Runs in a forked child, which makes the lock new: a thread of the parent may have held it. */
+/* Runs in a forked child. */
 static void forget(void)
 {
-	sfr__mutex_init(&driver.mu, SFR__LOCK_DRIVER);
+	sfr__mutex_init(&driver.mu, SFR__LOCK_DRIVER); /* a thread of the parent may have held it */
 	if (!driver.ready)
 		return;
-	/* An initialised driver has no defined behaviour in a child. */
+	/* an initialised driver cannot be used in a child */
 	driver.ready = driver.loaded = false;
 	(void)snprintf(driver.why, sizeof(driver.why),
 		       "CUDA was initialised before this process was forked; the start method "
@@ -195,7 +194,7 @@ SFR__AT_FORK(forget)
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 {
 	const struct sfr__cuda *cu;
-	char text[sizeof(driver.why)] = ""; /* for the notice, which is sent without the lock */
+	char text[sizeof(driver.why)] = ""; /* for a notice, which is posted without the lock */
 
 	sfr__lock(&driver.mu);
 	load_locked();
@@ -231,9 +230,9 @@ void sfr__cuda_sentence(char *text, size_t len)
 
 /* ---- contexts ------------------------------------------------------------- */
 
-/* Retains a device's primary context. That allocates memory, and releasing the context frees it.
- * The driver's documentation does not say whether this is allowed while a thread captures a graph.
- * So both run in the relaxed capture mode, which allows everything. */
+/* Retains a device's primary context. The driver may allocate memory, which may be forbidden while
+ * a thread captures a graph. So this and the release run in the relaxed capture mode, which allows
+ * everything. */
 static CUresult retain(const struct sfr__cuda *cu, CUcontext *context, CUdevice dev)
 {
 	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -280,11 +279,10 @@ void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device)
 	CUdevice dev = 0;
 	bool relaxed;
 
-	/* if one of these fails, nothing can be done */
 	if (cu->device_get(&dev, (int)device) != CUDA_SUCCESS)
 		return;
 	relaxed = cu->exchange_mode(&mode) == CUDA_SUCCESS;
-	(void)cu->primary_release(dev);
+	(void)cu->primary_release(dev); /* after a failure nothing can be done */
 	if (relaxed)
 		(void)cu->exchange_mode(&mode);
 }
@@ -354,7 +352,7 @@ void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *
 {
 	const char *name = NULL;
 
-	(void)cu->error_name(rc, &name); /* leaves NULL for an unknown number */
+	(void)cu->error_name(rc, &name); /* NULL stays for an unknown number */
 	(void)snprintf(text, len, "device %u: %s: %s (%d)", device, call,
 		       name ? name : "unknown error", (int)rc);
 }

@@ -7,8 +7,8 @@
 #include "base/base.h"
 
 /* The functions of the table: X(member, name in cuda.h, symbol, parameters). A symbol includes its
- * version ("_v2"), because cuda.h may map the plain name to another version. No symbol is a variant
- * for per-thread default streams. */
+ * version ("_v2"), because cuda.h may map the plain name to another version. Never take a symbol
+ * for per-thread default streams ("_ptsz"). */
 /* clang-format off */
 #define SFR__CUDA_CALLS(X)                                                                         \
 	X(init, cuInit, "cuInit", (unsigned int flags))                                            \
@@ -57,51 +57,52 @@ struct sfr__cuda {
 #define X(member, name, symbol, params) CUresult(*member) params;
 	SFR__CUDA_CALLS(X)
 #undef X
-	/* Make many copies in one call; NULL if the driver has no such call. attrs[i] is for the
-	 * copies from index attr_at[i] on. The older version, v1, also reports the index of the
-	 * copy that failed. */
+	/* The calls below are NULL if the driver does not have them. */
+	/* Make many copies. attrs[i] is for the copies from index attr_at[i] on. The older version,
+	 * v1, also reports the index of the copy that failed. */
 	CUresult (*batch_v2)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, CUstream stream);
 	CUresult (*batch_v1)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, size_t *failed, CUstream stream);
-	/* Makes many copies of rows (strided) in one call; NULL if the driver has no such call. */
+	/* Makes many copies of rows. */
 	CUresult (*batch_3d)(size_t nr, struct sfr__cu_copy_3d *copies, unsigned long long flags,
 			     CUstream stream);
-	int version; /* as cuDriverGetVersion gives it: 12080 is CUDA 12.8 */
+	int version; /* 12080 is CUDA 12.8 */
 };
 
 /* Returns the driver, which is loaded and initialised at the first call and lives as long as the
- * process. Returns NULL if no driver is usable, with the reason in `why` unless that is NULL.
- * Callable from any thread. A process that does not use CUDA must not call this: cuInit makes CUDA
- * unusable in its forked children. */
+ * process. Returns NULL if no driver is usable, with the reason in `why` unless `why` is NULL.
+ * Callable from any thread. A process that does not use CUDA must not call this function, because
+ * cuInit makes CUDA unusable in forked children. */
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len);
 /* Describes the driver, or what is missing, in one sentence. Loads the driver but does not
  * initialise it. */
 void sfr__cuda_sentence(char *text, size_t len);
 
-/* Retains the primary context of a device, provided that other code, such as torch, has made the
- * context active. Returns 0, or -ENODEV or -EIO with the reason in `why`. After success the caller
- * calls sfr__cuda_release. */
+/* Retains the primary context of a device, which the caller releases with sfr__cuda_release. Never
+ * makes a context: other code, such as torch, must have made the context active. Returns 0, or
+ * -ENODEV or -EIO with the reason in `why`. */
 int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
 		     size_t why_len);
 void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device);
 
-/* Makes a context current on the calling thread, and sets the thread's capture mode to relaxed. In
- * that mode the calls that follow cannot break a graph capture of any thread. sfr__cuda_leave
- * undoes both, and may be called after a failure too. */
+/* Makes a context current on the calling thread. Sets the thread's capture mode to relaxed, so that
+ * its calls cannot break a graph capture of any thread. sfr__cuda_leave undoes both, and may be
+ * called after a failure too. */
 struct sfr__cuda_scope {
 	const struct sfr__cuda *cu;
-	CUstreamCaptureMode mode;
-	bool pushed;
+	CUstreamCaptureMode mode; /* the former mode, to be restored */
+	bool pushed;              /* the context is current */
 };
 CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *cu,
 			 CUcontext context);
 void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
-/* If `rc` is still CUDA_SUCCESS, makes the driver call `made`, and stores the call's result in `rc`
- * and its name in `call`. So after a sequence of these, `call` names the call that failed. */
+/* One of several driver calls in a row. If `rc` is CUDA_SUCCESS, makes the call `made` and stores
+ * its result in `rc` and its name in `call`. In the end `call` is the name of the call that
+ * failed. */
 #define SFR__CUDA_THEN(rc, call, name, made)                                                       \
 	do {                                                                                       \
 		if ((rc) == CUDA_SUCCESS) {                                                        \
@@ -110,15 +111,15 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 		}                                                                                  \
 	} while (0)
 
-/* Retains a device's context and makes a stream in it, both for the caller to free. Returns 0, or
- * -ENODEV or -EIO with the reason in `why`; *context and *stream are then NULL. */
+/* Retains a device's context and makes a stream in it. The caller frees both. Returns 0, or -ENODEV
+ * or -EIO with the reason in `why`; then *context and *stream are NULL. */
 int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *context,
 		   CUstream *stream, char *why, size_t why_len);
 
 /* Writes a text such as "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)". */
 void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
 		       char *text, size_t len);
-/* Returns whether this error is sticky: every later call in the context will fail too. */
+/* Returns whether every later call in the context will fail, too. */
 bool sfr__cuda_is_sticky(CUresult rc);
 
 #endif

@@ -1,9 +1,8 @@
 /* Types and values of the CUDA driver's interface.
  *
  * If the build finds the toolkit's cuda.h, the types come from that header, and cuda/driver.c
- * compares the values with it at compile time. Otherwise (a CPU build of torch, no toolkit) this
- * file declares the few types and values that the core needs. They are part of the driver's binary
- * interface and cannot change, so one library serves machines with and without CUDA. */
+ * compares the values with it at compile time. Otherwise this file declares the few types and
+ * values that the core needs. They are part of the driver's binary interface and cannot change. */
 #ifndef SFR_CUDA_TYPES_H
 #define SFR_CUDA_TYPES_H
 
@@ -44,7 +43,7 @@ typedef struct {
 } CUDA_MEMCPY2D;
 #endif
 
-/* Values: X(name, value). cuda/driver.c compares them with the header's. */
+/* X(name, value) */
 #define SFR__CUDA_VALUES(X)                                                                        \
 	X(CUDA_SUCCESS, 0)                                                                         \
 	X(CUDA_ERROR_INVALID_VALUE, 1)                                                             \
@@ -85,18 +84,18 @@ enum {
 };
 #endif
 
-/* Attributes of a batched copy. They are always declared here, because cuda.h has these types only
- * since CUDA 12.8. */
+/* Attributes of a batched copy. The types from here on are always declared, because cuda.h has them
+ * only since CUDA 12.8. */
 struct sfr__cu_location {
 	int type, id;
 };
 struct sfr__cu_copy_attributes {
-	int src_access_order; /* 1: sources are read in stream order */
+	int src_access_order; /* SFR__CU_ORDER_STREAM */
 	struct sfr__cu_location src_hint, dst_hint;
 	unsigned int flags;
 };
 
-/* Errors that older headers do not name. The core uses names of its own with every header. */
+/* Errors that older headers do not name: X(name, value). */
 #define SFR__CUDA_LATER_VALUES(X)                                                                  \
 	X(CONTAINED, 226)                                                                          \
 	X(TENSOR_MEMORY_LEAK, 721)                                                                 \
@@ -110,10 +109,10 @@ enum {
 
 /* One side of a copy of rows. */
 struct sfr__cu_operand {
-	int type; /* 1: a pointer */
+	int type; /* SFR__CU_OPERAND_POINTER */
 	CUdeviceptr ptr;
 	size_t row_len;      /* bytes from row to row */
-	size_t layer_height; /* not used: each copy has one layer */
+	size_t layer_height; /* not used */
 	struct sfr__cu_location hint;
 };
 /* One copy of rows between two addresses, in a batch of such copies. */
@@ -124,7 +123,7 @@ struct sfr__cu_copy_3d {
 	unsigned int flags;
 };
 #define SFR__CU_OPERAND_POINTER 1
-#define SFR__CU_ORDER_STREAM 1
-#define SFR__CU_PREFER_OVERLAP 1u /* use copy engines rather than the multiprocessors that train */
+#define SFR__CU_ORDER_STREAM 1    /* sources are read in stream order */
+#define SFR__CU_PREFER_OVERLAP 1u /* a flag: use copy engines rather than multiprocessors */
 
 #endif
