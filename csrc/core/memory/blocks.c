@@ -1,5 +1,5 @@
-/* Blocks of a pool: their states, lists, memory and counters. pool.c has the diagram. The caller
- * holds the pool's mutex where a name ends in `_locked`; otherwise it owns the block. */
+/* Blocks of a pool: their states, lists, memory and counters. A function without `_locked` in its
+ * name needs no mutex, because its caller owns the block. */
 #include <errno.h>
 
 #include "memory/pool_int.h"
@@ -12,8 +12,8 @@ int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, siz
 	if (rc == 0)
 		rc = sfr__memory_populate(&pool->range, mem, to - from);
 	if (rc != 0)
-		/* Some of the pages may have memory. If the system refuses to take it back, the
-		 * next commit of these pages finds it there. */
+		/* Some pages may have memory now. If they keep it, the next commit finds it
+		 * there. */
 		(void)sfr__pool_decommit(pool, block, from, to);
 	return rc;
 }
@@ -29,8 +29,8 @@ void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *bloc
 	sfr__pin_blocks(&pool->pin, blocks, nr, pool->block_bytes);
 	for (uint32_t i = 0; i < nr; i++)
 		if (sfr__pin_is_foreign(blocks[i]))
-			/* The block now uses memory of the driver instead of its own pages. If the
-			 * system does not take these back, they only cost memory. */
+			/* The block now uses the driver's memory. Its own pages are not needed any
+			 * more. */
 			(void)sfr__pool_decommit(pool, blocks[i], 0, (size_t)pool->block_bytes);
 }
 
@@ -66,7 +66,6 @@ bool sfr__block_is_owned(enum sfr__block_state state)
 	       state != SFR__BLOCK_RETIRED;
 }
 
-/* A block goes into a list if its new state has no owner, and is not RETIRED. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to)
 {
@@ -89,8 +88,7 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 	if (to == SFR__BLOCK_RETIRED) {
 		pool->nr_retired++;
 		pool->retired_bytes += block->committed;
-		/* A waiting thread may have to give up, because no block can return any more. */
-		(void)pthread_cond_broadcast(&pool->cv);
+		(void)pthread_cond_broadcast(&pool->cv); /* a waiting thread may have to give up */
 		return;
 	}
 	if (to == SFR__BLOCK_RESERVED)

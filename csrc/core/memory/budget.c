@@ -2,11 +2,9 @@
  *
  *     a default pool's cap = budget - the caps of other default pools, at least one block
  *
- * A default pool is one whose cap the user did not choose. The user of an engine gives the budget;
- * the core does not find out how much memory the system has left. Each sum is one 64-bit word: a
- * number of pages, and the fork generation in which they were counted. A forked child has none of
- * its parent's pools, and a sum of an older generation counts as zero. So the child needs no lock,
- * which another thread could have held at the fork. */
+ * A default pool is one whose cap the user did not choose. Each sum is one 64-bit word: a number of
+ * pages, and the fork generation in which they were counted. A sum of an older generation counts as
+ * zero, because a forked child has none of its parent's pools. So the child needs no lock. */
 #include <stdatomic.h>
 
 #include "sfr/engine.h"
@@ -18,20 +16,19 @@
 static _Atomic uint64_t caps_taken; /* sum of the caps of default pools */
 static _Atomic uint64_t held;       /* sum of the memory of all pools */
 
-/* Returns the pages in a sum; 0 if the parent counted them before a fork. */
+/* Returns the pages of a sum, or 0 if they were counted before a fork. */
 static uint64_t pages_now(uint64_t word, uint64_t generation)
 {
 	return word >> PAGES_BITS == generation ? word & PAGES_MASK : 0;
 }
 
-/* Returns the low bits of the fork generation, as many as a sum stores. */
+/* Returns the fork generation, cut to the bits that a sum has for it. */
 static uint64_t this_generation(void)
 {
 	return sfr_fork_generation() & (UINT64_MAX >> PAGES_BITS);
 }
 
-/* Adds bytes to a sum. A negative number wraps around within the bits for pages, and so
- * subtracts. */
+/* Adds bytes to a sum. A negative number wraps within the low bits, and so subtracts. */
 static void add_bytes(_Atomic uint64_t *sum, int64_t bytes)
 {
 	uint64_t generation = this_generation(), old = atomic_load(sum), new;
@@ -43,28 +40,27 @@ static void add_bytes(_Atomic uint64_t *sum, int64_t bytes)
 	while (!atomic_compare_exchange_weak(sum, &old, new));
 }
 
-/* Returns the cap of a default pool: the bytes of the budget that other pools have not taken, at
- * most most_bytes, in whole blocks, and at least one block. */
+/* `taken` is the sum of the caps of other default pools, in bytes. */
 static uint64_t default_cap(const struct sfr_engine_opts *opts, uint64_t taken)
 {
 	uint64_t left = opts->budget_bytes > taken ? opts->budget_bytes - taken : 0;
 
 	if (opts->most_bytes < left)
 		left = opts->most_bytes;
-	return left < opts->block_bytes ? opts->block_bytes :
-					  left / opts->block_bytes * opts->block_bytes;
+	if (left < opts->block_bytes)
+		return opts->block_bytes;
+	return left / opts->block_bytes * opts->block_bytes;
 }
 
 uint64_t sfr__budget_take(const struct sfr_engine_opts *opts)
 {
-	uint64_t generation = this_generation(), old = atomic_load(&caps_taken), bytes, taken;
+	uint64_t generation = this_generation(), old = atomic_load(&caps_taken), new, bytes, taken;
 
 	do {
 		taken = pages_now(old, generation);
 		bytes = default_cap(opts, taken * SFR_PAGE);
-	} while (!atomic_compare_exchange_weak(&caps_taken, &old,
-					       (taken + bytes / SFR_PAGE) | generation
-										    << PAGES_BITS));
+		new = (taken + bytes / SFR_PAGE) | generation << PAGES_BITS;
+	} while (!atomic_compare_exchange_weak(&caps_taken, &old, new));
 	return bytes;
 }
 

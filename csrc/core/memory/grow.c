@@ -1,9 +1,6 @@
-/* Memory for many blocks at once: made before it is needed (warm_up), made for a lease (lease.c),
- * and returned to the system (trim).
- *
- * Several threads make pages several times as fast as one thread, and adjacent blocks are pinned
- * faster together. While a block gains or loses memory, one thread owns it; pool.c has the diagram
- * of the states. */
+/* Memory for many blocks at once: made before it is needed (warm_up), made for a lease, and
+ * returned to the system (trim). Several threads make pages several times as fast as one thread,
+ * and adjacent blocks are pinned faster together. */
 #include <stdlib.h>
 
 #include "memory/range.h"
@@ -14,17 +11,15 @@
 
 /* ---- on several threads ---- */
 
-/* One call of sfr__pool_grow_all: the blocks to which several threads give memory. */
+/* One call of sfr__pool_grow_all. */
 struct growth {
 	struct sfr__pool *pool;
-	struct sfr__list work; /* blocks that no thread has taken; guarded by pool->mu, like rc */
-	int rc;                /* the first error */
-	/* called for each block when it has its memory or an error has occurred */
+	struct sfr__list work; /* blocks that no thread has taken; guarded by pool->mu */
+	int rc;                /* the first error; guarded by pool->mu */
 	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
 };
 
-/* Gives memory to blocks of the list until it is empty, and calls grown_locked for each. After an
- * error the remaining blocks get no memory. */
+/* Runs on each thread: gives memory to blocks of the list until the list is empty. */
 static void *grow_main(void *arg)
 {
 	struct growth *job = arg;
@@ -60,22 +55,21 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 
 	for (const struct sfr__block *block = work.head; block != NULL; block = block->next)
 		nr++;
-	/* Fewer threads only take longer: the caller does the same work and then waits for them. */
+	/* If no thread can be started, the caller does all the work. */
 	while (nr_threads + 1 < MAX_GROWERS && nr_threads + 1 < nr &&
 	       sfr__thread_start(&threads[nr_threads], "sfr-warm", SFR__AWAITED, grow_main, &job) ==
 		       0)
 		nr_threads++;
 	(void)grow_main(&job);
-	while (nr_threads > 0)
-		/* cannot fail: they are joinable */
+	while (nr_threads > 0) /* cannot fail: the threads are joinable */
 		(void)sfr_sys.thread_join(threads[--nr_threads], NULL);
 	return job.rc;
 }
 
 /* ---- warm up ---- */
 
-/* Moves blocks from `list` to `work` if they are among the first `nbytes` bytes of the pool and
- * lack memory there. Sets how many bytes of memory each block should have. */
+/* Moves blocks from `list` to `work` if they need more memory for the first `nbytes` bytes of the
+ * pool. Sets block->want. */
 static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint64_t nbytes,
 			   struct sfr__list *work)
 {
@@ -95,16 +89,13 @@ static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint6
 	}
 }
 
-/* For sfr__pool_grow_all: puts a block back into a list of the pool. */
 static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
 	(void)rc; /* a block keeps the memory that it had or got */
 	pool->nr_returned++;
-	sfr__pool_move_locked(pool, block,
-			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+	sfr__pool_disown_locked(pool, block);
 }
 
-/* Compares two blocks for qsort. */
 static int by_index(const void *a, const void *b)
 {
 	uint32_t i = (*(struct sfr__block *const *)a)->index;
@@ -136,16 +127,14 @@ static void pin_whole(struct sfr__pool *pool)
 			continue;
 		}
 		*at = block->next;
-		/* so that no other thread uses the block while it is pinned */
+		/* no other thread may use the block while it is pinned */
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
 		found[nr++] = block;
 	}
 	sfr__unlock(&pool->mu);
 	qsort(found, nr, sizeof(*found), by_index);
 	for (uint32_t i = 0, len; i < nr; i += len) {
-		len = 1;
-		while (i + len < nr && found[i + len]->index == found[i]->index + len)
-			len++;
+		len = sfr__pool_row_len(found + i, nr - i);
 		sfr__pool_pin_blocks(pool, found + i, len);
 	}
 	sfr__cuda_leave(&scope);
@@ -184,7 +173,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	int rc = 0;
 
 	sfr__lock(&pool->mu);
-	pool->nr_wanted = 0; /* so that writers make no memory until the next save (supply.c) */
+	pool->nr_wanted = 0; /* writers make no memory until the next save */
 	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
 	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);
@@ -196,7 +185,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	while ((block = sfr__pool_pop(&work)) != NULL) {
 		int failed;
 
-		/* its region has blocks in use, or the driver did not release it */
+		/* a part of its region is in use, or the driver did not release the region */
 		if (block->region != NULL) {
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 			continue;

@@ -1,59 +1,56 @@
 /* Leases: contiguous pool memory for snapshots.
  *
- * A save needs one block at a time and returns it soon. A snapshot needs all its memory at once and
- * keeps it as long as its users like. Each of its *items*, such as the copy of one source, must be
- * contiguous, even if it is longer than a block. A lease consists of whole blocks of the pool that
- * saves use. So it counts against the same cap, and its blocks may already have memory and be
- * registered with the driver.
+ * A snapshot needs all its memory at once and keeps it as long as its users like. Each of its
+ * *items*, such as the copy of one source, must be contiguous, even if it is longer than a block.
+ * place.c decides where the items go. A *run* is a row of adjacent blocks. A lease takes whole
+ * blocks of the pool that saves use, so it counts against the same cap.
  *
- * place.c decides where the items go. A *run* is a row of adjacent blocks.
+ * Waiting. A request waits until no thread waits for a single block. It owns nothing meanwhile, so
+ * saves can finish and return their blocks. A snapshot's blocks return only when its users release
+ * them, and the waiting thread may be such a user. So these blocks are `held`: no thread waits for
+ * them. A request that fits only with held blocks fails at once with SFR_EEXHAUSTED. When the last
+ * user has let go, sfr__pool_hold removes the mark.
  *
- * Order. A request for a lease waits until no request for a single block is waiting. A save returns
- * each block when it is written, and a request owns nothing while it waits, so a wait for saves
- * ends. A snapshot's memory returns when its users release it, and the waiting thread may be such a
- * user. So the blocks of a lease are `held`: only a user can return them. When the last user has
- * let go, sfr__pool_hold removes this mark; from then on they return without a user. A request that
- * would have to wait for held blocks fails at once with SFR_EEXHAUSTED.
- *
- * Saves are protected too: while any save still needs blocks, a lease leaves them one block, which
- * is enough for progress. This is checked under the pool's lock at every attempt, so a save that
- * begins while a request waits counts. A save that the waiting thread itself has interrupted, in a
- * signal handler, does not count, because that save goes on only after the request. A save whose
- * blocks are all written does not count either. It waits for its entry in the log, and an earlier
- * entry may be external work that waits for this lease.
+ * Saves. While a save needs blocks, a lease leaves one block free, which is enough for progress.
+ * Every attempt checks this, because a save may begin while a request waits. Two kinds of saves do
+ * not count:
+ * - A save that the waiting thread has interrupted, in a signal handler. It goes on only after the
+ *   request.
+ * - A save whose blocks are all written. It waits for its entry in the log, and an earlier entry
+ *   may be external work that waits for this lease.
  *
  * Devices. A run must be contiguous, so its blocks are pinned at their own addresses or not at all.
- * If a block uses memory that the driver allocated (pin.c), that memory is freed first. */
+ * If a block uses memory that the driver allocated, that memory is freed first. */
 #include <errno.h>
 #include <sys/mman.h>
 
 #include "memory/pool_int.h"
 
-/* Returns how many bytes of memory the block number `i` of a run needs. */
+/* Returns how many bytes of memory block number `i` of a run needs. */
 static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
 			const struct sfr__run_of_blocks *run, uint32_t i)
 {
 	uint64_t left = run->len - i * pool->block_bytes;
 
-	return left < pool->block_bytes && !lease->whole ? left : pool->block_bytes;
+	if (lease->whole || left > pool->block_bytes)
+		return pool->block_bytes;
+	return left;
 }
 
-/* Visits every block of a lease. In the body, `run` is the block's run, and run->first + i is the
- * block's index in the pool. */
+/* Visits every block of a lease. In the body, run->first + i is the block's index in the pool. */
 #define FOR_EACH_BLOCK(pool, lease, run, i)                                                        \
 	for (const struct sfr__run_of_blocks *run = (lease)->runs;                                 \
 	     run != (lease)->runs + (lease)->nr_runs; run++)                                       \
 		for (uint32_t i = 0; (uint64_t)i * (pool)->block_bytes < run->len; i++)
 
-/* Makes waiting threads check again whether there is room, or anything left to wait for. */
 static void wake_waiters_locked(struct sfr__pool *pool)
 {
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* cannot fail on our own object */
 }
 
-/* Takes the blocks of the placed items for the lease. A block becomes LEASED. It becomes GROWING if
- * it lacks memory, or if its memory is the driver's. */
+/* Takes the blocks of the placed items for the lease. A block becomes GROWING if it needs other or
+ * more memory, and LEASED otherwise. */
 static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
 			       struct sfr__lease *lease)
 {
@@ -78,12 +75,10 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
+		bool ready = block->committed >= need_of(pool, lease, run, i) &&
+			     !sfr__pin_is_foreign(block);
 
-		sfr__pool_move_locked(pool, block,
-				      block->committed >= need_of(pool, lease, run, i) &&
-						      !sfr__pin_is_foreign(block) ?
-					      SFR__BLOCK_LEASED :
-					      SFR__BLOCK_GROWING);
+		sfr__pool_move_locked(pool, block, ready ? SFR__BLOCK_LEASED : SFR__BLOCK_GROWING);
 		sfr__pool_uncount_locked(pool, block); /* a held block never counts as full */
 		block->held = true;
 		lease->nr_blocks++;
@@ -96,8 +91,6 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 	wake_waiters_locked(pool);
 }
 
-/* Sets whether the blocks are held. Only a user can return a held block, so no thread waits for
- * it. */
 static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -115,7 +108,6 @@ static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lea
 	wake_waiters_locked(pool);
 }
 
-/* Makes the lease's blocks free, or RETIRED if lease->retired is set. */
 static void return_blocks_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	set_held_locked(pool, lease, false);
@@ -128,15 +120,14 @@ static void return_blocks_locked(struct sfr__pool *pool, const struct sfr__lease
 			continue;
 		}
 		pool->nr_returned++;
-		sfr__pool_move_locked(pool, block,
-				      block->committed != 0 ? SFR__BLOCK_FREE :
-							      SFR__BLOCK_RESERVED);
+		sfr__pool_disown_locked(pool, block);
 	}
 }
 
-/* Replaces the driver's memory of a block by as much memory in the pool's own range. Returns 0;
- * -EIO if the block keeps the driver's memory; or another -errno if it has no memory afterwards.
- * Releases the mutex meanwhile. */
+/* Replaces the driver's memory of a block by the pool's own. Releases the mutex meanwhile. Returns
+ * 0, or:
+ *     -EIO          the block keeps the driver's memory
+ *     other -errno  the block has no memory now */
 static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
 	int rc;
@@ -146,7 +137,7 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	sfr__pin_drop(&pool->pin, block);
 	if (sfr__pin_is_foreign(block)) {
 		sfr__lock(&pool->mu);
-		return -EIO; /* the driver does not release its memory */
+		return -EIO; /* the driver refused to release its memory */
 	}
 	rc = sfr__pool_commit(pool, block, 0, block->committed);
 	sfr__lock(&pool->mu);
@@ -155,16 +146,15 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	return rc;
 }
 
-/* For sfr__pool_grow_all: makes a block LEASED once it has its memory. A block that got none stays
- * GROWING until the whole lease fails. */
+/* A block without its memory stays GROWING until grow_lease_locked fails. */
 static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
 	if (rc == 0)
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 }
 
-/* Makes the missing memory of a lease; releases the mutex meanwhile. Returns 0 when all blocks are
- * LEASED, or -errno. On failure all blocks are free again and keep the memory that they got. */
+/* Makes the missing memory of a lease, and releases the mutex meanwhile. Returns 0 or -errno. After
+ * an error all blocks are free again and keep the memory that they got. */
 static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	struct sfr__list work = { NULL };
@@ -191,24 +181,17 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 	}
 	if (rc == 0)
 		return 0;
-	/* nr_returned stays as it is, because a thread that tried again would find no memory
-	 * either. */
+	/* nr_returned stays: these blocks would not help a thread that found no memory. */
 	set_held_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
-		struct sfr__block *block = &pool->blocks[run->first + i];
-
-		sfr__pool_move_locked(pool, block,
-				      block->committed != 0 ? SFR__BLOCK_FREE :
-							      SFR__BLOCK_RESERVED);
+		sfr__pool_disown_locked(pool, &pool->blocks[run->first + i]);
 	}
 	return rc;
 }
 
-/* Waits until this request is first in the queue and there is room, then takes the room. `starved`
- * is NULL at the first attempt. After an attempt for which the system had no memory, it points to
- * the value that nr_returned had then. The next attempt is made only when a block has returned
- * since, or when only users could still return one. Returns 0, SFR_EAGAIN or SFR_EEXHAUSTED. */
+/* Waits until this request is first in the queue and there is room, and takes the room. Returns 0,
+ * SFR_EAGAIN or SFR_EEXHAUSTED. sfr__pool_may_retry_locked explains `starved`. */
 static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *placement,
 				uint32_t nr_own, uint64_t deadline_ns, const uint64_t *starved,
 				struct sfr__lease *lease)
@@ -219,20 +202,20 @@ static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *p
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
-		bool worth_trying = starved == NULL || *starved != pool->nr_returned ||
-				    pool->nr_owned == pool->nr_held;
 		bool spare = pool->nr_saves > nr_own;
 
-		if (pool->waiters == &me && worth_trying &&
+		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, starved) &&
 		    sfr__pool_place_locked(pool, placement, false, spare)) {
 			take_placed_locked(pool, placement, lease);
 			rc = 0;
 			break;
 		}
-		/* Would the items fit if all blocks outside held leases had returned? */
-		rc = sfr__pool_place_locked(pool, placement, true, false) ? SFR_EAGAIN :
-									    SFR_EEXHAUSTED;
-		if (rc == SFR_EEXHAUSTED || late)
+		if (!sfr__pool_place_locked(pool, placement, true, false)) {
+			rc = SFR_EEXHAUSTED; /* blocks that return without a user are too few */
+			break;
+		}
+		rc = SFR_EAGAIN;
+		if (late)
 			break;
 		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
 	}
@@ -245,15 +228,14 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
 	struct sfr__placement placement = { .lens = lens, .nr = nr, .addrs = addrs };
-	/* the largest number of gaps: every second block is in use */
-	const uint32_t most_gaps = pool->nr_blocks / 2 + 1;
+	const uint32_t most_gaps = pool->nr_blocks / 2 + 1; /* if every second block is in use */
 	const uint64_t *starved = NULL;
 	struct sfr__lease lease = { .whole = whole };
 	int rc;
 
 	*out = (struct sfr__lease){ 0 };
 	for (uint32_t i = 0; i < nr; i++) {
-		/* so that the sum does not overflow */
+		/* the sum must not overflow */
 		if (lens[i] > UINT64_MAX / 4 || placement.total > UINT64_MAX / 4)
 			return SFR_EEXHAUSTED;
 		placement.total += sfr__round_up(lens[i], SFR_ALIGN);
@@ -272,8 +254,7 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 		rc = grow_lease_locked(pool, &lease);
 		if (rc == 0)
 			break;
-		/* Give up if only users could still return a block and none has returned
-		 * meanwhile. */
+		/* Give up if only users can return a block, and none has returned meanwhile. */
 		if (pool->nr_owned == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
@@ -332,9 +313,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 			blocks[nr++] = block;
 	}
 	for (uint32_t i = 0, len; i < nr; i += len) {
-		len = 1;
-		while (i + len < nr && blocks[i + len]->index == blocks[i]->index + len)
-			len++;
+		len = sfr__pool_row_len(blocks + i, nr - i);
 		sfr__pin_in_place(&pool->pin, blocks + i, len, pool->block_bytes);
 	}
 	sfr_sys.free(blocks);
@@ -366,12 +345,14 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	uint64_t end = (i + 1) * pool->block_bytes;
 
 	*pinned = sfr__pin_is_pinned(first);
-	/* A pinned span ends with its region. Unpinned blocks are one span, because no region
-	 * limits a copy to them. */
-	while (end < off + len &&
-	       (*pinned ? pool->blocks[end / pool->block_bytes].region == first->region :
-			  !sfr__pin_is_pinned(&pool->blocks[end / pool->block_bytes])))
+	/* A pinned span ends with its region, an unpinned one before a pinned block. */
+	while (end < off + len) {
+		const struct sfr__block *next = &pool->blocks[end / pool->block_bytes];
+
+		if (*pinned ? next->region != first->region : sfr__pin_is_pinned(next))
+			break;
 		end += pool->block_bytes;
+	}
 	return end - off < len ? (size_t)(end - off) : len;
 }
 

@@ -8,19 +8,16 @@
  *     replaced by memory of cuMemHostAlloc
  *     left as it is: "pageable", copies to it pass through a buffer of the driver
  *
- * The first use of each lower step is logged, and reports name the lowest step so far, because each
- * step costs time. A block is pinned as a whole and belongs to one region, because the driver
- * refuses a copy that touches two registrations. A region is released as a whole, when a trim owns
- * all its blocks.
+ * The first use of each lower step is logged. A block is pinned as a whole and belongs to one
+ * region, because the driver refuses a copy that touches two registrations. A region is released as
+ * a whole, when a trim owns all its blocks. Regions are registered PORTABLE: for the contexts of
+ * all devices.
  *
- * Regions are registered PORTABLE, which means for the contexts of all devices. So they can be
- * registered through the context of any device.
+ * Only the owner of a block changes its `region`. pin->mu guards the list of regions, but is not
+ * held during driver calls, because registering a large region takes milliseconds.
  *
- * Only the owner of a block changes its `region` field. pin->mu guards the list of regions. It is
- * not held during driver calls, because registering a large region takes milliseconds.
- *
- * A region that the driver does not release stays mapped. Otherwise the system could map other
- * memory at its addresses, which the driver would still treat as registered. */
+ * A region that the driver does not release stays mapped. The driver would treat any other memory
+ * at its addresses as registered. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -32,7 +29,7 @@
  * meanwhile. */
 #define REGION_BYTES_MAX ((uint64_t)128 << 20)
 
-/* How a region is pinned, best first; the head of this file describes them. */
+/* How a region is pinned, best first. */
 enum pin_way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
 
 struct sfr__region {
@@ -41,9 +38,9 @@ struct sfr__region {
 	char *pool_addr; /* the first block's address in the pool; not `mem` if ALLOCATED */
 	enum pin_way way;
 	uint32_t nr_blocks;
-	uint32_t nr_in_trim; /* its blocks in a running trim; guarded by pin->mu, like keep */
-	bool keep;           /* one of its blocks is retired, so it is never released */
-	bool gone;           /* during a trim: the driver has released it */
+	uint32_t nr_in_trim; /* its blocks that a running trim owns; guarded by pin->mu */
+	bool keep;           /* a block is retired: never release it; guarded by pin->mu */
+	bool gone;           /* the driver has released it, during a trim */
 };
 
 void sfr__pin_init(struct sfr__pin *pin)
@@ -82,8 +79,7 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 
 /* ---- notes ---------------------------------------------------------------- */
 
-/* Logs a sentence about a fallback to `way` and keeps it for reports, unless a fallback at least as
- * bad was noted before. */
+/* Does nothing if a fallback at least as bad was noted before. */
 static void note_fallback(struct sfr__pin *pin, enum pin_way way, const char *text)
 {
 	bool noted;
@@ -108,7 +104,7 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why)
 	note_fallback(pin, PAGEABLE, text);
 }
 
-/* Notes that `call` failed with `rc`, and that the blocks are therefore pinned by `way`. */
+/* Notes that `call` failed with `rc`, so that the blocks are pinned by `way`. */
 static void note_failure(struct sfr__pin *pin, enum pin_way way, CUresult rc, const char *call)
 {
 	static const char *const fallbacks[] = {
@@ -133,7 +129,6 @@ void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
 
 /* ---- pinning ---------------------------------------------------------------- */
 
-/* Makes a region, adds it to the list and returns it. Returns NULL without memory. */
 static struct sfr__region *add_region(struct sfr__pin *pin, enum pin_way way, char *mem,
 				      char *pool_addr, uint32_t nr_blocks)
 {
@@ -151,8 +146,7 @@ static struct sfr__region *add_region(struct sfr__pin *pin, enum pin_way way, ch
 	return region;
 }
 
-/* Makes the driver release the memory of a region. Returns false if the driver may still know the
- * memory. Its pages must then stay mapped. */
+/* Returns false if the driver may still know the memory, which must then stay mapped. */
 static bool release_memory(const struct sfr__pin *pin, enum pin_way way, char *mem)
 {
 	CUresult rc = CUDA_SUCCESS;
@@ -161,12 +155,11 @@ static bool release_memory(const struct sfr__pin *pin, enum pin_way way, char *m
 		rc = pin->cu->host_unregister(mem);
 	else if (way == ALLOCATED)
 		rc = pin->cu->host_free(mem);
-	/* DEINITIALIZED: the driver has shut down, and so knows no memory any more */
+	/* DEINITIALIZED: the driver has shut down and knows no memory */
 	return rc == CUDA_SUCCESS || rc == CUDA_ERROR_DEINITIALIZED;
 }
 
-/* Registers adjacent blocks as one region, and sets their region. Returns the driver's error, or
- * CUDA_ERROR_OUT_OF_MEMORY. */
+/* Registers adjacent blocks as one region. Returns the driver's error, or OUT_OF_MEMORY. */
 static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 				uint64_t block_bytes)
 {
@@ -180,8 +173,7 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 		return rc;
 	region = add_region(pin, way, mem, mem, nr);
 	if (!region) {
-		/* If this fails too, the next registration of this memory is refused as a
-		 * duplicate. */
+		/* If this fails too, the driver refuses the next registration as a duplicate. */
 		(void)release_memory(pin, way, mem);
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	}
@@ -202,7 +194,7 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	rc = register_blocks(pin, &block, 1, block_bytes);
 	if (rc == CUDA_SUCCESS)
 		return;
-	if (in_place) { /* without a region, so that a later attempt can do better */
+	if (in_place) { /* no region, so a later attempt can do better */
 		note_failure(pin, PAGEABLE, rc, "cuMemHostRegister");
 		return;
 	}
@@ -214,18 +206,16 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 			block->mem = mem;
 			return;
 		}
-		/* If the driver refuses this, the memory is lost until the process ends. */
+		/* if the driver refuses, the memory is lost until the process ends */
 		(void)release_memory(pin, ALLOCATED, mem);
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	note_failure(pin, PAGEABLE, rc, "cuMemHostAlloc");
-	/* Because the block has a region, if only a pageable one, later leases do not try again. A
-	 * trim removes the region. */
+	/* A region, although pageable, so that later leases do not try again. A trim removes it. */
 	block->region = add_region(pin, PAGEABLE, block->mem, block->mem, 1);
 }
 
-/* Pins adjacent blocks in regions that are as large as possible. After each refusal the regions
- * become half as large, down to single blocks. */
+/* Pins adjacent blocks in regions that are as large as possible. Each refusal halves their size. */
 static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		     uint64_t block_bytes, bool in_place)
 {
@@ -284,7 +274,6 @@ bool sfr__pin_is_foreign(const struct sfr__block *block)
 
 /* ---- releasing ------------------------------------------------------------------- */
 
-/* Removes a region from the pool's list. */
 static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 {
 	struct sfr__region **at = &pin->regions;
@@ -294,8 +283,7 @@ static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 	*at = region->next;
 }
 
-/* Removes regions from the pool's list: those whose blocks are all in `list`. Returns the removed
- * regions as a list of their own. */
+/* Removes the regions whose blocks are all in `list` from the pool, and returns them as a list. */
 static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__region *taken = NULL;
@@ -311,7 +299,7 @@ static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struc
 		unlink_locked(pin, region);
 		region->next = taken;
 		taken = region;
-		region->nr_in_trim = 0; /* so that it is not taken twice */
+		region->nr_in_trim = 0; /* it must not be taken twice */
 	}
 	for (struct sfr__block *b = list; b; b = b->next)
 		if (b->region)
@@ -350,7 +338,7 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 			sfr_sys.free(region);
 			continue;
 		}
-		region->next = pin->regions; /* not released: it stays a region of the pool */
+		region->next = pin->regions; /* not released: it stays in the pool */
 		pin->regions = region;
 	}
 	sfr__unlock(&pin->mu);

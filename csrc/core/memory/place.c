@@ -1,16 +1,13 @@
 /* Decides where in the pool the items of a lease go.
  *
- * Between saves every block is free, and the items go one after another into one window, which is a
- * row of just enough adjacent blocks. Of all windows, the one whose blocks already have the most
- * memory is taken. If blocks in use leave no such window, each item goes into the first gap between
- * them that has room. */
+ * The items go one after another into one *window*, which is a row of just enough adjacent blocks.
+ * Of all windows, the one whose blocks already have the most memory is taken. If there is no
+ * window, each item goes into the first gap between used blocks that has room. */
 #include "memory/pool_int.h"
 
-/* Returns whether the block can be taken now or, with `later`, after all blocks outside held leases
- * have returned. */
+/* With `later`, every block outside held leases is usable: all of them will return. */
 static bool is_usable(const struct sfr__block *block, bool later)
 {
-	/* A copy into a retired block may run forever. */
 	if (block->state == SFR__BLOCK_RETIRED)
 		return false;
 	return later ? !block->held : !sfr__block_is_owned(block->state);
@@ -26,8 +23,7 @@ static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool later)
 	return nr;
 }
 
-/* Finds the window with the most memory: a row of `nr` adjacent usable blocks. Returns the index of
- * its first block, or nr_blocks if there is no window. */
+/* Returns the first block of the window with the most memory, or nr_blocks if there is none. */
 static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool later)
 {
 	uint64_t committed = 0, best_committed = 0;
@@ -54,7 +50,6 @@ static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bo
 	return best;
 }
 
-/* Finds the gaps, which are rows of adjacent usable blocks. */
 static void find_gaps_locked(const struct sfr__pool *pool, bool later,
 			     struct sfr__placement *placement)
 {
@@ -72,7 +67,7 @@ static void find_gaps_locked(const struct sfr__pool *pool, bool later,
 	}
 }
 
-/* Puts each item into the first gap with room for it. Returns false if an item does not fit. */
+/* Puts each item into the first gap with room. Returns false if an item does not fit. */
 static bool fill_gaps(const struct sfr__pool *pool, struct sfr__placement *placement)
 {
 	for (uint32_t i = 0; i < placement->nr; i++) {
@@ -93,16 +88,16 @@ static bool fill_gaps(const struct sfr__pool *pool, struct sfr__placement *place
 	return true;
 }
 
-/* Counts the blocks that the placed items touch. */
-static uint64_t nr_touched(const struct sfr__pool *pool, const struct sfr__placement *placement)
+static uint64_t nr_blocks_used(const struct sfr__pool *pool, const struct sfr__placement *placement)
 {
-	uint64_t nr = 0;
+	uint64_t nbytes = 0;
 
-	for (uint32_t g = 0; g < placement->nr_gaps; g++)
-		nr += sfr__round_up(placement->gaps[g].at - placement->gaps[g].begin,
-				    pool->block_bytes) /
-		      pool->block_bytes;
-	return nr;
+	for (uint32_t g = 0; g < placement->nr_gaps; g++) {
+		const struct sfr__gap *gap = &placement->gaps[g];
+
+		nbytes += sfr__round_up(gap->at - gap->begin, pool->block_bytes);
+	}
+	return nbytes / pool->block_bytes;
 }
 
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
@@ -124,5 +119,6 @@ bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement 
 		return fill_gaps(pool, placement);
 	}
 	find_gaps_locked(pool, later, placement);
-	return fill_gaps(pool, placement) && nr_touched(pool, placement) + nr_spare <= nr_usable;
+	return fill_gaps(pool, placement) &&
+	       nr_blocks_used(pool, placement) + nr_spare <= nr_usable;
 }

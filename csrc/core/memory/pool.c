@@ -1,9 +1,8 @@
 /* A persistent pool of equal blocks.
  *
  * One range of address space is reserved for the whole cap and divided into blocks. So a block's
- * address never changes, and a driver can register large regions. A block gets memory at its first
- * lease and keeps it between saves, so the cost of first touches is paid once, or before training
- * by warm_up.
+ * address never changes, and a driver can register large regions. A block keeps its memory between
+ * saves, so the cost of first touches is paid once.
  *
  *                  take         memory made
  *     RESERVED ------------> GROWING ------> LEASED
@@ -39,17 +38,13 @@
  * Leases of contiguous blocks (lease.c) use the same arrows as get and put. warm_up and trim are in
  * grow.c; supply.c makes memory for the next save.
  *
- * pool->mu guards the lists, states and counters. No system call is made under it. A block that is
- * to gain or lose memory first leaves the lists (GROWING, SHRINKING) and belongs to one thread
- * alone. Owned blocks (GROWING, LEASED, SHRINKING) are counted: when the system has no memory, a
- * thread may wait for one of them to return.
+ * pool->mu guards the lists, states and counters. No system call is made under it. While a block
+ * gains or loses memory (GROWING, SHRINKING), it is in no list and belongs to one thread.
  *
- * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. So a small
- * pool serves the oldest save until that save has all it needs. Otherwise the blocks could be
- * divided among saves of which none can go on.
+ * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. Otherwise a
+ * small pool's blocks could be divided among saves of which none can go on.
  *
- * The table of blocks is not in the pool's memory, because a forked child does not have that
- * memory. */
+ * The table of blocks is not in the pool's memory, which a forked child does not inherit. */
 #include <errno.h>
 
 #include "memory/range.h"
@@ -58,7 +53,6 @@
 
 /* ---- lists and states, with the lock -------------------------------------- */
 
-/* Removes the first block with memory for `need` bytes from a list and returns it, or NULL. */
 static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 {
 	for (struct sfr__block **at = &list->head; *at != NULL; at = &(*at)->next) {
@@ -72,7 +66,6 @@ static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 	return NULL;
 }
 
-/* Takes a block without memory, or returns NULL. */
 static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block = sfr__pool_pop(&pool->reserved);
@@ -80,11 +73,9 @@ static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
 	return block != NULL ? block : sfr__pool_fresh_locked(pool);
 }
 
-/* Takes a block for `need` bytes, in this order of preference: a partial block with enough memory;
- * a whole block; a block without memory; a partial block with too little memory. But if saves could
- * use more whole blocks than the pool has, and `need` is less than a block, a block without memory
- * comes before a whole one: a save that can fill a whole block gets that one. The block becomes
- * LEASED, or GROWING if it needs more memory. Returns NULL if no block is left. */
+/* Takes a block for `need` bytes, or returns NULL. The block becomes LEASED, or GROWING if it needs
+ * more memory. While the pool lacks whole blocks, its whole blocks stay for saves that can fill
+ * them. */
 static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 {
 	struct sfr__block *block = pop_fitting(&pool->partial, need);
@@ -97,11 +88,11 @@ static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 		block = pop_reserved_locked(pool);
 	if (block == NULL)
 		block = sfr__pool_pop(&pool->partial);
-	if (block != NULL)
-		sfr__pool_move_locked(pool, block,
-				      block->committed >= need && block->committed != 0 ?
-					      SFR__BLOCK_LEASED :
-					      SFR__BLOCK_GROWING);
+	if (block != NULL) {
+		bool ready = block->committed >= need && block->committed != 0;
+
+		sfr__pool_move_locked(pool, block, ready ? SFR__BLOCK_LEASED : SFR__BLOCK_GROWING);
+	}
 	return block;
 }
 
@@ -128,11 +119,8 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 		(void)pthread_cond_broadcast(&pool->cv); /* the new head checks again */
 }
 
-/* Waits to be first in the queue and takes a block. `starved` is NULL at the first attempt. After
- * an attempt for which the system had no memory, it points to the value that nr_returned had then.
- * The next attempt is made only when a block has returned since, or when only users could still
- * return one. Returns 0; SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when every block is in a held
- * lease or retired; -ENOMEM when every block is retired. */
+/* Waits to be first in the queue and takes a block. Returns 0, SFR_EAGAIN, SFR_EEXHAUSTED or
+ * -ENOMEM, as sfr__pool_get does. sfr__pool_may_retry_locked explains `starved`. */
 static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t need,
 				 uint64_t deadline_ns, const uint64_t *starved,
 				 struct sfr__block **out)
@@ -143,10 +131,9 @@ static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t ne
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
-		bool worth_trying = starved == NULL || *starved != pool->nr_returned ||
-				    pool->nr_owned == pool->nr_held;
-
-		*out = pool->waiters == &me && worth_trying ? take_block_locked(pool, need) : NULL;
+		*out = NULL;
+		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, starved))
+			*out = take_block_locked(pool, need);
 		exhausted = *out == NULL && pool->nr_held > 0 &&
 			    pool->nr_held + pool->nr_retired == pool->nr_blocks;
 		if (*out != NULL || exhausted || pool->nr_retired == pool->nr_blocks || late)
@@ -174,8 +161,8 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	if (need > pool->block_bytes)
 		return -EINVAL;
 	sfr__lock(&pool->mu);
-	/* Take a block. If it lacks memory, commit the memory without the lock. If the system has
-	 * none, put the block back, and try again when another block has returned. */
+	/* Take a block and make its missing memory without the lock. If the system has no memory,
+	 * put the block back, and try again when another block has returned. */
 	for (;;) {
 		size_t want = sfr__pool_memory_for(pool, need);
 
@@ -183,7 +170,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
 		returned = pool->nr_returned;
-		/* no free block had all its memory: ask for more such blocks */
+		/* no whole block was free: ask for more of them */
 		if (sfr__pool_is_whole(pool, need)) {
 			sfr__pool_want_more_locked(pool);
 			pool->nr_filling++;
@@ -198,11 +185,8 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 			break;
 		}
-		sfr__pool_move_locked(pool, block,
-				      block->committed != 0 ? SFR__BLOCK_FREE :
-							      SFR__BLOCK_RESERVED);
-		/* Give up if only users could still return a block and none has returned
-		 * meanwhile. */
+		sfr__pool_disown_locked(pool, block);
+		/* Give up if only users can return a block, and none has returned meanwhile. */
 		if (pool->nr_owned == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
@@ -260,7 +244,7 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, bool shared, struct
 		sfr_sys.free(pool);
 		return rc;
 	}
-	/* Untouched entries of a large table cost no memory. */
+	/* Untouched entries cost no memory. */
 	pool->blocks = sfr_sys.calloc(pool->nr_blocks, sizeof(*pool->blocks));
 	rc = pool->blocks == NULL ?
 		     -ENOMEM :
@@ -277,9 +261,9 @@ void sfr__pool_free(struct sfr__pool *pool)
 {
 	if (pool == NULL)
 		return;
-	/* A copy that may still be running must not write into memory that is reused. So a range
-	 * with a retired block, or a range that the driver still knows, stays mapped until the
-	 * process ends. */
+	/* A device may still write to retired blocks and to regions that the driver still knows.
+	 * Nothing else may use their addresses, so the range stays mapped until the process
+	 * ends. */
 	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
 		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);

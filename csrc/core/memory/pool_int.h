@@ -1,8 +1,7 @@
-/* The inside of a pool, shared by pool.c (single blocks), lease.c and place.c (contiguous ones),
- * grow.c (many) and supply.c.
+/* The inside of a pool, for the files of this directory.
  *
- * pool->mu guards all fields except the constant ones (range, block_bytes, nr_blocks, the pointer
- * blocks) and pin, which has its own mutex. pool.c has the diagram of a block's states. */
+ * pool->mu guards the fields of struct sfr__pool, with two exceptions: `range`, `block_bytes`,
+ * `nr_blocks` and the pointer `blocks` are constant, and `pin` has its own mutex. */
 #ifndef SFR_POOL_INT_H
 #define SFR_POOL_INT_H
 
@@ -10,8 +9,8 @@
 #include "memory/pin.h"
 #include "memory/pool.h"
 
-/* A list of blocks, linked by block->next. Last in, first out: the block that was used last may
- * still be in a cache. */
+/* A list of blocks, linked by block->next. Last in, first out: the last used block may still be in
+ * a cache. */
 struct sfr__list {
 	struct sfr__block *head;
 };
@@ -30,42 +29,44 @@ struct sfr__pool {
 	struct sfr__mutex mu;
 	pthread_cond_t cv; /* signals that a block came back or the queue has a new head */
 	struct sfr__block *blocks;
-	uint32_t nr_known;           /* blocks used so far; the blocks after them are in no list */
+	uint32_t nr_known;           /* blocks that were ever used; the others are in no list */
 	struct sfr__list reserved;   /* without memory */
 	struct sfr__list whole;      /* free, memory for the whole block */
 	struct sfr__list partial;    /* free, memory for part of the block */
 	struct sfr__waiter *waiters; /* lowest seq first */
-	uint32_t nr_owned; /* blocks that a thread or a lease owns: GROWING, LEASED, SHRINKING */
+	uint32_t nr_owned;           /* blocks that are GROWING, LEASED or SHRINKING */
 	uint32_t nr_retired;
 	uint32_t nr_saves;    /* saves that still need blocks (sfr__pool_join) */
 	uint32_t nr_expected; /* whole blocks that these saves could use together */
-	uint32_t nr_wanted, nr_full, nr_filling; /* supply.c explains these */
-	uint32_t nr_held;     /* owned blocks that only a user can return (lease.c) */
-	uint64_t nr_returned; /* how often a block came back, so that waiting threads notice it */
+	uint32_t nr_wanted;   /* whole blocks that saves could use; 0: make none ahead of need */
+	uint32_t nr_full;     /* blocks for which sfr__block_is_full */
+	uint32_t nr_filling;  /* blocks that threads are giving the rest of their memory */
+	uint32_t nr_held;     /* owned blocks that only a user can return */
+	uint64_t nr_returned; /* how many blocks came back; a change is a reason to try again */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
 	struct sfr__pin pin; /* the regions registered with the CUDA driver */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES]; /* [from][to]; for tests */
 };
 
 /* ---- place.c ---- */
-/* A row of adjacent usable blocks, into which items are put. begin, at and end are offsets in the
- * pool: [begin, at) has items, and [at, end) is still free. */
+/* A row of adjacent usable blocks, as offsets in the pool. [begin, at) has items, and [at, end) is
+ * still free. */
 struct sfr__gap {
 	uint64_t begin, at, end;
 };
 
-/* The items of a lease, and where they go. */
+/* The items of a lease and their addresses. */
 struct sfr__placement {
 	const uint64_t *lens;  /* bytes of each item */
 	uint32_t nr;           /* items */
 	uint64_t total;        /* bytes of all items, each rounded up to SFR_ALIGN */
 	char **addrs;          /* address of each item; NULL for an empty item */
-	struct sfr__gap *gaps; /* an array with room for the largest possible number of gaps */
+	struct sfr__gap *gaps; /* an array, long enough for every case */
 	uint32_t nr_gaps;
 };
-/* Sets the address of each item. The items go into free blocks or, with `later`, into any blocks
- * outside held leases, because these blocks become free without a user's help. With `spare`, one
- * usable block is left for saves. Returns false if the items do not fit; the addresses are then
+/* Sets the address of each item. The items go into free blocks. With `later`, they may go into all
+ * blocks outside held leases, because these become free without a user's help. With `spare`, one
+ * usable block stays empty. Returns false if the items do not fit; the addresses are then
  * undefined. */
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
 			    bool later, bool spare);
@@ -76,33 +77,47 @@ static inline char *sfr__pool_home(const struct sfr__pool *pool, const struct sf
 {
 	return pool->range.base + block->index * pool->block_bytes;
 }
-/* Give memory to bytes [from, to) of a block that the caller owns, or return that memory to the
- * system. Called without the lock; after a success the caller records the new number of bytes with
- * sfr__pool_recount_locked. Return 0 or -errno. */
+/* Give memory to bytes [from, to) of a block, or take it away. The caller owns the block and holds
+ * no lock. After a success it calls sfr__pool_recount_locked. Return 0 or -errno. */
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		     size_t to);
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		       size_t to);
-/* Returns how much memory a lease of `need` bytes gives a block: whole huge pages, at most the
- * block. */
+/* Returns how much memory a lease of `need` bytes gives a block: whole huge pages, at most all of
+ * the block. */
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
-/* Returns whether a block in this state belongs to a thread or a lease, and so is in no list of the
- * pool. */
+/* Returns whether a block in this state belongs to a thread or a lease. Such a block is in no
+ * list. */
 bool sfr__block_is_owned(enum sfr__block_state state);
 /* Changes a block's state and the counters that depend on it, and adds the block to the list of its
- * new state. The caller has removed it from its old list, or does so with sfr__pool_filter. */
+ * new state. The caller removes the block from its old list, before this call or by
+ * sfr__pool_filter. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to);
-/* Records that the block has `now` bytes of memory. The caller owns the block, but other threads
- * read block->committed, so it is written under the lock. */
+/* Makes an owned block FREE, or RESERVED if it has no memory. */
+static inline void sfr__pool_disown_locked(struct sfr__pool *pool, struct sfr__block *block)
+{
+	sfr__pool_move_locked(pool, block,
+			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+}
+/* Returns how many of these blocks, from the first on, are adjacent in the pool; nr > 0. */
+static inline uint32_t sfr__pool_row_len(struct sfr__block *const *blocks, uint32_t nr)
+{
+	uint32_t len = 1;
+
+	while (len < nr && blocks[len]->index == blocks[0]->index + len)
+		len++;
+	return len;
+}
+/* Records that the block, which the caller owns, has `now` bytes of memory. */
 void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now);
-/* Takes the first block that was never used, which is in no list. Returns NULL if there is none. */
+/* Takes the first block that was never used, or returns NULL. */
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
-struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when the list is empty */
-/* Removes from a list the blocks that have become owned. */
+struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL: the list is empty */
+/* Removes the blocks that have become owned from a list. */
 void sfr__pool_filter(struct sfr__list *list);
-/* Returns whether the block counts in nr_full (supply.c). Code that may change this calls
+/* Returns whether pool->nr_full counts the block. Code that may change this calls
  * sfr__pool_uncount_locked before and sfr__pool_count_locked after the change. */
 static inline bool sfr__block_is_full(const struct sfr__pool *pool, const struct sfr__block *block)
 {
@@ -120,25 +135,29 @@ static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct s
 		pool->nr_full++;
 }
 /* ---- supply.c ---- */
-/* Returns whether saves could use more whole blocks than the pool has, and the pool can make
- * one. */
+/* Returns whether saves could use more whole blocks than there are, and one can be made. */
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
-/* Raises the number of blocks that should have memory, because a save found no block with
- * memory. */
+/* Raises nr_wanted, because a save found no block with memory. */
 void sfr__pool_want_more_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
-/* Gives each block in `work`, which the caller owns, memory for block->want bytes, on several
- * threads. Calls grown_locked once for each block when it is finished, under pool->mu: with 0, or
- * with the first error of all blocks, after which the blocks that are left get no memory. Called
- * without the lock. Returns 0 or the first error. */
+/* Gives each block in `work` memory for block->want bytes, on several threads. The caller owns the
+ * blocks and holds no lock. Calls grown_locked under pool->mu once for each block: with 0, or with
+ * the first error, after which the remaining blocks get no memory. Returns 0 or the first error. */
 int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
 					    int rc));
 
 /* ---- the queue, in pool.c ---- */
-/* Add a thread to the queue and remove it. The queue is sorted by seq, and only the thread at its
- * head may take blocks. */
+/* Add a thread to the queue, and remove it. The queue is sorted by seq. Only the thread at its head
+ * may take blocks. */
 void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
+/* Returns whether a waiting thread should try to take blocks. `starved` is NULL at the first try.
+ * After a try for which the system had no memory, *starved is the nr_returned of that time. The
+ * next try follows when a block has returned, or when only users could still return one. */
+static inline bool sfr__pool_may_retry_locked(const struct sfr__pool *pool, const uint64_t *starved)
+{
+	return starved == NULL || *starved != pool->nr_returned || pool->nr_owned == pool->nr_held;
+}
 
 #endif

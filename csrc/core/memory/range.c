@@ -1,26 +1,24 @@
 /* A range of address space and the memory mapped there.
  *
- * A range is reserved once without access, and so without memory; parts of it gain memory and lose
- * it again. The address space stays reserved, so an address known to a driver or a running copy is
- * never reused for something else.
+ * A range is reserved once, without access and so without memory. Parts of it gain memory and lose
+ * it again. The address space stays reserved, so an address known to a driver or to a running copy
+ * is never used for something else. Memory is populated before use, because the first touch of a
+ * page costs more than the copy into it.
  *
- * Memory is populated before use, because the first touch of a page costs more than the copy into
- * it. This code has no state and no lock. Callers ensure that no thread takes the memory of a page
+ * There is no state and no lock here. Callers ensure that no thread takes the memory of a page
  * while another thread gives memory to it.
  *
- * Shared memory consists of the pages of an unnamed file (memfd_create), which is mapped over the
- * range. Any process with the descriptor can map any part of the file. Differences from private
- * memory:
+ * Shared memory consists of the pages of an unnamed file (memfd_create), mapped over the range. Its
+ * rules differ from those of private memory:
  *
- *   - memory is freed by punching a hole, because unmapping a page would leave it in the file;
+ *   - memory is freed by punching a hole, because unmapping a page leaves it in the file;
  *   - touching a page for which the system has no memory raises a signal, so only pages that
  *     exist are touched;
  *   - RLIMIT_FSIZE bounds the file's length, and a longer file raises a signal, too;
- *   - the file exists while any process has it open, and a forked child inherits the descriptor.
- *     So releasing the range first frees all memory of the file.
- *
- * The kernel charges the file's memory to the process's cgroup (as shmem). The file is not in a
- * mounted file system, so the size of /dev/shm, which containers keep small, does not bound it. */
+ *   - the file lives while any process has it open, and a forked child inherits the descriptor,
+ *     so releasing the range first frees all memory of the file;
+ *   - the kernel charges the memory to the process's cgroup (as shmem); the size of /dev/shm does
+ *     not bound it. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -31,7 +29,6 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-/* Makes a file as long as the range. Returns the descriptor, or -errno. */
 static int make_file(uint64_t len)
 {
 	struct rlimit limit;
@@ -49,7 +46,7 @@ static int make_file(uint64_t len)
 	return rc;
 }
 
-/* Maps a new file over the range. Returns 0 or -errno; in both cases the range owns the file. */
+/* Maps a new file over the range. Returns 0 or -errno; the range owns the file in both cases. */
 static int map_file(struct sfr__range *range)
 {
 	int fd = make_file(range->len);
@@ -63,9 +60,8 @@ static int map_file(struct sfr__range *range)
 	return 0;
 }
 
-/* Returns -errno of a failed madvise. The kernel also returns EAGAIN when it has no memory for
- * another mapping; this becomes -ENOMEM, because elsewhere -EAGAIN means that a thread could not be
- * started (csrc/python/errors.c). */
+/* EAGAIN means that the kernel has no memory for another mapping. It becomes -ENOMEM: elsewhere
+ * -EAGAIN means that a thread could not be started. */
 static int madvise_error(void)
 {
 	return errno == EAGAIN ? -ENOMEM : -errno;
@@ -96,8 +92,7 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 	range->file = -1;
 	if (shared)
 		rc = map_file(range);
-	/* If a forked child inherited private pages, each page would be copied when it is written
-	 * next, and a device might then write into the child's copy. Shared pages would change
+	/* A device might write into a child's copy of a private page. Shared pages would change
 	 * while the child reads them. */
 	if (rc == 0)
 		rc = sfr__memory_inherit(map, map_len, false);
@@ -105,7 +100,7 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 		sfr__memory_release(range);
 		return rc;
 	}
-	/* Only affects speed; a kernel without huge pages returns EINVAL. */
+	/* only affects speed; a kernel without huge pages refuses it */
 	(void)sfr_sys.madvise(map, map_len, MADV_HUGEPAGE);
 	return 0;
 }
@@ -116,7 +111,7 @@ void sfr__memory_release(struct sfr__range *range)
 		/* cannot fail: a whole mapping of ours */
 		(void)sfr_sys.munmap(range->map, range->map_len);
 		if (range->file >= 0) {
-			/* If this is refused, the memory lives until the last descriptor closes. */
+			/* If refused, the memory lives until the last descriptor is closed. */
 			(void)sfr_sys.fallocate(range->file,
 						FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
 						(off_t)range->len);
@@ -152,17 +147,17 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 
 	if (sfr_sys.madvise(mem, len, MADV_POPULATE_WRITE) == 0)
 		return 0;
-	if (shared && errno == EFAULT) /* there is no memory, and a touch would raise a signal */
+	if (shared && errno == EFAULT) /* no memory; a touch would raise a signal */
 		return -ENOMEM;
 	/* EINVAL, ENOSYS, EPERM: an older kernel or a sandbox does not know the advice. EINTR: a
-	 * signal has interrupted it. In these cases the pages are touched one by one. */
+	 * signal came. The pages are then touched one by one. */
 	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
 		return madvise_error();
 	rc = shared ? allocate_pages(range, mem, len) : 0;
 	if (rc != 0)
 		return rc;
-	/* This write touches each page, but changes no byte, even if another thread writes there at
-	 * the same time. */
+	/* Touch each page: a byte that is 0 is set to 0. So no byte changes, even if another thread
+	 * writes there. */
 	for (size_t off = 0; off < len; off += SFR_PAGE) {
 		zero = 0;
 		(void)__atomic_compare_exchange_n(mem + off, &zero, 0, false, __ATOMIC_RELAXED,
@@ -175,8 +170,8 @@ int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len)
 {
 	if (sfr_sys.madvise(mem, len, range->file >= 0 ? MADV_REMOVE : MADV_DONTNEED) != 0)
 		return madvise_error();
-	/* The memory is already given back. If mprotect is refused (it may need another mapping,
-	 * and their number is limited), the pages stay accessible, but no code touches them. */
+	/* The memory is gone already. If mprotect is refused because there are too many mappings,
+	 * the pages stay accessible, but no code touches them. */
 	(void)sfr_sys.mprotect(mem, len, PROT_NONE);
 	return 0;
 }

@@ -1,4 +1,4 @@
-/* A range of address space and its memory, for the pool. range.c implements it. */
+/* A range of address space and its memory, for the pool. */
 #ifndef SFR_RANGE_H
 #define SFR_RANGE_H
 
@@ -11,28 +11,29 @@ struct sfr__range {
 	char *map;  /* the mapping that contains the range; longer, so that base can be aligned */
 	size_t map_len;
 	uint64_t len;
-	/* descriptor of the file whose start is mapped at base, for shared memory; -1 for private
-	 * memory */
+	/* for shared memory: the file that is mapped at base; otherwise -1 */
 	int file;
 };
 
-/* Reserves address space for `len` bytes without memory. With `shared`, the range maps a file that
- * other processes can map, too. On failure the range is empty. Returns 0; -ENOMEM; with `shared`
- * also -errno of memfd_create, or -EFBIG if the process may not have a file of that length. */
+/* Reserves `len` bytes of address space without memory. With `shared`, the range maps a file that
+ * other processes can map, too. On failure the range is empty. Returns 0, or:
+ *     -ENOMEM
+ *     -EFBIG   `shared`: the process may not have a file of that length
+ *     -errno   `shared`: memfd_create failed */
 int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared);
 /* Releases the range and all its memory, even if other processes have the file open. Accepts an
  * empty range. */
 void sfr__memory_release(struct sfr__range *range);
-/* Sets whether forked children inherit these whole pages; at first they do not. 0 or -errno. */
+/* Sets whether forked children inherit these whole pages; at first they do not. Returns 0 or
+ * -errno. */
 int sfr__memory_inherit(char *mem, size_t len, bool inherit);
-/* Give memory to whole pages in two steps: sfr__memory_open makes them accessible, and
- * sfr__memory_populate makes them present. Neither changes existing bytes, so two threads may do
- * this to the same pages at once. Return 0 or -errno. After an error some of the pages may have
- * memory. */
+/* Give memory to whole pages in two steps: make them accessible, then present. Neither step changes
+ * existing bytes, so two threads may do this to the same pages at once. Return 0 or -errno; after
+ * an error some pages may have memory. */
 int sfr__memory_open(char *mem, size_t len);
 int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len);
 /* Returns the memory of whole pages to the system and makes the pages inaccessible. No other thread
- * may be using or populating them. Returns 0, or -errno if they keep their memory. */
+ * may use or populate them meanwhile. Returns 0, or -errno if they keep their memory. */
 int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len);
 
 #endif
