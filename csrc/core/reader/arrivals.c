@@ -1,36 +1,32 @@
 /* Arriving files: files in memory whose bytes are still on their way, such as objects of a store.
  *
- * All code that reads checkpoints reads open files. So a remote object is turned into an open file
- * in memory, as long as the object and empty at first. A reader waits until the bytes that it needs
- * are there. Other threads fetch the bytes that readers wait for and those that will be read next.
- * In the diagrams, pin, ahead and done are sfr__arriving_*; next and put are sfr_arrivals_*.
+ * All code that reads checkpoints reads open files. So a remote object becomes an open file in
+ * memory, as long as the object and empty at first. A reader waits until the bytes that it needs
+ * are there. Other threads fetch what readers wait for and what will be read next. In the diagrams,
+ * pin, ahead and done are sfr__arriving_*; next and put are sfr_arrivals_*.
  *
  *     readers --pin, ahead--> wanted --next--> threads that fetch (Python's, with a store's client)
  *        ^                                        |
  *        +------------- file in memory <---put----+
  *
- * States of a chunk of the file (arrivals_int.h explains them):
+ * States of a chunk of the file:
  *
  *     ABSENT --pin, ahead--> WANTED --next--> FETCHING --put--> HERE --done--> LEAVING --> ABSENT
  *
  * A reader that goes through the file once reports what it has read (done). When more than
- * SFR_ARRIVALS_WINDOW chunks are here, the memory of chunks that the reader has read completely is
- * given back to the system. So a load needs memory for its tensors and for that many chunks, not
- * for the whole file. If a chunk is read again after that, it is fetched again. A chunk is pinned
- * while it is read, and a pinned chunk stays.
+ * SFR_ARRIVALS_WINDOW chunks are here, chunks that are read completely lose their memory. So a load
+ * needs memory for its tensors and for that many chunks, not for the whole file. A chunk that is
+ * read again is fetched again. A chunk is pinned while it is read, and a pinned chunk stays.
  *
- * A check or a restore knows only the file's descriptor. A source (source.c) finds the file here by
- * this descriptor. One lock guards all files of the process, because there are few and each chunk
- * takes the lock only once or twice. The lock is not held while bytes are copied or memory is given
- * back. The functions for readers are in arriving.c, those for the threads that fetch in this
- * file. */
+ * One lock guards all files of the process. It is not held while bytes are copied or memory is
+ * given back. This file has the functions for threads that fetch; arriving.c has those for
+ * readers. */
 #include <errno.h>
 #include <sys/resource.h>
 
 #include "reader/arrivals_int.h"
 
-/* Returns the group's open file with this number, or NULL. The caller gets a reference to the file,
- * and drops it with sfr__arriving_drop. */
+/* The caller drops its reference to the file with sfr__arriving_drop. */
 static struct sfr__arriving *get_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
@@ -46,9 +42,12 @@ int sfr_arrivals_new(struct sfr_arrivals **out)
 {
 	int rc = sfr_fork_init();
 
-	*out = rc < 0 ? NULL : sfr_sys.calloc(1, sizeof(**out));
+	*out = NULL;
+	if (rc < 0)
+		return rc;
+	*out = sfr_sys.calloc(1, sizeof(**out));
 	if (*out == NULL)
-		return rc < 0 ? rc : -ENOMEM;
+		return -ENOMEM;
 	(*out)->fork_generation = sfr_fork_generation();
 	sfr__lock(&sfr__arrivals.mu);
 	if (!sfr__arrivals.has_conds) {
@@ -60,8 +59,7 @@ int sfr_arrivals_new(struct sfr_arrivals **out)
 	return 0;
 }
 
-/* Makes the file in memory, f->len bytes long and empty. Returns its descriptor, which is also in
- * f->fd, or -errno. After an error the caller closes f->fd unless it is negative. */
+/* Returns the descriptor, or -errno. After an error the caller closes f->fd if it is open. */
 static int open_file(struct sfr__arriving *f)
 {
 	struct rlimit limit;
@@ -116,50 +114,41 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	return rc;
 }
 
-/* Takes the chunk that was wanted first in the oldest of the group's files with wanted chunks.
- * Returns false if there is none. */
-static bool take_wanted_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
+/* Takes the first wanted chunk of the group's oldest file that has any. Returns 0, SFR_EAGAIN if
+ * there is none, or SFR_ECLOSED. */
+static int take_wanted_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
 	uint32_t index;
 
+	if (group->ended)
+		return SFR_ECLOSED;
 	while (f != NULL && (f->group != group || f->first_wanted == SFR__NO_CHUNK))
 		f = f->next;
 	if (f == NULL)
-		return false;
+		return SFR_EAGAIN;
 	index = f->first_wanted;
 	f->first_wanted = f->chunks[index].next;
 	f->chunks[index].state = SFR__FETCHING;
 	*out = (struct sfr_wanted){ f->number, index * f->chunk_bytes, sfr__chunk_len(f, index) };
-	return true;
+	return 0;
 }
 
 int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
-	int rc = 0;
+	bool late = false;
+	int rc;
 
 	if (sfr__arrivals_are_foreign(group->fork_generation))
 		return SFR_EFORK;
 	sfr__lock(&sfr__arrivals.mu);
-	/* When the slice has passed, rc becomes SFR_EAGAIN, and the loop checks once more before it
-	 * ends. */
-	for (;;) {
-		if (group->ended)
-			rc = SFR_ECLOSED;
-		else if (take_wanted_locked(group, out))
-			rc = 0;
-		else if (rc == 0) {
-			rc = sfr__cond_wait(&sfr__arrivals.wanted, &sfr__arrivals.mu, deadline);
-			continue;
-		}
-		break;
-	}
+	while ((rc = take_wanted_locked(group, out)) == SFR_EAGAIN && !late)
+		late = sfr__cond_wait(&sfr__arrivals.wanted, &sfr__arrivals.mu, deadline) != 0;
 	sfr__unlock(&sfr__arrivals.mu);
 	return rc;
 }
 
-/* Makes every wait for bytes of the file fail, now and later. Nothing more is fetched. */
 static void fail_locked(struct sfr__arriving *f)
 {
 	f->failed = true;
@@ -167,7 +156,7 @@ static void fail_locked(struct sfr__arriving *f)
 	(void)pthread_cond_broadcast(&sfr__arrivals.news);
 }
 
-/* Returns whether this range is exactly a chunk that sfr_arrivals_next has given to a thread. */
+/* Returns whether this range is a chunk that sfr_arrivals_next has given to a thread. */
 static bool is_being_fetched_locked(const struct sfr__arriving *f, uint64_t off, size_t len)
 {
 	const uint64_t index = off / f->chunk_bytes;
@@ -176,7 +165,6 @@ static bool is_being_fetched_locked(const struct sfr__arriving *f, uint64_t off,
 	       f->chunks[index].state == SFR__FETCHING;
 }
 
-/* Records that a chunk's bytes are in the file. */
 static void arrived_locked(struct sfr__arriving *f, uint64_t index)
 {
 	f->chunks[index].state = SFR__HERE;
@@ -226,19 +214,22 @@ void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number)
 	f = get_locked(group, number);
 	if (f != NULL) {
 		fail_locked(f);
-		f->refs--; /* the reference from get_locked; the group still has one */
+		f->refs--; /* not the last one: the group has a reference */
 	}
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-/* Removes the group's file with this number from the list, or any of its files if the number is 0.
- * Returns the file, whose reference passes from the group to the caller, or NULL. */
+/* Removes the group's file with this number, or any of its files if the number is 0. The caller
+ * gets the group's reference. */
 static struct sfr__arriving *take_out_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving **link = &sfr__arrivals.files, *f;
 
-	while (*link != NULL && ((*link)->group != group || ((*link)->number != number && number)))
+	while (*link != NULL) {
+		if ((*link)->group == group && (number == 0 || (*link)->number == number))
+			break;
 		link = &(*link)->next;
+	}
 	f = *link;
 	if (f != NULL) {
 		*link = f->next;
@@ -269,7 +260,6 @@ void sfr_arrivals_end(struct sfr_arrivals *group)
 	group->ended = true;
 	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
 	sfr__unlock(&sfr__arrivals.mu);
-	/* 0 stands for any file */
 	while ((f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, 0))) != NULL)
 		sfr__arriving_drop(f);
 }

@@ -1,5 +1,4 @@
-/* Files whose bytes are on their way: the structures that arriving.c (reading) and arrivals.c
- * (fetching) share. */
+/* Arriving files, for arriving.c (reading) and arrivals.c (fetching). */
 #ifndef SFR_ARRIVALS_INT_H
 #define SFR_ARRIVALS_INT_H
 
@@ -19,10 +18,10 @@ enum sfr__chunk_state {
 };
 
 struct sfr__chunk {
-	uint32_t next; /* if WANTED: the index of the next in the list */
+	uint32_t next; /* if WANTED: index of the next wanted chunk */
 	uint16_t pins; /* reads in progress, which keep it HERE */
 	uint8_t state;
-	bool done; /* HERE, and the reader that used it last has read all of it */
+	bool done; /* the reader that used it last has read all of it */
 };
 
 struct sfr__arriving {
@@ -32,42 +31,41 @@ struct sfr__arriving {
 	uint64_t fork_generation;
 	/* guarded by mu */
 	struct sfr__arriving *next;
-	struct sfr_arrivals *group;   /* NULL: it is closed */
-	unsigned refs;                /* references by the group, sources and calls in progress */
-	uint64_t nr_here, first_here; /* HERE chunks; the first of them is at or after first_here */
-	/* indices of the first and last in the list of WANTED chunks; SFR__NO_CHUNK: it is empty */
-	uint32_t first_wanted, last_wanted;
-	bool failed; /* its bytes cannot be fetched */
-	bool keep;   /* no chunk's memory is given back (sfr_arrivals_fill) */
+	struct sfr_arrivals *group; /* NULL: it is closed */
+	unsigned refs;              /* references by the group, sources and calls in progress */
+	uint64_t nr_here;           /* number of HERE chunks */
+	uint64_t first_here;        /* no chunk before this index is HERE */
+	uint32_t first_wanted;      /* the first in the list of WANTED chunks, or SFR__NO_CHUNK */
+	uint32_t last_wanted;       /* the last in this list */
+	bool failed;                /* its bytes cannot be fetched */
+	bool keep;                  /* no chunk loses its memory (sfr_arrivals_fill) */
 	struct sfr__chunk chunks[];
 };
 
-/* A group of files that the same threads fetch. The table below has its files. */
+/* A group of files that the same threads fetch. */
 struct sfr_arrivals {
 	uint64_t fork_generation; /* constant */
 	bool ended;               /* guarded by mu */
 };
 
-/* The files of the process. */
+/* The arriving files of the process. */
 struct sfr__arrivals_table {
 	struct sfr__mutex mu;
 	/* guarded by mu */
-	struct sfr__arriving *files; /* the files of all groups, the oldest first */
+	struct sfr__arriving *files; /* of all groups, the oldest first */
 	uint64_t last_number;
-	bool has_conds;        /* the two conditions below are initialised */
+	bool has_conds;        /* the conditions are initialised */
 	pthread_cond_t wanted; /* wakes threads that fetch */
 	pthread_cond_t news;   /* wakes threads that wait for bytes */
 };
 extern struct sfr__arrivals_table sfr__arrivals;
 
-/* Returns whether a group or file belongs to a parent, which made it before it forked this
- * process. */
+/* Returns whether a group or file belongs to a parent process. */
 static inline bool sfr__arrivals_are_foreign(uint64_t fork_generation)
 {
 	return fork_generation != sfr_fork_generation();
 }
 
-/* Returns the length of a chunk. The last chunk of a file may be shorter than the others. */
 static inline uint64_t sfr__chunk_len(const struct sfr__arriving *f, uint64_t index)
 {
 	const uint64_t off = index * f->chunk_bytes;
@@ -75,7 +73,7 @@ static inline uint64_t sfr__chunk_len(const struct sfr__arriving *f, uint64_t in
 	return f->len - off < f->chunk_bytes ? f->len - off : f->chunk_bytes;
 }
 
-/* Drops a reference. If it was the last one, closes and frees the file. Takes the lock. */
+/* Drops a reference, and frees the file if it was the last one. Takes the lock. */
 void sfr__arriving_drop(struct sfr__arriving *f);
 
 #endif

@@ -1,5 +1,4 @@
-/* Lets sources read arriving files, whose bytes are still on their way. arrivals.c explains these
- * files and the states of their chunks. */
+/* The side of arriving files that readers use; arrivals.c explains these files. */
 #include <errno.h>
 #include <fcntl.h>
 
@@ -7,11 +6,9 @@
 
 struct sfr__arrivals_table sfr__arrivals = { .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
 
-/* Runs in a forked child. */
 static void forget(void)
 {
-	/* The files are the parent's. They are not freed: a source may still refer to a file and
-	 * read its fork generation. */
+	/* The parent's files are not freed: a source may still read a file's fork generation. */
 	sfr__arrivals = (struct sfr__arrivals_table){ .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
 }
 SFR__AT_FORK(forget)
@@ -44,8 +41,6 @@ void sfr__arriving_put(struct sfr__arriving *f)
 		sfr__arriving_drop(f);
 }
 
-/* Makes an ABSENT chunk WANTED, so that a thread fetches it. Does nothing to a chunk in any other
- * state, or if the file has failed. */
 static void want_locked(struct sfr__arriving *f, uint64_t index)
 {
 	struct sfr__chunk *c = &f->chunks[index];
@@ -59,23 +54,26 @@ static void want_locked(struct sfr__arriving *f, uint64_t index)
 	else
 		f->chunks[f->last_wanted].next = (uint32_t)index;
 	f->last_wanted = (uint32_t)index;
-	/* a broadcast, because threads of several groups wait on this condition */
+	/* a broadcast: threads of several groups wait */
 	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
 }
 
-/* Finds the chunks of a range: sets *first to the index of its first chunk, and returns the index
- * after its last chunk. The two are equal if the range is empty or after the end of the file. */
+/* Finds the chunks [*first, returned index) of a range. Bytes after the end of the file have
+ * none. */
 static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_t len,
 			    uint64_t *first)
 {
-	const uint64_t end = len < f->len - off ? off + len : f->len;
+	uint64_t end;
 
 	*first = off / f->chunk_bytes;
-	return off >= f->len || len == 0 ? *first : (end - 1) / f->chunk_bytes + 1;
+	if (off >= f->len || len == 0)
+		return *first;
+	end = len < f->len - off ? off + len : f->len;
+	return (end - 1) / f->chunk_bytes + 1;
 }
 
-/* Pins chunks [first, end). Clears `done` of each chunk that this reader has not read completely:
- * another reader may have set it, and then the chunk would be given back after the unpin. */
+/* Pins chunks [first, end). Clears `done` of chunks that this reader has not read completely,
+ * because another reader may have set it. */
 static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t first,
 		       uint64_t end)
 {
@@ -86,7 +84,7 @@ static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t
 	}
 }
 
-/* Makes absent chunks in [first, end) wanted. Returns whether all chunks in the range are here. */
+/* Makes absent chunks in [first, end) wanted. Returns whether all chunks are here. */
 static bool want_all_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
 {
 	bool here = true;
@@ -98,33 +96,34 @@ static bool want_all_locked(struct sfr__arriving *f, uint64_t first, uint64_t en
 	return here;
 }
 
+/* Pins chunks [first, end) if all are here. Returns SFR_EAGAIN if not, or -EBADF or -EIO. */
+static int try_pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t first,
+			  uint64_t end)
+{
+	if (f->group == NULL)
+		return -EBADF;
+	if (f->failed)
+		return -EIO;
+	if (!want_all_locked(f, first, end))
+		return SFR_EAGAIN;
+	pin_locked(f, counts, first, end);
+	return 0;
+}
+
 int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t off, uint64_t len,
 		      uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
 	uint64_t first, end;
-	int rc = 0;
+	bool late = false;
+	int rc;
 
 	if (sfr__arrivals_are_foreign(f->fork_generation))
 		return SFR_EFORK;
 	end = find_chunks(f, off, len, &first);
 	sfr__lock(&sfr__arrivals.mu);
-	/* When the slice has passed, rc becomes SFR_EAGAIN, and the loop checks once more before it
-	 * ends. */
-	for (;;) {
-		if (f->group == NULL) {
-			rc = -EBADF;
-		} else if (f->failed) {
-			rc = -EIO;
-		} else if (want_all_locked(f, first, end)) {
-			pin_locked(f, counts, first, end);
-			rc = 0;
-		} else if (rc == 0) {
-			rc = sfr__cond_wait(&sfr__arrivals.news, &sfr__arrivals.mu, deadline);
-			continue;
-		}
-		break;
-	}
+	while ((rc = try_pin_locked(f, counts, first, end)) == SFR_EAGAIN && !late)
+		late = sfr__cond_wait(&sfr__arrivals.news, &sfr__arrivals.mu, deadline) != 0;
 	sfr__unlock(&sfr__arrivals.mu);
 	return rc;
 }
@@ -151,7 +150,7 @@ void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64
 		last = i + SFR_ARRIVALS_WINDOW;
 	sfr__lock(&sfr__arrivals.mu);
 	for (; f->group != NULL && i < last; i++)
-		/* a chunk that the reader has read completely is not needed again */
+		/* not those that are read completely */
 		if (counts == NULL || counts[i] != sfr__chunk_len(f, i))
 			want_locked(f, i);
 	sfr__unlock(&sfr__arrivals.mu);
@@ -162,24 +161,22 @@ uint32_t *sfr__arriving_counts(const struct sfr__arriving *f)
 	return sfr_sys.calloc(f->nr_chunks, sizeof(uint32_t));
 }
 
-/* Adds the bytes of a range to the counts of its chunks. Marks the chunks as done that the reader
- * has now read completely. */
+/* Adds the bytes of a range to the counts of its chunks, and sets `done`. */
 static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len)
 {
 	uint64_t first, end = find_chunks(f, off, len, &first);
 
 	for (uint64_t i = first; i < end; i++) {
 		const uint64_t from = i * f->chunk_bytes, to = from + sfr__chunk_len(f, i);
-		const uint64_t a = off > from ? off : from;
-		const uint64_t b = off + len < to ? off + len : to;
+		const uint64_t read_from = off > from ? off : from;
+		const uint64_t read_to = off + len < to ? off + len : to;
 
-		counts[i] += (uint32_t)(b - a);
+		counts[i] += (uint32_t)(read_to - read_from);
 		f->chunks[i].done = counts[i] == to - from && f->chunks[i].state == SFR__HERE;
 	}
 }
 
-/* Finds a chunk whose memory may be given back, makes it LEAVING and sets *index. Returns false if
- * there is none, or if few chunks are here. */
+/* Chooses a chunk that may lose its memory. Returns false if there is none, or if few are here. */
 static bool take_done_locked(struct sfr__arriving *f, uint64_t *index)
 {
 	if (f->nr_here <= SFR_ARRIVALS_WINDOW || f->keep)
@@ -210,13 +207,13 @@ void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off,
 	count_locked(f, counts, off, len);
 	while (take_done_locked(f, &index)) {
 		sfr__unlock(&sfr__arrivals.mu);
-		/* A chunk is whole pages, so the last chunk's range may go past the file's end.
-		 * If the system refuses, the memory stays until the chunk is fetched again. */
+		/* The last chunk's range may go past the file's end. If this is refused, the memory
+		 * stays. */
 		(void)sfr_sys.fallocate(f->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
 					(off_t)(index * f->chunk_bytes), (off_t)f->chunk_bytes);
 		sfr__lock(&sfr__arrivals.mu);
 		f->chunks[index].state = SFR__ABSENT;
-		/* a reader that waits for this chunk makes it wanted again */
+		/* a waiting reader makes it wanted again */
 		(void)pthread_cond_broadcast(&sfr__arrivals.news);
 	}
 	sfr__unlock(&sfr__arrivals.mu);

@@ -5,11 +5,10 @@
  *                 v put, CRC computed on the way                                           v
  *   client      record 3's                        record 4's                             record 5's
  *
- * A record may begin and end in chunks that different threads handle, in any order. CRCs allow
- * that. For each chunk, the CRC of the record's bytes in this chunk is shifted by the number of the
- * record's bytes after it (sfr_crc32_combine with a second CRC of 0). The XOR of these is the CRC
- * of the record. A header or descriptor that crosses the end of the chunk is read again as a whole,
- * which is rare and costs few bytes.
+ * A record may begin and end in chunks that different threads handle, in any order. So each chunk
+ * computes the CRC of its part of the record. It shifts this CRC by the number of the record's
+ * bytes after the chunk (sfr_crc32_combine with a second CRC of 0). The XOR of all these is the CRC
+ * of the record. A header or descriptor that crosses the end of the chunk is read again as a whole.
  *
  * The offsets of data and descriptors are computed (plan.c), and valid only if the record's header
  * confirms them. So a descriptor is called wrong only after its header was checked. Otherwise the
@@ -29,36 +28,33 @@ struct chunk {
 
 /* ---- headers and descriptors ---------------------------------------------------- */
 
-/* Returns whether the chunk contains this byte of the file. */
-static bool covers(const struct chunk *p, uint64_t off)
+static bool covers(const struct chunk *chunk, uint64_t off)
 {
-	return off >= p->off && off < p->end;
+	return off >= chunk->off && off < chunk->end;
 }
 
-/* Returns the bytes [off, off + len) of the file; `len` is at most SFR__READER_HEADER_MAX. The
- * result points into the chunk if the chunk has all these bytes. Otherwise they are read into the
- * scratch memory. Returns NULL if the reading has ended, or if the bytes cannot be read. The latter
- * failure is recorded, as one of record `index`. */
-static const unsigned char *bytes_at(const struct chunk *p, uint64_t off, size_t len,
+/* Returns the bytes [off, off + len) of the file: in the chunk, or read into the scratch memory.
+ * `len` is at most SFR__READER_HEADER_MAX. Returns NULL if the reading has ended, or if the bytes
+ * cannot be read, which is recorded as a failure of record `index`. */
+static const unsigned char *bytes_at(const struct chunk *chunk, uint64_t off, size_t len,
 				     uint64_t index)
 {
 	int64_t read;
 
-	if (covers(p, off) && len <= p->end - off)
-		return (const unsigned char *)p->buffer->mem + (off - p->off);
+	if (covers(chunk, off) && len <= chunk->end - off)
+		return (const unsigned char *)chunk->buffer->mem + (off - chunk->off);
 	do
-		read = sfr__source_read_some(&p->r->source, p->scratch, len, off);
-	while (sfr__reader_again(p->r, read));
+		read = sfr__source_read_some(&chunk->r->source, chunk->scratch, len, off);
+	while (sfr__reader_again(chunk->r, read));
 	if (read == (int64_t)len)
-		return (const unsigned char *)p->scratch;
+		return (const unsigned char *)chunk->scratch;
 	if (read == SFR_EAGAIN)
-		return NULL; /* the reading has ended */
-	sfr__reader_fail(p->r, read < 0 ? (int)read : SFR_ECORRUPT, index, off,
+		return NULL;
+	sfr__reader_fail(chunk->r, read < 0 ? (int)read : SFR_ECORRUPT, index, off,
 			 read < 0 ? NULL : SFR__READER_SHORTER);
 	return NULL;
 }
 
-/* Returns a record's description in the directory, in the form that sfr__unzip_local takes. */
 static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 {
 	return (struct sfr__unzip_record){
@@ -74,22 +70,24 @@ static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 }
 
 /* Compares the local header of record `i` with the directory, and with the computed offset of the
- * data. Returns 0 if the header is right, 1 if it is damaged and the reading goes on
- * (SFR__READER_LIST), and -1 if the reading ends. */
-static int check_header(const struct chunk *p, uint64_t i)
+ * data. Returns:
+ *      0  the header is right
+ *      1  it is damaged, and the reading goes on (SFR__READER_LIST)
+ *     -1  the reading ends */
+static int check_header(const struct chunk *chunk, uint64_t i)
 {
-	const struct sfr__listed *listed = &p->r->listed[i];
+	const struct sfr__listed *listed = &chunk->r->listed[i];
 	const struct sfr__unzip_record rec = as_unzipped(listed);
-	const size_t len = (size_t)(p->r->records[i].data_off - listed->hdr_off);
-	const char *name = p->r->listing->names + listed->name_at, *wrong;
-	const unsigned char *header = bytes_at(p, listed->hdr_off, len, i);
+	const size_t len = (size_t)(chunk->r->records[i].data_off - listed->hdr_off);
+	const char *name = chunk->r->listing->names + listed->name_at, *wrong;
+	const unsigned char *header = bytes_at(chunk, listed->hdr_off, len, i);
 	size_t extra_len, at = SFR__UNZIP_LOCAL + (size_t)listed->name_len;
 
 	if (header == NULL)
 		return -1;
 	wrong = sfr__unzip_local(header, &rec, &extra_len);
 	if (wrong == NULL && at + extra_len != len) {
-		sfr__reader_fail(p->r, -EOPNOTSUPP, i, listed->hdr_off, NULL);
+		sfr__reader_fail(chunk->r, -EOPNOTSUPP, i, listed->hdr_off, NULL);
 		return -1;
 	}
 	if (wrong == NULL && memcmp(header + SFR__UNZIP_LOCAL, name, listed->name_len) != 0)
@@ -98,17 +96,17 @@ static int check_header(const struct chunk *p, uint64_t i)
 		wrong = sfr__unzip_local_extra(header, header + at, extra_len, &rec);
 	if (wrong == NULL)
 		return 0;
-	return sfr__reader_damaged(p->r, i, listed->hdr_off, wrong) ? 1 : -1;
+	return sfr__reader_damaged(chunk->r, i, listed->hdr_off, wrong) ? 1 : -1;
 }
 
 /* Checks the descriptor of record `i`. Returns false if the reading ends. */
-static bool check_descriptor(const struct chunk *p, uint64_t i)
+static bool check_descriptor(const struct chunk *chunk, uint64_t i)
 {
-	const struct sfr__unzip_record rec = as_unzipped(&p->r->listed[i]);
-	const uint64_t off = sfr__reader_data_end(p->r, i);
-	const uint64_t left = sfr__reader_limit(p->r, i) - off;
+	const struct sfr__unzip_record rec = as_unzipped(&chunk->r->listed[i]);
+	const uint64_t off = sfr__reader_data_end(chunk->r, i);
+	const uint64_t left = sfr__reader_limit(chunk->r, i) - off;
 	size_t len = left < SFR__UNZIP_DESC ? (size_t)left : SFR__UNZIP_DESC;
-	const unsigned char *bytes = bytes_at(p, off, len, i);
+	const unsigned char *bytes = bytes_at(chunk, off, len, i);
 	const char *wrong;
 	int header;
 
@@ -117,82 +115,81 @@ static bool check_descriptor(const struct chunk *p, uint64_t i)
 	wrong = sfr__unzip_desc(bytes, len, &rec, &len);
 	if (wrong == NULL)
 		return true;
-	/* Only the header tells whether a descriptor is there at all, and another thread may not
-	 * have checked it yet. */
-	header = check_header(p, i);
+	/* Only the header tells whether there is a descriptor. Another thread may check it
+	 * later. */
+	header = check_header(chunk, i);
 	if (header != 0)
 		return header > 0; /* the damage is the header's */
-	return sfr__reader_damaged(p->r, i, off, wrong);
+	return sfr__reader_damaged(chunk->r, i, off, wrong);
 }
 
 /* ---- the bytes ------------------------------------------------------------------ */
 
-/* Hands the client the bytes that record units->index has in the chunk, and adds their number and
- * CRC to `units`. Returns 0, SFR__READER_LATER or -1, as the client's `put` does. */
-static int hand_out(const struct chunk *p, struct sfr__record_units *units)
+/* Hands out the bytes of record units->index, and adds their number and CRC to `units`. Returns
+ * what the client's `put` does. */
+static int hand_out(const struct chunk *chunk, struct sfr__record_units *units)
 {
-	const struct sfr_reader *r = p->r;
+	const struct sfr_reader *r = chunk->r;
 	const uint64_t data_off = r->records[units->index].data_off;
-	const uint64_t to = sfr__reader_data_end(r, units->index);
-	/* the record's bytes in the chunk are [a, b) of the file */
-	const uint64_t a = data_off > p->off ? data_off : p->off;
-	const uint64_t b = to < p->end ? to : p->end;
+	const uint64_t data_end = sfr__reader_data_end(r, units->index);
+	/* the record's bytes in the chunk are [from, to) of the file */
+	const uint64_t from = data_off > chunk->off ? data_off : chunk->off;
+	const uint64_t to = data_end < chunk->end ? data_end : chunk->end;
 	const bool sums = (r->flags & SFR__READER_SUMS) != 0;
-	const char *bytes = p->buffer->mem + (a - p->off);
+	const char *bytes = chunk->buffer->mem + (from - chunk->off);
 	int rc = 0;
 
-	if (a >= b)
+	if (from >= to)
 		return 0;
 	if (r->client != NULL)
-		rc = r->client->put(r->self, p->buffer, units->index, a - data_off, bytes,
-				    (size_t)(b - a), sums ? &units->crc : NULL);
+		rc = r->client->put(r->self, chunk->buffer, units->index, from - data_off, bytes,
+				    (size_t)(to - from), sums ? &units->crc : NULL);
 	else if (sums)
-		units->crc = sfr_crc32(0, bytes, (size_t)(b - a));
-	units->nr += b - a;
-	units->crc = sfr_crc32_combine(units->crc, 0, to - b); /* shifted by what follows */
+		units->crc = sfr_crc32(0, bytes, (size_t)(to - from));
+	units->nr += to - from;
+	/* shifted by the record's bytes after the chunk */
+	units->crc = sfr_crc32_combine(units->crc, 0, data_end - to);
 	return rc;
 }
 
-/* Checks the header and the descriptor of a record, if they begin in the chunk, and hands out the
- * bytes that the record has in the chunk. Counts these units now, or leaves that until the client
- * has finished with the buffer. Returns false if the reading ends. */
-static bool check_and_hand_out(const struct chunk *p, uint64_t i)
+/* Checks the header and the descriptor that begin in the chunk, and hands out the record's bytes.
+ * If the client still needs the buffer, the units are counted later. */
+static bool check_and_hand_out(const struct chunk *chunk, uint64_t i)
 {
-	const bool described = (p->r->listed[i].flags & SFR__UNZIP_DESCRIBED) != 0;
-	const bool bare = (p->r->flags & SFR__READER_BARE) != 0;
+	const bool described = (chunk->r->listed[i].flags & SFR__UNZIP_DESCRIBED) != 0;
+	const bool bare = (chunk->r->flags & SFR__READER_BARE) != 0;
 	struct sfr__record_units units = { .index = i };
 	int rc;
 
-	if (!bare && covers(p, p->r->listed[i].hdr_off)) {
-		if (check_header(p, i) < 0)
+	if (!bare && covers(chunk, chunk->r->listed[i].hdr_off)) {
+		if (check_header(chunk, i) < 0)
 			return false;
 		units.nr++;
 	}
-	rc = hand_out(p, &units);
+	rc = hand_out(chunk, &units);
 	if (rc < 0)
 		return false;
-	if (described && covers(p, sfr__reader_data_end(p->r, i))) {
-		if (!check_descriptor(p, i))
+	if (described && covers(chunk, sfr__reader_data_end(chunk->r, i))) {
+		if (!check_descriptor(chunk, i))
 			return false;
 		units.nr++;
 	}
 	if (rc == SFR__READER_LATER) {
-		rc = sfr__reader_keep_units(p->buffer, &units);
+		rc = sfr__reader_keep_units(chunk->buffer, &units);
 		if (rc < 0)
-			sfr__reader_fail(p->r, rc, i, p->off, NULL);
+			sfr__reader_fail(chunk->r, rc, i, chunk->off, NULL);
 	} else if (units.nr != 0) {
-		sfr__reader_count_units(p->r, &units);
+		sfr__reader_count_units(chunk->r, &units);
 	}
 	return rc >= 0;
 }
 
-/* Stops at the first record whose check or put ends the reading. */
 void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
 			    uint64_t off, size_t len, uint64_t first, uint64_t last)
 {
-	const struct chunk p = { thread->r, buffer, off, off + len, thread->scratch };
+	const struct chunk chunk = { thread->r, buffer, off, off + len, thread->scratch };
 
 	for (uint64_t i = first; i < last; i++)
-		if (!check_and_hand_out(&p, i))
+		if (!check_and_hand_out(&chunk, i))
 			return;
 }

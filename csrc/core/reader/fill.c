@@ -1,17 +1,14 @@
 /* Reads a range of a file into memory that was just allocated.
  *
- * A gigabyte of new memory is a quarter of a million page faults. Taken one by one while bytes are
- * copied from the page cache, they cost as much as the copy itself. So one call populates the pages
- * of each chunk (maps new pages of zeros) before it is read, which costs less. A chunk is short
- * enough that its new pages, zeroed by the kernel, are still in a core's own cache when they are
- * written.
+ * A gigabyte of new memory is a quarter of a million page faults, which cost as much as copying the
+ * bytes from the page cache. So one call populates the pages of each chunk before it is read. A
+ * chunk is short enough that its new pages are still in a core's own cache when they are written.
  *
- * Huge pages are not used. Page faults in the heap do not get huge pages, because the allocator's
- * headers have touched each 2 MiB before. MADV_COLLAPSE takes a sixth of the time if the kernel has
- * huge pages ready (0.03 s of CPU time for half a gigabyte instead of 0.19). But a program cannot
- * know whether the kernel has them or has to compact memory first. The host of a virtual machine
- * also takes free huge pages back, and then each costs the guest several times as much as 512 small
- * pages (0.93 s).
+ * Huge pages are not used. Page faults in the heap do not get them. MADV_COLLAPSE takes a sixth of
+ * the time if the kernel has huge pages ready (0.03 s of CPU time for half a gigabyte instead of
+ * 0.19). But a program cannot know whether the kernel must compact memory first. The host of a
+ * virtual machine also takes free huge pages back, and then each costs several times as much as 512
+ * small pages (0.93 s).
  *
  * If the kernel does not know MADV_POPULATE_WRITE, the read takes the faults as usual. */
 #include <errno.h>
@@ -25,25 +22,22 @@
 #endif
 
 #define CHUNK_BYTES (1u << 20)
-/* bytes; less memory is mostly not new, and has its pages already */
-#define WORTH_POPULATING (256u << 10)
+#define WORTH_POPULATING (256u << 10) /* bytes; less memory mostly has its pages already */
 
-/* Leaves out pages that are only partly in the range. The first of these was mostly written to with
- * the previous chunk. */
+/* Leaves out pages that are only partly in the range. */
 void sfr__populate(char *buf, size_t len)
 {
-	char *from = buf + (SFR_PAGE - (uintptr_t)buf % SFR_PAGE) % SFR_PAGE;
+	char *from = sfr__page_from(buf);
 	char *to = buf + len - (uintptr_t)(buf + len) % SFR_PAGE;
 
-	if (from < to)
-		/* if this fails, the read takes the page faults */
+	if (from < to) /* if this fails, the read takes the page faults */
 		(void)sfr_sys.madvise(from, (size_t)(to - from), MADV_POPULATE_WRITE);
 }
 
 int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
 {
 	size_t done = 0;
-	/* bytes of `buf` that are populated, or do not need it */
+	/* bytes at the start of `buf` that are populated or need not be */
 	size_t prepared = len < WORTH_POPULATING ? len : 0;
 
 	while (done < len) {

@@ -1,25 +1,23 @@
 /* Computes the offset of each record's data before the record is read.
  *
  * The directory gives the offset of a record's local header. The data follow that header, and only
- * the header itself tells its own length. To read each header would cost a disk access for each
- * record of a file that is not cached. But both torch and stillframe fill the header so that the
- * data begin at the next multiple of the archive's alignment:
+ * the header tells its own length. Reading each header would cost a disk access for each record.
+ * But torch and stillframe both fill the header so that the data begin at the next multiple of the
+ * archive's alignment:
  *
  *     header   30 bytes, name, a zip64 field if there must be one, at least 4 bytes of padding
  *
- * and the archive states its alignment in the record .storage_alignment. (Archives of older
- * versions of torch have no such record; their alignment is 64.) So the offset is computed. It is
- * compared with the header when the chunk with the header is read (chunk.c). An archive that
- * another program has packed again fails there, at its first record. Then torch.load reads the
- * archive, and a check walks it from front to back.
+ * The archive states its alignment in the record .storage_alignment; in archives of older versions
+ * of torch it is 64. So the offset is computed, and compared with the header when that is read
+ * (chunk.c). An archive that another program has packed fails there, at its first record.
  *
  * The last record of stillframe's files, their identification, is not aligned. Its header is next
- * to the directory, which was just read, so reading it costs nothing. Headers may be hostile: their
- * lengths are compared with the directory's before they are used in sums.
+ * to the directory, which was just read, so it is read here. Headers may be hostile: their lengths
+ * are compared with the directory's before they are used in sums.
  *
- * The two programs differ in the zip64 field. stillframe writes both sizes into this field if one
- * of them or the offset needs more than 32 bits; torch writes only the numbers that do. The first
- * header in which the two differ tells which program wrote the archive. */
+ * The two programs differ in the zip64 field. stillframe writes both sizes into it if one of them
+ * or the offset needs more than 32 bits; torch writes only the numbers that do. The first header in
+ * which the two differ tells which program wrote the archive. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,54 +26,61 @@
 #include "reader/reader_int.h"
 #include "base/base.h"
 
-/* from this size or offset on, torch uses the zip64 field */
-#define TORCH_LONG UINT32_C(0xffffffff)
-#define TORCH_PADDING 4u  /* tag and length of the extra field that has the padding */
-#define MOST_ALIGN 32768u /* the largest alignment that is accepted */
+#define TORCH_LONG UINT32_C(0xffffffff) /* from here on torch uses the zip64 field */
+#define TORCH_PADDING 4u                /* tag and length of the extra field that has the padding */
+#define MOST_ALIGN 32768u               /* the largest alignment that is accepted */
 
-/* The program that wrote an archive. */
 enum producer { BY_STILLFRAME, BY_TORCH };
 
-/* Returns the length of a local header as torch writes it, without the bytes that align the
- * data. */
-static uint64_t torch_local_len(const struct sfr__listed *p)
+/* Returns the length of torch's local header, without the bytes that align the data. */
+static uint64_t torch_local_len(const struct sfr__listed *listed)
 {
-	const bool is_long = p->len >= TORCH_LONG, is_far = p->hdr_off >= TORCH_LONG;
-	const unsigned zip64_len =
-		(is_long || is_far ? 4u : 0u) + (is_long ? 16u : 0u) + (is_far ? 8u : 0u);
+	const bool is_long = listed->len >= TORCH_LONG, is_far = listed->hdr_off >= TORCH_LONG;
+	unsigned zip64_len = 0;
 
-	return SFR__UNZIP_LOCAL + p->name_len + zip64_len + TORCH_PADDING;
+	if (is_long || is_far)
+		zip64_len += 4; /* tag and length */
+	if (is_long)
+		zip64_len += 16; /* both sizes */
+	if (is_far)
+		zip64_len += 8; /* the offset */
+	return SFR__UNZIP_LOCAL + listed->name_len + zip64_len + TORCH_PADDING;
 }
 
-/* Returns the offset at which `producer` puts a record's data. */
-static uint64_t data_off_by(const struct sfr__listed *p, uint64_t align, enum producer producer)
+static uint64_t data_off_by(const struct sfr__listed *listed, uint64_t align,
+			    enum producer producer)
 {
-	const uint64_t len = producer == BY_TORCH ?
-				     torch_local_len(p) :
-				     sfr__zip_local_len(p->name_len, p->len, p->hdr_off);
+	uint64_t len;
 
-	return sfr__round_up(p->hdr_off + len, align);
+	if (producer == BY_TORCH)
+		len = torch_local_len(listed);
+	else
+		len = sfr__zip_local_len(listed->name_len, listed->len, listed->hdr_off);
+	return sfr__round_up(listed->hdr_off + len, align);
 }
 
-/* Reads a record's header and returns the offset of the record's data. Returns -errno if the file
- * cannot be read, SFR_EAGAIN if the bytes are still on their way, and -EOPNOTSUPP if the header
- * does not fit the listing. */
-static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__listed *p)
+/* Reads a record's header and returns the offset of the record's data. Returns a negative error:
+ *     -errno       the file cannot be read
+ *     SFR_EAGAIN   the bytes are still on their way
+ *     -EOPNOTSUPP  the header does not fit the listing */
+static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__listed *listed)
 {
 	unsigned char header[SFR__UNZIP_LOCAL];
-	int64_t got = sfr__source_read_some(&r->source, header, sizeof(header), p->hdr_off);
+	int64_t got = sfr__source_read_some(&r->source, header, sizeof(header), listed->hdr_off);
+	int name_len, extra_len;
 
 	if (got < 0)
 		return got;
-	/* at 26: the length of the name; at 28: the length of the extra fields */
-	if (got != sizeof(header) || (header[26] | header[27] << 8) != p->name_len)
+	if (got != sizeof(header))
+		return -EOPNOTSUPP;
+	name_len = header[26] | header[27] << 8;
+	extra_len = header[28] | header[29] << 8;
+	if (name_len != listed->name_len)
 		return -EOPNOTSUPP; /* a check of the headers reports the damage */
-	return (int64_t)(p->hdr_off + SFR__UNZIP_LOCAL + p->name_len +
-			 (uint64_t)(header[28] | header[29] << 8));
+	return (int64_t)(listed->hdr_off + sizeof(header) + listed->name_len + (uint64_t)extra_len);
 }
 
-/* Returns the index of the record with this name, or r->nr if there is none. `bare` is the name
- * without the archive's prefix. */
+/* Returns the index of the record named `bare` after the archive's prefix, or r->nr. */
 static uint64_t find_record(const struct sfr_reader *r, const char *bare)
 {
 	const size_t len = strlen(bare), prefix_len = r->listing->prefix_len;
@@ -87,77 +92,72 @@ static uint64_t find_record(const struct sfr_reader *r, const char *bare)
 	return r->nr;
 }
 
-/* Returns the alignment of the archive's data, which the archive may state in a record. Errors are
- * those of read_data_off; -EOPNOTSUPP also means that the record has no valid number. */
+/* Returns the alignment of the archive's data, -EOPNOTSUPP, or another error of read_data_off. */
 static int64_t find_align(const struct sfr_reader *r)
 {
 	const uint64_t index = find_record(r, ".storage_alignment");
-	const struct sfr__listed *p = &r->listed[index];
-	char digits[8] = ""; /* the record's text; every valid number is shorter */
+	const struct sfr__listed *listed = &r->listed[index];
+	char digits[8] = ""; /* every valid number is shorter */
 	long align;
 	int64_t at;
 
 	if (index == r->nr)
 		return SFR_ALIGN;
-	if (p->len >= sizeof(digits))
+	if (listed->len >= sizeof(digits))
 		return -EOPNOTSUPP;
-	at = read_data_off(r, p);
+	at = read_data_off(r, listed);
 	if (at >= 0)
-		at = sfr__source_read_some(&r->source, digits, (size_t)p->len, (uint64_t)at);
+		at = sfr__source_read_some(&r->source, digits, (size_t)listed->len, (uint64_t)at);
 	if (at < 0)
 		return at;
 	align = strtol(digits, NULL, 10);
 	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
 }
 
-/* Finds out which of the two programs wrote the archive, by the first record whose data they would
- * put at different offsets. Without such a record either answer is right. Returns 0 or an error of
+/* If the two agree on all records, either answer is right. Returns 0 or an error of
  * read_data_off. */
 static int find_producer(const struct sfr_reader *r, uint64_t align, enum producer *producer)
 {
 	*producer = BY_TORCH;
 	for (uint64_t i = 0; i < r->nr; i++) {
-		const struct sfr__listed *p = &r->listed[i];
+		const struct sfr__listed *listed = &r->listed[i];
+		const uint64_t by_stillframe = data_off_by(listed, align, BY_STILLFRAME);
 		int64_t at;
 
-		if (data_off_by(p, align, BY_TORCH) == data_off_by(p, align, BY_STILLFRAME))
+		if (data_off_by(listed, align, BY_TORCH) == by_stillframe)
 			continue;
-		at = read_data_off(r, p);
+		at = read_data_off(r, listed);
 		if (at < 0)
 			return (int)at;
-		if ((uint64_t)at == data_off_by(p, align, BY_STILLFRAME))
+		if ((uint64_t)at == by_stillframe)
 			*producer = BY_STILLFRAME;
 		return 0;
 	}
 	return 0;
 }
 
-/* Sets the offset and the length of the data of bare records. These have no headers, so hdr_off in
- * the listing is the offset of the data. Empty records count as read at once. Returns 0, or -EINVAL
- * if records overlap. */
+/* For bare records hdr_off is the offset of the data. Returns -EINVAL if they overlap. */
 static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {
-		struct sfr__reader_record *t = &r->records[i];
-		const struct sfr__listed *p = &r->listed[i];
+		struct sfr__reader_record *record = &r->records[i];
+		const struct sfr__listed *listed = &r->listed[i];
 		const uint64_t limit = sfr__reader_limit(r, i);
 
-		if (p->hdr_off > limit || p->len > limit - p->hdr_off)
+		if (listed->hdr_off > limit || listed->len > limit - listed->hdr_off)
 			return -EINVAL;
-		t->data_off = p->hdr_off;
-		t->left = p->len;
-		if (p->len == 0) {
-			atomic_store(&t->good, true);
+		record->data_off = listed->hdr_off;
+		record->left = listed->len;
+		if (listed->len == 0) {
+			atomic_store(&record->good, true);
 			r->nr_good++; /* no thread runs yet */
 		}
 	}
 	return 0;
 }
 
-/* Computes the offset of each record's data. Sets `left` to the number of the record's units
- * (struct sfr__record_units): one for each byte, one for the header, one for a descriptor. Returns
- * 0, -EOPNOTSUPP if the records are not where torch or stillframe puts them, or another error of
- * read_data_off. */
+/* Returns 0 or an error of read_data_off, -EOPNOTSUPP also if the data cannot be at the computed
+ * offsets. */
 static int plan_archive(struct sfr_reader *r)
 {
 	const int64_t align = find_align(r), last = read_data_off(r, &r->listed[r->nr - 1]);
@@ -170,25 +170,25 @@ static int plan_archive(struct sfr_reader *r)
 	if (rc != 0)
 		return rc;
 	for (uint64_t i = 0; i < r->nr; i++) {
-		struct sfr__reader_record *t = &r->records[i];
-		const struct sfr__listed *p = &r->listed[i];
+		struct sfr__reader_record *record = &r->records[i];
+		const struct sfr__listed *listed = &r->listed[i];
 		const uint64_t limit = sfr__reader_limit(r, i);
 
-		t->data_off =
-			i + 1 < r->nr ? data_off_by(p, (uint64_t)align, producer) : (uint64_t)last;
-		/* is the header long enough, do the data fit, and is the header short enough? */
-		if (t->data_off < p->hdr_off + SFR__UNZIP_LOCAL + p->name_len)
-			return -EOPNOTSUPP;
-		if (t->data_off > limit || p->len > limit - t->data_off)
-			return -EOPNOTSUPP;
-		if (t->data_off - p->hdr_off > SFR__READER_HEADER_MAX)
-			return -EOPNOTSUPP;
-		t->left = p->len + 1;
-		if ((p->flags & SFR__UNZIP_DESCRIBED) == 0)
+		record->data_off = (uint64_t)last;
+		if (i + 1 < r->nr)
+			record->data_off = data_off_by(listed, (uint64_t)align, producer);
+		if (record->data_off < listed->hdr_off + SFR__UNZIP_LOCAL + listed->name_len)
+			return -EOPNOTSUPP; /* the header is too short */
+		if (record->data_off > limit || listed->len > limit - record->data_off)
+			return -EOPNOTSUPP; /* the data do not fit */
+		if (record->data_off - listed->hdr_off > SFR__READER_HEADER_MAX)
+			return -EOPNOTSUPP; /* the header is too long */
+		record->left = listed->len + 1;
+		if ((listed->flags & SFR__UNZIP_DESCRIBED) == 0)
 			continue;
-		t->left++;
+		record->left++;
 		if (sfr__reader_data_end(r, i) == limit)
-			return -EOPNOTSUPP; /* there is no room for its descriptor */
+			return -EOPNOTSUPP; /* no room for its descriptor */
 	}
 	return 0;
 }

@@ -10,10 +10,9 @@
  *   the client  | record 0 | record 1 | record 2 | ...            from there to the client
  *
  * There are two users. A check has no client: the reader only computes CRCs. A restore's client
- * copies the bytes to tensors, or has a device copy them. The chunks are not read directly into a
- * tensor's memory: torch allocates this memory, so that the tensor can be resized and freed like
- * any other, and does not align it to the file's sectors. The copy takes a twentieth of the time
- * that the disk takes, and is made while other threads wait for the disk.
+ * copies the bytes to tensors, or has a device copy them. Chunks are not read directly into a
+ * tensor's memory, because torch allocates this memory and does not align it to the file's sectors.
+ * The copy takes a twentieth of the time that the disk takes.
  *
  * A thread:
  *
@@ -31,15 +30,13 @@
  *        |
  *        +--header, descriptor, CRC wrong; reading failed--> the reader has failed, for good
  *
- * With SFR__READER_LIST, damage is noted in the record that has it, the record becomes GOOD, and
- * the reading goes on.
+ * With SFR__READER_LIST, damage is noted in the record, the record becomes GOOD, and the reading
+ * goes on.
  *
  * The caller says for how many records the client is ready (`upto`). Threads stop at the first
- * chunk that has bytes of a later record. A chunk may have bytes of several records, so the client
- * must be ready for more than the wanted record (sfr_reader_reach). If the threads may not read
- * that far, only the caller can change this. So its wait is refused, because it would never end.
- * The caller waits for single records and uses no record before it is GOOD, so no code ever sees
- * unchecked bytes. */
+ * chunk that has bytes of a later record. So the client must be ready for all records of the chunks
+ * that it wants (sfr_reader_reach). A wait beyond that would never end, and is refused. The caller
+ * uses no record before it is GOOD, so no code sees unchecked bytes. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
@@ -51,15 +48,14 @@ struct chunk {
 	uint64_t off;
 	size_t len;
 	uint64_t first, last; /* the records with bytes in the chunk: [first, last) */
-	uint64_t ready;       /* bytes before this offset may be read soon: see sfr__source_ahead */
+	uint64_t ready;       /* bytes before this offset may be read soon */
 };
 
-/* Fills *chunk with the next chunk that has bytes of records, without taking it. Returns false at
- * the end. */
+/* Finds the next chunk that has bytes of records, without taking it. Returns false at the end. */
 static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 {
 	for (;;) {
-		uint64_t to;
+		uint64_t to, data_end, limit;
 
 		while (r->next_rec < r->nr && sfr__reader_limit(r, r->next_rec) <= r->next_off)
 			r->next_rec++;
@@ -68,13 +64,12 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 		to = r->next_off + r->chunk_bytes;
 		if (to > r->end)
 			to = r->end;
-		/* The record has ended, and this chunk has nothing but the gap after that record.
-		 * All chunks of a gap are skipped, because a hostile file may have a very long
-		 * gap. */
-		if (sfr__reader_data_end(r, r->next_rec) + SFR__UNZIP_DESC <= r->next_off &&
-		    sfr__reader_limit(r, r->next_rec) >= to) {
-			r->next_off =
-				sfr__reader_limit(r, r->next_rec) / r->chunk_bytes * r->chunk_bytes;
+		/* The chunk has nothing but a gap after the record. All chunks of a gap are skipped
+		 * at once, because a hostile file may have a very long gap. */
+		data_end = sfr__reader_data_end(r, r->next_rec);
+		limit = sfr__reader_limit(r, r->next_rec);
+		if (data_end + SFR__UNZIP_DESC <= r->next_off && limit >= to) {
+			r->next_off = limit / r->chunk_bytes * r->chunk_bytes;
 			if (r->next_off < to)
 				r->next_off = to;
 			continue;
@@ -88,31 +83,29 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 	}
 }
 
-/* Waits until the client has finished with a buffer. Then counts the units in it (bytes, headers,
- * descriptors) for their records, which had to wait because the client was still reading them.
- * Does nothing if the buffer is the reader's own (nr_buffers is 1), because no client needs such a
- * buffer after a put. */
+/* Waits until the client has finished with a buffer, and counts the units in it. Does nothing if
+ * the buffer is the reader's own (nr_buffers is 1): no client needs such a buffer after a put. */
 static void finish_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	if (r->nr_buffers == 1)
 		return;
 	if (r->client->finish(r->self, buffer) < 0)
-		buffer->nr_kept = 0; /* not counted: the reader has failed */
+		buffer->nr_kept = 0; /* the reader has failed */
 	sfr__reader_count_buffer(r, buffer);
 }
 
-/* Finishes all buffers of a thread (finish_buffer). */
 static void finish_buffers(struct sfr__reader_thread *thread)
 {
-	/* in the order in which they were sent: the buffer that is used next was sent first */
-	for (unsigned i = 0; i < thread->r->nr_buffers; i++)
-		finish_buffer(thread->r,
-			      &thread->buffers[(thread->next_buffer + i) % thread->r->nr_buffers]);
+	/* the buffer that is used next was sent first */
+	for (unsigned i = 0; i < thread->r->nr_buffers; i++) {
+		unsigned number = (thread->next_buffer + i) % thread->r->nr_buffers;
+
+		finish_buffer(thread->r, &thread->buffers[number]);
+	}
 }
 
 /* Waits until the next chunk may be read, and takes it. Returns false if there is none. Before the
- * wait it finishes the thread's buffers and counts their units, because the caller may be waiting
- * for records with bytes in these buffers. */
+ * wait it finishes the thread's buffers, because the caller may be waiting for their records. */
 static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
@@ -122,7 +115,7 @@ static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 	found = !r->stop && find_chunk_locked(r, chunk);
 	while (found && (chunk->last > r->upto || chunk->off >= r->until)) {
 		if (counted) {
-			/* without a deadline it always returns 0 */
+			/* always 0 without a deadline */
 			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER);
 		} else {
 			sfr__unlock(&r->mu);
@@ -142,8 +135,7 @@ static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 	return found;
 }
 
-/* Returns the index of the record whose bytes are at the beginning of the chunk, to name it in a
- * failure. */
+/* Returns the record at the beginning of the chunk, to name it in a failure. */
 static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *chunk)
 {
 	uint64_t i = chunk->first;
@@ -153,8 +145,7 @@ static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *
 	return i;
 }
 
-/* Reads a chunk into the thread's next buffer, checks it and hands it out. Returns false if the
- * reading ends. */
+/* Returns false if the reading ends. */
 static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
@@ -164,7 +155,7 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 	finish_buffer(r, buffer);
 	thread->next_buffer = (thread->next_buffer + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
-		return false; /* the client has failed, and kept the memory */
+		return false; /* the client has failed and kept the memory */
 	sfr__source_ahead(&r->source, chunk->off, chunk->ready);
 	do
 		rc = sfr__source_read(&r->source, buffer->mem, chunk->len, chunk->off);
@@ -197,16 +188,12 @@ static void *reader_main(void *arg)
 	return NULL;
 }
 
-/* Frees a thread's buffers and memory, after its end or if it was never started. */
 static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 {
 	const struct sfr_reader *r = thread->r;
 
-	for (unsigned i = 0; i < r->nr_buffers; i++) {
-		/* A forked child leaves the buffers as they are: the parent's thread may have been
-		 * changing them at the fork. */
-		if (is_child)
-			continue;
+	/* In a child: the parent's thread may have been changing the buffers at the fork. */
+	for (unsigned i = 0; i < r->nr_buffers && !is_child; i++) {
 		if (r->nr_buffers > 1)
 			r->client->take_back(r->self, &thread->buffers[i]);
 		sfr_sys.free(thread->buffers[i].kept);
@@ -214,8 +201,7 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 	sfr_sys.free(thread->mem);
 }
 
-/* Allocates a thread's scratch memory and its buffer, or borrows buffers if the client lends them.
- * Returns 0 or -ENOMEM. After an error the caller calls free_thread. */
+/* Returns 0 or -ENOMEM. After an error the caller calls free_thread. */
 static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
@@ -226,7 +212,7 @@ static int give_memory(struct sfr__reader_thread *thread)
 	thread->mem = mem;
 	if (mem == NULL)
 		return -ENOMEM;
-	mem += (SFR_PAGE - (uintptr_t)mem % SFR_PAGE) % SFR_PAGE;
+	mem = sfr__page_from(mem);
 	thread->scratch = mem + own;
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
 		thread->buffers[i].mem = lent ? r->client->lend(r->self, r->chunk_bytes) : mem;
@@ -236,7 +222,6 @@ static int give_memory(struct sfr__reader_thread *thread)
 	return 0;
 }
 
-/* Starts one more thread. Returns 0, -ENOMEM or another -errno. */
 static int start_thread(struct sfr_reader *r)
 {
 	struct sfr__reader_thread *thread = &r->threads[r->nr_threads];
@@ -295,8 +280,7 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	return rc;
 }
 
-/* Returns the offset after the last chunk that a record needs: the chunk with the first byte of its
- * descriptor. */
+/* Returns the end of the chunk that has the first byte of the record's descriptor. */
 static uint64_t end_of_chunks(const struct sfr_reader *r, uint64_t index)
 {
 	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->chunk_bytes);
@@ -335,7 +319,7 @@ int sfr_reader_allow(struct sfr_reader *r, uint64_t upto)
 		r->nr_buffers = SFR__READER_BUFFERS;
 	while (r->nr_threads < SFR__READER_THREADS && r->nr_threads < nr_chunks && rc == 0)
 		rc = start_thread(r);
-	return r->nr_threads == 0 ? rc : 0; /* with fewer threads the reading is only slower */
+	return r->nr_threads == 0 ? rc : 0; /* fewer threads are only slower */
 }
 
 bool sfr__reader_runs(const struct sfr_reader *r)
@@ -343,9 +327,7 @@ bool sfr__reader_runs(const struct sfr_reader *r)
 	return r->nr_threads != 0;
 }
 
-/* Returns whether the threads may read all of record `index`, or all records if `index` is the
- * number of records. If not, a wait would never end, because only the waiting caller extends `upto`
- * and `until`. */
+/* `index` is a record, or r->nr for all records. */
 static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index == r->nr)
@@ -353,10 +335,23 @@ static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 	return sfr_reader_reach(r, index) <= r->upto && end_of_chunks(r, index) <= r->until;
 }
 
+/* Returns the result of a wait for `index`, or SFR_EAGAIN if the caller has to wait. */
+static int check_wait_locked(const struct sfr_reader *r, uint64_t index)
+{
+	if (index < r->nr ? atomic_load(&r->records[index].good) : r->nr_good == r->nr)
+		return 0;
+	if (r->failure.code != 0)
+		return r->failure.code;
+	if (!is_within_reach_locked(r, index))
+		return SFR_EUNPLACED;
+	return SFR_EAGAIN;
+}
+
 int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
-	int rc = 0;
+	bool late = false;
+	int rc;
 
 	if (index < r->nr && atomic_load(&r->records[index].good))
 		return 0;
@@ -364,21 +359,8 @@ int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 		return SFR_EFORK;
 	sfr__lock(&r->mu);
 	r->awaited = index;
-	/* When the slice has passed, rc becomes SFR_EAGAIN, and the loop checks once more before it
-	 * ends. */
-	for (;;) {
-		if (index < r->nr ? atomic_load(&r->records[index].good) : r->nr_good == r->nr)
-			rc = 0;
-		else if (r->failure.code != 0)
-			rc = r->failure.code;
-		else if (!is_within_reach_locked(r, index))
-			rc = SFR_EUNPLACED;
-		else if (rc == 0) {
-			rc = sfr__cond_wait(&r->news, &r->mu, deadline);
-			continue;
-		}
-		break;
-	}
+	while ((rc = check_wait_locked(r, index)) == SFR_EAGAIN && !late)
+		late = sfr__cond_wait(&r->news, &r->mu, deadline) != 0;
 	sfr__unlock(&r->mu);
 	return rc;
 }
@@ -392,7 +374,7 @@ const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool 
 {
 	const struct sfr__reader_record *record = &r->records[index];
 
-	/* a CRC that differs is damage unless the archive states the CRC 0 (verdict.c) */
+	/* a wrong CRC is damage unless the archive states the CRC 0 (verdict.c) */
 	*unchecked = record->wrong == NULL && record->crc != r->listed[index].crc;
 	return record->wrong;
 }
@@ -407,7 +389,7 @@ uint64_t sfr_reader_done(struct sfr_reader *r)
 	return sfr__under(&r->mu, r->done);
 }
 
-/* Stops the threads and waits for their end. Not called in a forked child, which has no threads. */
+/* Not called in a forked child, which has no threads. */
 static void end_threads(struct sfr_reader *r)
 {
 	sfr__lock(&r->mu);
@@ -415,7 +397,7 @@ static void end_threads(struct sfr_reader *r)
 	(void)pthread_cond_broadcast(&r->work);
 	sfr__unlock(&r->mu);
 	for (unsigned i = 0; i < r->nr_threads; i++)
-		(void)sfr_sys.thread_join(r->threads[i].id, NULL); /* our own thread, joined once */
+		(void)sfr_sys.thread_join(r->threads[i].id, NULL); /* each thread is joined once */
 	(void)pthread_cond_destroy(&r->news);
 	(void)pthread_cond_destroy(&r->work);
 	sfr__mutex_fini(&r->mu);

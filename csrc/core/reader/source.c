@@ -1,26 +1,22 @@
 /* Reads a file through the page cache, directly from the disk, or from memory in which its bytes
  * arrive.
  *
- * A load reads from the page cache what is cached, and the rest from the disk. A checkpoint that
- * was just written, or that another rank reads too, is in the page cache; reading it from the disk
- * again would take several times as long. A checkpoint that is not cached is large and read once:
- * going through the page cache would cost a copy and evict what others read again. The command
- * `stillframe verify` reads only from the disk, to report what the disk holds.
+ * A load reads cached bytes from the page cache, and the rest from the disk. A checkpoint that was
+ * just written, or that another rank reads too, is cached; the disk would take several times as
+ * long. A checkpoint that is not cached is large and read once: the page cache would cost a copy
+ * and evict what others read again. `stillframe verify` reads only from the disk, to report what
+ * the disk holds.
  *
  * For reads past the page cache the file is opened once more, with O_DIRECT. If the system refuses
- * the open or one of the reads, the page cache is used, which only costs time.
+ * the open or a read, the page cache is used.
  *
- * mincore tells what is cached without reading anything. It tells the truth to users who own the
- * file or may write to it. To all others it reports everything as cached, so their reads go through
- * the page cache. (preadv2 with RWF_NOWAIT could tell it, too, but a refused read starts the
- * kernel's readahead. On Linux 6.18, asking about an uncached gigabyte in this way read all of it
- * into the page cache.)
+ * mincore tells what is cached, but only to users who own the file or may write to it. To all
+ * others it reports everything as cached, so their reads go through the page cache. (preadv2 with
+ * RWF_NOWAIT starts the kernel's readahead: on Linux 6.18 it read an uncached gigabyte into the
+ * page cache.)
  *
  * A file whose bytes are still on their way (arrivals.c) is in memory. A read waits for its bytes,
- * but only for a while, so that its caller can answer signals.
- *
- * Processes that read the file at about the same time share the page cache: the first process that
- * needs a page reads it from the disk, and the others wait for this read. */
+ * but only for a while, so that its caller can answer signals. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h> /* snprintf */
@@ -34,10 +30,8 @@
 
 #define NR_PAGES (SFR__READER_CHUNK_MAX / SFR_PAGE) /* pages of the longest chunk */
 #define SLICE_NS UINT64_C(50000000) /* the longest wait for bytes before SFR_EAGAIN */
-/* Fewer cached pages in a row than this are read from the disk, together with their neighbours. */
-#define WORTH_CACHE 16u
+#define WORTH_CACHE 16u             /* shorter rows of cached pages are read from the disk, too */
 
-/* Opens the file again, with O_DIRECT. Returns the descriptor or -errno. */
 static int open_direct(int fd)
 {
 	char path[32];
@@ -46,9 +40,8 @@ static int open_direct(int fd)
 	return sfr__fd_open(path, O_RDONLY | O_NONBLOCK | O_DIRECT, 0);
 }
 
-/* Maps the whole file, for mincore; nothing is read through the mapping. s->map stays NULL if that
- * fails. Mapping each chunk by itself would take the lock of the address space (mmap_lock) each
- * time, and wait for all threads whose page faults hold it. */
+/* Maps the whole file for mincore, or leaves s->map NULL. Mapping each chunk would take the lock of
+ * the address space (mmap_lock) each time, and wait for threads that handle page faults. */
 static void map_file(struct sfr__source *s)
 {
 	struct stat st;
@@ -57,7 +50,7 @@ static void map_file(struct sfr__source *s)
 	if (s->direct_fd < 0 || sfr_sys.fstat(s->fd, &st) < 0)
 		return;
 	if (st.st_uid != geteuid() && geteuid() != 0)
-		return; /* to this user mincore might report everything as cached */
+		return; /* mincore might not tell the truth */
 	s->map_len = (size_t)st.st_size;
 	mem = sfr_sys.mmap(NULL, s->map_len, PROT_READ, MAP_SHARED, s->fd, 0);
 	s->map = mem == MAP_FAILED ? NULL : mem;
@@ -66,7 +59,7 @@ static void map_file(struct sfr__source *s)
 static void close_direct(struct sfr__source *s)
 {
 	if (s->direct_fd >= 0 && s->fork_generation == sfr_fork_generation())
-		(void)sfr__fd_close(s->direct_fd); /* nothing was written to it */
+		(void)sfr__fd_close(s->direct_fd); /* nothing was written */
 	s->direct_fd = -1;
 }
 
@@ -85,7 +78,7 @@ void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__wa
 		return;
 	map_file(s);
 	if (s->map == NULL)
-		close_direct(s); /* it is unknown what is cached: the page cache is used for all */
+		close_direct(s); /* unknown what is cached: read all through the page cache */
 }
 
 void sfr__source_close(struct sfr__source *s)
@@ -101,7 +94,7 @@ void sfr__source_close(struct sfr__source *s)
 }
 
 /* Reads `len` bytes through direct_fd, or through the page cache if direct_fd is negative or
- * refuses. Returns 0, -errno, or SFR_ECORRUPT if the file ends before. */
+ * refuses. Returns 0, -errno, or SFR_ECORRUPT at the end of the file. */
 static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_t len, uint64_t off)
 {
 	bool direct = direct_fd >= 0;
@@ -131,8 +124,7 @@ static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_
 	return 0;
 }
 
-/* Sets bit 0 of there[i] if page i of a range is cached, as mincore does. Returns false if that is
- * not known. */
+/* Sets bit 0 of there[i] if page i of a range is cached. Returns false if that is not known. */
 static bool find_cached(const struct sfr__source *s, uint64_t off, size_t len, unsigned char *there)
 {
 	return s->map != NULL && off + len <= s->map_len &&
@@ -149,9 +141,8 @@ static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
 	return to - at;
 }
 
-/* Returns how many pages from `at` on are to be read in the same way. Sets *cached if that is from
- * the page cache: a run of at least WORTH_CACHE cached pages, or one up to the end of the range.
- * All pages up to the next such run are read from the disk. */
+/* Returns how many pages from `at` on are read in the same way. Sets *cached if they are read from
+ * the page cache: at least WORTH_CACHE cached pages, or cached pages up to the end of the range. */
 static size_t count_alike(const unsigned char *there, size_t at, size_t nr, bool *cached)
 {
 	size_t run = cached_run(there, at, nr), to = at;
@@ -166,13 +157,13 @@ static size_t count_alike(const unsigned char *there, size_t at, size_t nr, bool
 	return (to < nr ? to : nr) - at;
 }
 
-/* In an arriving file, waits until this range is in memory, SLICE_NS at most, and keeps it there
- * until unpin. Returns 0 or an error of sfr__arriving_pin. Returns 0 at once for any other file. */
+/* Keeps a range of an arriving file in memory until unpin, after waiting for its bytes for SLICE_NS
+ * at most. Returns 0 or an error of sfr__arriving_pin. For any other file returns 0. */
 static int pin(const struct sfr__source *s, size_t len, uint64_t off)
 {
-	return s->arriving == NULL ?
-		       0 :
-		       sfr__arriving_pin(s->arriving, s->counts, s->base + off, len, SLICE_NS);
+	if (s->arriving == NULL)
+		return 0;
+	return sfr__arriving_pin(s->arriving, s->counts, s->base + off, len, SLICE_NS);
 }
 
 static void unpin(const struct sfr__source *s, size_t len, uint64_t off)
@@ -181,7 +172,6 @@ static void unpin(const struct sfr__source *s, size_t len, uint64_t off)
 		sfr__arriving_unpin(s->arriving, s->base + off, len);
 }
 
-/* Reads through the page cache, after waiting for bytes that are on their way. */
 static int read_cached(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
 	int rc = pin(s, len, off);
@@ -205,7 +195,7 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 		return read_cached(s, buf, len, off);
 	if (nr > NR_PAGES || !find_cached(s, s->base + off, len, there))
 		return read_all(s, direct_fd, buf, len, off);
-	/* one read for each run of cached pages, and for each run of others */
+	/* one read for each row of cached pages, and one for the pages between them */
 	for (size_t at = 0; at < nr && rc == 0;) {
 		bool cached;
 		size_t pages = count_alike(there, at, nr, &cached), from = at * SFR_PAGE;

@@ -1,10 +1,12 @@
-/* Reads a file, or a range of it, through the page cache, directly from the disk, or from memory in
- * which its bytes arrive. See source.c. */
+/* Reads a file through the page cache, directly from the disk, or from memory in which its bytes
+ * arrive. */
 #ifndef SFR_SOURCE_H
 #define SFR_SOURCE_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "base/base.h"
 
 /* Where bytes come from. Reads that O_DIRECT refuses go through the page cache. */
 enum sfr__way {
@@ -16,41 +18,46 @@ enum sfr__way {
 struct sfr__arriving;
 
 struct sfr__source {
-	struct sfr__arriving *arriving; /* NULL unless its bytes are on their way (arrivals.c) */
-	/* for an arriving file: how many bytes of each chunk were read; NULL: not counted */
+	struct sfr__arriving *arriving; /* NULL unless the file's bytes are on their way */
+	/* of `arriving` (sfr__arriving_counts); NULL: not counted */
 	uint32_t *counts;
 	int fd;        /* the caller's */
-	int direct_fd; /* the same file opened with O_DIRECT; negative if there is none */
-	uint64_t base; /* offset in the file of the source's first byte */
+	int direct_fd; /* the same file opened with O_DIRECT; negative: none */
+	uint64_t base; /* the source's first byte in the file */
 	void *map;     /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
 	size_t map_len;
 	uint64_t fork_generation; /* a child has no direct_fd: the fork handler has closed it */
 };
 
-/* Prepares to read a file. `fd` stays the caller's and must stay open. Offsets in the functions
- * below count from `base`. If `base` is not a multiple of a page, everything is read through the
- * page cache. Cannot fail. */
+/* Prepares to read a file. `fd` stays the caller's and must stay open. The offsets below count from
+ * `base`; if `base` is not a multiple of a page, everything is read through the page cache. Cannot
+ * fail. */
 void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__way way);
-void sfr__source_close(struct sfr__source *s); /* a zeroed one is allowed */
+void sfr__source_close(struct sfr__source *s); /* accepts one that is all zero */
 /* Reads `len` bytes at `off`. Unless the way is SFR__WAY_CACHE, `off` and the address `buf` are
- * multiples of a page, and the rest of the last page of `buf` may be written to. Returns 0; -errno;
- * SFR_ECORRUPT if the file ends before; SFR_EAGAIN if the bytes are still on their way after a
- * short wait, so call again. */
+ * multiples of a page, and the rest of the last page of `buf` may be written to. Returns 0, or:
+ *     -errno
+ *     SFR_ECORRUPT  the file ends before
+ *     SFR_EAGAIN    the bytes are still on their way: call again */
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off);
 /* Reads up to `len` bytes at any offset, through the page cache. Returns their number, -errno, or
  * SFR_EAGAIN as above. */
 int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
-/* sfr__source_ahead announces that the bytes [off, end) will be read soon. sfr__source_done reports
- * that `len` bytes were read and will not be read again. Both do nothing unless the file's bytes
- * are on their way. */
+/* Announce that [off, end) will be read soon, and that `len` bytes were read and will not be read
+ * again. Do nothing unless the file's bytes are on their way. */
 void sfr__source_ahead(const struct sfr__source *s, uint64_t off, uint64_t end);
 void sfr__source_done(const struct sfr__source *s, uint64_t off, uint64_t len);
 
-/* Reads [off, off + len) of a file into new memory, which mostly has no pages yet (fill.c). Returns
- * the bytes read, fewer than `len` only at the end of the file, or -errno. */
+/* Reads [off, off + len) of a file into new memory. Returns the bytes read, fewer than `len` only
+ * at the end of the file, or -errno. */
 int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off);
-/* Has the kernel provide the pages that are entirely in [buf, buf + len) with one call, so that
- * writing to them takes no page faults. */
+/* Returns the first address from `mem` on that is a multiple of a page. */
+static inline char *sfr__page_from(char *mem)
+{
+	return mem + (sfr__round_up((uintptr_t)mem, SFR_PAGE) - (uintptr_t)mem);
+}
+/* Populates the pages that are entirely in [buf, buf + len) with one call, so that writing to them
+ * takes no page faults. */
 void sfr__populate(char *buf, size_t len);
 
 #endif

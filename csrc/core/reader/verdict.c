@@ -1,5 +1,4 @@
-/* Records what a reader's threads find: units of a record that were read, damage, and the first
- * failure. */
+/* Records what a reader's threads find: units that were read, damage, and the first failure. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
@@ -16,22 +15,17 @@ void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t o
 	sfr__unlock(&r->mu);
 }
 
-/* With SFR__READER_LIST, keeps the first damage to a record and returns true. Without this flag
- * damage ends the reading, and it returns false. */
-static bool keep_damage_locked(const struct sfr_reader *r, struct sfr__reader_record *record,
-			       const char *wrong)
-{
-	if ((r->flags & SFR__READER_LIST) != 0 && record->wrong == NULL)
-		record->wrong = wrong;
-	return (r->flags & SFR__READER_LIST) != 0;
-}
-
 bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong)
 {
-	if (sfr__under(&r->mu, keep_damage_locked(r, &r->records[i], wrong)))
-		return true;
-	sfr__reader_fail(r, SFR_ECORRUPT, i, off, wrong);
-	return false;
+	if ((r->flags & SFR__READER_LIST) == 0) {
+		sfr__reader_fail(r, SFR_ECORRUPT, i, off, wrong);
+		return false;
+	}
+	sfr__lock(&r->mu);
+	if (r->records[i].wrong == NULL)
+		r->records[i].wrong = wrong;
+	sfr__unlock(&r->mu);
+	return true;
 }
 
 void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_units *units)
@@ -44,14 +38,16 @@ void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_unit
 	sfr__lock(&r->mu);
 	record->left -= units->nr;
 	record->crc ^= units->crc;
-	/* With torch's compute_crc32=False all CRCs are zero, and the bytes cannot be checked. */
+	/* With torch's compute_crc32=False all CRCs are zero, and bytes cannot be checked. */
 	wrong = record->left == 0 && (r->flags & SFR__READER_SUMS) != 0 && record->crc != crc &&
 		crc != 0;
-	if (wrong && !keep_damage_locked(r, record, wrong_bytes)) {
+	if (wrong && (r->flags & SFR__READER_LIST) == 0) {
 		sfr__unlock(&r->mu);
 		sfr__reader_fail(r, SFR_ECORRUPT, units->index, record->data_off, wrong_bytes);
 		return;
 	}
+	if (wrong && record->wrong == NULL)
+		record->wrong = wrong_bytes;
 	if (record->left == 0) {
 		atomic_store(&record->good, true);
 		r->nr_good++;

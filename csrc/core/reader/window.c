@@ -1,14 +1,13 @@
 /* Keeps one range of a file in memory, the window.
  *
  * A reader that goes through a file front to back asks for a few bytes here and a megabyte there.
- * The window answers from memory, or reads one chunk that begins on a page. So the file is read
- * once, in calls of one size:
+ * The window answers from memory, or reads one chunk that begins on a page:
  *
  *     file     |-------|-------|-------|-------|-------|    pages
  *     window           [buf         ^off ..... len   ]      off may be anywhere in it
  *
- * Asking for bytes before the window works, but costs another read. The memory is allocated at the
- * start, so the contents of a file cannot make it grow. */
+ * Asking for bytes before the window costs another read. The memory is allocated at the start, so
+ * the contents of a file cannot make it grow. */
 #include <errno.h>
 
 #include "reader/window.h"
@@ -18,11 +17,11 @@ int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way
 		     size_t chunk_bytes)
 {
 	*w = (struct sfr__window){ .cap = cap, .chunk_bytes = chunk_bytes };
-	/* A read past the page cache may write to the rest of the last page. */
+	/* A direct read may write to the rest of the last page. */
 	w->mem = sfr_sys.malloc((size_t)sfr__round_up(cap, SFR_PAGE) + SFR_PAGE);
 	if (w->mem == NULL)
 		return -ENOMEM;
-	w->buf = w->mem + (SFR_PAGE - (uintptr_t)w->mem % SFR_PAGE) % SFR_PAGE;
+	w->buf = sfr__page_from(w->mem);
 	sfr__source_open(&w->source, fd, base, way);
 	return 0;
 }
@@ -35,23 +34,27 @@ void sfr__window_fini(struct sfr__window *w)
 	w->mem = NULL;
 }
 
+static bool has_range(const struct sfr__window *w, uint64_t off, size_t len)
+{
+	if (off < w->off || off - w->off > w->len)
+		return false;
+	return len <= w->len - (size_t)(off - w->off);
+}
+
 int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
 		    const unsigned char **out, size_t *got)
 {
-	/* if the window does not have the whole range, it is read again from the page with `off` */
-	if (off < w->off || off - w->off > w->len || len > w->len - (size_t)(off - w->off)) {
-		size_t lead = (size_t)(off % SFR_PAGE); /* bytes of the page before `off` */
+	if (!has_range(w, off, len)) {
+		size_t lead = (size_t)(off % SFR_PAGE); /* bytes before `off` in its page */
 		size_t want = lead + len > w->chunk_bytes ? lead + len : w->chunk_bytes;
 		int rc;
 
 		if (off > limit || len > limit - off)
-			return SFR_ECORRUPT; /* impossible: callers compare with `limit` first */
+			return SFR_ECORRUPT; /* callers compare with `limit` first */
 		w->off = off - lead;
 		if (want > limit - w->off)
 			want = (size_t)(limit - w->off);
-		if (want > w->cap)
-			/* impossible too; a wrong result is better than a write beyond the
-			 * memory */
+		if (want > w->cap) /* must not happen, but never write beyond the memory */
 			return SFR_ECORRUPT;
 		w->len = 0;
 		rc = sfr__source_read(&w->source, w->buf, want, w->off);

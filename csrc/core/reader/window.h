@@ -1,4 +1,4 @@
-/* A range of a file in memory, read forward in large aligned chunks. See window.c. */
+/* A range of a file in memory, read forward in large aligned chunks. */
 #ifndef SFR_WINDOW_H
 #define SFR_WINDOW_H
 
@@ -8,22 +8,22 @@ struct sfr__window {
 	struct sfr__source source;
 	char *mem;          /* as allocated */
 	char *buf;          /* page-aligned address inside mem */
-	size_t cap;         /* bytes for which buf has room */
+	size_t cap;         /* room in buf, in bytes */
 	size_t chunk_bytes; /* bytes to read at a time, unless more are wanted */
 	uint64_t off;       /* offset of buf in the file, a multiple of SFR_PAGE */
 	size_t len;         /* bytes in buf */
 };
 
 /* Makes an empty window. `fd`, `base` and `way` are those of sfr__source_open. `cap` is the largest
- * `len` that sfr__window_get will be asked for, plus a page, or the file's length if that is less.
- * `chunk_bytes` is at most `cap`, unless `cap` is the file's length. Returns 0 or -ENOMEM. */
+ * `len` for sfr__window_get plus a page, or the file's length if that is less. `chunk_bytes` is at
+ * most `cap`, unless `cap` is the file's length. Returns 0 or -ENOMEM. */
 int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
 		     size_t chunk_bytes);
-void sfr__window_fini(struct sfr__window *w); /* a zeroed one is allowed */
+void sfr__window_fini(struct sfr__window *w); /* accepts one that is all zero */
 /* Makes the bytes [off, off + len) of the file available, and sets *out to their address, which is
- * valid until the next call. *got, unless `got` is NULL, receives how many bytes from `off` on are
- * available, at least `len`. No byte at or after `limit` is read, and the range must be below it.
- * Returns 0, or an error of sfr__source_read. */
+ * valid until the next call. Unless `got` is NULL, *got becomes how many bytes from `off` on are
+ * available. No byte from `limit` on is read; the range must end before it. Returns 0 or an error
+ * of sfr__source_read. */
 int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
 		    const unsigned char **out, size_t *got);
 
