@@ -1,9 +1,8 @@
-/* The commit of a save: its entry in the log, which renames the file when it is at the head of the
- * log (commit/log.c). A save without order has no entry; a writer renames its file.
+/* The commit of a save: its entry in the log renames the file when the entry is at the head of the
+ * log (commit/log.c). If the save is unordered, a writer renames its file.
  *
- * The commit checks its destination first: a directory gives EISDIR, and a special file EINVAL. The
- * call checks this too. But a remove in the log may delete what the call finds, so only the commit
- * can decide. */
+ * The commit checks its destination: a directory gives EISDIR, and a special file EINVAL. The call
+ * has checked this too, but an earlier remove in the log may have changed what is there. */
 #include "save/write.h"
 #include "trace/trace.h"
 
@@ -12,8 +11,8 @@ static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)
 	return sfr__container(entry, struct sfr_ticket, log);
 }
 
-/* Renames the temporary; a stream has none. This is a function of its own, so that its span in a
- * trace ends before the save's end is reported. */
+/* Renames the temporary; a stream has none. Its span in a trace must end before the save's end is
+ * reported. */
 static void rename_file(struct sfr_ticket *t, struct sfr_err *err)
 {
 	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);
@@ -36,17 +35,16 @@ bool sfr__save_commit(struct sfr_ticket *t)
 static void run_commit(struct sfr__log_entry *entry, bool after_good)
 {
 	(void)after_good;                         /* matters only to removes */
-	(void)sfr__save_commit(ticket_of(entry)); /* a failed commit has ended the save already */
+	(void)sfr__save_commit(ticket_of(entry)); /* false: a writer ends the cancelled save */
 }
 
-/* The entry's ops->left. */
+/* Drops the log's reference, which sfr_save_launch took. */
 static void drop_logs_ref(struct sfr__log_entry *entry)
 {
-	sfr_ticket_put(ticket_of(entry)); /* the log's reference, taken by sfr_save_launch */
+	sfr_ticket_put(ticket_of(entry));
 }
 
-/* Returns the time since which a writer has been waiting for the file system to answer a call about
- * the save's file, or 0. */
+/* Returns since when the file system has not answered a call about the save's file, or 0. */
 static uint64_t asked_since(const struct sfr__log_entry *entry)
 {
 	return sfr__file_asked_since(&sfr__container(entry, const struct sfr_ticket, log)->file);

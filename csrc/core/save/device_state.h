@@ -1,4 +1,4 @@
-/* A save's state on one device, shared by stage_device.c and gate.c. */
+/* A save's state on one device, for stage_device.c and gate.c. */
 #ifndef SFR_DEVICE_STATE_H
 #define SFR_DEVICE_STATE_H
 
@@ -6,13 +6,12 @@
 #include "save/stage.h"
 #include "stage/transfer.h"
 
-/* The ticket owns it. */
 struct sfr__device_state {
 	struct sfr__transfer transfer;
-	struct sfr__task task;     /* runs stage_deferred on the lane's thread */
-	struct sfr_ticket *ticket; /* constant, like the next two */
-	uint32_t device;           /* the driver's number */
-	const struct sfr__extent *captured, *deferred; /* NULL if there is no such extent */
+	struct sfr__task task;     /* queues the deferred sources, on the lane's thread */
+	struct sfr_ticket *ticket; /* owns this; constant */
+	uint32_t device;           /* the driver's number; constant */
+	const struct sfr__extent *captured, *deferred; /* NULL: none */
 
 	/* used only by the capturing thread */
 	uint32_t capture_blk; /* the next captured block to fill */

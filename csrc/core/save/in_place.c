@@ -1,4 +1,4 @@
-/* Saves of parts: writers read the sources in place, when they write them.
+/* Saves of parts: writers read the sources when they write them.
  *
  *   direct extent   source and file are aligned alike: the source's memory is written as it is
  *   other extents   sources and the bytes between them are copied to a buffer, and the CRC is
@@ -6,13 +6,12 @@
  *
  * Only a few blocks of such a save are in the writers' queue at a time. So blocks of other saves
  * are written between them, and a few buffers are enough. A buffer is a block of the pool if one is
- * free at once, else memory of its own: the sources are often a snapshot, which may fill the pool
- * itself. A stream has as many blocks in use as a client sends at a time, because the client keeps
- * each until the store has acknowledged it.
+ * free at once, else memory of its own: the sources are often a snapshot, which may fill the pool.
+ * The client of a stream keeps each block until the store has acknowledged it, so a stream has as
+ * many blocks in use as its client sends at a time.
  *
- * As in any save, a block that contains the CRC of a source is parked until that CRC is known. The
- * blocks with the source's bytes are queued before it. So of the blocks that the writers have, at
- * least one can always proceed. */
+ * A block that contains the CRC of a source is parked until that CRC is known. The blocks with the
+ * source's bytes are queued before it, so at least one block can always proceed. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -21,17 +20,17 @@
 #include "trace/trace.h"
 
 enum {
-	AHEAD = 2, /* blocks in the queue beyond one for each writer */
-	/* the largest block: buffers need memory besides the snapshot's, and larger writes are not
-	 * faster */
+	AHEAD = 2, /* blocks in the queue besides one for each writer */
+	/* larger buffers cost memory, and larger writes are not faster */
 	MOST_BLOCK_BYTES = 4u << 20,
 	STREAM_BYTES = 96u << 20, /* requests of 16 MiB: four on their way, two being filled */
 };
 
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
 {
-	return engine->opts.block_bytes < MOST_BLOCK_BYTES ? engine->opts.block_bytes :
-							     MOST_BLOCK_BYTES;
+	if (engine->opts.block_bytes < MOST_BLOCK_BYTES)
+		return engine->opts.block_bytes;
+	return MOST_BLOCK_BYTES;
 }
 
 /* Queues the next block. Returns false if there is none, or if the save is failing. */
@@ -58,8 +57,8 @@ static bool push_next_block_locked(struct sfr_ticket *t)
 	return true;
 }
 
-/* Returns whether a stream has queued as many bytes as its client sends at a time. Bytes of a
- * stream count as written once the client has given them back. */
+/* Returns whether a stream has queued as many bytes as its client sends at a time. A stream's bytes
+ * count as written when the client has given them back. */
 static bool has_queued_enough_locked(const struct sfr_ticket *t)
 {
 	return t->sharing.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;
@@ -83,8 +82,7 @@ void sfr__in_place_begin_locked(struct sfr_ticket *t)
 		sfr__in_place_next_locked(t);
 }
 
-/* Gets a buffer for a block that cannot be written from a source: from the pool if it has a free
- * block, else from the system. 0 or -ENOMEM. */
+/* Uses a block of the pool if one is free. Returns 0 or -ENOMEM. */
 static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 {
 	struct sfr_engine *engine = t->engine;
@@ -106,8 +104,7 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 	return 0;
 }
 
-/* Copies a block's sources, headers and padding to the job's memory, and adds the CRCs of the
- * copied bytes to those of their entries. */
+/* Copies a block's bytes to the job's memory, and adds their CRCs to those of their entries. */
 static void fill_buffer(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
@@ -124,7 +121,7 @@ static void fill_buffer(struct sfr_ticket *t, const struct sfr__job *job)
 			sfr__stage_non_data(t, &seg, job->mem + seg.pos);
 			continue;
 		}
-		sfr__prefetch_entry(t, seg.entry + 2); /* the next one was prefetched before */
+		sfr__prefetch_entry(t, seg.entry + 2); /* the next entry was prefetched before */
 		crc = sfr_sys.lane_copy(0, job->mem + seg.pos, src, seg.len);
 		(void)sfr__add_crc(t, &seg, crc);
 	}
@@ -137,10 +134,10 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	int rc;
 
 	if (job->extent->direct != NULL) {
-		/* The cast drops `const`, but the source is only read: it contains no CRC field. */
+		/* The cast drops `const`, but nothing writes: the block has no CRC field. */
 		job->mem =
 			(char *)(uintptr_t)job->extent->direct + job->blk * t->plan.img.block_bytes;
-		return 0; /* job->summed is false, so the caller computes the CRC */
+		return 0; /* job->summed is false: the caller computes the CRC */
 	}
 	rc = get_buffer(t, job, len);
 	if (rc < 0) {
@@ -155,6 +152,6 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 void sfr__in_place_release(struct sfr__job *job)
 {
 	if (job->own_len != 0)
-		(void)sfr_sys.munmap(job->mem, job->own_len); /* cannot fail for our own mapping */
+		(void)sfr_sys.munmap(job->mem, job->own_len); /* cannot fail: a whole mapping */
 	job->own_len = 0;
 }

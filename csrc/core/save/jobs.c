@@ -1,4 +1,4 @@
-/* The jobs of a save for the writers. They live in the ticket, so that queueing one cannot fail. */
+/* The jobs of a save for the writers. */
 #include <errno.h>
 
 #include "sfr/crc.h"
@@ -31,7 +31,7 @@ int sfr__jobs_new(struct sfr_ticket *t)
 
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 {
-	/* indices in plan.jobs after the jobs for blocks */
+	/* indices after the jobs for blocks */
 	static const uint32_t numbers[] = { [SFR__JOB_OPEN] = 0,
 					    [SFR__JOB_TAIL] = 1,
 					    [SFR__JOB_RENAME] = 2,
@@ -79,7 +79,7 @@ void sfr__requeue_untaken_locked(struct sfr_ticket *t)
 
 	if (!sfr__ticket_is_stream(t))
 		return;
-	/* Only blocks and the tail are put into a stream; `untaken` of other jobs is false. */
+	/* The jobs up to the tail; no other job can be untaken. */
 	for (struct sfr__job *job = t->plan.jobs; job <= tail; job++) {
 		if (!job->untaken)
 			continue;
@@ -88,8 +88,8 @@ void sfr__requeue_untaken_locked(struct sfr_ticket *t)
 	}
 }
 
-/* The CRC of A followed by B is that of A, shifted by B's length, XOR that of B. So the CRC of each
- * segment is shifted by the length after it in the entry, and XOR adds segments in any order. */
+/* The CRC of A followed by B is that of A, shifted by B's length, XOR that of B. So each segment's
+ * CRC is shifted by the length after it, and segments are added in any order. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
 {
 	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];

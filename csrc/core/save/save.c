@@ -7,15 +7,13 @@
  *   sfr_save_launch   gives the save to the log and the lane; the call may return
  *
  * After SFR_EAGAIN the caller calls the same function again, and it resumes. Between two calls the
- * caller holds no block and no lock, so a signal handler of the caller may make another whole save
- * there. An error after admit becomes the ticket's: the caller continues to launch, and the save
- * ends as any failed save does.
+ * caller holds no block and no lock, so its signal handler may make another whole save there. An
+ * error after admit becomes the ticket's: the caller continues to launch, and the save ends as any
+ * failed save does.
  *
- * A save enters the log at launch, not when it begins. So a save by a signal handler in the middle
- * of another call can be waited for there, because the interrupted save is not before it in the
- * log. The handler's save gets blocks of the pool like any other, because an interrupted call holds
- * none while it waits. If no slot is free, the handler's save takes one beyond max_in_flight, and
- * its report says so. */
+ * A save enters the log at launch. So a signal handler in the middle of another save's call can
+ * wait for its own save, because the interrupted save is not before it in the log. If no slot is
+ * free, the handler's save takes one beyond max_in_flight, and its report says so. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -26,7 +24,6 @@
 #include "save/write.h"
 #include "trace/trace.h"
 
-/* Makes a ticket without an image. 0, -ENOMEM or SFR_EFORK. */
 static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		      struct sfr_ticket **out)
 {
@@ -41,8 +38,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	atomic_init(&t->refs, 1);
 	t->fork_generation = engine->fork_generation;
 	t->engine = engine;
-	/* The rest of the copy is set at admission. But another thread may wait for the copy before
-	 * that, and such a wait uses the engine. */
+	/* Admission sets the rest, but a thread may wait for this copy before. */
 	t->staging.deferred.copy.engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
@@ -64,8 +60,6 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	return 0;
 }
 
-/* Allocates what writing the image to its target needs: jobs, the log's key, the file. 0 or
- * -errno. */
 static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 {
 	const char *dir = desc->dir, *name = desc->name;
@@ -87,7 +81,7 @@ static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *d
 			      (t->flags & SFR_SAVE_DURABLE) != 0);
 }
 
-/* Gets memory for the edge pages by mmap, because O_DIRECT needs it aligned. 0 or -ENOMEM. */
+/* Uses mmap, because O_DIRECT needs aligned memory. Returns 0 or -ENOMEM. */
 static int edges_new(struct sfr_ticket *t)
 {
 	size_t len = (size_t)t->plan.img.nr_edges * SFR_PAGE;
@@ -102,8 +96,7 @@ static int edges_new(struct sfr_ticket *t)
 	return 0;
 }
 
-/* Lays out the image: that of `parts` or, if this is NULL, that of the description. Allocates what
- * belongs to the image. 0 or -errno. */
+/* Lays out the image, from `parts` unless it is NULL. Returns 0 or -errno. */
 static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc,
 			  struct sfr_parts *parts)
 {
@@ -111,7 +104,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 
 	t->plan.in_place = parts != NULL;
 	t->flight.in_pool = parts == NULL;
-	/* Statistics count a larger save once, by its file of parts if it has one (slots.c). */
+	/* A save of several files is counted once, by its file of parts. */
 	t->flight.uncounted = t->flight.unordered && parts == NULL;
 	if (parts != NULL)
 		return sfr__image_init_parts(&t->plan.img, parts,
@@ -121,7 +114,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 	else
 		rc = sfr__image_init(&t->plan.img, desc, t->engine->opts.block_bytes);
 	if (rc == 0 && sfr__ticket_is_stream(t) && !sfr__stream_is_possible(&t->plan.img))
-		rc = -EINVAL; /* the caller must order the members so that it is possible */
+		rc = -EINVAL; /* the caller must order the members */
 	if (rc == 0)
 		rc = edges_new(t);
 	if (rc == 0)
@@ -160,19 +153,20 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	return sfr_save_new_parts(engine, desc, NULL, out);
 }
 
-/* Counts the image's blocks that need all the memory of a pool block. Only the last block of an
- * extent in host memory may be so short that it does not. */
+/* Counts the blocks that need all the memory of a pool block. Only the last block of an extent in
+ * host memory may need less. */
 static uint32_t count_whole_blocks(const struct sfr_ticket *t)
 {
 	uint32_t nr = t->plan.nr_blocks;
 
 	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++) {
 		const struct sfr__extent *extent = &t->plan.img.extents[i];
+		size_t last_len;
 
-		if (extent->device == 0 && extent->nr_blocks != 0 &&
-		    !sfr__pool_is_whole(t->engine->pool,
-					sfr__image_block_len(&t->plan.img, extent,
-							     extent->nr_blocks - 1)))
+		if (extent->device != 0 || extent->nr_blocks == 0)
+			continue;
+		last_len = sfr__image_block_len(&t->plan.img, extent, extent->nr_blocks - 1);
+		if (!sfr__pool_is_whole(t->engine->pool, last_len))
 			nr--;
 	}
 	return nr;
@@ -196,7 +190,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
-		/* sfr_save_launch uses the reservation up, or sfr_save_abandon returns it */
+		/* used by sfr_save_launch, or returned by sfr_save_abandon */
 		rc = sfr__log_reserve();
 	if (rc == 0) {
 		if (!t->plan.in_place) {
@@ -212,8 +206,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		sfr_ticket_get(t); /* the engine's reference */
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
-		/* If sfr_save_begin failed or the save was cancelled, there is an error already.
-		 * Only now can the state change to ENDING. */
+		/* sfr_save_begin may have failed, or the save was cancelled. Only now can the state
+		 * change to ENDING. */
 		if (sfr__ticket_failing_locked(t))
 			sfr__ticket_fail_locked(t, &t->err);
 	}
@@ -239,8 +233,8 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc < 0)
 		return rc;
 	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->plan.img.captured_nbytes);
-	/* Devices first: they copy while the host copies. A stream leases its blocks in the order
-	 * of the file, which begins with those of the host. */
+	/* Devices first: they copy while the host copies. A stream leases blocks in the order of
+	 * the file, where those of the host come first. */
 	if (is_stream)
 		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == 0 && !t->staging.capture_done)
@@ -286,8 +280,8 @@ int sfr_save_launch(struct sfr_ticket *t)
 			sfr__host_begin_locked(&t->staging.deferred.copy, false);
 		}
 		if (t->plan.img.extents[t->plan.img.nr_extents - 1].lane == SFR_CAPTURED) {
-			/* Deferred extents would come last. So nothing is deferred, and there is no
-			 * verdict to wait for. */
+			/* Deferred extents come last, so nothing is deferred: there is no verdict
+			 * to wait for. */
 			t->facts.confirmed = true;
 			t->facts.copied = t->staging.nr_devices == 0 && !t->plan.in_place;
 		}
@@ -319,12 +313,12 @@ void sfr_save_abandon(struct sfr_ticket *t)
 			sfr__log_unreserve();
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
-	} else if (t->state == SFR_NEW) { /* no thread works on the save, so it ends at once */
+	} else if (t->state == SFR_NEW) { /* no thread works on the save */
 		t->err = err;
 		t->report.ended_ns = sfr__now_ns();
 		sfr__ticket_set_state_locked(t, SFR_CANCELLED);
 	}
 	sfr__unlock(&t->engine->mu);
 	if (was_admitted)
-		sfr__device_states_launch(t); /* releases them, because the save is failing */
+		sfr__device_states_launch(t); /* releases them */
 }

@@ -1,24 +1,20 @@
-/* Staging: from the sources of a save to blocks in host memory. stage_host.c and stage_device.c
- * implement it. */
+/* Staging: from the sources of a save to blocks in host memory. */
 #ifndef SFR_SAVE_STAGE_H
 #define SFR_SAVE_STAGE_H
 
 #include "save/ticket.h"
 
 /* ---- stage_host.c ---- */
-/* Sets up the copies of host memory, staging.captured and staging.deferred, at admission. */
+/* Sets up staging.captured and staging.deferred, at admission. */
 void sfr__host_copies_init(struct sfr_ticket *t);
-/* Writes a segment that is not data to `dst`: bytes of a header, or zeros for padding and
- * descriptors. */
+/* Writes a segment that is not data: bytes of a header, or zeros for padding and descriptors. */
 void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst);
-/* Prefetches the first bytes of an entry that is copied soon. `entry` may be beyond the last one:
- * then this does nothing. */
+/* Prefetches the first bytes of an entry. Does nothing if `entry` is beyond the last one. */
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
-/* Takes samples of every deferred source in host memory, and with SFR_SAVE_CHECK_BYTES also their
- * checksums. 0 or -ENOMEM. */
+/* Takes samples of the deferred sources in host memory, and with SFR_SAVE_CHECK_BYTES also their
+ * checksums. Returns 0 or -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
-/* Returns an array of all sources of an extent, for sampling. The caller frees it; NULL: no
- * memory. */
+/* Returns all sources of an extent, for sampling. The caller frees the array. NULL: no memory. */
 struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
 					 const struct sfr__extent *extent);
 /* Compares staged bytes of an entry, from `off` in it on, with the samples. Returns the index of a
@@ -26,19 +22,18 @@ struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
 int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
 			  uint32_t entry, uint64_t off, const char *staged, size_t len);
 /* Does the same with checksums (SFR_SAVE_CHECK_BYTES). The caller passes an entry's bytes in
- * ascending order, and a torn source is found when it passes the last ones. */
+ * ascending order; only the last call for an entry can find it torn. */
 int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
 		       size_t len);
 
 /* ---- stage_device.c ---- */
-/* Makes the device states of a new ticket from its image. 0 or -ENOMEM. */
+/* Makes the device states of a new ticket from its image. Returns 0 or -ENOMEM. */
 int sfr__device_states_new(struct sfr_ticket *t);
-/* Queues the copies of captured sources on devices, takes samples of deferred ones, and makes the
- * caller's streams wait for both. Returns SFR_EAGAIN or SFR_EEXHAUSTED, as sfr_save_capture, else
- * 0: the ticket keeps any other failure. */
+/* Queues copies of captured sources on devices and samples of deferred ones, and makes the caller's
+ * streams wait for both. Returns SFR_EAGAIN or SFR_EEXHAUSTED like sfr_save_capture, else 0: the
+ * ticket keeps any other failure. */
 int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns);
-/* Hands the device states to their lanes, or releases them if the save was abandoned or is
- * failing. */
+/* Hands the device states to their lanes, or releases them if the save is failing. */
 void sfr__device_states_launch(struct sfr_ticket *t);
 
 #endif

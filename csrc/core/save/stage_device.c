@@ -8,16 +8,16 @@
  *   launch    the lane's thread queues deferred sources slowly, then S
  *   gate      everything left is queued, and the stream of the step waits for S (gate.c)
  *
- * Headers and padding of a block are written at once. Its tensor bytes are copied by the device,
- * with one queued copy for each tensor, or for its bytes in that block. Copies are sent in
- * portions, each followed by an event. In the call, and while a gate waits, a portion holds a few
- * blocks; otherwise a block is several portions. When the copies of a block have completed,
- * deferred bytes are compared with the samples, and the block goes to the writers.
+ * Headers and padding of a block are written at once. The device copies the tensor bytes, with one
+ * queued copy for each tensor's share of a block. Copies are sent in portions, each followed by an
+ * event. In the call, and while a gate waits, a portion holds a few blocks; otherwise a block is
+ * several portions. When the copies of a block have completed, deferred bytes are compared with the
+ * samples, and the block goes to the writers.
  *
  * Nothing here waits for the device, except with SFR_SAVE_CHECK_BYTES. The caller holds the sources
- * until the ticket reports that they are copied, which is when the transfers of all devices are
- * over. If a call to the device fails, the save fails; copies that were queued before are still
- * watched. After a device has died, the contents of its blocks are unknown: they are retired. */
+ * until the ticket reports that they are copied. If a call to the device fails, the save fails;
+ * copies that were queued before are still watched. After a device has died, the contents of its
+ * blocks are unknown: they are retired. */
 #include <errno.h>
 #include <string.h>
 
@@ -33,7 +33,6 @@ static struct sfr__device_state *state_of(struct sfr__transfer *tr)
 	return sfr__container(tr, struct sfr__device_state, transfer);
 }
 
-/* Passes an error of the transfer, if there is one, to the ticket. */
 static void report_error(struct sfr__device_state *dev)
 {
 	if (dev->transfer.err.code)
@@ -42,8 +41,7 @@ static void report_error(struct sfr__device_state *dev)
 
 /* ---- copies that have completed ------------------------------------------------------ */
 
-/* Compares one copied block with the samples of its sources, and with their checksums if there are
- * any. Returns the index of a torn source, or -1. */
+/* Returns the index of a torn source, or -1. */
 static int64_t check_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 			   uint32_t blk, const struct sfr__block *block)
 {
@@ -66,8 +64,7 @@ static int64_t check_block(struct sfr__device_state *dev, const struct sfr__exte
 	return torn;
 }
 
-/* Checks a copied block and hands it to the writers. If !ok, the device has died, and the block is
- * retired. */
+/* Called for a copied block, or if !ok for a block under which the device has died. */
 static void end_block(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
 		      struct sfr__block *block, bool ok)
 {
@@ -87,14 +84,12 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
 	else
 		t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
-	/* Retired last: a thread that waits for blocks and finds that none is left then looks for
-	 * the save's error, which must be there. */
+	/* Retired last: a thread that finds no block left then looks for the save's error. */
 	if (!ok)
 		sfr__pool_retire(t->engine->pool, block);
 }
 
-/* Called when the copies of a portion have completed or, if !ok, when the device has died under
- * them. The portion's memory is a list of blocks. */
+/* The portion's memory is a list of blocks. If !ok, the device has died. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__device_state *dev = state_of(tr);
@@ -103,7 +98,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	uint32_t blk = portion->first_blk;
 
 	if (!ok) {
-		/* `why` is read without a lock: it is constant once the lane is dead */
+		/* no lock: `why` is constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 		sfr__ticket_fail(dev->ticket, &err);
 	}
@@ -113,7 +108,6 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	}
 }
 
-/* Gives back the blocks of a portion to which nothing was queued. */
 static void put_unused(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
 {
 	struct sfr__block *block = portion->memory, *next;
@@ -124,13 +118,11 @@ static void put_unused(struct sfr__transfer *tr, struct sfr__cuda_portion *porti
 	}
 }
 
-/* Called when nothing of the save is queued or running on the device any more. */
 static void transfer_over(struct sfr__transfer *tr)
 {
 	struct sfr_ticket *t = state_of(tr)->ticket;
 	char note[sizeof(t->report.fallback[0])] = "";
 
-	/* For the report: why the driver's copies were slow, and why memory was not pinned. */
 	sfr__cuda_copies_note(tr->lane, note, sizeof(note));
 	sfr__lock(&t->engine->mu);
 	t->sharing.nr_transfers--;
@@ -149,10 +141,9 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
 
 /* ---- blocks ------------------------------------------------------------------------------ */
 
-/* Leases a block for the device to write to, and registers it with the driver unless it is already.
- * For captured bytes the call waits for the registration, but only once for each block. Copies to
- * unregistered memory would delay the call as much at every save, because the driver returns only
- * when they have run. warm_up() registers blocks before the first save. Fails as sfr__pool_get. */
+/* Leases a block for the device to write to, and registers it with the driver. Fails as
+ * sfr__pool_get. Even in the call it waits for the registration, once for each block: the driver
+ * returns from copies to unregistered memory only when they have run. */
 static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 		       uint32_t blk, uint64_t slice_ns, struct sfr__block **block)
 {
@@ -172,8 +163,8 @@ static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *
 	return 0;
 }
 
-/* Fills one leased block: writes headers and padding at once, and adds copies of tensor bytes to
- * the next portions. The portion with the last of these copies owns the block. */
+/* Fills a leased block: writes headers and padding, and adds copies of tensor bytes to the next
+ * portions. The portion with the last of these copies owns the block. */
 static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 		       uint32_t blk, struct sfr__block *block)
 {
@@ -183,7 +174,7 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	struct sfr__block **end;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
-	unsigned nr_blocks = 1; /* of the portion, with this one */
+	unsigned nr_blocks = 1; /* of the portion, with this block */
 
 	if (!sfr__transfer_portion(tr)) { /* no memory; the transfer keeps the error */
 		sfr__ticket_put_block(t, block);
@@ -215,10 +206,8 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 		sfr__transfer_send(tr);
 }
 
-/* Leases and fills block *blk of an extent, and advances *blk. Before it waits for a block, it
- * sends the portion that is filled so far, because a block may become free only when those copies
- * have completed. SFR_EAGAIN or SFR_EEXHAUSTED, as sfr__pool_get; the transfer keeps any other
- * error too. */
+/* Leases and fills block *blk of an extent, and advances *blk. Fails as sfr__pool_get; the transfer
+ * keeps errors other than SFR_EAGAIN and SFR_EEXHAUSTED. */
 static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t *blk,
 		     uint64_t slice_ns)
 {
@@ -228,6 +217,7 @@ static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *ex
 	int rc = lease_block(dev, extent, *blk, 0, &block);
 
 	if (rc == SFR_EAGAIN) {
+		/* a block may become free only when these copies have completed */
 		sfr__transfer_send(&dev->transfer);
 		start = sfr__now_ns();
 		rc = lease_block(dev, extent, *blk, slice_ns, &block);
@@ -245,8 +235,7 @@ static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *ex
 	return rc;
 }
 
-/* Computes checksums of the deferred sources, for SFR_SAVE_CHECK_BYTES. Fetches all their bytes to
- * the host, in pieces as large as the memory for samples, and waits for them. */
+/* Fetches the deferred sources to the memory for samples, piece by piece, and waits for them. */
 static void sum_deferred(struct sfr__device_state *dev)
 {
 	const struct sfr__extent *extent = dev->deferred;
@@ -260,8 +249,9 @@ static void sum_deferred(struct sfr__device_state *dev)
 		const struct sfr__entry *entry = &t->plan.img.entries[i];
 
 		for (uint64_t off = 0, len; off < entry->nbytes && ok; off += len) {
-			len = entry->nbytes - off < tr->store.len ? entry->nbytes - off :
-								    tr->store.len;
+			const uint64_t left = entry->nbytes - off;
+
+			len = left < tr->store.len ? left : tr->store.len;
 			ok = sfr__transfer_fetch(tr, (uint64_t)(uintptr_t)entry->src + off,
 						 (size_t)len);
 			if (ok)
@@ -277,7 +267,7 @@ static void stage_deferred(struct sfr__task *task);
 
 int sfr__device_states_new(struct sfr_ticket *t)
 {
-	uint32_t most = 0; /* extents on devices; there are at most as many devices */
+	uint32_t most = 0; /* extents on devices, so at least the number of devices */
 
 	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++)
 		if (t->plan.img.extents[i].device != 0)
@@ -304,7 +294,7 @@ int sfr__device_states_new(struct sfr_ticket *t)
 		dev->ticket = t;
 		dev->device = extent->device - 1;
 		/* The first extent of each kind stands for all: its all_blocks counts the blocks of
-		 * later ones too. */
+		 * later extents too. */
 		if (extent->lane == SFR_CAPTURED && !dev->captured)
 			dev->captured = extent;
 		if (extent->lane != SFR_CAPTURED && !dev->deferred)
@@ -341,14 +331,13 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 	sfr__lock(&t->engine->mu);
 	t->sharing.nr_transfers = t->sharing.nr_queueing = nr_begun;
 	if (err.code)
-		sfr__ticket_fail_locked(t, &err); /* takes effect when the save is admitted */
+		sfr__ticket_fail_locked(t, &err); /* takes effect at admission */
 	sfr__unlock(&t->engine->mu);
 	return 0;
 }
 
-/* Queues the copies of one device's captured sources, then of its samples, and then records C.
- * After SFR_EAGAIN or SFR_EEXHAUSTED a further call resumes. Otherwise returns 0: the ticket keeps
- * any other failure. */
+/* Queues one device's captured sources and then its samples, and records C. Resumes after
+ * SFR_EAGAIN or SFR_EEXHAUSTED. Otherwise returns 0: the ticket keeps any other failure. */
 static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 {
 	struct sfr__transfer *tr = &dev->transfer;
@@ -398,7 +387,7 @@ int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns)
 
 /* ---- after the call ----------------------------------------------------------------------- */
 
-/* Records that nothing more will be queued on the device. The ticket may be freed afterwards. */
+/* Nothing more will be queued on the device. The ticket may be freed afterwards. */
 static void end_queueing(struct sfr__device_state *dev)
 {
 	struct sfr_engine *engine = dev->ticket->engine;
@@ -426,7 +415,7 @@ void sfr__device_states_launch(struct sfr_ticket *t)
 	}
 }
 
-/* On the lane's thread: queues the deferred blocks, few at a time until a thread waits for them. */
+/* Queues the deferred blocks, on the lane's thread: few at a time until a thread waits for them. */
 static void stage_deferred(struct sfr__task *task)
 {
 	struct sfr__device_state *dev = sfr__container(task, struct sfr__device_state, task);
@@ -444,15 +433,14 @@ static void stage_deferred(struct sfr__task *task)
 			sfr__cuda_throttle(lane, t->seq);
 		else
 			sfr__cuda_poll(lane);
-		/* This may wait for a block that is in flight, and only this thread can see that
-		 * its copies have completed. So it waits at most 100 us, and then polls again. If
-		 * the device died, sfr__transfer_died sets tr->err, which ends the loop. */
+		/* If the block to wait for is in flight, only this thread can see that its copies
+		 * have completed. So it waits at most 100 us, and then polls again. */
 		if (!sfr__transfer_died(tr))
 			rc = fill_next(dev, dev->deferred, &blk, 100 * 1000);
 	}
-	if (rc == SFR_EEXHAUSTED) /* after the call nobody can try again, so the save fails */
+	if (rc == SFR_EEXHAUSTED) /* nobody can try again, so the save fails */
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
-	sfr__transfer_mark_staged(tr); /* records S, before the gate may use it */
+	sfr__transfer_mark_staged(tr); /* records S, before the gate uses it */
 	report_error(dev);
 	end_queueing(dev);
 }

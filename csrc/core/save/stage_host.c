@@ -5,13 +5,12 @@
  * copied in the call; deferred ones by the lane and by threads that wait for them (stage/host.c).
  *
  * While no thread waits, the CRC of deferred bytes is computed in the same pass as the copy: a
- * second pass would take half as much CPU time again (crc.c). A block that is begun while a
- * thread waits leaves its CRC to the writers, and so do captured blocks.
+ * second pass would take half as much CPU time again (crc.c). Captured blocks, and blocks begun
+ * while a thread waits, leave their CRC to the writers.
  *
- * This file also detects torn copies. At the call, sfr__take_samples keeps some cache lines of
- * every deferred storage. The thread that has copied bytes compares the staged bytes with these
- * samples. A difference means a write between the call and the copy, and the save fails. (Python
- * has another detector, tensors' version counters.) */
+ * This file also detects torn copies. At the call, some cache lines of every deferred storage are
+ * kept as samples. The thread that has copied bytes compares them with these samples. A difference
+ * means a write between the call and the copy, and the save fails. */
 #include <errno.h>
 #include <string.h>
 
@@ -94,27 +93,25 @@ void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	if (seg->kind == SFR__SEG_HEADER)
 		sfr__image_put_header(&t->plan.img, seg->entry, seg->off, seg->len, dst);
 	else
-		/* Writers fill in descriptors later. Old bytes of the pool may belong to another
-		 * file and must not reach the disk in descriptors or padding. */
+		/* Old bytes of the pool may belong to another file and must not reach the disk. */
 		memset(dst, 0, seg->len);
 }
 
-/* Returns whether the bytes [from, to) of the file, which this thread alone copies, contain the
- * entry's data and descriptor. Then no other thread uses the entry. */
+/* Returns whether [from, to) of the file, which this thread alone copies, contains the entry's data
+ * and descriptor. If so, no other thread uses the entry. */
 static bool contains_entry(const struct sfr__entry *entry, uint64_t from, uint64_t to)
 {
 	return entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
 }
 
-/* Copies a segment's bytes of one storage. `own`: no other thread uses the entry, so no lock is
- * needed. `summed`: the CRC is computed in the same pass; otherwise a writer computes it. Returns
- * the index of the source if it was torn, else -1. */
+/* Copies a segment's bytes. `own`: no other thread uses the entry, so no lock is needed. `summed`:
+ * the CRC is computed in the same pass. Returns the index of a torn source, or -1. */
 static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, bool own,
 			 bool summed)
 {
 	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];
 	const char *src = entry->src + seg->off;
-	bool whole = own; /* the CRC of all of the entry's bytes is known */
+	bool whole = own; /* the CRC of the whole entry is known */
 	uint32_t crc;
 
 	SFR__TRACE(SFR_TRACE_STORAGE, 0, seg->len);
@@ -175,14 +172,12 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 
 	sfr__ticket_count_block_locked(t);
 	job->block = leased;
-	/* The CRC is computed in the copy only for deferred bytes that no thread waits for. With
-	 * SFR_SAVE_CHECK_BYTES it is computed for all deferred bytes, because copy_data compares it
-	 * with `sums`. */
+	/* Deferred bytes that a thread waits for leave their CRC to a writer, unless copy_data
+	 * compares it with `sums`. */
 	job->summed = copy->is_deferred && (t->engine->nr_awaiting == 0 || t->staging.sums);
 }
 
-/* Copies the bytes [off, off + len) of a block, with all headers, data and padding in that range.
- * Returns the first torn source, or -1. */
+/* Returns the first torn source, or -1. */
 static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			  bool hurried)
 {
@@ -194,10 +189,9 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	int64_t torn = -1, found;
 	uint64_t from;
 
-	(void)hurried; /* leased_locked has decided for the whole block whether to compute CRCs */
+	(void)hurried; /* leased_locked has decided whether to compute CRCs */
 	sfr__seg_iter_init(&it, &t->plan.img, extent_copy->extent, blk);
-	/* Narrow the walk from the block to the chunk. */
-	it.off += off;
+	it.off += off; /* only the chunk, not the whole block */
 	from = it.off;
 	it.end = from + len;
 	while (sfr__seg_next(&it, &seg)) {
@@ -207,7 +201,7 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 			sfr__stage_non_data(t, &seg, dst);
 			continue;
 		}
-		sfr__prefetch_entry(t, seg.entry + 2); /* the next one was prefetched before */
+		sfr__prefetch_entry(t, seg.entry + 2); /* the next entry was prefetched before */
 		found = copy_data(t, &seg, dst,
 				  contains_entry(&t->plan.img.entries[seg.entry], from, it.end),
 				  job->summed);
@@ -240,7 +234,7 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 			       job->summed);
 }
 
-/* Called when the deferred copy has ended: no thread of the host reads its sources any more. */
+/* No thread of the host reads the deferred sources any more. */
 static void copy_has_ended(struct sfr__host_copy *copy)
 {
 	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
@@ -265,7 +259,6 @@ static const struct sfr__host_ops ops = {
 	.over = copy_has_ended,
 };
 
-/* Sets up the copy of an extent's blocks, or of no blocks if the extent is NULL. */
 static void copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t,
 		      const struct sfr__extent *extent)
 {
@@ -280,7 +273,7 @@ static void copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t
 
 void sfr__host_copies_init(struct sfr_ticket *t)
 {
-	/* Extent 0 has the captured sources in host memory; a save of parts stages nothing. */
+	/* Extent 0 has the captured sources. A save of parts stages nothing. */
 	copy_init(&t->staging.captured, t, t->plan.in_place ? NULL : &t->plan.img.extents[0]);
 	copy_init(&t->staging.deferred, t, sfr__image_extent(&t->plan.img, SFR_LANE_HOST, 0));
 }

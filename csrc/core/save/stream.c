@@ -1,35 +1,31 @@
 /* A stream hands the bytes of a save, in the order of the file, to a caller that sends them to an
  * object store. There is no temporary, no sync and no rename: the caller makes the object visible.
  *
- *   writers   make a block final (checksums, descriptors), and put it into the stream in place of
- *             writing it; the tail likewise
+ *   writers   make a block or the tail final (checksums, descriptors), and put it into the stream
  *   caller    sfr_stream_next takes the next piece, sfr_stream_give_back returns its memory
  *
  *     0        given back       taken       put, not taken   not put yet
  *     |--------------------|-----------|-----------------|-------------|
  *                          ^ pieces of the caller        ^ next_blk waits here
  *
- * Blocks are leased in the order of the file. So the blocks that a save has are adjacent, and the
- * first of them can always be filled and taken. If blocks were leased in any order, two lanes could
- * fill the pool with later blocks while an earlier one has no memory. A pool of one block is
- * enough, if the caller gives back what it has before it waits for more.
+ * Blocks are leased in the order of the file. Otherwise two lanes could fill the pool with later
+ * blocks while an earlier block has no memory. A pool of one block is enough, if the caller gives
+ * back what it has before it waits for more.
  *
- * A block in the stream still counts as a job of the save, so the save does not end while the
- * caller has it. It succeeds only after the caller has taken and given back the end, which is an
- * empty piece. If the save fails, blocks that were not taken go back to the writers, who release
- * them.
+ * A block in the stream still counts as a job, so the save does not end while the caller has it.
+ * The save succeeds only after the caller has taken and given back the end, which is an empty
+ * piece. If the save fails, blocks that were not taken go back to the writers.
  *
  * This file is the caller's side; stream_put.c is that of lanes and writers. */
 #include "save/stream.h"
 #include "save/write.h"
 
-/* Takes the edge page at `sent`, the offset that the stream has reached. */
 static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	uint32_t i = 0;
 
-	/* There is one: callers know that an edge page begins at `sent`. */
+	/* callers know that an edge page begins at `sent` */
 	while (img->edges[i] != t->stream.sent)
 		i++;
 	*piece = (struct sfr_piece){
@@ -41,7 +37,7 @@ static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	t->sharing.nr_jobs++;
 }
 
-/* Takes the end, an empty piece. The save may end when the caller has given it back. */
+/* Takes the end, an empty piece. When the caller gives it back, the save may end. */
 static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	*piece = (struct sfr_piece){ .off = t->plan.img.len, .owner = t };
@@ -50,7 +46,6 @@ static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	t->sharing.nr_jobs++;
 }
 
-/* Takes the bytes of a job: `len` bytes at `mem`, which are at `off` in the file. */
 static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem, size_t len,
 			    struct sfr_piece *piece)
 {
@@ -58,15 +53,14 @@ static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem,
 	job->untaken = false;
 }
 
-/* Takes the piece at `sent`, the offset that the stream has reached. Returns false if its bytes are
- * not final yet. */
+/* Takes the piece at `sent`, where the stream has got to. Returns false if it is not final yet. */
 static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	struct sfr__job *job;
-	uint64_t from, to;
+	uint64_t from, to, block_off;
 
-	if (t->stream.ended) { /* the save may have ended, which frees the jobs */
+	if (t->stream.ended) { /* the save may have ended and freed the jobs */
 		*piece = (struct sfr_piece){ .off = img->len };
 		return true;
 	}
@@ -75,22 +69,19 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 		if (!job->was_put)
 			return false;
 		sfr__stream_own_bytes(t, job, &from, &to);
-		/* A block without bytes of its own is all in edge pages. */
-		if (from >= to)
+		if (from >= to) /* the block is all in edge pages */
 			continue;
-		/* An edge page comes before the block's own bytes. */
-		if (t->stream.sent < from) {
+		if (t->stream.sent < from) { /* an edge page comes first */
 			take_edge_locked(t, piece);
 			return true;
 		}
 		t->stream.next_blk++;
-		take_job_locked(job, from,
-				job->mem +
-					(from - sfr__image_block_off(img, job->extent, job->blk)),
-				(size_t)(to - from), piece);
+		block_off = sfr__image_block_off(img, job->extent, job->blk);
+		take_job_locked(job, from, job->mem + (from - block_off), (size_t)(to - from),
+				piece);
 		return true;
 	}
-	/* The last page of a flat file, which has no tail, may be an edge page. */
+	/* A flat file has no tail, and its last page may be an edge page. */
 	if (t->stream.sent < img->len && img->tail_len == 0) {
 		take_edge_locked(t, piece);
 		return true;
@@ -129,7 +120,7 @@ int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *p
 
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 {
-	/* The owner of a piece is a job. For an edge page and for the end, it is the ticket. */
+	/* the owner of an edge page and of the end is the ticket */
 	struct sfr__job *job = piece->owner != t ? piece->owner : NULL;
 
 	if (piece->owner == NULL || sfr__ticket_is_foreign(t))

@@ -1,5 +1,5 @@
-/* The side of a stream (stream.c) that fills it: when a lane may lease a block, and how a writer
- * puts final bytes into it. */
+/* The side of a stream that fills it: when a lane may lease a block, and how a writer puts final
+ * bytes into it. */
 #include "save/stream.h"
 
 bool sfr__stream_is_possible(const struct sfr__image *img)
@@ -25,11 +25,12 @@ int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *exte
 	if (!sfr__ticket_is_stream(t))
 		return 0;
 	sfr__lock(&t->engine->mu);
-	/* After SFR_EAGAIN the caller sees for itself that the save is failing. */
-	while (!sfr__stream_may_lease_locked(t, extent, blk) && rc == 0)
-		rc = sfr__ticket_failing_locked(t) ?
-			     SFR_EAGAIN :
-			     sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	while (!sfr__stream_may_lease_locked(t, extent, blk) && rc == 0) {
+		if (sfr__ticket_failing_locked(t))
+			rc = SFR_EAGAIN; /* the caller then sees that the save is failing */
+		else
+			rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	}
 	sfr__unlock(&t->engine->mu);
 	return rc;
 }
@@ -62,5 +63,5 @@ bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 		sfr__ticket_step_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
-	return kept && from < to; /* without `job`, which may be taken and freed by now */
+	return kept && from < to; /* `job` may be taken and freed by now */
 }

@@ -24,24 +24,23 @@
  *   ENDING -> CANCELLED      sfr__ticket_finish            by the CLEAN job, cancelled or abandoned
  *
  * Invariants
- *   1. The first error is kept; err.code != 0 means that the state goes to ENDING. A NEW save that
- *      has an error (it was cancelled, say) goes there when it is admitted.
+ *   1. The first error is kept; err.code != 0 means that the state goes to ENDING, for a NEW save
+ *      when it is admitted.
  *   2. Only the thread that has a block gives it back, after its copy and its write. So a failed
  *      save gives memory back only after a running copy into it has ended.
- *   3. Tail and sync do not wait for the detectors of torn copies. The rename does: READY comes
+ *   3. Tail and sync do not wait for the verdict on torn copies. The rename does: READY comes
  *      after STAGED, which needs the verdict.
  *   4. From CAPTURING to the end the engine counts the ticket and holds a reference, which
  *      passes to the notice of its end.
- *   5. A save succeeds or fails only when no job of it is queued or running. So jobs need no
- *      reference: a job counts as running until its writer has used the ticket for the last time.
- *   6. Memory that only the work needs (image, jobs, samples) is freed at the end, so a handle that
- *      is kept for its report costs little. */
+ *   5. A save ends only when no job of it is queued or running. So jobs need no reference: a job
+ *      counts as running until its writer has used the ticket for the last time.
+ *   6. Memory that only the work needs (image, jobs, samples) is freed at the end. */
 #include <string.h>
 
 #include "save/jobs.h"
 #include "trace/trace.h"
 
-/* How often saves took each arrow of the diagram. A test checks that each occurs. */
+/* How often saves took each arrow of the diagram; for tests. */
 static atomic_uint arrows[SFR_NR_STATES][SFR_NR_STATES];
 
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to)
@@ -65,11 +64,10 @@ static bool has_ended(const struct sfr_ticket *t)
 
 /* ---- life ---- */
 
-/* Frees memory that only the work on the save needs, when no thread works on it any more. The
- * image's sizes stay, for the report. */
+/* Frees memory that only the work on the save needs. The image's sizes stay, for the report. */
 static void free_work_memory(struct sfr_ticket *t)
 {
-	if (t->plan.edges) /* cannot fail for our own mapping */
+	if (t->plan.edges) /* cannot fail: a whole mapping */
 		(void)sfr_sys.munmap(t->plan.edges, (size_t)t->plan.img.nr_edges * SFR_PAGE);
 	t->plan.edges = NULL;
 	sfr__image_fini(&t->plan.img);
@@ -85,7 +83,7 @@ void sfr__ticket_free(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__file_fini(&t->file);
-	sfr_sys.free(t->staging.devices); /* all transfers are over, and have released the rest */
+	sfr_sys.free(t->staging.devices); /* all transfers are over */
 	free_work_memory(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);
@@ -116,8 +114,7 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 {
 	if (t->err.code == 0) {
 		t->err = *err;
-		/* Once is enough: a failing save puts nothing more into its stream. */
-		sfr__requeue_untaken_locked(t);
+		sfr__requeue_untaken_locked(t); /* a failing save puts no more into its stream */
 	}
 	sfr__unpark_locked(t);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)
@@ -138,15 +135,15 @@ bool sfr__ticket_failing(struct sfr_ticket *t)
 
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
 {
-	/* The save's count must drop before another save can lease the block. */
+	/* The count must drop before another save can lease the block. */
 	sfr__lock(&t->engine->mu);
 	t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
 	sfr__pool_put(t->engine->pool, block);
 }
 
-/* Tells the pool that the save needs no more blocks, so that the pool keeps none for it. This must
- * happen before the save waits in the log: an earlier entry there may wait for that block. */
+/* The pool then keeps no block for the save. This must happen before the save waits in the log: an
+ * earlier entry there may wait for that block. */
 static void leave_pool_locked(struct sfr_ticket *t)
 {
 	if (t->sharing.needs_blocks)
@@ -159,7 +156,7 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	if (t->state == SFR_ENDING) {
 		bool is_call_over = t->facts.launched || t->facts.abandoned;
 
-		/* The job counts in nr_jobs until the state changes, so it is pushed once. */
+		/* The job counts in nr_jobs, so it is pushed once. */
 		if (is_call_over && !t->sharing.host_copying && t->sharing.nr_transfers == 0 &&
 		    t->sharing.nr_jobs == 0)
 			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_CLEAN));
@@ -168,7 +165,7 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	if (t->facts.launched && t->facts.blocks_written == t->plan.nr_blocks &&
 	    !t->facts.tail_queued) {
 		t->facts.tail_queued = true;
-		if (t->plan.in_place) /* no lane copies such a save, so no lane reports this */
+		if (t->plan.in_place) /* no lane reports this */
 			t->facts.copied = true;
 		leave_pool_locked(t);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_TAIL));
@@ -194,7 +191,7 @@ void sfr__ticket_copies_ended_locked(struct sfr_ticket *t)
 		return;
 	if (!sfr__ticket_failing_locked(t))
 		t->facts.copied = true;
-	/* Also for a failed save: a thread that waits for "copied" may use the sources again. */
+	/* Also if the save has failed: the sources may be used again. */
 	pthread_cond_broadcast(&t->engine->cv_state);
 	sfr_ticket_get(t); /* the notice's reference */
 	sfr__notice_post(&t->notice_copied);
@@ -228,8 +225,8 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	t->report.ended_ns = sfr__now_ns();
 	leave_pool_locked(t);
 	sfr__engine_leave_locked(engine, &t->flight);
-	/* The state is set before the log reports the end, so that a thread that has waited for the
-	 * log sees without a lock that the save has ended. */
+	/* The state is set before the log reports the end: a thread that has waited for the log
+	 * reads the state without a lock. */
 	if (!ok)
 		state = t->err.code == SFR_ECANCELLED ? SFR_CANCELLED : SFR_FAILED;
 	sfr__ticket_set_state_locked(t, state);
@@ -238,7 +235,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__trace_save(t->number, t->report.created_ns, t->report.ended_ns, t->plan.img.len,
 			t->state, strrchr(t->log.key, '/') + 1);
 	sfr__unlock(&engine->mu);
-	sfr__notice_post(&t->notice_ended); /* takes over the engine's reference to the ticket */
+	sfr__notice_post(&t->notice_ended); /* takes the engine's reference */
 }
 
 /* ---- waiting, verdict, cancel, report ---- */
@@ -323,7 +320,7 @@ int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint
 	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	*written_nbytes = t->facts.written_nbytes;
-	*nbytes = t->plan.img.len; /* constant, like all sizes of the image */
+	*nbytes = t->plan.img.len; /* constant */
 	return 0;
 }
 
@@ -334,14 +331,14 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	memset(out, 0, sizeof(*out));
 	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
-	/* Once the state is final, nothing changes, and no lock is needed. */
+	/* A final state needs no lock, because nothing changes any more. */
 	locked = !atomic_load_explicit(&t->over, memory_order_acquire);
 	if (locked)
 		sfr__lock(&t->engine->mu);
 	*out = t->report;
 	out->state = t->state;
 	out->err = t->err;
-	/* t->report has only the time that copies from devices waited for blocks */
+	/* t->report has only waits of copies from devices */
 	out->block_wait_ns += t->staging.captured.copy.wait_ns;
 	if (locked)
 		sfr__unlock(&t->engine->mu);

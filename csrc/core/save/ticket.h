@@ -1,4 +1,4 @@
-/* The ticket: everything that is known of one save. ticket.c and wait.c implement it. */
+/* The ticket: everything that is known of one save. */
 #ifndef SFR_SAVE_TICKET_H
 #define SFR_SAVE_TICKET_H
 
@@ -15,25 +15,25 @@
 
 struct sfr__job;
 
-/* The plan: the bytes to be written. Constant once the save is admitted. */
+/* The bytes to be written. Constant once the save is admitted. */
 struct sfr__save_plan {
-	/* Only crc and crc_len of its entries change. If one thread copies all bytes of an entry,
-	 * only this thread uses them; if several do, the engine's mutex guards them. */
+	/* Only crc and crc_len of its entries change. The engine's mutex guards them, unless one
+	 * thread copies all bytes of the entry. */
 	struct sfr__image img;
 	bool in_place; /* a file of parts: nothing is staged, writers read the sources */
-	/* Memory for the image's edge pages, in ascending order; NULL: none. Writers copy each
-	 * block's share of these pages to it, and the TAIL job writes it. */
+	/* Memory for the image's edge pages, in ascending order; NULL: none. Writers copy their
+	 * blocks' shares to it, and the TAIL job writes it. */
 	char *edges;
 	uint32_t nr_blocks;    /* of the image */
-	uint32_t nr_whole;     /* of these, how many need all the memory of a pool block */
+	uint32_t nr_whole;     /* blocks that need all the memory of a pool block */
 	struct sfr__job *jobs; /* one for each block, then OPEN, TAIL, RENAME, CLEAN */
-	/* Runs one of the jobs, on a writer. It is always sfr__job_run, but jobs.c must not call
-	 * that by name: it is in write.c, which calls jobs.c. */
+	/* Runs a job on a writer: sfr__job_run, which jobs.c must not call by name, because write.c
+	 * calls jobs.c. */
 	void (*run_job)(struct sfr__task *task);
 };
 
-/* The events of the save so far, which come in any order. sfr__ticket_step_locked derives the state
- * from them. */
+/* The events of the save so far, in any order. sfr__ticket_step_locked derives the state from
+ * them. */
 struct sfr__save_facts {
 	bool opened;                     /* the temporary is open; a stream: its OPEN job has run */
 	bool launched, abandoned;        /* sfr_save_launch or sfr_save_abandon was called */
@@ -45,100 +45,98 @@ struct sfr__save_facts {
 	_Atomic uint64_t written_nbytes; /* bytes of the file; also read without the lock */
 };
 
-/* The copy that fills one extent of the image from host memory; extent is NULL if there is none. */
+/* The copy from host memory that fills one extent; extent is NULL if there is none. */
 struct sfr__extent_copy {
 	struct sfr__host_copy copy;
 	struct sfr_ticket *ticket;
 	const struct sfr__extent *extent;
 };
 
-/* How the sources get into blocks, and what shows whether they changed between the call and their
- * copy. The capture sets it up, then lanes use it. */
+/* How the sources get into blocks, and what shows whether they have changed. The capture sets this
+ * up, then lanes use it. */
 struct sfr__save_staging {
 	struct sfr__extent_copy captured, deferred; /* host memory */
 	struct sfr__device_state *devices;          /* one for each device that has sources */
 	uint32_t nr_devices;
 	bool capture_done;           /* used only by the capturing thread */
 	struct sfr__samples samples; /* of deferred sources in host memory */
-	/* With SFR_SAVE_CHECK_BYTES, else NULL: sums[i] is the CRC of deferred entry i at the call,
+	/* With SFR_SAVE_CHECK_BYTES, else NULL. sums[i] is the CRC of deferred entry i at the call,
 	 * and sums[nr_entries + i] that of its copy. */
 	uint32_t *sums;
 };
 
-/* The work that other threads do for the save. None of it is left when the save ends. */
+/* The work that other threads do for the save. None is left when the save ends. */
 struct sfr__save_sharing {
-	bool host_copying;        /* deferred bytes of the host are being handed out or copied */
+	bool host_copying;        /* deferred bytes of the host are still to be copied */
 	uint32_t nr_transfers;    /* devices whose transfer has begun and is not over */
 	uint32_t nr_queueing;     /* devices to which copies may still be queued */
 	uint32_t nr_jobs;         /* jobs that are queued, running, parked or in the stream */
-	struct sfr__job *parked;  /* a list of the blocks that wait for the CRC of an entry */
+	struct sfr__job *parked;  /* blocks that wait for the CRC of an entry */
 	bool needs_blocks;        /* sfr__pool_join was called, and sfr__pool_leave was not */
 	uint32_t blocks_returned; /* blocks given back to the pool, written or not */
-	/* for a save of parts: the next block to queue is block next_blk of extent next_extent, and
-	 * the blocks queued so far have pushed_nbytes */
+	/* of a save of parts: the next block to queue, and the bytes of the blocks queued so far */
 	uint32_t next_extent, next_blk;
 	uint64_t pushed_nbytes;
-	uint32_t blocks_leased; /* blocks leased from the pool so far, returned or not */
+	uint32_t blocks_leased; /* blocks leased so far, returned or not */
 };
 
-/* A save with SFR_SAVE_STREAM, see stream.c. */
+/* A save with SFR_SAVE_STREAM. */
 struct sfr__save_stream {
 	uint64_t sent;     /* bytes of the file that the caller has taken */
 	uint32_t next_blk; /* index in plan.jobs of the next block to take */
 	bool ended;        /* the caller has taken the end */
 };
 
-/* Every field is guarded by the engine's mutex unless its comment says otherwise. */
+/* The engine's mutex guards every field unless its comment says otherwise. */
 struct sfr_ticket {
-	struct sfr_engine *engine; /* holds a reference; constant, like the next four */
+	struct sfr_engine *engine; /* holds a reference; constant, as are the next four */
 	uint64_t fork_generation;
 	uint64_t number; /* among the process's saves; names the save in a trace */
 	uint64_t seq;    /* order of admission: older saves get blocks first */
-	uint32_t flags;
+	uint32_t flags;  /* SFR_SAVE_* */
 	atomic_uint refs;
 
 	_Atomic enum sfr_state state; /* also read without the lock */
 	atomic_bool over;             /* the state is final, and nothing changes any more */
-	struct sfr_err err;           /* the first error is kept */
+	struct sfr_err err;           /* the first error */
 
 	struct sfr__save_plan plan;
 	struct sfr__save_facts facts;
 	struct sfr__save_staging staging;
 	struct sfr__save_sharing sharing;
 	struct sfr__save_stream stream;
-	struct sfr_report report; /* without state and err, which sfr_save_report adds */
+	struct sfr_report report; /* without state and err */
 
 	struct sfr__file file;     /* writers use it until READY, then the committing thread */
 	struct sfr__flight flight; /* its slot in the engine */
-	struct sfr__log_entry log; /* its entry in the log, which only an ordered save appends */
+	struct sfr__log_entry log; /* its entry in the log, if the save is ordered */
 	struct sfr__notice notice_copied, notice_ended;
 };
 
 /* ---- ticket.c ---- */
-/* Frees a ticket without references, including a half-made one. */
+/* Frees a ticket without references, also a half-made one. */
 void sfr__ticket_free(struct sfr_ticket *t);
-/* Returns how often saves of this process went from one state to the other; for tests. */
+/* Returns how often saves went from one state to the other; for tests. */
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to);
-/* Sets the state; every change of state goes through here. */
+/* Sets the state. Nothing else changes it. */
 void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state);
-/* Returns whether a wait for `what` is over: the save has reached that point, or has ended. */
+/* Returns whether a wait for `what` is over: the save has got there, or has ended. */
 bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for what);
-/* Records an error (the first is kept) and changes the state to ENDING, if the save was admitted
- * and is not being renamed yet. */
+/* Records an error; only the first is kept. Changes the state to ENDING, if the save was admitted
+ * and is not being renamed. */
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
 void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
-/* Takes the lock and calls sfr__ticket_failing_locked. */
 bool sfr__ticket_failing(struct sfr_ticket *t);
-/* Derives the state from the facts, and starts what follows from it. Called after every change of a
- * fact, or of the work that is left (struct sfr__save_sharing). */
+/* Derives the state from the facts, and starts what follows. Called after every change of a fact or
+ * of the work that is left. */
 void sfr__ticket_step_locked(struct sfr_ticket *t);
 /* Changes the state from READY to COMMITTING. Returns false if the save was cancelled before. */
 bool sfr__ticket_begin_commit(struct sfr_ticket *t);
 /* Ends the save after all its I/O: sets the final state, gives the slot back, ends the entry in the
  * log and posts the notice. `err` is the error of the commit, or NULL. The ticket may be freed. */
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
-/* Called when a lane has ended its copies of the save. If it was the last lane, nothing reads the
- * sources any more: records that, and posts the notice COPIED. */
+/* Called when a lane has ended its copies. If it was the last lane, records that nothing reads the
+ * sources any more, and posts the notice COPIED. */
 void sfr__ticket_copies_ended_locked(struct sfr_ticket *t);
 /* Returns whether the gate lets the next step through: every copy has ended or is queued on a
  * device, or the save is failing. */
@@ -146,33 +144,32 @@ bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t);
 /* Gives back a leased block that is not used. */
 void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block);
 
-/* Returns whether the save has an error, so that its file will not be renamed. */
+/* Returns whether the save has an error. Its file will not be renamed. */
 static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
 {
 	return t->err.code != 0;
 }
 
-/* Returns whether the save has no file, but hands its bytes to the caller (stream.c). */
+/* Returns whether the save has no file, but hands its bytes to the caller. */
 static inline bool sfr__ticket_is_stream(const struct sfr_ticket *t)
 {
 	return (t->flags & SFR_SAVE_STREAM) != 0;
 }
 
-/* Returns whether the save is renamed by its entry in the log, and not by a writer. */
+/* Returns whether the log renames the save's file. Otherwise a writer does. */
 static inline bool sfr__ticket_is_ordered(const struct sfr_ticket *t)
 {
 	return (t->flags & SFR_SAVE_UNORDERED) == 0;
 }
 
-/* Returns whether the ticket was made before a fork that created this process: then nothing may
- * touch it. */
+/* Returns whether the ticket belongs to a parent process. Then nothing may touch it. */
 static inline bool sfr__ticket_is_foreign(const struct sfr_ticket *t)
 {
 	return t->fork_generation != sfr_fork_generation();
 }
 
-/* Counts a block that was just leased for the save. A stream leases its blocks in the order of the
- * file, so another lane may lease the next block now, and is woken. */
+/* Counts a block that was just leased. A stream leases blocks in the order of the file, so lanes
+ * that wait for the next block are woken. */
 static inline void sfr__ticket_count_block_locked(struct sfr_ticket *t)
 {
 	uint64_t bytes;
@@ -189,8 +186,8 @@ static inline void sfr__ticket_count_block_locked(struct sfr_ticket *t)
 }
 
 /* ---- wait.c ---- */
-/* Waits until the save has reached the point `what`, and helps to copy if that is SFR_WAIT_COPIED.
- * With a deadline of 0 it does not wait. Returns 0 or SFR_EAGAIN. */
+/* Waits until the save has got to `what`; helps to copy if that is SFR_WAIT_COPIED. A deadline of 0
+ * does not wait. Returns 0 or SFR_EAGAIN. */
 int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns);
 
 #endif

@@ -1,5 +1,4 @@
-/* Waits for saves. A thread that waits for copies of host memory helps to make them
- * (stage/host.c). */
+/* Waits for saves. A thread that waits for copies of host memory helps to make them. */
 #include "save/ticket.h"
 
 static bool is_copied(const void *ticket)
@@ -42,7 +41,7 @@ int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_n
 		return SFR_EFORK;
 	if (sfr_save_reached(t, what))
 		return 0;
-	if (what == SFR_WAIT_ENDED && slice_ns == 0) /* the call above needed no lock to see it */
+	if (what == SFR_WAIT_ENDED && slice_ns == 0) /* no lock is needed */
 		return SFR_EAGAIN;
 	return sfr__ticket_wait(t, what, slice_ns ? sfr__deadline(slice_ns) : 0);
 }

@@ -11,11 +11,8 @@
  * another writer or not be copied yet. No thread waits for them: the block is parked at its ticket,
  * and the thread that completes the entry's CRC puts parked blocks back into the queue.
  *
- * A save with SFR_SAVE_STREAM has no file: blocks and tail go into its stream (stream.c).
- *
- * The temporary file is opened here and not in the call, because opening and preallocating do I/O.
- * The call checks only what it can check without writing: whether the directory exists, and whether
- * the name belongs to a directory or a special file. */
+ * A save with SFR_SAVE_STREAM has no file: blocks and tail go into its stream (stream.c). Opening
+ * and preallocating do I/O, so a writer opens the file, and not the call. */
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -25,7 +22,7 @@
 #include "save/write.h"
 #include "trace/trace.h"
 
-/* Waits until the OPEN job has opened the file. Returns false if the save is failing. */
+/* Returns false if the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
 {
 	struct sfr_engine *engine = t->engine;
@@ -39,7 +36,6 @@ static bool wait_opened(struct sfr_ticket *t)
 	return ok;
 }
 
-/* Opens the temporary, and wakes writers that wait for it. A failure is in *err. */
 static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 {
 	if (sfr__ticket_failing(t))
@@ -56,8 +52,8 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	sfr__unlock(&t->engine->mu);
 }
 
-/* Computes the CRCs of the block's bytes. If an entry and its descriptor are wholly inside the
- * block, no other thread touches them, and no lock is needed. */
+/* Computes the CRCs of the block's bytes. No lock is needed for an entry that is, with its
+ * descriptor, wholly inside the block. */
 static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 {
 	uint64_t from = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
@@ -70,26 +66,27 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 	while (sfr__seg_next(&it, &seg)) {
 		struct sfr__entry *entry = &t->plan.img.entries[seg.entry];
 		uint32_t crc;
+		bool inside;
 
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
 		crc = sfr_crc32(0, job->mem + seg.pos, seg.len);
-		/* In a file of parts the field for an entry's CRC may be in any later block. That
-		 * block may be parked, and only sfr__add_crc queues it again. */
-		if (t->plan.in_place || entry->data_off < from ||
-		    entry->data_off + entry->nbytes + entry->desc_len > to) {
+		inside = entry->data_off >= from &&
+			 entry->data_off + entry->nbytes + entry->desc_len <= to;
+		/* In a file of parts, the block with an entry's CRC may be parked, and only
+		 * sfr__add_crc queues it again. */
+		if (inside && !t->plan.in_place) {
+			entry->crc = crc;
+			entry->crc_len = seg.len;
+		} else {
 			(void)sfr__add_crc(t, &seg, crc);
-			continue;
 		}
-		entry->crc = crc;
-		entry->crc_len = seg.len;
 	}
 	job->summed = true;
 }
 
-/* Returns whether the CRCs of all descriptors in a block of torch's format are known. The CRCs of
- * the block's own bytes are known. So only the CRC of its first entry, which may have begun in an
- * earlier block, can be incomplete. */
+/* Returns whether the CRCs of all descriptors in a block are known. Only the CRC of its first entry
+ * can be incomplete, because that entry may have begun in an earlier block. */
 static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__entry *entry;
@@ -100,7 +97,7 @@ static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struc
 		return true; /* only padding */
 	entry = &t->plan.img.entries[it.entry];
 	if (entry->data_off + entry->nbytes >= it.end)
-		return true; /* the entry's descriptor is in a later block */
+		return true; /* the descriptor is in a later block */
 	return entry->crc_len == entry->nbytes;
 }
 
@@ -113,9 +110,12 @@ static bool park_unless_known(struct sfr_ticket *t, struct sfr__job *job)
 	bool known;
 
 	sfr__lock(&t->engine->mu);
-	known = sfr__ticket_failing_locked(t) ||
-		(t->plan.in_place ? sfr__image_fields_known(&t->plan.img, off, len) :
-				    are_descriptors_known_locked(t, job));
+	if (sfr__ticket_failing_locked(t))
+		known = true;
+	else if (t->plan.in_place)
+		known = sfr__image_fields_known(&t->plan.img, off, len);
+	else
+		known = are_descriptors_known_locked(t, job);
 	if (!known) {
 		job->next_parked = t->sharing.parked;
 		t->sharing.parked = job;
@@ -124,7 +124,6 @@ static bool park_unless_known(struct sfr_ticket *t, struct sfr__job *job)
 	return known;
 }
 
-/* Writes the CRCs that the block contains: in descriptors or, for a file of parts, in fields. */
 static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
@@ -144,8 +143,7 @@ static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
 					    job->mem + seg.pos);
 }
 
-/* Computes the CRCs of the block and, for a file of parts, prepares the memory to write. Returns
- * false if the block is parked: then another thread may have it already. Otherwise returns true,
+/* Returns false if the block is parked: another thread may have it already. Otherwise returns true,
  * also after a failure, which is in *err. */
 static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
@@ -163,9 +161,8 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 	struct sfr_engine *engine = t->engine;
 	uint32_t nr_left;
 
-	/* The save stops counting the block as held before another save can lease it. The caller
-	 * counts it as written only after the pool has it back: once all blocks are written, the
-	 * save may end and the pool may be freed. */
+	/* The count drops before another save can lease the block. The caller counts the block as
+	 * written only afterwards, because the save may then end and its pool may be freed. */
 	if (job->block != NULL) {
 		sfr__lock(&engine->mu);
 		t->flight.blocks_held--;
@@ -180,9 +177,8 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 	}
 }
 
-/* Copies the block's bytes of one edge page (which other extents share) to `edge`, memory for that
- * page; `page` is its offset in the file. Other writers may copy other bytes of the page at the
- * same time. */
+/* Copies the block's bytes of the edge page at offset `page` to `edge`. Other writers may copy
+ * other bytes of the page at the same time. */
 static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t page, char *edge)
 {
 	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
@@ -197,7 +193,6 @@ static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t 
 			memcpy(edge + (off + seg.pos - page), job->mem + seg.pos, seg.len);
 }
 
-/* Copies all of the block's bytes that are in edge pages to the ticket's memory for these. */
 static void put_edges(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__image *img = &t->plan.img;
@@ -209,8 +204,8 @@ static void put_edges(struct sfr_ticket *t, const struct sfr__job *job)
 			put_edge(t, job, img->edges[i], t->plan.edges + (size_t)i * SFR_PAGE);
 }
 
-/* Writes the block without its edge pages. Adds the number of bytes of the file that are written to
- * *nbytes. 0, or -1 with the reason in err. */
+/* Leaves out the edge pages. Adds the written bytes of the file to *nbytes. Returns 0, or -1 with
+ * the reason in err. */
 static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_t *nbytes,
 		       struct sfr_err *err)
 {
@@ -225,8 +220,8 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 	return 0;
 }
 
-/* Writes the block and gives it back. If writing fails, gives it back too, with the reason in *err.
- * Returns false if the block has another owner instead: it is parked, or in the save's stream. */
+/* Writes the block and gives it back. A failure is in *err. Returns false if the block has another
+ * owner instead: it is parked, or in the stream. */
 static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
@@ -234,24 +229,19 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	uint64_t nbytes = 0;
 	struct sfr__span span __attribute__((cleanup(sfr__span_end))) =
 		sfr__span_begin(SFR_TRACE_BLOCK, t->number, len);
-	bool written;
+	bool written = false;
 
 	if (!prepare_block(t, job, err)) {
-		span.number = 0; /* records no span: the block gets one when it is resumed */
+		span.number = 0; /* no span: the block gets one when it is resumed */
 		return false;
 	}
-	/* wait_opened also returns false if the save is failing */
-	written = err->code == 0 && wait_opened(t);
-	if (written) {
+	if (err->code == 0 && wait_opened(t)) {
 		describe_block(t, job);
 		put_edges(t, job);
-	}
-	if (written && sfr__ticket_is_stream(t)) {
-		if (sfr__stream_put(t, job))
-			return false;
-		written = false; /* sfr__stream_put has counted it, or the save is failing */
-	} else if (written) {
-		written = write_block(t, job, &nbytes, err) == 0;
+		if (!sfr__ticket_is_stream(t))
+			written = write_block(t, job, &nbytes, err) == 0;
+		else if (sfr__stream_put(t, job))
+			return false; /* the stream owns the block, and has counted it */
 	}
 	sfr__release_block(t, job);
 	sfr__lock(&engine->mu);
@@ -265,8 +255,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	return true;
 }
 
-/* Writes the edge pages, which several extents share, and adds their bytes to *nbytes. 0, or -1
- * with the reason in err. */
+/* Adds the written bytes to *nbytes. Returns 0, or -1 with the reason in err. */
 static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *err)
 {
 	const struct sfr__image *img = &t->plan.img;
@@ -280,8 +269,7 @@ static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *e
 	return 0;
 }
 
-/* Makes the tail of an archive, in memory that the job owns. Files of other formats have none, and
- * get no memory. 0, or -1 with the reason in err. */
+/* The job owns the tail's memory. Returns 0, or -1 with the reason in err. */
 static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	size_t len = t->plan.img.tail_len;
@@ -300,7 +288,6 @@ static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	return 0;
 }
 
-/* Writes the archive's tail, or the edge pages of a flat file, and syncs. */
 static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct sfr_err *err)
 {
 	uint64_t nbytes = t->plan.img.tail_len;
@@ -320,10 +307,10 @@ static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct 
 	}
 }
 
-/* Writes the tail and frees its memory. Returns false if the save's stream owns the tail now. */
+/* Returns false if the stream owns the tail now. */
 static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
-	/* Blocks wait until the file is open, but a save may have none. */
+	/* Blocks wait until the file is open, but a save may have no block. */
 	if (wait_opened(t)) {
 		SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
 		if (make_tail(t, job, err) == 0) {
@@ -350,7 +337,7 @@ void sfr__job_run(struct sfr__task *task)
 		break;
 	case SFR__JOB_BLOCK:
 		if (!do_block(t, job, &err))
-			return; /* parked or in the stream, and so still counted in nr_jobs */
+			return; /* parked or in the stream, and still counted in nr_jobs */
 		break;
 	case SFR__JOB_TAIL:
 		if (!do_tail(t, job, &err))
