@@ -1,14 +1,13 @@
-/* Copies a snapshot's sources on one device directly into the leased memory; all copies are
- * queued in the call. stage/transfer.h explains the events.
+/* Copies a snapshot's sources on devices into the leased memory. All copies are queued in the call.
+ * stage/transfer.h explains the events.
  *
- * A save's deferred bytes are queued in small portions, but a snapshot's are not: all of its memory
- * is leased already, and its caller mostly waits for it at once. So the captured sources are one
- * batch, and the deferred ones another, and the driver gets each in one call. The price is that
- * copies of other streams wait for the whole batch.
+ * The driver gets all captured sources in one call, and all deferred ones in another. A save queues
+ * small portions instead, so that copies of other streams need not wait long. But the caller of a
+ * snapshot mostly waits for it at once.
  *
- * For tensors of an Offloader (SFR_SNAPSHOT_LEAVES) everything is captured, but the caller's stream
- * does not wait for the copies (the event C is not recorded). A stream that writes to the sources
- * again has to wait first for S, the event after all copies. */
+ * With SFR_SNAPSHOT_LEAVES everything is captured, but the caller's stream does not wait for the
+ * copies: the event C is not recorded. A stream that writes to the sources again has to wait first
+ * for the event S, which comes after all copies. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -19,10 +18,10 @@
 /* A snapshot's copies from one device. */
 struct sfr__snapshot_device {
 	struct sfr__transfer transfer;
-	struct sfr_snapshot *snapshot; /* constant, like the next */
-	uint32_t device;
-	CUstream stream; /* the caller's current stream */
-	int64_t torn;    /* index of a torn source, or -1; only the lane uses it */
+	struct sfr_snapshot *snapshot; /* constant */
+	uint32_t device;               /* constant; from 0 on */
+	CUstream stream;               /* the caller's current stream */
+	int64_t torn;                  /* index of a torn source, or -1; only the lane uses it */
 };
 
 static struct sfr__snapshot_device *device_of(struct sfr__transfer *tr)
@@ -47,8 +46,7 @@ static void add_sources(struct sfr__snapshot_device *dev, bool captured)
 	}
 }
 
-/* Queues all copies from the device: captured sources, samples of deferred ones, deferred
- * sources. */
+/* Queues the copies in this order: captured sources, samples, deferred sources. */
 static void queue_copies(struct sfr__snapshot_device *dev)
 {
 	struct sfr__transfer *tr = &dev->transfer;
@@ -67,8 +65,7 @@ static void queue_copies(struct sfr__snapshot_device *dev)
 	add_sources(dev, false);
 }
 
-/* Starts the copies of one device. Returns 0, or SFR_ECAPTURING or SFR_ECLOSED if the call is
- * refused; any other failure is in *err. */
+/* Does for one device what sfr__snapshot_devices_start does for all. */
 static int start_device(struct sfr__snapshot_device *dev, struct sfr_err *err)
 {
 	struct sfr__transfer *tr = &dev->transfer;
@@ -99,7 +96,7 @@ int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err)
 
 /* ---- after the call -------------------------------------------------------------------- */
 
-/* Called when the copies have completed or, if !ok, when the device has died under them. */
+/* Called when the copies have completed (ok) or the device has died (!ok). */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__snapshot_device *dev = device_of(tr);
@@ -118,11 +115,10 @@ static void transfer_over(struct sfr__transfer *tr)
 	struct sfr_err err = { .index = -1 };
 
 	if (tr->lost)
-		/* `why` is read without a lock: it is constant once the lane is dead */
+		/* `why` needs no lock: it is constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	atomic_fetch_add_explicit(&s->copying_ns, tr->copying.ns, memory_order_relaxed);
-	/* the snapshot may be freed from here on */
-	sfr__snapshot_copy_ended(s, dev->torn, &err);
+	sfr__snapshot_copy_ended(s, dev->torn, &err); /* may free the snapshot */
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .over = transfer_over };
@@ -141,10 +137,10 @@ bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream 
 
 void sfr__snapshot_pin(struct sfr_snapshot *s)
 {
-	const struct sfr__pin *pin = sfr__pool_pin(s->engine->pool);
+	struct sfr__pin *pin = sfr__pool_pin(s->engine->pool);
 	struct sfr__cuda_scope scope;
 
-	if (!sfr__pin_is_on(sfr__pool_pin(s->engine->pool)))
+	if (!sfr__pin_is_on(pin))
 		return;
 	if (sfr__cuda_enter(&scope, pin->cu, pin->context) == CUDA_SUCCESS)
 		sfr__lot_pin(s);
@@ -164,7 +160,6 @@ int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 			k++;
 		if (k < nr)
 			continue;
-		/* There are few devices, mostly one, so the array grows by one at a time. */
 		struct sfr__snapshot_device *more =
 			sfr_sys.realloc(s->devices, (nr + 1) * sizeof(*more));
 		if (!more)

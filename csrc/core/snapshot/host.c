@@ -1,8 +1,8 @@
 /* Copies a snapshot's sources in host memory, through stage/host.c.
  *
- * There are two sets of sources, captured and deferred. All memory is leased before the first byte
- * is copied, so each set is a single block of stage/host.c, in which the sources follow each other.
- * A chunk may end inside a source, and may contain many small ones. */
+ * The captured sources are one set, the deferred ones another. A set is a single block of
+ * stage/host.c, in which the sources follow each other. A chunk of it may end inside a source, and
+ * may contain many small ones. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
@@ -35,8 +35,8 @@ static int64_t copy_range(struct sfr_snapshot *s, uint32_t i, uint64_t off, size
 	const char *src = sfr__bytes_of(&s->sources[i]) + off;
 	char *dst = s->copies[i] + off;
 
-	/* While no thread waits, lane_copy is better: its stores bypass the caches for small
-	 * sources too. It also computes a CRC, which is not needed here and takes no extra time. */
+	/* While no thread waits, lane_copy is better: its stores bypass the caches. Its CRC is not
+	 * needed here, but takes no extra time. */
 	if (hurried)
 		sfr_sys.capture_copy(dst, src, len);
 	else
@@ -51,7 +51,7 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	struct sfr_snapshot *s = set->snapshot;
 	uint64_t at = off;
 	int64_t torn = -1;
-	/* The first source that ends after the beginning of the chunk. */
+	/* the first source that ends after the beginning of the chunk */
 	uint32_t i = (uint32_t)sfr__lower_bound(k, 0, s->nr_sources, set->starts[k + 1] <= at);
 
 	(void)blk;
@@ -62,7 +62,7 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 
 		if (end == at)
 			continue; /* the source is not in this set, or is empty */
-		/* Prefetch the next source, if it is in this set. */
+		/* Prefetch the next source if it is in this set. */
 		if (i + 1 < s->nr_sources && set->starts[i + 2] > set->starts[i + 1])
 			sfr__host_prefetch(sfr__bytes_of(&s->sources[i + 1]),
 					   s->sources[i + 1].nbytes);
@@ -83,15 +83,14 @@ static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 {
 	struct sfr_snapshot *s = host_set_of(copy)->snapshot;
 
-	(void)code; /* always SFR_ETORN: this copy leases no memory, so there is no other failure */
+	(void)code; /* always SFR_ETORN */
 	if (s->torn < 0 || source < s->torn)
 		s->torn = source;
 }
 
 static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 {
-	(void)copy; /* nothing follows from one block: only the end of the whole copy matters */
-	(void)blk;
+	(void)copy, (void)blk; /* only the end of the whole copy matters */
 }
 
 static void copy_has_ended(struct sfr__host_copy *copy)
@@ -111,7 +110,6 @@ static const struct sfr__host_ops ops = {
 
 /* ---- for the snapshot ---- */
 
-/* Makes the set of the captured sources, or of the deferred ones. 0 or -ENOMEM. */
 static int host_set_new(struct sfr_snapshot *s, struct sfr__host_set *set, bool captured)
 {
 	uint64_t all = 0;
@@ -123,7 +121,7 @@ static int host_set_new(struct sfr_snapshot *s, struct sfr__host_set *set, bool 
 		const struct sfr_source *source = &s->sources[i];
 
 		set->starts[i] = all;
-		/* A source without an address is memory that the caller fills. */
+		/* The caller fills the copy of a source without an address. */
 		if (source->device == 0 && source->addr != 0 &&
 		    (source->lane == SFR_CAPTURED) == captured)
 			all += source->nbytes;
@@ -152,7 +150,7 @@ void sfr__host_sets_free(struct sfr_snapshot *s)
 	sfr_sys.free(s->deferred.starts);
 }
 
-/* Gives the set's block memory: the snapshot's, once it is leased. */
+/* Gives the leased memory to the set's block. */
 static void set_destination(struct sfr__host_set *set)
 {
 	set->block = (struct sfr__host_block){ .mem = set->snapshot->base,

@@ -1,8 +1,8 @@
-/* The life of a snapshot: changes of its state, the end of its copies, users that come and go, and
- * the return of its memory. snapshot.c has the states. */
+/* The life of a snapshot: its state, its users, and the return of its memory. snapshot.c explains
+ * them. */
 #include "snapshot/snapshot.h"
 
-/* How often snapshots took each arrow of the diagram in snapshot.c; for tests. */
+/* For tests: how often snapshots took each arrow of the diagram in snapshot.c. */
 static atomic_uint arrows[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
 
 unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to)
@@ -17,19 +17,17 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 	pthread_cond_broadcast(&s->engine->cv_state);
 }
 
-/* Gives the memory back if it has no users and no copy into it is running. Called with the engine's
- * lock, which it releases. */
+/* Gives the memory back if it has no users and no copy is running. Releases the engine's lock. */
 static void return_if_unused_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = NULL;
 	bool is_free = false;
 
-	/* The memory counts as held only while there is a view: copies and holds end by themselves.
-	 * So once the last view is gone, a thread that needs memory may wait for it. */
+	/* Copies and holds end by themselves, so only views make the memory held. */
 	if (s->nr_views == 0 && s->lot)
 		sfr__lot_set_held_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
-		s->abandoned = true; /* nobody can read the copy, so no thread continues it */
+		s->abandoned = true;
 		is_free = s->state != SFR__SNAPSHOT_COPYING && s->lot;
 		if (is_free)
 			lot = sfr__lot_drop_locked(s);
@@ -76,8 +74,8 @@ void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct
 
 /* ---- users of the memory ---- */
 
-/* Counts a user of the memory in *count, which is nr_views or nr_holds. 0, SFR_EFORK, or SFR_ESTATE
- * if the memory has been given back. */
+/* Adds 1 to *count, which is nr_views or nr_holds. 0, SFR_EFORK, or SFR_ESTATE if the memory has
+ * been given back. */
 static int add_user(struct sfr_snapshot *s, uint32_t *count)
 {
 	int rc = 0;
@@ -93,7 +91,7 @@ static int add_user(struct sfr_snapshot *s, uint32_t *count)
 	return rc;
 }
 
-/* Counts one user less. After the last one, the memory is given back. */
+/* Subtracts 1 from *count. Gives the memory back after the last user. */
 static void remove_user(struct sfr_snapshot *s, uint32_t *count)
 {
 	if (sfr__snapshot_is_foreign(s))

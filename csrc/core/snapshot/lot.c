@@ -1,36 +1,32 @@
 /* Lots: memory of the pool that belongs to one snapshot, or that several small ones share.
  *
- * Snapshots of an Offloader take whole blocks, which can be registered with a driver. There may be
- * many small ones, such as activations, and each would take a block. So a snapshot that needs a
- * quarter of a block or less gets a range of a common block, after the ranges of others, until the
- * next does not fit.
+ * Snapshots with SFR_SNAPSHOT_LEAVES take whole blocks, which can be registered with a driver. Many
+ * of them are small, such as activations. So a snapshot that needs at most a quarter of a block
+ * gets the next range of a common lot, which is one block.
  *
  *     lot    | one   | two       | three |  room         |      one block, pinned once
  *     users    gone    a snapshot  gone                         given back after the last user
  *
- * A range is not used again before the whole block is free, so one count of users is enough, and
- * nothing is moved or searched. At worst one small snapshot keeps a lot alive, which is the block
- * that it would have had to itself.
+ * A range is not used again before the whole block is free, so one count of users is enough.
  *
- * While at least one user of a lot is held (sfr__lot_set_held_locked), so is the lot's lease in the
- * pool: only a caller can make it free. A lot is retired if a copy for any user may never end; then
- * it gets no more users. */
+ * While a user of a lot is held (sfr__lot_set_held_locked), the lot's lease in the pool is held. A
+ * lot is retired if a copy for one of its users may never end. A retired lot gets no new users. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
 
-enum { SMALL_PER_BLOCK = 4 /* a small snapshot needs at most a quarter of a block */ };
+enum { SMALL_PER_BLOCK = 4 /* as many of the largest small snapshots fit into a block */ };
 
 struct sfr__lot {
 	struct sfr__lease lease; /* constant, except for `retired` */
-	char *base;              /* of a common lot, else NULL; constant, like the next */
-	uint64_t len;            /* of a common lot, else 0 */
+	char *base;              /* constant; NULL if the lot is not common */
+	uint64_t len;            /* constant; 0 if the lot is not common */
 	atomic_bool pinning;     /* a thread is pinning the lot, or has pinned it */
 
 	/* guarded by engine->mu */
 	uint64_t used;     /* bytes of a common lot that were given to snapshots */
 	uint32_t nr_users; /* snapshots */
-	uint32_t nr_held;  /* users with `held` set, see sfr__lot_set_held_locked */
+	uint32_t nr_held;  /* users with `held` set */
 };
 
 /* Returns the sum of the lengths, or UINT64_MAX if it would overflow. */
@@ -46,8 +42,7 @@ static uint64_t sum_of(const uint64_t *lens, uint32_t nr)
 	return total;
 }
 
-/* Returns whether a snapshot of `total` bytes shares a block with others. Only small ones with
- * SFR_SNAPSHOT_LEAVES do. */
+/* Returns whether a snapshot of `total` bytes gets a range of a common lot. */
 static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 {
 	return s->leaves && total > 0 && total <= s->engine->opts.block_bytes / SMALL_PER_BLOCK;
@@ -55,7 +50,6 @@ static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 
 /* ---- getting a lot ---- */
 
-/* Makes the snapshot a user of the lot. */
 static void add_user_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 {
 	s->lot = lot;
@@ -63,8 +57,8 @@ static void add_user_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 	sfr__lot_set_held_locked(s, true);
 }
 
-/* Gives the snapshot the next `total` bytes of a common lot, lens[i] of them for source i, and
- * makes it a user of the lot. Returns false if `lot` is NULL or retired, or has no room. */
+/* Gives the snapshot the next `total` bytes of a common lot, lens[i] for source i. Returns false if
+ * `lot` is NULL or retired, or has no room. */
 static bool take_range_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t total,
 			      struct sfr__lot *lot)
 {
@@ -78,14 +72,14 @@ static bool take_range_locked(struct sfr_snapshot *s, const uint64_t *lens, uint
 	return true;
 }
 
-/* Makes a lot with memory and without users: one block that small snapshots share (`common`), or
- * memory for this snapshot's sources. Waits and fails as sfr__pool_lease. */
+/* Makes a lot without users: a common one, or one for this snapshot's sources. Waits and fails as
+ * sfr__pool_lease. */
 static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint32_t nr_own,
 		    uint64_t slice_ns, struct sfr__lot **out)
 {
 	struct sfr__pool *pool = s->engine->pool;
 	const uint64_t block_bytes = s->engine->opts.block_bytes;
-	/* Blocks need all their memory to be pinned for a device. */
+	/* Only whole blocks can be pinned for a device. */
 	const bool whole = s->nr_devices || s->leaves;
 	struct sfr__lot *lot = sfr_sys.calloc(1, sizeof(*lot));
 	int rc;
@@ -102,7 +96,7 @@ static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool common, u
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(pool, &lot->lease, true);
 		if (rc < 0) {
-			/* undoes the sharing; a failure is harmless */
+			/* undo; a failure is harmless */
 			(void)sfr__pool_share(pool, &lot->lease, false);
 			sfr__pool_unlease(pool, &lot->lease);
 		}
@@ -136,7 +130,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 	sfr__lock(&engine->mu);
 	if (small) {
 		(void)take_range_locked(s, lens, total, lot); /* always has room */
-		engine->common_lot = lot; /* the one before keeps its users, and gets no more */
+		engine->common_lot = lot; /* the previous lot gets no more users */
 	} else {
 		add_user_locked(s, lot);
 	}
@@ -173,8 +167,8 @@ void sfr__lot_pin(const struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 
-	/* A second caller does not wait for the first: its copies work without pinned memory too,
-	 * only more slowly. */
+	/* A second caller does not wait for the first: copies without pinned memory are only
+	 * slower. */
 	if (atomic_exchange_explicit(&lot->pinning, true, memory_order_acq_rel))
 		return;
 	if (!sfr__pool_pin_lease(s->engine->pool, &lot->lease))
@@ -199,8 +193,7 @@ void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot)
 {
 	if (!lot)
 		return;
-	/* The system may refuse, because a process has a limited number of mappings. Then later
-	 * children have these pages too, which only costs them memory. */
+	/* If the system refuses, children inherit these pages, which only costs memory. */
 	if (s->shared)
 		(void)sfr__pool_share(s->engine->pool, &lot->lease, false);
 	sfr__pool_unlease(s->engine->pool, &lot->lease);

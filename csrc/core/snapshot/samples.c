@@ -1,7 +1,7 @@
-/* Takes and compares the samples of a snapshot. See stage/samples.h. */
+/* A snapshot's samples. See stage/samples.h. */
 #include "snapshot/snapshot.h"
 
-/* Returns whether a source is copied after the call and is in this memory (sfr_source.device). */
+/* `device`: 0 for host memory, n for device n - 1. */
 static bool is_deferred_on(const struct sfr_source *source, uint32_t device)
 {
 	return source->lane != SFR_CAPTURED && source->nbytes != 0 && source->device == device;

@@ -10,25 +10,20 @@
  *     LEASED   COPYING  sfr_snapshot_start
  *     COPYING  COPIED   sfr__snapshot_copy_ended, by the last thread or device that copies
  *
- * lot.c manages the memory: a snapshot has a lot of its own, or a small one has a range of a common
- * lot. The memory goes back to the pool when no copy is running and no view and no hold is left, or
- * with the last reference. The end of the copy, of a view and of a hold each check that.
+ * The memory is a lot (lot.c). It goes back to the pool when no copy is running and it has no
+ * users, or with the last reference. There are two kinds of users:
  *
- *   view   something can read the memory (an object that tensors refer to); while there is one,
- *          only the caller can make this memory free
- *   hold   a process or a future reads the memory, and will end by itself
+ *   view   an object that tensors refer to; only the caller can end it
+ *   hold   a process or a future that reads the memory; ends by itself
  *
- * Writes to deferred sources are detected as in a save: some cache lines of each are kept in the
- * call and compared with the copy.
+ * Writes to deferred sources are detected by samples, as in a save.
  *
- * The call itself, threads of the host (snapshot/host.c) and each device (snapshot/device.c) may
- * copy at the same time. `nr_copying` counts them, and the last one to end sets the state to
- * COPIED. All of them share one reference to the snapshot. It passes to the notice of the end, so a
- * thread of the engine never drops the last reference.
+ * The call itself, host threads (host.c) and devices (device.c) may copy at the same time.
+ * `nr_copying` counts them. They share one reference to the snapshot, which passes to the final
+ * notice. So a thread of the engine never drops the last reference.
  *
- * Children inherit no memory of the pool, except that of snapshots with SFR_SNAPSHOT_SHARED, which
- * has MADV_DOFORK while it is leased. A child sees this memory as it was at the fork, and a fork
- * waits until a shared snapshot has been copied. */
+ * With SFR_SNAPSHOT_SHARED the memory has MADV_DOFORK while it is leased, so children inherit it as
+ * it was at the fork. A fork waits until a shared snapshot has been copied. */
 #include <errno.h>
 #include <string.h>
 
@@ -64,14 +59,15 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		.snapshot = s,
 		.what = SFR_NOTICE_SNAPSHOT,
 	};
-	/* One more than needed, because an allocation of no bytes may return NULL. */
+	/* + 1, because an allocation of no bytes may return NULL */
 	s->sources = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->sources));
 	s->copies = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->copies));
 	if (!s->sources || !s->copies)
 		goto fail;
 	if (nr_sources)
 		memcpy(s->sources, sources, nr_sources * sizeof(*sources));
-	/* Only a captured source in host memory may lack an address: the caller fills its copy. */
+	/* The caller fills the copy of a source without an address, which must be captured and in
+	 * host memory. */
 	rc = -EINVAL;
 	for (uint32_t i = 0; i < nr_sources; i++)
 		if (sources[i].addr == 0 && sources[i].nbytes != 0 &&
@@ -129,7 +125,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 		rc = SFR_ECLOSED;
 	else
 		engine->nr_pool_users++; /* keeps the pool until sfr__engine_drop_pool_user */
-	/* saves of this thread, which can go on only when this call has returned */
+	/* saves of this thread, which cannot go on before this call returns */
 	nr_own = sfr__engine_nr_own_locked(engine, true);
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
@@ -144,7 +140,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	s->nr_views = 1; /* the caller's */
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_LEASED);
 	sfr__unlock(&engine->mu);
-	if (s->leaves) /* already here, so that sfr_snapshot_start takes less time */
+	if (s->leaves) /* already here, to make sfr_snapshot_start faster */
 		sfr__snapshot_pin(s);
 out:
 	sfr_sys.free(lens);
@@ -164,7 +160,7 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 
 /* ---- copying ---- */
 
-/* Takes samples of the deferred sources in host memory. 0 or -ENOMEM. */
+/* Samples the deferred sources in host memory. 0 or -ENOMEM. */
 static int take_samples(struct sfr_snapshot *s)
 {
 	uint32_t nr;
@@ -175,9 +171,8 @@ static int take_samples(struct sfr_snapshot *s)
 	return rc;
 }
 
-/* Copies all sources in host memory on the caller's thread, unless rc is an error, and sets the
- * state to COPIED. Used when nothing is deferred, and when the engine is closing and may have no
- * threads. Returns rc. */
+/* Copies all sources in host memory on the caller's thread, unless rc is an error. Sets the state
+ * to COPIED in either case. Returns rc. */
 static int copy_here(struct sfr_snapshot *s, int rc)
 {
 	if (rc == 0)
@@ -227,8 +222,8 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
 	sfr__unlock(&engine->mu);
-	/* There was an error, or nothing to defer, or the engine is closing and has no threads.
-	 * Devices cannot be copied without these threads. */
+	/* There was an error, or nothing is deferred, or the engine is closing. A closing engine
+	 * may have no threads, and devices cannot be copied without them. */
 	if (!queued)
 		return copy_here(s, rc == 0 && s->nr_devices ? SFR_ECLOSED : rc);
 	/* Devices first: they copy while the host copies. */
@@ -244,13 +239,12 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	return rc < 0 ? rc : err.code;
 }
 
-/* Returns whether no copy is running, as is also the case before the start. */
 static bool is_copied(const void *snapshot)
 {
 	return ((const struct sfr_snapshot *)snapshot)->state != SFR__SNAPSHOT_COPYING;
 }
 
-/* Waits until the snapshot is copied, and helps to copy. With a slice of 0 it does not wait. 0 or
+/* Helps to copy, and waits until no copy is running. Does not wait if slice_ns is 0. 0 or
  * SFR_EAGAIN. */
 static int wait_locked(struct sfr_snapshot *s, uint64_t slice_ns, uint64_t deadline_ns)
 {
@@ -281,7 +275,7 @@ void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 	*out = (struct sfr_err){ .index = -1 };
 	if (sfr__snapshot_is_foreign(s))
 		return;
-	if (s->state != SFR__SNAPSHOT_COPYING) { /* the error is final, and needs no lock */
+	if (s->state != SFR__SNAPSHOT_COPYING) { /* the error is final */
 		*out = s->err;
 		return;
 	}
@@ -298,7 +292,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	*torn = -1;
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
-	if (slice_ns == 0) { /* Python holds the interpreter lock now, so take no lock */
+	if (slice_ns == 0) { /* the caller holds Python's interpreter lock, so take no lock */
 		if (s->state == SFR__SNAPSHOT_COPYING)
 			return SFR_EAGAIN;
 		*torn = s->torn;

@@ -1,15 +1,13 @@
-/* A JSON document in a file that is complete after every write, even if the process dies without
- * clean-up.
+/* A JSON document in a file that is complete after every write, even if the process dies.
  *
- * Each write appends events and the document's end after them. The next write begins where that
- * end was:
+ * Each write adds events and, after them, the document's end. The next write begins where that end
+ * began:
  *
  *     {"displayTimeUnit":"ms","traceEvents":[ ... events ...          ],"otherData":{...}}
  *                                                           ^ off     ^ end of the document
  *
- * When a write fails, the end is written again at its old offset, followed by spaces (which JSON
- * allows) over any new events that were written in part. From then on events are counted as
- * dropped. */
+ * When a write fails, the end is written again at its old offset. Spaces, which JSON allows, then
+ * overwrite new events that were written in part. All later events are lost. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -45,7 +43,7 @@ void sfr__document_flush(struct sfr__document *doc)
 
 	if (doc->error)
 		goto out;
-	/* The text buffer always has room for the end: sfr__document_begin leaves END_BYTES. */
+	/* sfr__document_begin has left room for the end. */
 	end_len = put_end(doc, doc->text + doc->len);
 	all = doc->len + end_len;
 	rc = sfr__write_all(doc->fd, doc->text, all, doc->off, &done);
@@ -58,14 +56,14 @@ void sfr__document_flush(struct sfr__document *doc)
 	doc->nr_events -= doc->nr_unwritten;
 	doc->nr_dropped += doc->nr_unwritten;
 	if (doc->off == 0)
-		goto out; /* not even the head was written: the file is empty */
-	/* This only overwrites bytes that exist, so a full disk does not matter. */
+		goto out; /* not even the head was written */
+	/* Only existing bytes are overwritten, so this works on a full disk. */
 	end_len = put_end(doc, doc->text);
 	if (doc->off + done > file_end)
 		file_end = doc->off + done; /* the failed write made the file longer */
 	while (doc->off + end_len < file_end && end_len < TEXT_BYTES)
 		doc->text[end_len++] = ' ';
-	/* the first error is kept */
+	/* doc->error is set already */
 	(void)sfr__write_all(doc->fd, doc->text, end_len, doc->off, &done);
 out:
 	doc->len = 0;
@@ -90,17 +88,27 @@ void sfr__document_begin(struct sfr__document *doc)
 		sfr__document_flush(doc);
 }
 
-/* Returns the number of bytes that follow the first byte of a UTF-8 sequence, or 4 if no sequence
- * begins with it. */
-static size_t nr_following(unsigned char first)
+/* Returns the length of the valid UTF-8 sequence that begins at `s`, or 0. Overlong forms,
+ * surrogates, and code points above U+10FFFF are not valid. */
+static size_t utf8_len(const unsigned char *s, const unsigned char *end)
 {
-	if (first < 0x80)
+	size_t len = 1;
+
+	if (*s >= 0xf0)
+		len = 4;
+	else if (*s >= 0xe0)
+		len = 3;
+	else if (*s >= 0x80)
+		len = 2;
+	if ((*s >= 0x80 && *s < 0xc2) || *s > 0xf4 || (size_t)(end - s) < len)
 		return 0;
-	if (first < 0xc2 || first > 0xf4)
-		return 4;
-	if (first < 0xe0)
-		return 1;
-	return first < 0xf0 ? 2 : 3;
+	for (size_t i = 1; i < len; i++)
+		if ((s[i] & 0xc0) != 0x80)
+			return 0;
+	if ((*s == 0xe0 && s[1] < 0xa0) || (*s == 0xed && s[1] >= 0xa0) ||
+	    (*s == 0xf0 && s[1] < 0x90) || (*s == 0xf4 && s[1] >= 0x90))
+		return 0;
+	return len;
 }
 
 void sfr__document_escape(const char *in, size_t max, char *out)
@@ -108,17 +116,9 @@ void sfr__document_escape(const char *in, size_t max, char *out)
 	const unsigned char *s = (const unsigned char *)in, *end = s + strnlen(in, max);
 
 	while (s < end) {
-		size_t more = nr_following(*s);
-		bool whole = more < 4 && (size_t)(end - s) > more;
+		size_t len = utf8_len(s, end);
 
-		for (size_t i = 1; whole && i <= more; i++)
-			whole = (s[i] & 0xc0) == 0x80;
-		/* also refuses overlong forms, surrogates, and code points above U+10FFFF */
-		if (whole && more == 2)
-			whole = !(*s == 0xe0 && s[1] < 0xa0) && !(*s == 0xed && s[1] >= 0xa0);
-		if (whole && more == 3)
-			whole = !(*s == 0xf0 && s[1] < 0x90) && !(*s == 0xf4 && s[1] >= 0x90);
-		if (!whole) {
+		if (len == 0) {
 			*out++ = '?';
 			s++;
 		} else if (*s == '"' || *s == '\\') {
@@ -127,8 +127,9 @@ void sfr__document_escape(const char *in, size_t max, char *out)
 		} else if (*s < 0x20 || *s == 0x7f) {
 			out += snprintf(out, 7, "\\u%04x", *s++);
 		} else {
-			for (size_t i = 0; i <= more; i++)
-				*out++ = (char)*s++;
+			memcpy(out, s, len);
+			out += len;
+			s += len;
 		}
 	}
 	*out = '\0';
@@ -140,7 +141,7 @@ int sfr__document_open(struct sfr__document *doc, const char *path)
 	struct stat st;
 
 	*doc = (struct sfr__document){ .text = sfr_sys.malloc(TEXT_BYTES) };
-	/* Non-blocking: a pipe without a reader must not hold the caller. */
+	/* O_NONBLOCK, because a pipe without a reader must not block the caller */
 	doc->fd = doc->text ?
 			  sfr__fd_open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOCTTY,
 				       0666) :
@@ -165,7 +166,7 @@ int sfr__document_open(struct sfr__document *doc, const char *path)
 void sfr__document_close(struct sfr__document *doc)
 {
 	if (doc->fd >= 0)
-		(void)sfr__fd_close(doc->fd); /* for a trace a failed close is not worth an error */
+		(void)sfr__fd_close(doc->fd); /* a trace needs no error for that */
 	doc->fd = -1;
 	sfr_sys.free(doc->text);
 	doc->text = NULL;

@@ -1,8 +1,7 @@
 /* Converts the rings' events to the Trace Event JSON format.
  *
  * Each thread has a row with the thread's name. A thread that runs optimizer steps has a second row
- * for its steps, above all threads' rows. This row has a thread number that no thread can have (the
- * kernel's numbers end at 2^22). */
+ * for the steps, above all threads' rows. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -10,6 +9,7 @@
 
 #include "trace/events.h"
 
+/* Added to a thread's number for the row of its steps. The kernel's numbers end at 2^22. */
 #define STEPS_TID (UINT64_C(1) << 22)
 
 static const struct {
@@ -22,10 +22,10 @@ static const struct {
 #undef X
 };
 
-/* A time as the format wants it: microseconds with three decimals. */
+/* A time in the format: microseconds with three decimals. */
 struct json_time {
 	uint64_t us;
-	unsigned ns; /* the rest, below a microsecond */
+	unsigned ns; /* less than 1000 */
 };
 
 static struct json_time json_time(uint64_t ns)
@@ -53,20 +53,23 @@ void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, i
 			(int)getpid(), tid, order);
 }
 
-/* Returns the position of a thread's row. From top to bottom: training steps (0), the main thread,
- * the program's other threads, then the core's in the order in which bytes pass through them. */
+/* The rows from top to bottom. The core's threads follow each other in the order in which bytes
+ * pass through them. */
+enum { ORDER_STEPS, ORDER_MAIN_THREAD, ORDER_OTHER_THREADS, ORDER_CORE };
+static const char *const core_threads[] = { "sfr-copier", "sfr-lane", "sfr-writer", "sfr-log" };
+enum { NR_CORE_THREADS = sizeof(core_threads) / sizeof(core_threads[0]) };
+
+/* Returns the position of a thread's row. */
 static int order_of(const struct sfr__ring *ring)
 {
-	static const char *const prefixes[] = { "sfr-copier", "sfr-lane", "sfr-writer", "sfr-log" };
-
-	for (int i = 0; i < 4; i++)
-		if (strncmp(ring->name, prefixes[i], strlen(prefixes[i])) == 0)
-			return 3 + i;
-	return ring->tid == (uint64_t)getpid() ? 1 : 2;
+	for (int i = 0; i < NR_CORE_THREADS; i++)
+		if (strncmp(ring->name, core_threads[i], strlen(core_threads[i])) == 0)
+			return ORDER_CORE + i;
+	return ring->tid == (uint64_t)getpid() ? ORDER_MAIN_THREAD : ORDER_OTHER_THREADS;
 }
 
-/* Names a thread's row, unless this trace has named it. With `steps`, does the same for the row of
- * the thread's steps. */
+/* Names a thread's row, and with `steps` also the row of its steps. Each is named once in a
+ * trace. */
 static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bool steps)
 {
 	char name[64];
@@ -84,7 +87,7 @@ static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bo
 								 "training steps (thread %" PRIu64
 								 ")",
 			       ring->tid);
-		sfr__trace_row(tl->doc, STEPS_TID + ring->tid, name, 0);
+		sfr__trace_row(tl->doc, STEPS_TID + ring->tid, name, ORDER_STEPS);
 	}
 }
 
@@ -100,7 +103,7 @@ static void add_args(struct sfr__document *doc, const struct sfr__trace_event *e
 		sfr__document_add(doc, "\"%s\":%" PRIu64, number, event->number);
 }
 
-/* Adds a save. Its work is in several rows, so it is an asynchronous event: a begin and an end. */
+/* Adds a save as an asynchronous event, a begin and an end, because its work is in several rows. */
 static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 		     const struct sfr__trace_event *event)
 {
@@ -123,7 +126,12 @@ static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 			  JSON_TIME_ARGS(json_time(event->end_ns - tl->start_ns)));
 }
 
-/* Adds one recorded event. */
+/* Returns whether the event belongs in the row of its thread's steps. */
+static bool is_step(const struct sfr__trace_event *event)
+{
+	return event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER;
+}
+
 static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ring,
 		      const struct sfr__trace_event *event)
 {
@@ -133,7 +141,7 @@ static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ri
 		add_save(tl, tid, event);
 		return;
 	}
-	if (event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER)
+	if (is_step(event))
 		tid += STEPS_TID;
 	sfr__document_add(
 		tl->doc,
@@ -152,19 +160,17 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	const struct sfr__trace_event *event;
 	uint64_t dropped = atomic_load_explicit(&ring->dropped, memory_order_relaxed);
 
-	/* At most as many events as a ring holds, so that a thread that keeps recording cannot keep
-	 * this thread here. */
+	/* The limit ends the loop even if the ring's thread keeps recording. */
 	for (int i = 0; i < SFR__RING_EVENTS && (event = sfr__ring_peek(ring)); i++) {
-		bool steps = event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER;
-		/* from before this trace; a save is early only if it also ended before the trace */
-		bool early = event->kind == SFR_TRACE_SAVE ? event->end_ns < tl->start_ns :
-							     event->start_ns < tl->start_ns;
+		/* A save that was running when the trace began is in the trace. */
+		uint64_t time_ns = event->kind == SFR_TRACE_SAVE ? event->end_ns : event->start_ns;
+		bool early = time_ns < tl->start_ns; /* from before this trace */
 
 		if (!early && tl->doc->error) {
 			tl->doc->nr_dropped++;
 		} else if (!early) {
 			sfr__document_begin(tl->doc);
-			name_rows(tl, ring, steps);
+			name_rows(tl, ring, is_step(event));
 			tl->doc->nr_events++;
 			tl->doc->nr_unwritten++;
 			add_event(tl, ring, event);

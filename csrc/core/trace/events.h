@@ -12,9 +12,9 @@ struct sfr__timeline {
 	uint64_t start_ns; /* time 0 in the document */
 };
 
-/* Moves a ring's events into the document. For sfr__rings_each with a struct sfr__timeline. */
+/* Moves a ring's events into the document. `timeline` is a struct sfr__timeline. */
 void sfr__trace_read_ring(struct sfr__ring *ring, void *timeline);
-/* Names the row `tid`. Rows are shown in ascending `order`; -1 leaves the row where it is. */
+/* Names the row `tid`. Rows are shown in ascending `order`; -1 does not change the order. */
 void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order);
 
 #endif

@@ -4,40 +4,37 @@
  *              a full ring (head - tail = N) drops e          events[tail % N];  tail + 1 (release)
  *
  * A ring is made at a thread's first event, and freed once the thread has ended and its events are
- * read. So it is never freed while its thread could still write to it, even after the end of a
- * trace. An event that is recorded after the end of a trace stays in the ring. The next trace skips
- * this event, because the event started before that trace.
+ * read. An event that is recorded after the end of a trace stays in the ring. The next trace skips
+ * it, because it started before that trace.
  *
- * A mutex guards the registry, a list of rings. A thread takes this mutex when its ring is made and
- * when the thread ends. The mutex may be taken under any other lock of the core; no lock is taken
- * under it. */
+ * A mutex guards the registry, a list of rings. It may be taken under any other lock of the core;
+ * no lock is taken under it. */
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "trace/ring.h"
 
-#define SMALL_COPY (64u << 10) /* bytes; a smaller copy of a storage has no span of its own */
+#define SMALL_COPY (64u << 10) /* bytes; smaller copies of storages are not recorded */
 
 _Atomic uint32_t sfr__trace_on;
 
 static struct {
 	struct sfr__mutex mu;
 	struct sfr__ring *rings;
-	struct sfr__ring *of_parent; /* in a forked child: rings that nothing uses any more */
-	bool reading; /* a trace is being written: its reader frees the rings of ended threads */
+	struct sfr__ring *of_parent; /* in a forked child: the parent's rings, unused */
+	bool reading; /* a trace is being written; its reader frees the rings of ended threads */
 } registry = { .mu = SFR__MUTEX(SFR__LOCK_REGISTRY) };
 static _Atomic uint64_t lost; /* events for which there was no ring */
 
 static _Thread_local struct sfr__ring *own_ring; /* of the calling thread, or NULL */
-/* each thread's value of `key` is its ring, so at_thread_end runs when the thread ends */
+/* the key of each thread's ring; at_thread_end is its destructor */
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 static pthread_key_t key;
 static bool have_key;
 
 /* ---- a thread's ring ---- */
 
-/* Removes a ring from the registry. */
 static void unlink_locked(struct sfr__ring *ring)
 {
 	struct sfr__ring **link = &registry.rings;
@@ -48,8 +45,7 @@ static void unlink_locked(struct sfr__ring *ring)
 		*link = ring->next;
 }
 
-/* Runs when a thread ends: frees its ring or, if a trace is being written, leaves that to the
- * reader. */
+/* Frees the thread's ring or, if a trace is being written, leaves that to the reader. */
 static void at_thread_end(void *arg)
 {
 	struct sfr__ring *ring = arg;
@@ -72,8 +68,7 @@ static void make_key(void)
 	have_key = pthread_key_create(&key, at_thread_end) == 0;
 }
 
-/* Returns the calling thread's ring, making it if needed. NULL when memory is short; the event is
- * then lost. */
+/* Returns the calling thread's ring, which is made at the first call; NULL without memory. */
 static struct sfr__ring *get_ring(void)
 {
 	struct sfr__ring *ring = own_ring;
@@ -89,7 +84,7 @@ static struct sfr__ring *get_ring(void)
 	if (!ring)
 		return NULL;
 	ring->tid = (uint64_t)syscall(SYS_gettid);
-	/* "" on failure */
+	/* on failure the name stays empty */
 	(void)pthread_getname_np(pthread_self(), ring->name, sizeof(ring->name));
 	sfr__lock(&registry.mu);
 	ring->next = registry.rings;
@@ -99,7 +94,7 @@ static struct sfr__ring *get_ring(void)
 	return ring;
 }
 
-/* Appends an event, or counts it as dropped. `ring` is NULL if there was no memory for a ring. */
+/* Appends an event. Counts it as lost if the ring is full or NULL. */
 static void put_event(struct sfr__ring *ring, const struct sfr__trace_event *event)
 {
 	uint64_t head, tail;
@@ -202,40 +197,29 @@ static int find_step(const struct sfr__ring *ring, uint64_t optimizer)
 	return -1;
 }
 
-void sfr_trace_step(uint64_t optimizer, bool ended)
+static void begin_step(struct sfr__ring *ring, uint64_t optimizer)
 {
-	uint32_t trace = atomic_load_explicit(&sfr__trace_on, memory_order_relaxed);
-	struct sfr__trace_event event = { .kind = SFR_TRACE_STEP };
-	struct sfr__ring *ring;
-	int at;
+	const int at = find_step(ring, optimizer);
 
-	if (!trace)
-		return;
-	ring = get_ring();
-	if (!ring) {
-		put_event(NULL, &event);
-		return;
-	}
-	if (ring->steps_in != trace) {
-		ring->steps_in = trace;
-		ring->nr_steps = 0;
-		ring->step_number = ring->last_step_ns = 0;
-	}
-	at = find_step(ring, optimizer);
-	event.end_ns = sfr__now_ns();
-	if (!ended) {
-		if (at >= 0)
-			ring->nr_steps = (uint32_t)at; /* drop it: it raised an exception */
-		if (ring->nr_steps == sizeof(ring->steps) / sizeof(ring->steps[0]))
-			return; /* nested too deep: not recorded */
-		ring->steps[ring->nr_steps].optimizer = optimizer;
-		ring->steps[ring->nr_steps++].start_ns = event.end_ns;
-		return;
-	}
+	if (at >= 0)
+		ring->nr_steps = (uint32_t)at; /* drop the step, which raised an exception */
+	if (ring->nr_steps == SFR__MAX_STEPS)
+		return; /* nested too deep: not recorded */
+	ring->steps[ring->nr_steps].optimizer = optimizer;
+	ring->steps[ring->nr_steps].start_ns = sfr__now_ns();
+	ring->nr_steps++;
+}
+
+static void end_step(struct sfr__ring *ring, uint64_t optimizer)
+{
+	struct sfr__trace_event event = { .end_ns = sfr__now_ns() };
+	const int at = find_step(ring, optimizer);
+
 	if (at < 0)
 		return; /* the step began before the trace */
 	ring->nr_steps = (uint32_t)at;
 	if (at == 0) { /* the outermost step also ends a step of the training */
+		event.kind = SFR_TRACE_STEP;
 		event.start_ns = ring->last_step_ns ? ring->last_step_ns : ring->steps[0].start_ns;
 		event.number = ++ring->step_number;
 		put_event(ring, &event);
@@ -244,6 +228,29 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 	event.kind = SFR_TRACE_OPTIMIZER;
 	event.start_ns = ring->steps[at].start_ns;
 	put_event(ring, &event);
+}
+
+void sfr_trace_step(uint64_t optimizer, bool ended)
+{
+	uint32_t trace = atomic_load_explicit(&sfr__trace_on, memory_order_relaxed);
+	struct sfr__ring *ring;
+
+	if (!trace)
+		return;
+	ring = get_ring();
+	if (!ring) {
+		put_event(NULL, NULL); /* counts a lost event */
+		return;
+	}
+	if (ring->steps_in != trace) {
+		ring->steps_in = trace;
+		ring->nr_steps = 0;
+		ring->step_number = ring->last_step_ns = 0;
+	}
+	if (ended)
+		end_step(ring, optimizer);
+	else
+		begin_step(ring, optimizer);
 }
 
 /* ---- reading ---- */
@@ -271,8 +278,8 @@ void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg)
 	sfr__lock(&registry.mu);
 	ring = registry.rings;
 	sfr__unlock(&registry.mu);
-	/* New rings are added in front and only the reader removes rings, so `next` does not
-	 * change. */
+	/* `next` does not change: new rings are added in front, and only the reader removes
+	 * rings. */
 	for (; ring; ring = ring->next)
 		read(ring, arg);
 }
@@ -286,8 +293,8 @@ void sfr__rings_sweep(bool last)
 	for (struct sfr__ring **link = &registry.rings; *link;) {
 		struct sfr__ring *ring = *link;
 
-		/* A ring stays while its thread runs. Before the last sweep it also stays while it
-		 * has events that were not read, or dropped events that are not reported yet. */
+		/* A ring stays while its thread runs. Before the last sweep it also stays while
+		 * events or counts of dropped events are unread. */
 		if (!atomic_load_explicit(&ring->dead, memory_order_acquire) ||
 		    (!last &&
 		     (sfr__ring_peek(ring) || ring->dropped_seen != atomic_load(&ring->dropped)))) {
@@ -331,8 +338,8 @@ void sfr__ring_pop(struct sfr__ring *ring)
 /* Runs in a forked child. */
 static void forget(void)
 {
-	/* The rings are not freed: the allocator's locks may have been held by threads that are
-	 * gone. They stay reachable for leak checkers. */
+	/* Not freed, because a thread that is gone may have held the allocator's lock. Kept
+	 * reachable for leak checkers. */
 	registry.of_parent = registry.rings;
 	atomic_store(&sfr__trace_on, 0);
 	own_ring = NULL;

@@ -1,16 +1,16 @@
-/* The session: the one trace that a process can write at a time. Its thread moves events from the
+/* The session: the one trace that a process can write at a time. A thread moves events from the
  * rings (ring.c) to a document (document.c).
  *
  *   idle ──start──▶ running ──stop──▶ stopping ──thread has ended──▶ idle
  *
- * The session's mutex guards its state. It is taken before the registry's (ring.c) and after no
- * other lock. */
+ * The session's mutex guards its state. Lock order: no other lock is held when it is taken; the
+ * registry's mutex (ring.c) may be taken under it. */
 #include <errno.h>
 #include <string.h>
 
 #include "trace/events.h"
 
-#define FLUSH_NS (100u * 1000 * 1000) /* from one write to the next */
+#define FLUSH_NS (100u * 1000 * 1000) /* time between two writes */
 
 enum session_state { IDLE, RUNNING, STOPPING };
 
@@ -20,16 +20,16 @@ static struct {
 	bool have_cv;
 	enum session_state state;
 	pthread_t thread;
-	uint32_t number; /* number of the last trace that was begun in this process */
-	/* start_ns to doc: used by the thread; start and stop use them while it does not run */
+	uint32_t number; /* number of this process's last trace */
+	/* the next three are used by the thread, or while it does not run */
 	uint64_t start_ns;
 	uint64_t nr_lost_seen; /* lost events (sfr__rings_lost) that the document has counted */
 	struct sfr__document doc;
-	char *of_parent; /* in a forked child: the parent's text, which must stay reachable */
+	char *of_parent; /* in a forked child: the parent's text, kept reachable */
 } session = { .mu = SFR__MUTEX(SFR__LOCK_SESSION), .doc = { .fd = -1 } };
 
 /* Moves the rings' events to the document, writes the document, and frees rings of ended threads.
- * `last` says that this is the last call for this trace. */
+ * `last`: the trace ends. */
 static void write_events(bool last)
 {
 	struct sfr__timeline timeline = { &session.doc, session.number, session.start_ns };
@@ -38,14 +38,12 @@ static void write_events(bool last)
 	sfr__rings_each(sfr__trace_read_ring, &timeline);
 	lost = sfr__rings_lost();
 	session.doc.nr_dropped += lost - session.nr_lost_seen;
-	/* Without new events only the number of dropped events can have changed. */
 	if (session.doc.len || lost != session.nr_lost_seen)
 		sfr__document_flush(&session.doc);
 	session.nr_lost_seen = lost;
 	sfr__rings_sweep(last);
 }
 
-/* The thread that writes the trace. */
 static void *trace_main(void *unused)
 {
 	bool running;
@@ -56,8 +54,7 @@ static void *trace_main(void *unused)
 		if (session.state == RUNNING)
 			(void)sfr__cond_wait(&session.cv, &session.mu, sfr__deadline(FLUSH_NS));
 		running = session.state == RUNNING;
-		/* The mutex is held during the write, so starting, stopping and naming a row can
-		 * wait for it. */
+		/* under the mutex, so starting, stopping and naming a row may wait for a write */
 		write_events(!running);
 	} while (running);
 	sfr__unlock(&session.mu);
@@ -134,13 +131,13 @@ void sfr_trace_name_thread(uint64_t tid, const char *name)
 /* Runs in a forked child. */
 static void forget(void)
 {
-	/* fork.c has closed the descriptor. The text stays allocated, like the rings. */
+	/* fork.c has closed the descriptor. The text is not freed, as in ring.c. */
 	char *text = session.doc.text;
 	uint32_t number = session.number;
 
 	memset(&session, 0, sizeof(session));
 	session.of_parent = text;
-	session.number = number; /* kept, so that the next trace names all rows again */
+	session.number = number; /* the next trace must have another number */
 	session.doc.fd = -1;
 	sfr__mutex_init(&session.mu, SFR__LOCK_SESSION);
 }

@@ -1,14 +1,12 @@
-/* Traces. A trace is a file with a timeline: what the threads of saves did, and when. Each thread
- * records events (ring.c), and one thread writes them to the file (session.c, events.c,
- * document.c).
+/* Traces. A trace is a file with a timeline: what the threads of saves did, and when.
  *
- * A trace point is one line at the start of a scope, and its span ends with the scope:
+ * A trace point is one line at the start of a scope. It records a span that ends with the scope:
  *
  *     SFR__TRACE(SFR_TRACE_WRITE, 0, len);
  *
  * While no trace is written, a trace point costs one relaxed load. Otherwise it costs two clock
- * readings and a store into the thread's own ring, without a lock or system call. A full ring drops
- * events and counts them. A separate thread writes the rings to the file (session.c). */
+ * readings and a store into the thread's own ring, without a lock or system call (ring.c). A full
+ * ring drops events and counts them. Another thread writes the rings to the file (session.c). */
 #ifndef SFR_TRACE_H
 #define SFR_TRACE_H
 
@@ -17,7 +15,7 @@
 #include "sfr/state.h"
 #include "base/base.h"
 
-/* kind, name in the timeline, category, what `number` counts (NULL: nothing) */
+/* The kinds of spans: X(constant, name in the timeline, category, what `number` counts). */
 #define SFR_TRACE_LIST(X)                                                                          \
 	X(SFR_TRACE_SAVE, "save", "save", "bytes")         /* from the call to its end */          \
 	X(SFR_TRACE_STEP, "step", "train", "number")       /* between two steps' ends */           \
@@ -51,22 +49,22 @@ enum sfr_trace_kind {
 /* ---- one trace per process (session.c) ---- */
 
 struct sfr_trace_result {
-	uint64_t nr_events; /* events written, without those that name rows */
-	/* events lost because a ring was full, memory was short, or the file failed */
-	uint64_t nr_dropped;
-	int error; /* the file's first error: 0 or -errno */
+	uint64_t nr_events;  /* written events */
+	uint64_t nr_dropped; /* lost events: a ring was full, memory was short, the file failed */
+	int error;           /* the file's first error: 0 or -errno */
 };
 
-/* Creates or truncates the file and starts recording. `path` is opened here, so a later change of
- * the working directory does not matter. The file is written every 100 ms, and is complete, valid
- * JSON after each write. -errno of open; -EINVAL: not a regular file; SFR_EBUSY: another trace is
- * being written. */
+/* Creates or truncates the file and starts recording. The file is written every 100 ms. It is valid
+ * JSON after each write. Returns 0, or:
+ *   -errno     of open
+ *   -EINVAL    not a regular file
+ *   SFR_EBUSY  another trace is being written */
 int sfr_trace_start(const char *path);
-/* Stops recording, writes the events that are left and closes the file. Spans that have not ended
- * are not in the file. SFR_ESTATE: this process is writing no trace. Callable from any thread. */
+/* Stops recording, writes the remaining events and closes the file. Spans that have not ended are
+ * not in the file. Callable from any thread. SFR_ESTATE: no trace is being written. */
 int sfr_trace_stop(struct sfr_trace_result *out);
-/* Names the row of the thread with the kernel's number `tid`; the last name wins. Does nothing when
- * no trace is being written. */
+/* Names the row of the thread with the kernel's number `tid`. Does nothing when no trace is being
+ * written. */
 void sfr_trace_name_thread(uint64_t tid, const char *name);
 
 /* ---- recording (ring.c) ---- */
@@ -74,13 +72,13 @@ void sfr_trace_name_thread(uint64_t tid, const char *name);
 /* Returns the time for sfr_trace_end, or 0 when no trace is being written. */
 uint64_t sfr_trace_begin(void);
 /* Records a span of the calling thread from `start_ns` until now, or nothing if start_ns is 0.
- * `save` is a ticket's number, or 0; `number` is what SFR_TRACE_LIST says for the kind. */
+ * `save` is a ticket's number, or 0. SFR_TRACE_LIST says what `number` counts. */
 void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number);
-/* Records that a step of an optimizer (any number that identifies it) begins, or has ended, on the
- * calling thread. Steps may be nested. A step that raised an exception is dropped when the same
- * optimizer's next step begins or an enclosing step ends. */
+/* Records that an optimizer's step begins or has ended on the calling thread. `optimizer` is any
+ * number that identifies the optimizer. Steps may be nested. A step that raised an exception is
+ * dropped when the optimizer's next step begins or an enclosing step ends. */
 void sfr_trace_step(uint64_t optimizer, bool ended);
-/* Records that a save ended in `state`; the file's `name` is shortened to fit an event. */
+/* Records that a save ended in `state`. `name` is the file's name, or NULL. */
 void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t nbytes,
 		     enum sfr_state state, const char *name);
 
@@ -89,16 +87,16 @@ extern _Atomic uint32_t sfr__trace_on;
 
 /* A stretch of time on one thread. */
 struct sfr__span {
-	uint64_t start_ns;         /* 0: not recorded */
-	uint64_t save, outer_save; /* number of its save, and of the save of the enclosing span */
-	uint64_t number;           /* see SFR_TRACE_LIST */
+	uint64_t start_ns;   /* 0: not recorded */
+	uint64_t save;       /* number of the save */
+	uint64_t outer_save; /* number of the enclosing span's save */
+	uint64_t number;     /* see SFR_TRACE_LIST */
 	enum sfr_trace_kind kind;
 };
-/* Used by SFR__TRACE while a trace is being written: start a span, and record it at its end. */
 struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64_t number);
 void sfr__span_record(struct sfr__span *span);
 
-/* Starts a span. Returns one that is not recorded if no trace is being written. */
+/* While no trace is being written, returns a span that is not recorded. */
 static inline struct sfr__span sfr__span_begin(enum sfr_trace_kind kind, uint64_t save,
 					       uint64_t number)
 {
@@ -113,8 +111,8 @@ static inline void sfr__span_end(struct sfr__span *span)
 		sfr__span_record(span);
 }
 
-/* Records a span from here to the end of the scope. `save` is the ticket's number; 0 means the save
- * of the enclosing span. Must not be used in a scope that a goto enters. */
+/* Records a span from here to the end of the scope. `save` is the ticket's number, or 0 for the
+ * save of the enclosing span. Must not be used in a scope that a goto enters. */
 #define SFR__TRACE(kind, save, number) SFR__TRACE_AT(kind, save, number, __LINE__)
 #define SFR__TRACE_AT(kind, save, number, line) SFR__TRACE_AS(kind, save, number, line)
 #define SFR__TRACE_AS(kind, save, number, line)                                                    \
