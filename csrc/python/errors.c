@@ -1,16 +1,15 @@
-/* Turns the core's codes into Python exceptions; nothing else does. A code above -1000 is -errno;
- * the core's own codes, SFR_E*, are below.
+/* Turns the core's codes into Python exceptions. Codes above -1000 are -errno, the others SFR_E*.
  *
- * A failed save is not raised here. Its error belongs to the handle, which builds it from the
- * report (core_save.py) with path, phase and errno. */
+ * The error of a failed save is not raised here: core_save.py builds it from the save's report.
+ *
+ * This file also has small functions that all files of csrc/python use. */
 #include "module.h"
 
 #include <errno.h>
 #include <string.h>
 
-/* Raises the package's error for a thread that could not start, which the core reports as -EAGAIN.
- * The system's text, "resource temporarily unavailable", would not tell the user what to do. Always
- * returns NULL. */
+/* Raises the package's error for a thread that could not start. The core reports it as -EAGAIN,
+ * and the system's text for that would not help the user. Always returns NULL. */
 static PyObject *raise_no_thread(void)
 {
 	PyObject *threads = PyImport_ImportModule("stillframe._base.threads");
@@ -27,6 +26,8 @@ PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 {
 	PyObject *type = state->stillframe_error;
 
+	if (code == SFR_PY_RAISED)
+		return NULL;
 #define X(member, name, its_code)                                                                  \
 	if (code == (its_code))                                                                    \
 		type = state->member;
@@ -88,16 +89,14 @@ struct sfr_py_state *sfr_py_state_of(PyObject *object)
 
 PyObject *sfr_py_none_or_raise(PyObject *object, int rc)
 {
-	if (rc < 0)
+	if (rc != 0)
 		return sfr_py_raise(sfr_py_state_of(object), rc);
 	Py_RETURN_NONE;
 }
 
 PyObject *sfr_py_true_unless(PyObject *object, int rc, int no)
 {
-	if (rc == SFR_PY_RAISED)
-		return NULL;
-	if (rc < 0 && rc != no)
+	if (rc != 0 && rc != no)
 		return sfr_py_raise(sfr_py_state_of(object), rc);
 	return PyBool_FromLong(rc == 0);
 }
@@ -113,16 +112,16 @@ int sfr_py_u64(PyObject *number, uint64_t *out)
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-#define SLICE_NS UINT64_C(50000000) /* 50 ms: a signal is answered after that time at most */
+#define SLICE_NS UINT64_C(50000000) /* 50 ms: the longest time until a signal is answered */
 
 struct sfr_py_wait sfr_py_wait(PyObject *timeout)
 {
 	struct sfr_py_wait wait = { .left_ns = SFR_FOREVER, .rc = SFR_PY_BEGINS };
 	double seconds;
 
-	/* A NaN, zero or negative number does not wait. More than 1e9 seconds is forever. */
 	if (timeout == NULL || timeout == Py_None)
 		return wait;
+	/* NaN, 0 and negative numbers do not wait. More than 1e9 seconds is forever. */
 	seconds = PyFloat_AsDouble(timeout);
 	if (seconds == -1.0 && PyErr_Occurred())
 		wait.rc = SFR_PY_RAISED;

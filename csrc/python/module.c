@@ -6,14 +6,12 @@
 #include "sfr/snapshot.h"
 #include "trace/trace.h"
 
-/* Never NULL: the module is alive whenever one of its functions or types is used. */
 struct sfr_py_state *sfr_py_state(PyObject *module)
 {
 	return PyModule_GetState(module);
 }
 
-/* Stores the exceptions of stillframe.errors in the state, up to the first look-up that fails. 0,
- * or -1 with an exception set. */
+/* Stores the exceptions of stillframe.errors in the state. */
 static int exec_errors(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
@@ -27,8 +25,7 @@ static int exec_errors(PyObject *module)
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Adds the core's constants to the module, under the core's names without SFR_. 0, or -1 with an
- * exception set. */
+/* Adds the core's constants to the module, without the prefix SFR_. */
 static int exec_constants(PyObject *module)
 {
 #define CONSTANT(name)                                                                             \
@@ -57,8 +54,8 @@ static int exec_constants(PyObject *module)
 	return 0;
 }
 
-/* These three are the module's part in garbage collection: they visit and drop the references in
- * the state. */
+/* ---- garbage collection: visits and drops the references in the state ---- */
+
 static int traverse(PyObject *module, visitproc visit, void *arg)
 {
 	struct sfr_py_state *state = sfr_py_state(module);

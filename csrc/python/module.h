@@ -2,8 +2,11 @@
  *
  * Each file adds its types and functions with one sfr_py_add_* function. The docstrings in its
  * method tables are the contracts of the functions that Python calls; the core's headers have the
- * details. While the interpreter lock is released, only a function of the core runs. One function
- * turns the core's codes into exceptions (errors.c). */
+ * details. While the interpreter lock is released, only a function of the core runs. errors.c turns
+ * the core's codes into exceptions.
+ *
+ * Unless a comment says otherwise, C functions here follow CPython's conventions. They return 0 or
+ * a new reference, or set an exception and return -1 or NULL. */
 #ifndef SFR_PY_MODULE_H
 #define SFR_PY_MODULE_H
 
@@ -15,9 +18,8 @@
 /* CPython prescribes the parameters of methods, and many methods do not use all of them. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-/* SFR_PY_TYPES: the module's types. SFR_PY_ERRORS: for each exception, its field in the state, its
- * name in stillframe.errors, and the code for which it is raised; 0: the base class, for codes that
- * have no exception of their own. */
+/* SFR_PY_TYPES: the module's types. SFR_PY_ERRORS: X(field in the state, name in stillframe.errors,
+ * the core's code). The base class is for all other codes. */
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
@@ -44,37 +46,43 @@ struct sfr_py_state *sfr_py_state(PyObject *module);
 /* Returns the module's state for an object of one of the types above, which have no subclasses. */
 struct sfr_py_state *sfr_py_state_of(PyObject *object);
 
-/* Raises the exception for `code`, which is SFR_E* or -errno: MemoryError for -ENOMEM, ValueError
- * for -EINVAL, OSError for any other errno. Always returns NULL. */
+/* Raises the exception for `code`: SFR_E* or -errno. -ENOMEM raises MemoryError, -EINVAL
+ * ValueError, any other errno OSError. Does nothing for SFR_PY_RAISED. Always returns NULL. */
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
 /* Returns the error's message as a str; "" if nothing failed. */
 PyObject *sfr_py_error_text(const struct sfr_err *err);
-/* Does the same as sfr_py_raise, except that OSError is raised for -EINVAL and -ENOMEM too: for
- * codes that come from the operating system. */
+/* Does the same as sfr_py_raise, but -EINVAL and -ENOMEM raise OSError too. For codes that come
+ * from the operating system. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
-/* Makes a Restore of an archive. Takes over `check`, a finished check with SFR_CHECK_KEEP, on
- * failure too; the caller keeps `fd` open. `flags` are SFR_RESTORE_*. Returns None if the archive's
- * records are not where torch and stillframe put them, or NULL with an exception set. */
+/* Makes a Restore of an archive. `check` is a finished check with SFR_CHECK_KEEP, which this
+ * function takes over even if it fails. The caller keeps `fd` open. `flags` are SFR_RESTORE_*.
+ * Returns None if the archive's records are not where torch and stillframe put them. */
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
-/* Makes a Restore of a file of another format, whose records are the `nr` stretches in `v`, up to
- * offset `end`. `v` is only read in the call. Other arguments and results are as above. */
+/* Makes a Restore of a file of another format. Its records are the `nr` stretches in `v`, which are
+ * read in the call, up to offset `end`. */
 struct sfr_stretch;
 PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
 				  uint64_t nr, uint64_t end, int fd, unsigned flags);
 
-/* Returns a new, zeroed object of the type, or NULL with an exception set. */
+/* Sets MemoryError. Always returns -1. */
+static inline int sfr_py_no_memory(void)
+{
+	(void)PyErr_NoMemory(); /* always NULL */
+	return -1;
+}
+
+/* Returns a new, zeroed object of the type. */
 PyObject *sfr_py_alloc(PyTypeObject *type);
 /* Frees an object's memory, at the end of its tp_dealloc. */
 void sfr_py_free(PyObject *object);
-/* Makes a type, adds it to the module and stores it in *slot, a field of the state. 0, or -1 with
- * an exception set. */
+/* Makes a type, adds it to the module and stores it in *slot, a field of the state. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 
-/* Defines the spec of a type that cannot be subclassed. `layout` is the struct of its objects;
- * `more` are flags beyond the common ones. */
+/* Defines the spec of a type that cannot be subclassed. `layout` is the struct of its objects,
+ * `more` are additional flags. */
 #define SFR_PY_TYPE(variable, type_name, layout, more, of_slots)                                   \
 	static PyType_Spec variable = {                                                            \
 		.name = "stillframe._core." type_name,                                             \
@@ -83,7 +91,7 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		.slots = (of_slots),                                                               \
 	}
 
-/* Evaluates `call`, a call of the core, without the interpreter lock, and gives its result. */
+/* Calls the core without the interpreter lock. The value is the call's result. */
 #define sfr_py_unlocked(call)                                                                      \
 	__extension__({                                                                            \
 		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
@@ -92,7 +100,7 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		sfr_py_answer;                                                                     \
 	})
 
-/* Does the same for a call that returns nothing. */
+/* The same for a call that returns nothing. */
 #define sfr_py_unlocked_void(call)                                                                 \
 	do {                                                                                       \
 		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
@@ -100,49 +108,46 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		PyEval_RestoreThread(sfr_py_thread);                                               \
 	} while (0)
 
-/* Returns None, or raises the exception for a negative code. `object` is the method's `self`. */
+/* Returns None for 0, or raises as sfr_py_raise. `object` is the method's `self`. */
 PyObject *sfr_py_none_or_raise(PyObject *object, int rc);
-/* Returns True for 0 and False for the code `no`; raises for other negative codes. Returns NULL for
- * SFR_PY_RAISED, with which an exception is set already. */
+/* Returns True for 0 and False for the code `no`, or raises as sfr_py_raise. */
 PyObject *sfr_py_true_unless(PyObject *object, int rc, int no);
-/* Makes a str of a text of the core, in which bytes that are not UTF-8 are replaced. */
+/* Makes a str of a text of the core. Bytes that are not UTF-8 are replaced. */
 PyObject *sfr_py_text(const char *text);
-/* Converts a Python int to *out. 0, or -1 with an exception set. */
+/* Converts a Python int to *out. */
 int sfr_py_u64(PyObject *number, uint64_t *out);
 
 /* A wait that answers signals. It is made of slices: calls into the core that return SFR_EAGAIN
  * after slice_ns, and may run without the interpreter lock.
  *
  *     struct sfr_py_wait w = sfr_py_wait(timeout);       seconds; None or NULL: forever
- *     while (sfr_py_next_slice(&w))                         once at least
+ *     while (sfr_py_next_slice(&w))                         at least once
  *             w.rc = ...(w.slice_ns);
  *
  * The wait ends when the code is not SFR_EAGAIN, the time has passed, or an exception is set. */
 enum {
 	SFR_PY_BEGINS = 1, /* no slice has run yet */
-	SFR_PY_RAISED,     /* an exception is set: a signal handler raised, or a bad timeout */
+	SFR_PY_RAISED,     /* an exception is set, by a signal handler or for a bad timeout */
 };
 struct sfr_py_wait {
-	uint64_t left_ns;  /* the time after this slice; SFR_FOREVER: without bound */
-	uint64_t slice_ns; /* the length of this slice */
+	uint64_t left_ns;  /* time after this slice, or SFR_FOREVER */
+	uint64_t slice_ns; /* length of this slice */
 	int rc;            /* the last slice's result, or one of the two values above */
 };
 struct sfr_py_wait sfr_py_wait(PyObject *timeout);
-/* Returns whether another slice follows, and sets its length. Runs Python's signal handlers
- * first. */
+/* Runs Python's signal handlers. Returns whether another slice follows, and sets its length. */
 int sfr_py_next_slice(struct sfr_py_wait *wait);
 
-/* Starts loading the cache line at `address`. The address may be stale, because prefetching cannot
- * fault. Without the empty asm, GCC would see no effect in this function and drop its calls. */
+/* Starts to load the cache line at `address`, which may be stale: prefetching cannot fault. The asm
+ * statement keeps GCC from dropping calls of this function. */
 static inline void sfr_py_prefetch(uintptr_t address)
 {
 	__builtin_prefetch((const void *)address);
 	__asm__ volatile("");
 }
 
-/* Each of these files has a function sfr_py_add_* that adds the file's types and functions to the
- * module: 0, or -1 with an exception set. sfr_py_add_reader also calls sfr_py_add_file and
- * sfr_py_add_restore. */
+/* Each of these files has a function sfr_py_add_*, which adds the file's types and functions to the
+ * module. sfr_py_add_reader also calls sfr_py_add_file and sfr_py_add_restore. */
 /* clang-format off */
 #define SFR_PY_FILES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(path) \

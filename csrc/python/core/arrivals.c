@@ -1,6 +1,5 @@
-/* _core.Arrivals: a group of arriving files, whose bytes Python's threads fetch; _core.arrive,
- * which waits until all bytes of such a file are fetched (sfr/arrivals.h). The docstrings are in
- * the method tables. */
+/* _core.Arrivals: a group of arriving files, whose bytes Python's threads fetch. _core.arrive waits
+ * until all bytes of such a file are fetched (sfr/arrivals.h). */
 #include "module.h"
 #include "sfr/arrivals.h"
 
@@ -57,8 +56,7 @@ static PyObject *arrivals_open(PyObject *object, PyObject *args)
 static PyObject *arrivals_next(PyObject *object, PyObject *unused)
 {
 	struct sfr_wanted wanted;
-	/* Called only on threads of the package. Python runs signal handlers on the main thread
-	 * only, so these threads may wait without slices. */
+	/* No slices: this is not the main thread, so it runs no signal handlers. */
 	int rc = sfr_py_unlocked(sfr_arrivals_next(group_of(object), SFR_FOREVER, &wanted));
 
 	if (rc == SFR_ECLOSED)
@@ -119,14 +117,14 @@ static PyObject *arrivals_end(PyObject *object, PyObject *unused)
 static PyMethodDef methods[] = {
 	{ "open", arrivals_open, METH_VARARGS,
 	  "open(nbytes, chunk_bytes) -> (number, fd): makes a file whose bytes are fetched in chunks when "
-	  "they are read. `number` names it in the other calls; this object owns and closes the descriptor." },
+	  "they are read. `number` names the file in the other calls. This object closes `fd`." },
 	{ "next", arrivals_next, METH_NOARGS,
 	  "next() -> (number, start, end): waits until a reader needs bytes, and returns which. The caller "
 	  "fetches them and calls put or fail. None: end() was called." },
 	{ "put", arrivals_put, METH_VARARGS,
-	  "put(number, start, data): hands over bytes that next has asked for." },
+	  "put(number, start, data): hands over bytes that next has returned." },
 	{ "fail", arrivals_fail, METH_O,
-	  "fail(number): the file's bytes cannot be fetched; every read that waits for them raises OSError." },
+	  "fail(number): the file's bytes cannot be fetched. Reads that wait for them raise OSError." },
 	{ "close", arrivals_close, METH_O, "close(number): closes one file." },
 	{ "end", arrivals_end, METH_NOARGS,
 	  "end(): closes all files, and makes next return None." },
@@ -154,18 +152,15 @@ static PyObject *arrive(PyObject *module, PyObject *args)
 	w = sfr_py_wait(timeout);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_arrivals_fill(fd, w.slice_ns));
-	if (w.rc == SFR_PY_RAISED)
-		return NULL;
-	if (w.rc < 0 && w.rc != SFR_EAGAIN)
+	if (w.rc != 0 && w.rc != SFR_EAGAIN)
 		return sfr_py_raise_os(sfr_py_state(module), w.rc);
 	return PyBool_FromLong(w.rc == 0);
 }
 
 static PyMethodDef functions[] = {
 	{ "arrive", arrive, METH_VARARGS,
-	  "arrive(fd, timeout=None) -> bool: waits until all bytes of an arriving file are fetched, and "
-	  "keeps them in memory; False if the timeout passed. With timeout 0 it starts the fetching of "
-	  "the first bytes, and does not wait." },
+	  "arrive(fd, timeout=None) -> bool: waits until all bytes of an arriving file are fetched into "
+	  "memory. False if the timeout passed. With timeout 0 it only starts to fetch." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -5,7 +5,7 @@
 #include <limits.h>
 
 /* Reads `nr` numbers from a tuple into `cpus`. A number that no CPU can have becomes -1, which the
- * core refuses. 0, or -1 with an exception set. */
+ * core refuses. */
 static int read_cpus(PyObject *tuple, int *cpus, Py_ssize_t nr)
 {
 	for (Py_ssize_t i = 0; i < nr; i++) {
@@ -18,14 +18,12 @@ static int read_cpus(PyObject *tuple, int *cpus, Py_ssize_t nr)
 	return 0;
 }
 
-/* set_cpus(tuple of numbers). */
 static PyObject *set_cpus(PyObject *module, PyObject *args)
 {
 	PyObject *tuple;
 	Py_ssize_t nr;
 	int *cpus, rc;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "O!:set_cpus", &PyTuple_Type, &tuple))
 		return NULL;
 	nr = PyTuple_Size(tuple);
@@ -45,8 +43,8 @@ static PyObject *set_cpus(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "set_cpus", set_cpus, METH_VARARGS,
-	  "set_cpus(numbers): sets the CPUs of threads that start from now on; with () a thread "
-	  "inherits those of the thread that starts it." },
+	  "set_cpus(numbers): sets the CPUs of threads that start from now on. `numbers` is a tuple. "
+	  "With () a thread inherits the CPUs of the thread that starts it." },
 	{ NULL, NULL, 0, NULL },
 };
 

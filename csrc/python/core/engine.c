@@ -1,5 +1,4 @@
-/* _core.Engine: an object that owns a reference to a struct sfr_engine. sfr/engine.h has the
- * contracts, and the method table at the end the docstrings. */
+/* _core.Engine: a reference to a struct sfr_engine (sfr/engine.h). */
 #include "module.h"
 #include "core/objects.h"
 #include "offload/offload.h"
@@ -29,8 +28,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 					      .nr_copiers = copiers,
 					      .budget_bytes = budget_bytes,
 					      .most_bytes = most_bytes };
-	/* The interpreter lock is kept, because the call starts no thread and never waits. */
-	rc = sfr_engine_new(&opts, &engine);
+	rc = sfr_engine_new(&opts, &engine); /* never waits, so the interpreter lock is kept */
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
 	self = (struct sfr_py_engine *)sfr_py_alloc(type);
@@ -46,8 +44,7 @@ static void engine_dealloc(PyObject *object)
 {
 	struct sfr_engine *engine = ((struct sfr_py_engine *)object)->engine;
 
-	/* Dropping the last reference joins the engine's threads. They are idle and never take the
-	 * interpreter lock. */
+	/* The last reference joins the engine's threads, which never take the interpreter lock. */
 	sfr_py_unlocked_void(sfr_engine_put(engine));
 	sfr_py_free(object);
 }
@@ -114,8 +111,9 @@ static PyObject *engine_use_device(PyObject *object, PyObject *number)
 		return NULL;
 	rc = sfr_py_unlocked(sfr_engine_use_device(engine_of(object), (uint32_t)device, why,
 						   sizeof(why)));
-	/* An error without a sentence is not the device's, so it is raised. */
-	return rc < 0 && !why[0] ? sfr_py_none_or_raise(object, rc) : PyUnicode_FromString(why);
+	if (rc < 0 && !why[0]) /* not an error of the device */
+		return sfr_py_none_or_raise(object, rc);
+	return PyUnicode_FromString(why);
 }
 
 static PyObject *engine_has_pinned(PyObject *object, PyObject *number)
@@ -151,8 +149,7 @@ static PyMethodDef methods[] = {
 	  "close(timeout=None) -> bool: makes new saves fail, waits for the others, then stops the "
 	  "threads and frees the pool. False if the timeout passed." },
 	{ "warm_up", engine_warm_up, METH_O,
-	  "warm_up(nbytes): gets memory from the system for the first `nbytes` bytes of the pool, so "
-	  "that no save has to." },
+	  "warm_up(nbytes): gets memory from the system for the first `nbytes` bytes of the pool." },
 	{ "trim", engine_trim, METH_NOARGS,
 	  "trim(): returns the memory of free blocks to the system." },
 	{ "stats", engine_stats, METH_NOARGS,
@@ -161,8 +158,7 @@ static PyMethodDef methods[] = {
 	  "use_device(number) -> str: makes the device's lane, and lets warm_up pin memory for "
 	  "it. Returns why that is impossible, or ''." },
 	{ "has_pinned", engine_has_pinned, METH_O,
-	  "has_pinned(address) -> bool: whether the address is in memory of the pool that is "
-	  "registered with the driver." },
+	  "has_pinned(address) -> bool: whether the address is in pinned memory of the pool." },
 	{ "driver", engine_driver, METH_NOARGS,
 	  "driver() -> str: a sentence about the CUDA driver and dead devices." },
 	{ NULL, NULL, 0, NULL },

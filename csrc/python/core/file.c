@@ -1,11 +1,11 @@
 /* _core.File: an open file for torch.load, with seek, tell, read and readinto. _core.read_at reads
- * bytes of an open file. With an arriving file both wait until the bytes have been fetched.
+ * bytes of an open file. With an arriving file both wait until the bytes have been fetched. The
+ * caller owns the descriptor and keeps it open.
  *
- * torch reads a record in two or three small reads and a long one, and seeks before each. Python's
- * buffered file turns each seek into a system call and drops its buffer. A File only notes the
- * position, serves small reads from a window that it keeps, and reads long ones directly into their
- * destination. The caller owns the descriptor and keeps it open. The docstrings are in the method
- * table at the end. */
+ * torch reads a record in two or three small reads and a long one, and seeks before each. A seek of
+ * Python's buffered file is a system call and drops the buffer. A seek of a File only sets the
+ * position. Small reads are served from a window of the file, long ones go directly into their
+ * destination. */
 #include <errno.h>
 #include <stdbool.h>
 #include <string.h>
@@ -14,17 +14,18 @@
 #include "module.h"
 #include "core/objects.h"
 
-#define WINDOW (128u << 10) /* bytes of the window, which serves reads of up to a quarter of it */
-#define SLICE (64u << 20)   /* bytes read between two checks for signals */
+#define WINDOW (128u << 10)     /* bytes of the window */
+#define SMALL_READ (WINDOW / 4) /* bytes; longer reads bypass the window */
+#define SLICE (64u << 20)       /* bytes read between two checks for signals */
 
 struct sfr_py_file {
 	PyObject_HEAD
 	struct sfr__source source;
-	uint64_t len;     /* the file's length in bytes */
-	uint64_t at;      /* the position, which may be past the end */
-	uint64_t win_off; /* the window contains [win_off, win_off + win_len) of the file */
+	uint64_t len; /* the file's length in bytes */
+	uint64_t at;  /* the position, which may be past the end */
+	char *win;    /* the window: the bytes [win_off, win_off + win_len) of the file */
+	uint64_t win_off;
 	size_t win_len;
-	char *win;
 };
 
 static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -59,8 +60,7 @@ static void file_dealloc(PyObject *object)
 }
 
 /* Reads up to `len` bytes at `off`. Returns their number, which is less only at the end of the
- * file, or -1 with an exception set. Waits, and answers signals, while the bytes are being
- * fetched. */
+ * file, or -1 with an exception set. Waits for bytes of an arriving file, and answers signals. */
 static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *source, char *to,
 			 size_t len, uint64_t off)
 {
@@ -77,7 +77,7 @@ static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *s
 	return -1;
 }
 
-/* Reads up to `len` bytes at the file's position, like read_some, without moving the position. */
+/* Calls read_some at the position, which does not move. */
 static int64_t read_here(struct sfr_py_file *self, char *to, size_t len)
 {
 	return read_some(sfr_py_state_of((PyObject *)self), &self->source, to, len, self->at);
@@ -97,14 +97,14 @@ static bool is_in_window(const struct sfr_py_file *self, size_t len)
 	return self->at >= self->win_off && self->at + len <= self->win_off + self->win_len;
 }
 
-/* Fills the window from the position on. 0, or -1 with an exception set. */
+/* Fills the window from the position on. */
 static int fill_window(struct sfr_py_file *self)
 {
 	uint64_t at = self->at;
 	size_t want = clip(self, WINDOW);
 	int64_t got;
 
-	/* The read releases the interpreter lock, and another thread must not use the window. */
+	/* empty while the read releases the interpreter lock, because of other threads */
 	self->win_len = 0;
 	got = read_here(self, self->win, want);
 	if (got < 0)
@@ -114,13 +114,13 @@ static int fill_window(struct sfr_py_file *self)
 	return 0;
 }
 
-/* Reads exactly `len` bytes at the position into `to`, and advances the position. 0, or -1 with an
- * exception set: CorruptCheckpointError if the file has become shorter. */
+/* Reads exactly `len` bytes at the position into `to`, and advances the position. Sets
+ * CorruptCheckpointError if the file has become shorter. */
 static int read_exactly(struct sfr_py_file *self, char *to, size_t len)
 {
 	int64_t got;
 
-	if (len <= WINDOW / 4) {
+	if (len <= SMALL_READ) {
 		if (!is_in_window(self, len) && fill_window(self) < 0)
 			return -1;
 		if (!is_in_window(self, len))
@@ -215,11 +215,11 @@ static PyMethodDef methods[] = {
 	{ "seek", file_seek, METH_VARARGS, "seek(offset, whence=0) -> int: the new position." },
 	{ "tell", file_tell, METH_NOARGS, "tell() -> int: the position." },
 	{ "read", file_read, METH_VARARGS,
-	  "read(nbytes=-1) -> bytes: `nbytes` bytes, fewer only at the file's end; -1 and None: all "
-	  "that are left." },
+	  "read(nbytes=-1) -> bytes: `nbytes` bytes, fewer only at the file's end. -1 or None reads "
+	  "the rest of the file." },
 	{ "readinto", file_readinto, METH_O,
-	  "readinto(buffer) -> int: fills the buffer, or as much of it as bytes are left; returns "
-	  "how many bytes were read." },
+	  "readinto(buffer) -> int: fills the buffer, and returns how many bytes were read: fewer "
+	  "only at the file's end." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -236,7 +236,7 @@ SFR_PY_TYPE(spec, "File", struct sfr_py_file, 0, slots);
 
 PyDoc_STRVAR(read_at_doc,
 "read_at(fd, nbytes, offset) -> bytes\n--\n\n"
-"Reads bytes of an open file: fewer only at its end. Raises OSError.");
+"Reads bytes of an open file, fewer only at the file's end. Raises OSError.");
 
 static PyObject *read_at(PyObject *module, PyObject *args)
 {
@@ -270,13 +270,11 @@ static PyMethodDef functions[] = {
 
 int sfr_py_add_file(PyObject *module)
 {
-	PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
+	PyTypeObject *type = NULL;
 	int rc = PyModule_AddFunctions(module, functions);
 
-	if (!type)
-		return -1;
 	if (rc == 0)
-		rc = PyModule_AddType(module, (PyTypeObject *)type);
-	Py_DECREF(type);
+		rc = sfr_py_add_type(module, &spec, &type);
+	Py_XDECREF((PyObject *)type);
 	return rc;
 }

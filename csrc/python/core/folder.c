@@ -1,9 +1,11 @@
 /* _core.Folder: a directory that is filled under a temporary name and then renamed; _core.tidy.
  * sfr/folder.h describes the steps.
  *
- * A step that fails does not raise, because the save's handle makes the exception later. Each step
- * returns (result, code, phase, note): `code` is 0 or the error, `phase` is the phase of the save
- * in which the error happened, and `note` is one more fact about the error, or "". */
+ * A step raises nothing, because the save's handle makes the exception later. Each step returns a
+ * tuple (result, code, phase, note):
+ *   code   0, or the error
+ *   phase  the phase of the save in which the error happened
+ *   note   a fact about the error, or "" */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/folder.h"
@@ -42,13 +44,12 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void folder_dealloc(PyObject *object)
 {
-	/* Also does what clear() does, if it was not called. */
+	/* does what clear() does, if clear() was not called */
 	sfr_py_unlocked_void(sfr_folder_free(folder_of(object)));
 	sfr_py_free(object);
 }
 
-/* Returns a new tuple (result, code, phase, note), to which the reference to `result` passes; NULL
- * with an exception set. */
+/* Returns the tuple of a step. Takes over the reference to `result`. */
 static PyObject *result_tuple(PyObject *result, const struct sfr_err *err)
 {
 	return Py_BuildValue("(NisN)", result, err->code, sfr_phase_name(err->phase),
@@ -71,7 +72,7 @@ static PyObject *folder_sync(PyObject *object, PyObject *unused)
 	uint64_t nbytes = 0;
 	PyObject *number;
 
-	/* The result is dropped in these three functions because `err` has the code too. */
+	/* here and below: `err` has the result too */
 	(void)sfr_py_unlocked(sfr_folder_sync(folder_of(object), &nbytes, &err));
 	number = PyLong_FromUnsignedLongLong(nbytes);
 	return number ? result_tuple(number, &err) : NULL;
@@ -130,8 +131,7 @@ static PyObject *tidy(PyObject *module, PyObject *path)
 
 static PyMethodDef functions[] = {
 	{ "tidy", tidy, METH_O,
-	  "tidy(directory): removes the temporary files and directories of dead writers, as each save "
-	  "into this directory does." },
+	  "tidy(directory): removes the temporary files and directories of dead writers." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,8 +1,6 @@
-/* Fault injection for tests: stillframe.testing uses these functions. The core calls the system
- * through a table (base/sys.h), in which tests install wrappers that count and fail calls.
- *
- * The functions here only set numbers that the wrappers read. None of them waits, so none releases
- * the interpreter lock. */
+/* Fault injection for tests, used by stillframe.testing. The core calls the system through a table
+ * (base/sys.h), in which tests install wrappers that count and fail calls. These functions set what
+ * the wrappers read. They never wait, so they keep the interpreter lock. */
 #include "module.h"
 
 #include <errno.h>
@@ -22,8 +20,7 @@ static PyObject *install(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* Reads the six fields of a fault, for inject_set and inject_drop. 0, or -1 with an exception set.
- * fault->call is valid as long as `args`, which owns it. */
+/* Reads the six fields of a fault. `args` owns fault->call. */
 static int get_fault(PyObject *args, struct sfr_fault *fault)
 {
 	unsigned long long nth, delay_ns;
@@ -40,8 +37,7 @@ static int get_fault(PyObject *args, struct sfr_fault *fault)
 
 PyDoc_STRVAR(set_doc, "inject_set(call, nth, sticky, err, limit, delay_ns, /)\n--\n\n"
 		      "Adds a fault; struct sfr_fault describes the fields. Raises ValueError for an "
-		      "unknown call, an error for a call that cannot fail, or nth 0; RuntimeError if "
-		      "there are too many faults.");
+		      "impossible fault, RuntimeError if there are too many.");
 
 static PyObject *set_fault(PyObject *self, PyObject *args)
 {
@@ -60,8 +56,8 @@ static PyObject *set_fault(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(drop_doc, "inject_drop(call, nth, sticky, err, limit, delay_ns, /)\n--\n\n"
-		       "Removes one fault with these fields, and returns whether there was one. "
-		       "Counters keep their values.");
+		       "Removes a fault with these fields, but keeps the counters. Returns whether "
+		       "there was one.");
 
 static PyObject *drop_fault(PyObject *self, PyObject *args)
 {
@@ -130,9 +126,9 @@ static PyObject *tune_log(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(limits_doc,
 "_set_limits(*, zip64_bytes, zip64_records, reader_chunk_bytes, check_chunk_bytes, ahead_bytes)\n--\n\n"
-"Lowers size thresholds for tests; sfr/limits.h says what each means. An argument that is left out\n"
-"gets the product's value, so a call without arguments restores all. Only while no save, check or\n"
-"load is under way. Raises ValueError for a value outside its range.");
+"Lowers size thresholds for tests; sfr/limits.h explains them. An argument that is left out gets the\n"
+"default. Only while no save, check or load is under way. Raises ValueError for a value outside its\n"
+"range.");
 
 static PyObject *set_limits(PyObject *module, PyObject *args, PyObject *kwargs)
 {

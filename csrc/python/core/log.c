@@ -1,6 +1,5 @@
-/* The process's log, the core's notices and the count of forks, as functions; _core.LogLoad, a
- * load's entry in the log. The docstrings are in the method tables; sfr/log.h, sfr/notice.h and
- * sfr/fork.h have the details. */
+/* The process's log (sfr/log.h), the core's notices (sfr/notice.h) and the count of forks
+ * (sfr/fork.h), as functions. _core.LogLoad is a load's entry in the log. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/fork.h"
@@ -36,13 +35,11 @@ static PyObject *log_exists(PyObject *module, PyObject *key)
 static PyObject *log_drain(PyObject *module, PyObject *timeout)
 {
 	struct sfr_py_wait w = sfr_py_wait(timeout);
-	uint64_t seq = 0; /* set by the first slice: all slices wait for the same entries */
+	uint64_t seq = 0; /* the first slice sets it, so all slices wait for the same entries */
 
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_log_drain(&seq, w.slice_ns));
-	if (w.rc == SFR_PY_RAISED)
-		return NULL;
-	if (w.rc < 0 && w.rc != SFR_EAGAIN)
+	if (w.rc != 0 && w.rc != SFR_EAGAIN)
 		return sfr_py_raise(sfr_py_state(module), w.rc);
 	return PyBool_FromLong(w.rc == 0);
 }
@@ -75,11 +72,10 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	PyObject *sentence, *result = NULL;
 	int rc;
 
-	/* Called on the package's completion thread. Python runs signal handlers on the main thread
-	 * only, so this thread may wait without slices. The package finds the save or snapshot by
-	 * its number, so the notice's references can be dropped here. */
 	Py_BEGIN_ALLOW_THREADS
+	/* No slices: this is not the main thread, so it runs no signal handlers. */
 	rc = sfr_notice_wait(&notice, SFR_FOREVER);
+	/* Python finds the save or snapshot by its number. */
 	sfr_ticket_put(notice.ticket);
 	sfr_snapshot_put(notice.snapshot);
 	Py_END_ALLOW_THREADS
@@ -89,9 +85,7 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	if (sentence)
 		result = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
 				       sentence);
-	if (!result) {
-		/* No memory for the result. The notice must not be lost, because the exit of the
-		 * process waits until it is handled. */
+	if (!result) { /* post the notice again, because the process's exit waits for it */
 		notice.ticket = NULL;
 		notice.snapshot = NULL;
 		sfr_notice_again(&notice);
@@ -141,7 +135,6 @@ static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	return (PyObject *)self;
 }
 
-/* Closes the file if it is open. */
 static void close_file(struct sfr_py_load *self)
 {
 	const int fd = self->fd;
@@ -176,9 +169,7 @@ static PyObject *load_open(PyObject *object, PyObject *unused)
 
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_log_load_wait(self->load, w.slice_ns, &self->fd));
-	if (w.rc == SFR_PY_RAISED)
-		return NULL;
-	if (w.rc < 0)
+	if (w.rc != 0)
 		return sfr_py_raise_os(sfr_py_state_of(object), w.rc);
 	Py_RETURN_NONE;
 }
@@ -186,11 +177,10 @@ static PyObject *load_open(PyObject *object, PyObject *unused)
 static PyMethodDef load_methods[] = {
 	{ "open", load_open, METH_NOARGS,
 	  "open(): waits for the saves and removes of the path that were submitted before this load, "
-	  "then opens the file that is there. May be called once." },
+	  "then opens the file. May be called once." },
 	{ "fileno", load_fileno, METH_NOARGS,
-	  "fileno() -> int: the descriptor, which the object owns and closes; -1 if it is not open." },
-	{ "close", load_close, METH_NOARGS,
-	  "close(): closes the descriptor now, rather than when the object is freed." },
+	  "fileno() -> int: the descriptor, which the object closes; -1 if it is not open." },
+	{ "close", load_close, METH_NOARGS, "close(): closes the descriptor." },
 	{ NULL, NULL, 0, NULL },
 };
 

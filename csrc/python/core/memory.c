@@ -1,9 +1,8 @@
 /* _core.SnapshotMemory: the memory of a snapshot.
  *
  * The object exports the memory as a buffer. torch.frombuffer releases the buffer at once, although
- * its tensors use the memory, and keeps a reference to the object. So the view of the memory (a
- * term of the glossary) ends when the object is freed, not when its buffer is released. Whatever
- * refers to the object keeps the memory from returning to the pool. */
+ * its tensors use the memory, and keeps a reference to the object. So the view of the memory ends
+ * when the object is freed, not when its buffer is released. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/snapshot.h"
@@ -13,7 +12,7 @@
 
 struct sfr_py_memory {
 	PyObject_HEAD
-	struct sfr_snapshot *snapshot; /* this object owns a reference to it and a view of it */
+	struct sfr_snapshot *snapshot; /* a reference and a view */
 	char *base;
 	Py_ssize_t len;
 	PyObject *weak_references;
@@ -56,8 +55,7 @@ static PyType_Slot memory_slots[] = {
 	{ Py_tp_dealloc, memory_dealloc },
 	{ Py_bf_getbuffer, memory_getbuffer },
 	{ Py_sq_length, memory_length },
-	{ Py_tp_doc,
-	  "The bytes of a snapshot: they stay where they are as long as this object lives" },
+	{ Py_tp_doc, "The bytes of a snapshot, valid as long as this object lives" },
 	{ 0, NULL },
 };
 

@@ -1,5 +1,5 @@
-/* Objects of the binding that several files use. Each has one reference to an object of the core;
- * its methods release the interpreter lock where the core may wait. */
+/* Objects of the binding that several files use. Each has a reference to an object of the core. The
+ * methods release the interpreter lock where the core may wait. */
 #ifndef SFR_PY_OBJECTS_H
 #define SFR_PY_OBJECTS_H
 
@@ -23,13 +23,12 @@ struct sfr_py_snapshot {
 	uint32_t nr_sources;
 };
 
-/* memory.c: returns a new SnapshotMemory, or NULL with an exception set. Takes over the caller's
- * view of the snapshot, even on failure. */
+/* memory.c: makes a SnapshotMemory. Takes over the caller's view of the snapshot, even if it
+ * fails. */
 PyObject *sfr_py_memory_new(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
 
 /* piece.c: waits for the next piece of a save with SFR_SAVE_STREAM (sfr/stream.h), at most
- * `timeout` seconds (None or NULL: without limit). Returns a new Piece, None after the timeout, or
- * NULL with an exception set. */
+ * `timeout` seconds (None or NULL: without limit). Returns a Piece, or None after the timeout. */
 PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticket,
 			    PyObject *timeout);
 
@@ -39,7 +38,7 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
  * number, or -1 with an exception set. */
 int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
 
-/* report.c: returns a new dict of a save's report, or NULL with an exception set. */
+/* report.c: makes a dict of a save's report. */
 PyObject *sfr_py_report_dict(const struct sfr_report *report);
 
 #endif

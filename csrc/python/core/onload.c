@@ -1,5 +1,5 @@
-/* _core.Onload: copies from host memory to a device, which start when the object is made. It owns a
- * struct sfr_onload (offload/offload.h). The docstrings are in the method table at the end. */
+/* _core.Onload: copies from host memory to a device, which start when the object is made
+ * (offload/offload.h). */
 #include "module.h"
 #include "core/objects.h"
 #include "offload/offload.h"
@@ -9,8 +9,8 @@ struct sfr_py_onload {
 	struct sfr_onload *onload;
 };
 
-/* Starts the copies that the rows describe. If the snapshot `from` is still being filled and the
- * device cannot wait for that, waits for it here, in slices. 0, a code of sfr_onload_start, or
+/* Starts the copies that the rows describe. If the snapshot `from` is still being copied and the
+ * device cannot wait for that, waits here, in slices. 0, a code of sfr_onload_start, or
  * SFR_PY_RAISED. */
 static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t stream,
 			const Py_buffer *rows, struct sfr_snapshot *from, struct sfr_onload **out)
@@ -58,8 +58,7 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		rc = start_onload(((struct sfr_py_engine *)engine)->engine, device, stream, &rows,
 				  from, &self->onload);
 		if (rc != 0) {
-			if (rc != SFR_PY_RAISED)
-				(void)sfr_py_raise(state, rc);
+			(void)sfr_py_raise(state, rc); /* always NULL */
 			Py_DECREF((PyObject *)self);
 			self = NULL;
 		}
@@ -98,7 +97,7 @@ static PyObject *onload_wait(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	/* Asks without waiting first: copies that have ended need no release of the lock. */
+	/* Asks once with the interpreter lock: releasing it for copies that have ended is slow. */
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_onload_wait(onload_of(object), 0);
 	while (sfr_py_next_slice(&w))
@@ -128,8 +127,8 @@ static PyObject *onload_times(PyObject *object, PyObject *unused)
 
 static PyMethodDef methods[] = {
 	{ "order", onload_order, METH_O,
-	  "order(stream) -> bool: makes the stream wait for the copies; False if the stream cannot "
-	  "wait, so the caller must call wait()." },
+	  "order(stream) -> bool: makes the stream wait for the copies. False if the stream cannot: "
+	  "then call wait()." },
 	{ "wait", onload_wait, METH_VARARGS,
 	  "wait(timeout=None) -> bool: waits until no copy is running; False if the timeout passed." },
 	{ "times", onload_times, METH_NOARGS,
@@ -145,9 +144,9 @@ static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, onload_dealloc },
 	{ Py_tp_methods, methods },
 	{ Py_tp_doc,
-	  "Onload(engine, device, stream, rows, snapshot): copies to a device, queued after the "
-	  "work on the stream. `rows` is an array of struct sfr_onload_copy; `snapshot` owns the "
-	  "sources, or is None." },
+	  "Onload(engine, device, stream, rows, snapshot): copies to a device, after the work on "
+	  "the stream. `rows` is an array of struct sfr_onload_copy. `snapshot` owns the sources, or "
+	  "is None." },
 	{ 0, NULL },
 };
 

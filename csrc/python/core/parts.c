@@ -1,12 +1,11 @@
-/* _core.Parts: a file that is described part by part, for Ticket.of_parts. It owns a struct
- * sfr_parts (sfr/parts.h). The docstrings are in the method table at the end. */
+/* _core.Parts: a file that is described part by part, for Ticket.of_parts (sfr/parts.h). */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/parts.h"
 
 #include <errno.h>
 
-#define MAX_DIMS 64 /* dimensions of a tensor; append() raises ValueError for more */
+#define MAX_DIMS 64 /* most dimensions of a tensor */
 
 static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -50,9 +49,8 @@ static int read_ints(PyObject *tuple, int64_t out[MAX_DIMS])
 }
 
 /* Appends a tensor in host memory as an archive of its own. `item` is a tuple (torch's name of the
- * storage type, number of elements of the storage, sizes, strides, address, nbytes). Returns 0, or
- * a negative number. If no exception is set then, the number is the core's code, still to be
- * raised. */
+ * storage type, number of elements of the storage, sizes, strides, address, nbytes). If it fails
+ * without an exception, the result is the core's code. */
 static int add_tensor(struct sfr_parts *parts, PyObject *item)
 {
 	int64_t sizes[MAX_DIMS], strides[MAX_DIMS];
@@ -77,7 +75,7 @@ static int add_tensor(struct sfr_parts *parts, PyObject *item)
 	return sfr_parts_tensor(parts, &tensor);
 }
 
-/* Appends a copy of the bytes of a bytes-like object. Returns the same as add_tensor. */
+/* Appends a copy of the bytes of a bytes-like object. Fails as add_tensor. */
 static int add_bytes(struct sfr_parts *parts, PyObject *item)
 {
 	Py_buffer view;
@@ -147,14 +145,14 @@ static PyObject *parts_nbytes(PyObject *object, void *closure)
 
 static PyMethodDef methods[] = {
 	{ "append", parts_append, METH_O,
-	  "append(items) -> [(offset, length)], the offset and length of each item in the file. A"
-	  " bytes-like object is appended as it is; a tuple (storage, numel, sizes, strides, address,"
-	  " nbytes) describes a tensor, which is appended as an archive of its own." },
+	  "append(items) -> [(offset, length)], the offset and length of each item in the file. An item"
+	  " is a bytes-like object, or a tuple (storage, numel, sizes, strides, address, nbytes): a"
+	  " tensor, which is appended as an archive of its own." },
 	{ "source", parts_source, METH_VARARGS,
 	  "source(address, nbytes): appends memory, which must not change until the save has "
 	  "ended." },
 	{ "crc", parts_crc, METH_O,
-	  "crc(source): appends four bytes, which will hold the CRC-32 of an earlier source." },
+	  "crc(source): appends four bytes for the CRC-32 of an earlier source." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,11 +1,15 @@
-/* _core.resolve resolves the path of a save or load; _core.read_text reads a small file of /proc or
+/* _core.resolve resolves the path of a save or load. _core.read_text reads a small file of /proc or
  * /sys. */
 #include "module.h"
 #include "sfr/target.h"
 
-/* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev): the parent's real path, the
- * last component, the st_mode of the path or 0 if nothing exists there, whether the parent is
- * readable, and the parent's st_dev. None if a component is missing or cannot be examined. */
+/* resolve(path, follow_link) -> (parent, name, mode, readable, st_dev), or None if a component is
+ * missing or cannot be examined.
+ *   parent    real path of the parent
+ *   name      last component
+ *   mode      st_mode of the path; 0: nothing exists there
+ *   readable  whether the parent is readable
+ *   st_dev    of the parent */
 static PyObject *resolve_path(PyObject *module, PyObject *args)
 {
 	struct sfr_target target;
@@ -23,9 +27,8 @@ static PyObject *resolve_path(PyObject *module, PyObject *args)
 
 enum { TEXT_BYTES = 8192 }; /* /proc/meminfo has about 1,600, memory.stat less than 4,000 */
 
-/* read_text(path) -> bytes: the beginning of a file, b"" if it cannot be read. The call keeps the
- * interpreter lock: the kernel makes such a file in microseconds, but getting the lock back from a
- * busy Python thread takes milliseconds. */
+/* Keeps the interpreter lock: the kernel makes such a file in microseconds, but getting the lock
+ * back from a busy Python thread takes milliseconds. */
 static PyObject *read_text(PyObject *module, PyObject *path)
 {
 	const char *name = PyBytes_AsString(path);
@@ -42,8 +45,8 @@ static PyMethodDef functions[] = {
 	  "resolve(path, follow_link) -> (parent, name, mode or 0, readable, st_dev), or None if a "
 	  "component is missing or cannot be examined." },
 	{ "read_text", read_text, METH_O,
-	  "read_text(path) -> bytes: the first 8 KiB of a file such as those of /proc; b'' if "
-	  "it cannot be read." },
+	  "read_text(path) -> bytes: the first 8 KiB of a file of /proc or /sys; b'' if it cannot be "
+	  "read." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,8 +1,7 @@
 /* _core.Piece: a piece (sfr/stream.h) of a save that is sent to an object store.
  *
- * A Piece exports its bytes as a buffer, for example to the client of the store, and each buffer
- * has a reference to the Piece. When the last reference to the Piece is gone, the save gets the
- * memory back. */
+ * A Piece exports its bytes as a buffer to the client of the store. Each buffer has a reference to
+ * the Piece. With the last reference, the save gets the memory back. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/stream.h"
@@ -59,7 +58,7 @@ static PyObject *piece_copy(PyObject *object, PyObject *args)
 		return NULL;
 	}
 	copy = PyBytes_FromStringAndSize(NULL, to - from);
-	if (copy && to > from) { /* the piece that ends the file is empty and has no memory */
+	if (copy && to > from) { /* the last piece is empty and has no memory */
 		char *bytes = PyBytes_AsString(copy);
 
 		Py_BEGIN_ALLOW_THREADS
@@ -87,8 +86,8 @@ static PyType_Slot slots[] = {
 	{ Py_bf_getbuffer, piece_getbuffer },
 	{ Py_sq_length, piece_length },
 	{ Py_tp_doc,
-	  "Bytes of a save, made by Ticket.next_piece; the save gets their memory back when this "
-	  "object is freed" },
+	  "Bytes of a save, made by Ticket.next_piece. The save gets the memory back when this object "
+	  "is freed." },
 	{ 0, NULL },
 };
 
@@ -113,7 +112,7 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
 	Py_DECREF(self);
 	if (w.rc == SFR_EAGAIN)
 		Py_RETURN_NONE;
-	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_raise(state, w.rc);
+	return sfr_py_raise(state, w.rc);
 }
 
 int sfr_py_add_piece(PyObject *module)

@@ -1,21 +1,16 @@
-/* _core.check checks an open file, _core.restore and restore_bare prepare reading its records
- * (restore.c), and _core.crc32 computes a checksum.
- *
- * A check runs in slices without the interpreter lock. Between slices Python's signal handlers run,
- * and so does the caller's progress function if there is one. An exception of either ends the
- * check. */
+/* _core.check checks an open file. _core.restore and restore_bare prepare reading its records
+ * (restore.c). _core.crc32 computes a checksum. */
 #include "check/check.h"
 #include "restore/restore.h"
 #include "module.h"
 #include "sfr/crc.h"
 
 #define SLICE_NS 100000000u /* 0.1 s */
-/* The CRC of fewer bytes than this takes only microseconds, so crc32() keeps the interpreter lock.
- * Getting the lock back from a busy Python thread would take milliseconds. */
+/* For fewer bytes crc32() keeps the interpreter lock: it takes only microseconds, but getting the
+ * lock back from a busy Python thread takes milliseconds. */
 #define CRC_UNLOCK_NBYTES 65536
 
-/* Returns a new list of (name, reason) of the damaged records that the result lists; NULL with an
- * exception set. */
+/* Returns a list of (name, reason) of damaged records. */
 static PyObject *records_as_list(const struct sfr_check_result *result)
 {
 	PyObject *list = PyList_New((Py_ssize_t)result->nr_listed);
@@ -31,7 +26,7 @@ static PyObject *records_as_list(const struct sfr_check_result *result)
 	return list;
 }
 
-/* Returns the dict that check() returns, as its docstring describes; NULL with an exception set. */
+/* Returns the dict that check() returns. */
 static PyObject *result_as_dict(const struct sfr_check_result *result)
 {
 	static const char *const formats[] = {
@@ -54,8 +49,7 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 			     records_as_list(result));
 }
 
-/* Runs signal handlers, and calls `progress` unless it is None. To be called between two slices. 0,
- * or -1 with an exception set. */
+/* Runs Python's signal handlers, and calls `progress` unless it is None. */
 static int between_slices(const struct sfr_check *check, PyObject *progress)
 {
 	PyObject *answer;
@@ -72,7 +66,7 @@ static int between_slices(const struct sfr_check *check, PyObject *progress)
 	return 0;
 }
 
-/* Runs a check to its end. 0, or -1 with an exception set. */
+/* Runs a check to its end, in slices without the interpreter lock. */
 static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress)
 {
 	int rc;
@@ -94,18 +88,23 @@ static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress
 PyDoc_STRVAR(check_doc,
 "check(fd, verify, progress=None, direct=False, directory=False,\n"
 "      later=False, offset=0, nbytes=None)\n--\n\n"
-"Checks whether an open file is a complete checkpoint; with `verify`, compares every record's CRC.\n"
-"With `verify` and `direct` it reads past the page cache if the file system can. Without `verify` it\n"
-"can leave out the records' own headers and read only the archive's directory: always (`directory`),\n"
-"or only if records are long (`later`). With `nbytes` the checkpoint is only that many bytes of the\n"
-"file, from `offset` on.\n\n"
-"The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called every 0.1\n"
-"s. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
-"\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `headers`, whether the\n"
-"records' own headers were checked; `nbytes`, the length of the file or of the part;\n"
-"`num_records`; `num_unchecked`, records without a CRC or compressed; `num_compressed`, those that\n"
-"are compressed; `num_trailing`, bytes after the archive's end; `num_bad`; `bad_records`, pairs of\n"
-"name and reason, at most 1000. Raises OSError if the file cannot be read.");
+"Checks whether an open file is a complete checkpoint. Raises OSError if the file cannot be read.\n"
+"The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called every 0.1 s.\n\n"
+"  verify          compare every record's CRC\n"
+"  direct          with `verify`: read past the page cache if the file system can\n"
+"  directory       without `verify`: leave out the records' own headers\n"
+"  later           without `verify`: leave them out if records are long\n"
+"  offset, nbytes  the checkpoint is only this part of the file\n\n"
+"Returns a dict:\n\n"
+"  ok, error       error: None, or a sentence about the file\n"
+"  format          \"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"\n"
+"  headers         whether the records' own headers were checked\n"
+"  nbytes          length of the file or of the part\n"
+"  num_records\n"
+"  num_unchecked   records without a CRC, and compressed ones\n"
+"  num_compressed  compressed records\n"
+"  num_trailing    bytes after the archive's end\n"
+"  num_bad, bad_records    damaged records; pairs of name and reason, at most 1000");
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 {
@@ -138,11 +137,11 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 
 PyDoc_STRVAR(restore_doc,
 "restore(fd, verify, shared=False)\n--\n\n"
-"Reads an open archive's directory, and prepares reading its records.\n\n"
-"Returns a pair: the dict that `check` returns, and a Restore. The second is None if the file is not\n"
-"complete, is not an archive, or has records at other offsets than torch and stillframe choose.\n"
-"`verify`: compare the CRC of every record. `shared`: other processes read the file too, so it is\n"
-"read through the page cache.");
+"Reads an open archive's directory, and prepares reading its records. Returns (the dict that `check`\n"
+"returns, a Restore). Instead of the Restore there is None if the file is not complete, is no archive,\n"
+"or has records at other offsets than torch and stillframe choose.\n\n"
+"  verify  compare the CRC of every record\n"
+"  shared  read through the page cache, because other processes read the file too");
 
 static PyObject *restore(PyObject *module, PyObject *args)
 {
@@ -172,9 +171,9 @@ static PyObject *restore(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(restore_bare_doc,
 "restore_bare(fd, stretches, end, shared=False) -> Restore\n--\n\n"
-"Prepares reading stretches of a file that is no archive, as records without names and CRCs.\n"
-"`stretches` is a buffer of pairs of uint64, the offset and length of each stretch, in the order of\n"
-"the file and without overlap. `end` is the offset at which the last one may end.");
+"Prepares reading stretches of a file that is no archive, as records without names and CRCs.\n\n"
+"  stretches  buffer of pairs of uint64: offset and length, ascending and without overlap\n"
+"  end        the stretches end at or before this offset");
 
 static PyObject *restore_bare(PyObject *module, PyObject *args)
 {
@@ -207,11 +206,10 @@ static PyObject *crc32(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "y*|I:crc32", &data, &value))
 		return NULL;
-	if (data.len < CRC_UNLOCK_NBYTES) {
+	if (data.len < CRC_UNLOCK_NBYTES)
 		crc = sfr_crc32(value, data.buf, (size_t)data.len);
-	} else {
+	else
 		crc = sfr_py_unlocked(sfr_crc32(value, data.buf, (size_t)data.len));
-	}
 	PyBuffer_Release(&data);
 	return PyLong_FromUnsignedLong(crc);
 }

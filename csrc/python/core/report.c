@@ -2,14 +2,14 @@
 #include "module.h"
 #include "core/objects.h"
 
-/* Returns the nanoseconds from the ticket's creation to `then_ns`; -1 if `then_ns` is 0, which
- * means "not yet". */
+/* Returns the nanoseconds from the ticket's creation to `then_ns`; -1 if `then_ns` is 0, that is,
+ * not yet. */
 static long long after_creation(const struct sfr_report *report, uint64_t then_ns)
 {
 	return then_ns ? (long long)(then_ns - report->created_ns) : -1;
 }
 
-/* Returns a new list of the report's sentences about fallbacks; NULL with an exception set. */
+/* Returns a list of the report's sentences about fallbacks. */
 static PyObject *fallbacks(const struct sfr_report *report)
 {
 	PyObject *list = PyList_New(0);

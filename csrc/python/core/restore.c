@@ -1,8 +1,8 @@
 /* _core.Restore: reads a file's records into memory.
  *
- * Records are numbered in the order of the file. The caller owns the memory that records are read
- * into, and keeps it valid until it has waited for the record or closed the restore. Waits run in
- * slices, without the interpreter lock, and answer signals. The docstrings are at the end. */
+ * Records are numbered in the order of the file. The caller owns the memory into which a record is
+ * read. This memory must be valid until the caller has waited for the record or closed the
+ * restore. */
 #include <errno.h>
 
 #include "check/check.h"
@@ -14,9 +14,8 @@ struct sfr_py_restore {
 	struct sfr_restore *restore; /* NULL if closed */
 };
 
-/* Turns the result `rc` of making a restore into a Python object: for 0 a new Restore that owns
- * `restore`; for -EOPNOTSUPP, a file that cannot be read in this way, None. Raises for any other
- * code. */
+/* Turns the result `rc` of making a restore into a Python object: a Restore that owns `restore`, or
+ * None for -EOPNOTSUPP, that is, a file that cannot be read in this way. */
 static PyObject *wrap(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
 {
 	struct sfr_py_restore *self;
@@ -60,7 +59,7 @@ PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_s
 	return wrap(state, rc, restore);
 }
 
-/* Closes the restore, and waits for the reads in flight. */
+/* Closes the restore after the reads in flight. */
 static void end_reads(struct sfr_py_restore *self)
 {
 	struct sfr_restore *restore = self->restore;
@@ -75,7 +74,7 @@ static void restore_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* Returns the core's restore, or NULL with an exception set if it is closed. */
+/* Returns the core's restore. Fails if it is closed. */
 static struct sfr_restore *open_restore_of(PyObject *object)
 {
 	struct sfr_restore *restore = ((struct sfr_py_restore *)object)->restore;
@@ -85,8 +84,8 @@ static struct sfr_restore *open_restore_of(PyObject *object)
 	return restore;
 }
 
-/* Raises IndexError if there is no record `index`. With `all`, `index` may also be the number of
- * records, which means all of them. Returns 0, or -1 with the exception set. */
+/* Sets IndexError if there is no record `index`. With `all`, `index` may also be the number of
+ * records, which means all records. */
 static int require_record(const struct sfr_restore *restore, uint64_t index, int all)
 {
 	const uint64_t nr = sfr_restore_nr(restore);
@@ -119,8 +118,7 @@ static PyObject *restore_sizes(PyObject *object, PyObject *args)
 		if (size == NULL || PyList_Append(list, size) < 0)
 			Py_CLEAR(list);
 		Py_XDECREF(size);
-		/* An empty record counts as 1, so that many of them do not make a list without
-		 * end. */
+		/* + 1, so that empty records too end the list at some time */
 		sum += sfr_restore_nbytes(restore, i) + 1;
 	}
 	return list;
@@ -237,15 +235,14 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 
 	if (restore == NULL || PyErr_Occurred() || require_record(restore, index, 1) < 0)
 		return NULL;
-	/* Asks without waiting first: a record that is already read needs no release of the
-	 * lock. */
+	/* Asks once with the interpreter lock: releasing it for a record that is read is slow. */
 	w.rc = sfr_reader_wait(sfr_restore_reader(restore), index, 0);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_reader_wait(sfr_restore_reader(restore), index,
 						       w.slice_ns));
-	if (w.rc == SFR_EUNPLACED)
+	if (w.rc == SFR_EUNPLACED || w.rc == SFR_PY_RAISED)
 		return sfr_py_raise(sfr_py_state_of(object), w.rc);
-	return w.rc == SFR_PY_RAISED ? NULL : PyBool_FromLong(w.rc == 0);
+	return PyBool_FromLong(w.rc == 0);
 }
 
 static PyObject *restore_failure(PyObject *object, PyObject *unused)
@@ -283,34 +280,33 @@ static PyObject *restore_nr(PyObject *object, void *unused)
 static PyMethodDef methods[] = {
 	{ "sizes", restore_sizes, METH_VARARGS,
 	  "sizes(first, least) -> list: the lengths in bytes of the records from `first` on, until "
-	  "they add up to `least`, with 1 added for each record." },
+	  "the sum of length + 1 reaches `least`." },
 	{ "into", restore_into, METH_VARARGS,
 	  "into(first, addresses): sets the destinations of the records from `first` on. A record "
 	  "with address 0 is only checked." },
 	{ "device", restore_device, METH_VARARGS,
-	  "device(number, stream) -> None, or a sentence that says why the device cannot be used. Call "
-	  "it before into_device: records are then written to the device only after the work that is "
-	  "on the stream now." },
+	  "device(number, stream) -> None, or why the device cannot be used. Call it before "
+	  "into_device. Records are written to the device after the work that is on the stream now." },
 	{ "into_device", restore_into_device, METH_VARARGS,
 	  "into_device(index, device, address): sets the destination of one record in a "
 	  "device's memory." },
 	{ "go", restore_go, METH_O,
-	  "go(upto): lets the first `upto` records be read; their destinations must be set." },
+	  "go(upto): lets the first `upto` records be read. Their destinations must be set." },
 	{ "find", restore_find, METH_O, "find(name) -> the index of a record, or -1." },
 	{ "reach", restore_reach, METH_O,
 	  "reach(index) -> how many records need destinations before this one can be read." },
 	{ "until", restore_until, METH_O,
-	  "until(index): reads no further than this record needs, until the next call of until." },
+	  "until(index): reads only as far as this record needs, until the next call of until." },
 	{ "wait", restore_wait, METH_O,
-	  "wait(index) -> bool: waits until the record, or with index `nr` every record, is read and "
-	  "checked; False if the restore has failed. Raises StillframeError if go has not been called "
+	  "wait(index) -> bool: waits until the record is read and checked, or with index `nr` every "
+	  "record. False if the restore has failed. Raises StillframeError if go has not been called "
 	  "for reach(index) records." },
 	{ "failure", restore_failure, METH_NOARGS,
 	  "failure() -> (code, record's name, offset in the file, reason or None) of the first "
 	  "failure; the code is 0, -errno or ECORRUPT." },
 	{ "done", restore_done, METH_NOARGS, "done() -> int: bytes of the file that were read." },
 	{ "close", restore_close, METH_NOARGS,
-	  "close(): ends the reading, after the reads in flight. Other methods then raise." },
+	  "close(): ends the restore after the reads in flight. Other methods then raise." },
 	{ NULL, NULL, 0, NULL },
 };
 

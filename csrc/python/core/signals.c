@@ -3,7 +3,6 @@
 #include "module.h"
 #include "sfr/signals.h"
 
-/* leave_signal(signum, at_once). */
 static PyObject *leave_signal(PyObject *module, PyObject *args)
 {
 	int signum, at_once, rc;
@@ -19,8 +18,8 @@ static PyObject *leave_signal(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
 	{ "leave_signal", leave_signal, METH_VARARGS,
 	  "leave_signal(signum, at_once): while the parent lives, ignores this signal unless the "
-	  "parent sends it. The kernel then kills this process when the parent ends: from the first "
-	  "ignored signal on, or, with `at_once`, from now on." },
+	  "parent sends it. From the first ignored signal on, or at once, the kernel kills this process "
+	  "when the parent ends." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,5 +1,5 @@
-/* _core.Slot: a slot of an engine, for a save whose bytes the engine does not write (sfr/engine.h).
- * The docstrings are in the method table at the end. */
+/* _core.Slot: a slot of an engine, for a save whose bytes the engine does not write
+ * (sfr/engine.h). */
 #include "module.h"
 #include "core/objects.h"
 
@@ -8,7 +8,6 @@ struct sfr_py_slot {
 	struct sfr_slot *slot;
 };
 
-/* The object is made before the slot is taken, so that a failed allocation loses no slot. */
 static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "engine", "flags", NULL };
@@ -21,7 +20,7 @@ static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I:Slot", names, state->engine_type,
 					 &engine, &flags))
 		return NULL;
-	self = (struct sfr_py_slot *)sfr_py_alloc(type);
+	self = (struct sfr_py_slot *)sfr_py_alloc(type); /* first, so that no slot can be lost */
 	if (!self)
 		return NULL;
 	while (sfr_py_next_slice(&w))
@@ -30,7 +29,7 @@ static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	if (w.rc == 0)
 		return (PyObject *)self;
 	Py_DECREF(self);
-	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_raise(state, w.rc);
+	return sfr_py_raise(state, w.rc);
 }
 
 static struct sfr_slot *slot_of(PyObject *object)
@@ -40,8 +39,7 @@ static struct sfr_slot *slot_of(PyObject *object)
 
 static void slot_dealloc(PyObject *object)
 {
-	/* If the slot has the last reference to the engine, this joins the engine's threads. They
-	 * are idle and never take the interpreter lock. */
+	/* The last reference joins the engine's threads, which never take the interpreter lock. */
 	sfr_py_unlocked_void(sfr_slot_put(slot_of(object)));
 	sfr_py_free(object);
 }
@@ -65,8 +63,8 @@ static PyObject *slot_is_over(PyObject *object, PyObject *unused)
 
 static PyMethodDef methods[] = {
 	{ "launched", slot_launched, METH_NOARGS,
-	  "launched(): records that the call that took the slot is over. Until then close() of the "
-	  "engine, if called on this thread, does not wait for the slot." },
+	  "launched(): records that the call which took the slot is over. Until then close() of the "
+	  "engine on this thread does not wait for the slot." },
 	{ "give_back", slot_give_back, METH_NOARGS,
 	  "give_back(): gives the slot back, because the save has ended." },
 	{ "is_over", slot_is_over, METH_NOARGS,
@@ -79,8 +77,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_dealloc, slot_dealloc },
 	{ Py_tp_methods, methods },
 	{ Py_tp_doc,
-	  "Slot(engine, flags): takes a slot of the engine, and waits for one unless `flags` has "
-	  "SAVE_NO_WAIT or SAVE_NESTED" },
+	  "Slot(engine, flags): takes a slot of the engine. Waits for it unless `flags` has "
+	  "SAVE_NO_WAIT or SAVE_NESTED." },
 	{ 0, NULL },
 };
 

@@ -1,5 +1,4 @@
-/* _core.Snapshot: an object that owns a reference to a struct sfr_snapshot. sfr/snapshot.h has the
- * contracts, and the method table at the end the docstrings. */
+/* _core.Snapshot: a reference to a struct sfr_snapshot (sfr/snapshot.h). */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/snapshot.h"
@@ -51,8 +50,7 @@ static struct sfr_snapshot *snapshot_of(PyObject *object)
 	return ((struct sfr_py_snapshot *)object)->snapshot;
 }
 
-/* Leases the memory of all copies at once, so a snapshot that waits holds none. When the timeout
- * has passed, raises PoolExhaustedError, even if a save would return memory later. */
+/* Raises PoolExhaustedError after the timeout. */
 static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
@@ -66,13 +64,10 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 		w.rc = sfr_py_unlocked(sfr_snapshot_lease(s, w.slice_ns));
 	if (w.rc == 0)
 		return sfr_py_memory_new(sfr_py_state_of(object), s);
-	if (w.rc == SFR_PY_RAISED)
-		return NULL;
 	return sfr_py_none_or_raise(object, w.rc == SFR_EAGAIN ? SFR_EEXHAUSTED : w.rc);
 }
 
-/* Starts the copies. A device's error is not raised here but returned by error(), because until the
- * copies have ended it is not final. */
+/* A device's error is not raised here, because it is not final yet: error() returns it. */
 static PyObject *snapshot_start(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
@@ -113,9 +108,8 @@ static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
 		Py_END_ALLOW_THREADS
 	}
-	/* The step may begin, because its streams wait, but not everything is copied: False. */
-	if (w.rc == 0 && !copied)
-		w.rc = SFR_EAGAIN;
+	if (w.rc == 0) /* if the streams wait, the step may begin before everything is copied */
+		return PyBool_FromLong(copied);
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
 
@@ -125,11 +119,10 @@ static PyObject *snapshot_error(PyObject *object, PyObject *unused)
 	struct sfr_err err;
 	int64_t torn;
 
-	if (sfr_snapshot_wait(s, 0, &torn) == 0) {
+	if (sfr_snapshot_wait(s, 0, &torn) == 0)
 		sfr_snapshot_error(s, &err);
-	} else { /* this call takes the engine's lock, so it may wait */
+	else /* takes the engine's lock, so it may wait */
 		sfr_py_unlocked_void(sfr_snapshot_error(s, &err));
-	}
 	return sfr_py_error_text(&err);
 }
 
@@ -157,7 +150,7 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	/* Asks without waiting first: copies that have ended need no release of the lock. */
+	/* Asks once with the interpreter lock: releasing it for copies that have ended is slow. */
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_snapshot_wait(s, 0, &torn);
 	while (sfr_py_next_slice(&w))
@@ -198,14 +191,15 @@ static PyObject *snapshot_file(PyObject *object, PyObject *unused)
 	int rc, fd;
 
 	rc = sfr_py_unlocked(sfr_snapshot_file(s, &fd, &off));
+	if (rc == SFR_ESTATE)
+		Py_RETURN_NONE;
 	if (rc < 0)
-		return sfr_py_none_or_raise(object, rc == SFR_ESTATE ? 0 : rc);
+		return sfr_py_none_or_raise(object, rc);
 	sfr_snapshot_memory(s, &base, &len);
 	return Py_BuildValue("iKKK", fd, (unsigned long long)off,
 			     (unsigned long long)(uintptr_t)base, (unsigned long long)len);
 }
 
-/* Tells the core whether the pool will get this memory back without the user's help. */
 static PyObject *snapshot_will_return(PyObject *object, PyObject *truth)
 {
 	int will_return = PyObject_IsTrue(truth);
@@ -235,13 +229,13 @@ static PyObject *snapshot_copying_s(PyObject *object, void *closure)
 
 static PyMethodDef methods[] = {
 	{ "lease", snapshot_lease, METH_VARARGS,
-	  "lease(timeout=None) -> SnapshotMemory: leases the memory; waits until saves return some "
-	  "if there is too little." },
+	  "lease(timeout=None) -> SnapshotMemory: leases the memory. If there is too little, waits "
+	  "until saves return some." },
 	{ "start", snapshot_start, METH_VARARGS,
 	  "start(streams=()): copies the captured sources, and starts the copies of the others. "
 	  "`streams`: (device, handle of its current stream) of each device with sources." },
 	{ "gate", snapshot_gate, METH_O,
-	  "gate(streams) -> bool: returns when the next step may begin on these streams; True if "
+	  "gate(streams) -> bool: returns when the next step may begin on these streams. True if "
 	  "everything is copied." },
 	{ "error", snapshot_error, METH_NOARGS,
 	  "error() -> str: the error of the device, or ''; final when the copies have ended." },
@@ -252,15 +246,14 @@ static PyMethodDef methods[] = {
 	{ "hold", snapshot_hold, METH_NOARGS,
 	  "hold() -> bool: begins a hold; False if the memory has been returned." },
 	{ "unhold", snapshot_unhold, METH_NOARGS, "unhold(): ends one hold." },
-	{ "view", snapshot_view, METH_NOARGS,
-	  "view(): counts one more object that refers to the memory." },
-	{ "unview", snapshot_unview, METH_NOARGS, "unview(): counts one object less." },
+	{ "view", snapshot_view, METH_NOARGS, "view(): begins a view." },
+	{ "unview", snapshot_unview, METH_NOARGS, "unview(): ends one view." },
 	{ "file", snapshot_file, METH_NOARGS,
 	  "file() -> (descriptor, offset in it, address, length): for another process that maps the "
 	  "memory. None if the memory is private or has been returned." },
 	{ "will_return", snapshot_will_return, METH_O,
-	  "will_return(yes): with True, a call that finds too little memory in the pool waits for "
-	  "this snapshot's, which comes back without the user's help. With False it does not wait." },
+	  "will_return(yes): says whether the memory will return to the pool by itself. If so, a call "
+	  "that needs memory waits for it." },
 	{ "leased", snapshot_leased, METH_NOARGS,
 	  "leased() -> bool: whether the memory has not been returned yet." },
 	{ NULL, NULL, 0, NULL },

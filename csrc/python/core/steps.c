@@ -1,13 +1,12 @@
-/* _core.take_steps makes a list of directory changes that Python has prepared; _core.names lists a
- * directory. Each releases the interpreter lock only once, where Python's os functions would do so
- * for each step or entry. */
+/* _core.take_steps makes a list of directory changes that Python has prepared. _core.names lists a
+ * directory. Each releases the interpreter lock only once; Python's os functions release it for
+ * each step or entry. */
 #include "module.h"
 #include "sfr/steps.h"
 
 #include <string.h>
 
-/* Reads a step from a tuple, which keeps owning the path and the bytes. 0, or -1 with an exception
- * set. */
+/* Reads a step from a tuple. The path and the bytes are borrowed. */
 static int read_step(PyObject *item, struct sfr_step *step)
 {
 	Py_ssize_t len;
@@ -21,7 +20,7 @@ static int read_step(PyObject *item, struct sfr_step *step)
 		return -1;
 	step->kind = (enum sfr_step_kind)kind;
 	step->len = (size_t)len;
-	/* Python ends the bytes with a zero, so they serve as a name if they contain no other. */
+	/* Of a rename, the bytes are the new name. Python ends them with a zero. */
 	if (step->kind == SFR_STEP_RENAME && strlen(step->bytes) != step->len) {
 		PyErr_SetString(PyExc_ValueError, "embedded null byte");
 		return -1;
@@ -29,8 +28,6 @@ static int read_step(PyObject *item, struct sfr_step *step)
 	return 0;
 }
 
-/* take_steps(sequence of (kind, path, bytes)) -> (steps taken, errno of the step that failed, or
- * 0). The kinds are STEP_*; sfr/steps.h describes them. */
 static PyObject *take_steps(PyObject *module, PyObject *args)
 {
 	PyObject *list, *result = NULL;
@@ -39,10 +36,9 @@ static PyObject *take_steps(PyObject *module, PyObject *args)
 	Py_ssize_t nr;
 	int rc = 0;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "O:take_steps", &list))
 		return NULL;
-	list = PySequence_Tuple(list); /* a tuple, so that no other thread can change it */
+	list = PySequence_Tuple(list); /* other threads cannot change a tuple */
 	if (!list)
 		return NULL;
 	nr = PyTuple_Size(list);
@@ -62,7 +58,6 @@ out:
 	return result;
 }
 
-/* names(directory) -> (bytes with all names, each ended by a zero byte; errno or 0). */
 static PyObject *names(PyObject *module, PyObject *args)
 {
 	const char *path;
@@ -71,7 +66,6 @@ static PyObject *names(PyObject *module, PyObject *args)
 	size_t len;
 	int rc;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "y:names", &path))
 		return NULL;
 	rc = sfr_py_unlocked(sfr_names(path, &found, &len));
@@ -83,7 +77,7 @@ static PyObject *names(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
 	{ "take_steps", take_steps, METH_VARARGS,
 	  "take_steps([(kind, path, bytes), ...]) -> (steps taken, errno of the step that failed, "
-	  "or 0)" },
+	  "or 0). The kinds are STEP_* (sfr/steps.h)." },
 	{ "names", names, METH_VARARGS,
 	  "names(directory) -> (bytes with all names, each ended by a zero byte; errno or 0)" },
 	{ NULL, NULL, 0, NULL },

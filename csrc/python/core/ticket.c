@@ -1,5 +1,4 @@
-/* _core.Ticket: an object that owns a reference to a struct sfr_ticket, the core's object for one
- * save. sfr/save.h has the contracts, and the method table at the end the docstrings. */
+/* _core.Ticket: a reference to a struct sfr_ticket, the core's object for one save (sfr/save.h). */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/parts.h"
@@ -12,8 +11,8 @@ struct sfr_py_ticket {
 	PyObject *skeleton; /* the core reads its bytes until the save is staged or has ended */
 };
 
-/* Returns a new object that takes over the caller's reference to the ticket, on failure too; NULL
- * with an exception set. `skeleton` is a bytes, or NULL for a save of Parts. */
+/* Makes a Ticket. Takes over the caller's reference to `ticket`, even if it fails. `skeleton` is a
+ * bytes, or NULL for a save of Parts. */
 static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyObject *skeleton)
 {
 	struct sfr_py_ticket *self = (struct sfr_py_ticket *)sfr_py_alloc(type);
@@ -27,8 +26,8 @@ static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyOb
 	return (PyObject *)self;
 }
 
-/* Returns whether the bytes are an array of items of `item` bytes that is not too long. If not,
- * sets ValueError. */
+/* Returns whether the bytes are an array, not too long, of items of `item` bytes. Sets ValueError
+ * if not. */
 static bool check_array(const Py_buffer *bytes, size_t item)
 {
 	if ((size_t)bytes->len % item == 0 && (size_t)bytes->len / item < UINT32_MAX)
@@ -64,7 +63,7 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		.sources = rows.buf,
 		.nr_sources = (uint32_t)((size_t)rows.len / sizeof(struct sfr_source)),
 		.flags = flags,
-		/* NULL would mean torch's format; a flat file without members needs an address */
+		/* not NULL for a flat file without members: NULL means torch's format */
 		.members = members.obj != NULL && members.len == 0 ? &none : members.buf,
 		.nr_members = (uint32_t)((size_t)members.len / sizeof(struct sfr_member)),
 	};
@@ -75,9 +74,7 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		rc = SFR_PY_RAISED;
 	PyBuffer_Release(&rows);
 	PyBuffer_Release(&members);
-	if (rc == SFR_PY_RAISED)
-		return NULL;
-	return rc < 0 ? sfr_py_raise(state, rc) : ticket_wrap(type, ticket, skeleton);
+	return rc != 0 ? sfr_py_raise(state, rc) : ticket_wrap(type, ticket, skeleton);
 }
 
 static PyObject *ticket_of_parts(PyObject *type, PyObject *args)
@@ -121,11 +118,12 @@ struct submission {
 	enum stage stage; /* the stage to begin or to continue */
 };
 
-/* Goes through the stages from s->stage on, each with a wait of at most `slice` ns. Returns 0 when
- * the save is launched, SFR_EAGAIN when a stage has to wait longer (call again), or the code with
- * which s->stage failed. One call goes through all stages, so that a save that waits for nothing
- * releases the interpreter lock only once. */
-static int submit_on(struct submission *s, uint64_t slice)
+/* Goes through the stages from s->stage on, each with a wait of at most `slice_ns`. A save that
+ * waits for nothing needs only one call, which releases the interpreter lock once. Returns 0 when
+ * the save is launched, or:
+ *   SFR_EAGAIN  a stage has to wait longer: call again
+ *   a code      s->stage failed */
+static int submit_on(struct submission *s, uint64_t slice_ns)
 {
 	for (;; s->stage++) {
 		int rc = 0;
@@ -133,9 +131,9 @@ static int submit_on(struct submission *s, uint64_t slice)
 		if (s->stage == BEGIN && s->nr_streams > 0)
 			rc = sfr_save_begin(s->ticket, s->streams, (uint32_t)s->nr_streams);
 		else if (s->stage == ADMIT)
-			rc = sfr_save_admit(s->ticket, slice);
+			rc = sfr_save_admit(s->ticket, slice_ns);
 		else if (s->stage == CAPTURE)
-			rc = sfr_save_capture(s->ticket, slice);
+			rc = sfr_save_capture(s->ticket, slice_ns);
 		else if (s->stage == LAUNCH)
 			return sfr_save_launch(s->ticket);
 		if (rc < 0)
@@ -162,13 +160,11 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 		return NULL;
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(submit_on(&s, w.slice_ns));
-	/* A save that failed before its launch is abandoned, so that nobody waits for it.
-	 * SFR_ESTATE means that the save may have been submitted before and be in flight, so it is
-	 * left alone. */
-	if (s.stage != LAUNCH && w.rc != SFR_ESTATE) {
+	/* A save that failed before its launch is abandoned, so that nobody waits for it. With
+	 * SFR_ESTATE it may have been submitted before and be in flight. */
+	if (s.stage != LAUNCH && w.rc != SFR_ESTATE)
 		sfr_py_unlocked_void(sfr_save_abandon(s.ticket));
-	}
-	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_none_or_raise(object, w.rc);
+	return sfr_py_none_or_raise(object, w.rc);
 }
 
 static PyObject *ticket_wait(PyObject *object, PyObject *args)
@@ -185,14 +181,15 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 		return NULL;
 	}
 	w = sfr_py_wait(timeout);
-	/* The interpreter lock is kept if the state is reached already, as usual, or if this call
-	 * only asks whether the save has ended. */
+	/* Keep the interpreter lock if the state is reached already, or if this call only asks
+	 * whether the save has ended. */
 	if (w.rc != SFR_PY_RAISED && (sfr_save_reached(t, (enum sfr_wait_for)what) ||
 				      (what == SFR_WAIT_ENDED && w.left_ns == 0)))
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
-	/* The core no longer reads the skeleton, so free it: users may keep handles for long. */
+	/* The core no longer reads the skeleton. Free it, because users may keep handles for
+	 * long. */
 	if (w.rc == 0 && what == SFR_WAIT_ENDED)
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
@@ -213,9 +210,8 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
 		Py_END_ALLOW_THREADS
 	}
-	/* The step may begin, because its streams wait, but not everything is copied: False. */
-	if (w.rc == 0 && !copied)
-		w.rc = SFR_EAGAIN;
+	if (w.rc == 0) /* if the streams wait, the step may begin before everything is copied */
+		return PyBool_FromLong(copied);
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
 
@@ -276,11 +272,10 @@ static PyObject *ticket_report(PyObject *object, PyObject *unused)
 	struct sfr_report r;
 	int rc;
 
-	if (sfr_save_wait(t, SFR_WAIT_ENDED, 0) == 0) {
+	if (sfr_save_wait(t, SFR_WAIT_ENDED, 0) == 0)
 		rc = sfr_save_report(t, &r);
-	} else { /* this call takes the engine's lock, so it may wait */
+	else /* takes the engine's lock, so it may wait */
 		rc = sfr_py_unlocked(sfr_save_report(t, &r));
-	}
 	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_report_dict(&r);
 }
 
@@ -307,14 +302,14 @@ static PyMethodDef methods[] = {
 	  "gate(streams) -> bool: makes the step on these streams wait for every copy. True if all"
 	  " copies have ended already." },
 	{ "wait", ticket_wait, METH_VARARGS,
-	  "wait(what, timeout=None) -> bool: waits for one of WAIT_*; False if the timeout passed." },
+	  "wait(what, timeout=None) -> bool: waits for one of WAIT_*. False if the timeout passed." },
 	{ "confirm", ticket_confirm, METH_O,
-	  "confirm(torn) -> bool: gives the verdict on version counters: the index of a torn source,"
+	  "confirm(torn) -> bool: gives the verdict of the version counters, the index of a torn source"
 	  " or -1. False if the save takes no verdict now." },
 	{ "cancel", ticket_cancel, METH_NOARGS,
 	  "cancel() -> bool: cancels the save; False if it is too late." },
 	{ "abandon", ticket_abandon, METH_NOARGS,
-	  "abandon(): ends a save that was not launched and never will be, as cancelled." },
+	  "abandon(): cancels a save that was not launched and never will be." },
 	{ "state", ticket_state, METH_NOARGS, "state() -> str: the name of the save's state." },
 	{ "is_staged", ticket_is_staged, METH_NOARGS,
 	  "is_staged() -> bool: whether the save is staged and has not failed since." },
@@ -323,12 +318,12 @@ static PyMethodDef methods[] = {
 	{ "report", ticket_report, METH_NOARGS,
 	  "report() -> dict: struct sfr_report (sfr/save.h), with times since the save's creation." },
 	{ "next_piece", ticket_next_piece, METH_VARARGS,
-	  "next_piece(timeout=None) -> Piece or None: the next bytes, in the order of the file, of a"
-	  " save with SAVE_STREAM; an empty Piece at the end; None if the timeout passed. Raises"
-	  " StillframeError if the save has failed." },
+	  "next_piece(timeout=None) -> Piece: the next bytes of a save with SAVE_STREAM, in the order"
+	  " of the file. An empty Piece at the end; None if the timeout passed. Raises StillframeError"
+	  " if the save has failed." },
 	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,
-	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which the save"
-	  " takes over. The memory they refer to must not change until the save has ended." },
+	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which it takes"
+	  " over. The memory of their sources must not change until the save has ended." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,6 +1,6 @@
 /* Functions of _core for stillframe.trace, which writes a timeline of saves and training steps to a
- * file. They start and stop the recording, and record the spans that happen in Python: calls, gates
- * and optimizer steps. The docstrings are in the method table at the end. */
+ * file. They start and stop the recording, and record the spans of Python: calls, gates and
+ * optimizer steps. */
 #include "module.h"
 
 #include "trace/trace.h"
@@ -54,7 +54,7 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "iKKK:trace_end", &kind, &start, &save, &number))
 		return NULL;
-	/* SFR_TRACE_SAVE, the first kind, is recorded by the core only. */
+	/* Only the core records the first kind, SFR_TRACE_SAVE. */
 	if (kind <= SFR_TRACE_SAVE || kind >= SFR_NR_TRACE_KINDS) {
 		PyErr_SetString(PyExc_ValueError, "no such kind of span");
 		return NULL;
@@ -63,8 +63,7 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* The next two functions are called at each step, so they parse no arguments: the optimizer's
- * address identifies it. */
+/* Called at each step, so no argument is parsed: the optimizer's address identifies it. */
 static PyObject *trace_step_begins(PyObject *module, PyObject *optimizer)
 {
 	sfr_trace_step((uint64_t)(uintptr_t)optimizer, false);
@@ -89,8 +88,8 @@ static PyMethodDef functions[] = {
 	{ "trace_begin", trace_begin, METH_NOARGS,
 	  "trace_begin() -> int: the start of a span; 0 if no trace is being written." },
 	{ "trace_end", trace_end, METH_VARARGS,
-	  "trace_end(kind, start, save, number): records a span from `start`, what trace_begin "
-	  "returned, until now. Does nothing if `start` is 0. `save` is the number of its save." },
+	  "trace_end(kind, start, save, number): records a span from `start`, the result of "
+	  "trace_begin, until now. Does nothing if `start` is 0. `save` is the number of the save." },
 	{ "trace_step_begins", trace_step_begins, METH_O,
 	  "trace_step_begins(optimizer): records the beginning of a step." },
 	{ "trace_step_ends", trace_step_ends, METH_O,

@@ -1,5 +1,5 @@
-/* _core.LogWork and log_work_next: external work that Python does in the log's order (sfr/log.h).
- * The docstrings are in the method tables. */
+/* _core.LogWork and log_work_next: external work that Python does in the log's order
+ * (sfr/log.h). */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/log.h"
@@ -63,8 +63,8 @@ static PyMethodDef work_methods[] = {
 	{ "append", work_append, METH_NOARGS,
 	  "append(): appends the entry to the log. May be called once." },
 	{ "end", work_end, METH_O,
-	  "end(ok): records that the work has ended, successfully or not, so that the log goes on. "
-	  "Later calls do nothing." },
+	  "end(ok): records that the work has ended, so that the log goes on. `ok` says whether it "
+	  "succeeded. Later calls do nothing." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -91,8 +91,7 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 	uint64_t number;
 	int rc, after_good;
 
-	/* Called on a thread of the package. Python runs signal handlers on the main thread only,
-	 * so this thread may wait without slices. */
+	/* No slices: this is not the main thread, so it runs no signal handlers. */
 	rc = sfr_py_unlocked(sfr_log_work_next(SFR_FOREVER, &number, &after_good));
 	if (rc == SFR_ECLOSED)
 		Py_RETURN_NONE;
@@ -105,8 +104,8 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 static PyMethodDef functions[] = {
 	{ "log_work_next", log_work_next, METH_NOARGS,
 	  "log_work_next() -> (number, after_good): waits until external work is at the head of "
-	  "the log. `after_good` is False if the last save before it failed. None if the log is "
-	  "being stopped." },
+	  "the log. `after_good` is False if the last save before the work failed. None if the log "
+	  "is being stopped." },
 	{ NULL, NULL, 0, NULL },
 };
 

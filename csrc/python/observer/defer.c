@@ -1,16 +1,15 @@
-/* Observer: marks the storages of a save that may be deferred.
+/* Marks the storages of a save that may be deferred.
  *
  * A storage of an optimizer is deferred if its verdict is DEFERRABLE and the optimizer still owns
- * it as at the enrolment: a new walk finds the same tensors over it, and its memory is at the same
- * address. A memory owner holds memory that only an optimizer step replaces but no optimizer owns
- * (memory_owners.py); its storages are deferred without observation, because the owner asks for
- * that. */
+ * the storage: a new walk finds the same tensors over it, and the memory has not moved.
+ *
+ * A memory owner (memory_owners.py) has memory that only an optimizer step replaces, but that no
+ * optimizer owns. Its storages are deferred without observation. */
 #include "observer/observer.h"
 #include "sfr/source.h"
 
-/* Counts, for each watched storage, the tensors over it that the optimizer still has (nr_owned).
- * Asks for an enrolment (`wanted`) if the optimizer has more unknown tensors than the last
- * enrolment passed over. */
+/* Sets nr_owned of each watched storage: the tensors over it that the optimizer still has. Sets
+ * `wanted` if the optimizer has more unknown tensors than the last enrolment passed over. */
 static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
 {
 	struct sfr_py_table *t = &self->table;
@@ -27,10 +26,10 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 			continue;
 		}
 		if (entry->epoch == self->epoch)
-			continue; /* this walk has found it before */
+			continue; /* this walk has found the tensor before */
 		entry->epoch = self->epoch;
 		watch = &t->watches[entry->watch];
-		if (sfr_py_identity_of(tensor) != watch->cdata) { /* it has another storage now */
+		if (sfr_py_identity_of(tensor) != watch->cdata) { /* the storage was replaced */
 			self->wanted = 1;
 			continue;
 		}
@@ -45,7 +44,7 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 }
 
 /* Appends a tensor over storage number `index` (an int) to the lists of tensors whose versions are
- * checked after the copy. 0, or -1 with an exception set; the lists may then have new items. */
+ * checked after the copy. After a failure the lists may have different lengths. */
 static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
 {
 	PyObject *version;
@@ -60,10 +59,9 @@ static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObjec
 	return ret;
 }
 
-/* Defers storage number `index` after add_tensor was called for its tensors. `start` is the length
- * of the lists before these calls, `failed` whether one of them failed. If anything fails, the
- * storage stays captured; its tensors then need no check, so they are removed from the lists. 0, or
- * -1 with an exception set. */
+/* Defers storage number `index` after add_tensor was called for its tensors. `failed` says whether
+ * one of these calls failed, and `start` is the length of the lists before them. After any failure
+ * the storage stays captured, and its tensors are removed from the lists. */
 static int finish_deferring(const struct sfr_py_marks *marks, PyObject *index,
 			    struct sfr_source *row, Py_ssize_t start, int failed)
 {
@@ -83,7 +81,7 @@ static int finish_deferring(const struct sfr_py_marks *marks, PyObject *index,
 	return -1;
 }
 
-/* Defers a watched storage, with all tensors over it. 0, or -1 with an exception set. */
+/* Defers a watched storage with all tensors over it. */
 static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 		       struct sfr_source *row, PyObject *index, const struct sfr_py_marks *marks)
 {
@@ -103,9 +101,10 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 	return finish_deferring(marks, index, row, start, ret);
 }
 
-/* Finds a storage in the save by its StorageImpl's address. Sets *row to its row, and *index to a
- * new reference to its number; both are NULL if the save does not have it. 0, or -1 with an
- * exception set. *row is valid only until Python code runs, which may resize the bytearray. */
+/* Finds a storage in the save by its StorageImpl's address. If the save does not have the storage,
+ * both results are NULL.
+ *   *index  the storage's number, a new reference
+ *   *row    the storage's row, until Python code runs, which may resize the bytearray */
 static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObject **index,
 		    struct sfr_source **row)
 {
@@ -125,14 +124,13 @@ static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObjec
 	return *index ? 0 : -1;
 }
 
-/* Returns 1 if the storage has, in this save, the memory that was observed. */
+/* Returns 1 if the save has the memory that was observed. */
 static int has_observed_memory(const struct sfr_py_watch *watch, const struct sfr_source *row)
 {
 	return row->addr == watch->addr && row->nbytes == watch->nbytes;
 }
 
-/* Defers each storage of the save that is DEFERRABLE and whose tensors the optimizer still has. 0,
- * or -1 with an exception set. */
+/* Defers each storage of the save that is DEFERRABLE and whose tensors the optimizer still has. */
 static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *marks)
 {
 	struct sfr_py_table *t = &self->table;
@@ -152,7 +150,7 @@ static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *ma
 		if (row && has_observed_memory(watch, row))
 			ret = defer_watch(t, watch, row, index, marks);
 		else if (row)
-			self->wanted = 1; /* it was resized, or moved to shared memory */
+			self->wanted = 1; /* the storage was resized, or moved to shared memory */
 		Py_XDECREF(index);
 		if (ret)
 			return -1;

@@ -1,29 +1,28 @@
 /* Observes storages in host memory: records samples of them at the end of a step, and compares
- * these at the next step's gate. probes.c observes storages on devices.
+ * them at the next step's gate. probes.c observes storages on devices.
  *
- * An observation reads the `_version` of each tensor over the storage and three cache lines of its
- * bytes. Before that it asks the storage for its address, because the storage may have been resized
- * or freed meanwhile. These reads are cheap only if the data is in the processor's caches, from
- * which the step has just evicted it. So each observation prefetches data for a later one, and a
- * step has a budget of CPU time, its *credit*. */
+ * An observation first asks the storage for its address, because the storage may have been resized
+ * or freed. Then it reads the `_version` of each tensor over the storage and three cache lines of
+ * the bytes. The step has just evicted this data from the processor's caches. So each observation
+ * prefetches data for a later one, and a step has a budget of CPU time, its *credit*. */
 #include "observer/observer.h"
 
 #include <string.h>
 
 #define NR_IMPL_LINES 3 /* lines of a TensorImpl: storage, sizes, version counter */
-#define AHEAD 8         /* how many storages further the prefetched one is in the list */
+#define AHEAD 8         /* an observation prefetches for the storage so many places later */
 #define CHECK_EACH 16   /* storages between two checks of the clock */
-/* CPU time that a step may spend on observing, on average: 1 % of the time since the previous step,
- * but at least 0.2 and at most 2 ms. An observation takes 0.6 to 1 us (measured), mostly cache and
- * page-table misses, and a storage needs four. So an enrolment adds an allowance once: with it
- * 1,200 storages are decided by the second gate after the enrolment. The first save that defers
- * them gains more than all observations cost. */
+
+/* The share of CPU time that each step adds to the credit: 1 % of the time between two steps,
+ * within these bounds. */
+#define STEP_SHARE 100
 #define STEP_MIN_NS 200000u
 #define STEP_MAX_NS 2000000u
-#define STEP_SHARE 100    /* a hundredth of the time between two steps */
-#define ENROLLED_NS 3000u /* an enrolment's allowance for each undecided storage */
+/* An enrolment once adds an allowance for each undecided storage, which needs four observations. An
+ * observation takes 0.6 to 1 us (measured), mostly cache and page-table misses. */
+#define ENROLLED_NS 3000u
 #define ENROLLED_MAX_NS 4000000u
-/* The allowance in device time: a storage needs four probes of 2 us each, in two cycles. */
+/* The allowance in device time, for four probes of 2 us each. */
 #define ENROLLED_DEVICE_NS 8000u
 #define ENROLLED_DEVICE_MAX_NS 10000000u
 
@@ -36,16 +35,18 @@ uint64_t sfr_py_clock_ns(clockid_t id)
 }
 
 /* Adds a step's share to a credit, up to three shares, so that unused shares do not make one step
- * slow. A credit that is already larger, because of an enrolment's allowance, does not grow. */
+ * slow. A larger credit, from an enrolment's allowance, stays. */
 static void add_share(uint64_t *credit_ns, uint64_t share)
 {
-	uint64_t most = *credit_ns > 3 * share ? *credit_ns : 3 * share;
+	const uint64_t most = 3 * share;
 
-	*credit_ns = *credit_ns + share < most ? *credit_ns + share : most;
+	if (*credit_ns + share < most)
+		*credit_ns += share;
+	else if (*credit_ns < most)
+		*credit_ns = most;
 }
 
-/* Adds the share of the step that ends now to both credits. The credits are the time that observing
- * may take until the next step ends. */
+/* Adds the share of the step that ends now to both credits. */
 static void grant_credit(struct sfr_py_observer *self)
 {
 	uint64_t now = sfr_py_clock_ns(CLOCK_MONOTONIC);
@@ -60,12 +61,11 @@ static void grant_credit(struct sfr_py_observer *self)
 	add_share(&self->device_credit_ns, share);
 }
 
-/* A stretch of observing, and its budget. The budget is CPU time, because time in which the thread
- * is not scheduled should not count. Reading CPU time is a system call of 0.5 us. So it is read
- * only after the budget has passed in wall time, which is cheap to read. */
+/* A stretch of observing and its budget of CPU time. Reading CPU time is a system call of 0.5 us,
+ * so CPU time is read only once the budget has passed in wall time. */
 struct span {
-	uint64_t wall, cpu; /* the two clocks at the start, in ns */
-	uint64_t budget;    /* ns */
+	uint64_t wall_ns, cpu_ns; /* the clocks at the start */
+	uint64_t budget_ns;
 };
 
 static struct span span_start(uint64_t budget_ns)
@@ -76,20 +76,20 @@ static struct span span_start(uint64_t budget_ns)
 
 static int span_is_over(const struct span *s)
 {
-	return sfr_py_clock_ns(CLOCK_MONOTONIC) - s->wall >= s->budget &&
-	       sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu >= s->budget;
+	return sfr_py_clock_ns(CLOCK_MONOTONIC) - s->wall_ns >= s->budget_ns &&
+	       sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu_ns >= s->budget_ns;
 }
 
 /* Subtracts the CPU time since the start from the credit, down to 0. */
 static void span_end(const struct span *s, uint64_t *credit_ns)
 {
-	uint64_t spent = sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu;
+	uint64_t spent = sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu_ns;
 
 	*credit_ns -= spent < *credit_ns ? spent : *credit_ns;
 }
 
-/* Returns the address of one of the three lines that are read: the first (`i` 0), one in the middle
- * (1) or the last (2). They do not overlap, because a watched storage is larger than 4 KiB. */
+/* Returns the address of one of the lines that are read: at the start (`i` 0), in the middle (1) or
+ * at the end (2). The lines do not overlap (SFR_PY_HOST_MIN_NBYTES). */
 static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 {
 	uint64_t at = watch->addr;
@@ -101,8 +101,7 @@ static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 	return (const unsigned char *)(uintptr_t)at; /* NOLINT: an address that torch gave */
 }
 
-/* Prefetches the data that an observation of this storage reads. Without that, an observation has a
- * dozen cache misses. Prefetching cannot fault, so the addresses may be stale. */
+/* Prefetches the data that an observation of this storage reads. The addresses may be stale. */
 static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 {
 	const struct sfr_py_watch *watch = &self->table.watches[number];
@@ -116,16 +115,17 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 	sfr_py_prefetch(watch->storage_object);
 	sfr_py_prefetch(watch->cdata);
 	sfr_py_prefetch(watch->cdata + SFR_PY_LINE);
-	for (i = 0; i < SFR_PY_NR_LINES && watch->device == 0; i++) {
+	if (watch->device != 0)
+		return;
+	for (i = 0; i < SFR_PY_NR_LINES; i++) {
 		sfr_py_prefetch((uintptr_t)line_of(watch, i));
 		sfr_py_prefetch((uintptr_t)self->lines[number][i]);
 	}
 }
 
-/* Returns 1 if every tensor over the storage is alive and still has this memory, so that its bytes
- * may be read; 0 if not, or if torch cannot answer. By now the tensors may be over another storage
- * that is at the same address; that is harmless, because defer() compares the storages themselves.
- * Leaves no exception set. */
+/* Returns 1 if every tensor over the storage is alive and still has this memory, so that the bytes
+ * may be read, else 0. Leaves no exception set. Does not notice another storage at the same
+ * address; defer() does. */
 static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -151,8 +151,8 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	return 1;
 }
 
-/* Reads and stores the version of each tensor over the storage. Returns 1, or 0 if a version cannot
- * be read or, with `compare`, differs from the stored one. Leaves no exception set. */
+/* Stores the version of each tensor over the storage. Returns 1; 0 if a version cannot be read or,
+ * with `compare`, differs from the stored one. Leaves no exception set. */
 static int update_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch, int compare)
 {
 	uint32_t i;
@@ -168,8 +168,7 @@ static int update_versions(struct sfr_py_table *t, const struct sfr_py_watch *wa
 		failed = sfr_py_version_of(tensor, &version);
 		Py_DECREF(tensor);
 		if (failed) {
-			/* an inference tensor counts no versions, and a freed one has none */
-			PyErr_Clear();
+			PyErr_Clear(); /* the tensor is an inference tensor, or was freed */
 			return 0;
 		}
 		if (compare && version != t->tensors[i].version)
@@ -179,9 +178,9 @@ static int update_versions(struct sfr_py_table *t, const struct sfr_py_watch *wa
 	return 1;
 }
 
-/* Records samples of one storage, or adds the storage to a probe if it is on a device. `fresh`: an
- * enrolment has just checked the storage's memory. A storage that cannot be recorded gets the
- * verdict CAPTURED. */
+/* Records samples of one storage, or adds a storage on a device to a probe. `fresh`: an enrolment
+ * has just checked the storage's memory. A storage that cannot be recorded gets the verdict
+ * CAPTURED. */
 static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 {
 	struct sfr_py_table *t = &self->table;
@@ -202,8 +201,7 @@ static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 	self->recorded[self->nr_recorded++] = number;
 }
 
-/* Records undecided storages in turn, from the cursor on, until half of the credit is spent. The
- * other half is for the comparison. */
+/* Begins at the cursor and spends half of the credit. The other half is for the comparison. */
 void sfr_py_observer_record(struct sfr_py_observer *self)
 {
 	struct sfr_py_table *t = &self->table;
@@ -228,7 +226,6 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 	sfr_py_probes_end_step(self);
 }
 
-/* Returns the credit that an enrolment adds for `nr` storages. */
 static uint64_t allowance(uint64_t nr, uint64_t each_ns, uint64_t most_ns)
 {
 	return nr * each_ns < most_ns ? nr * each_ns : most_ns;
@@ -242,22 +239,21 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
 		    self->table.watches[i].device != 0)
 			nr_device++;
-	/* set before the recording, which spends some of it on each storage that it adds to a
-	 * probe */
+	/* before the recording, which spends device credit */
 	self->device_credit_ns = allowance(nr_device, ENROLLED_DEVICE_NS, ENROLLED_DEVICE_MAX_NS);
 	for (i = 0; i < self->table.nr_watches; i++) {
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
 			record_one(self, i, 1);
 	}
-	/* set after the recording, whose CPU time does not count */
+	/* after the recording, whose CPU time does not count */
 	self->credit_ns = allowance(self->nr_undecided, ENROLLED_NS, ENROLLED_MAX_NS);
 	sfr_py_probes_end_step(self);
 	grant_credit(self);
 }
 
-/* Compares the address of a storage's memory and its tensors' versions with the recorded ones.
- * Returns 1 if nothing has changed, so that the bytes have to be compared. Otherwise gives the
- * verdict CAPTURED, unless the storage has a verdict already, and returns 0. */
+/* Returns 1 if an undecided storage has the recorded address and versions, so that its bytes have
+ * to be compared. Otherwise gives the verdict CAPTURED and returns 0. Returns 0 also if the storage
+ * has a verdict already. */
 static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_table *t = &self->table;
@@ -270,26 +266,22 @@ static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
 	if (whole && update_versions(t, watch, 1))
 		return 1;
 	sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
-	/* The tensor or its storage was replaced; the next enrolment finds the new one. */
-	if (!whole)
+	if (!whole) /* the next enrolment finds the new tensor or storage */
 		self->wanted = 1;
 	return 0;
 }
 
-/* Compares one storage in host memory with its recorded samples. Gives the verdict CAPTURED if they
- * differ, or DEFERRABLE if they were the same in enough cycles. */
+/* Compares a storage in host memory with its recorded samples, and gives a verdict. */
 static void compare_one(struct sfr_py_observer *self, uint32_t number)
 {
 	struct sfr_py_watch *watch = &self->table.watches[number];
-	int i;
+	int same = 1;
 
 	if (!check_unchanged(self, number))
 		return;
-	for (i = 0; i < SFR_PY_NR_LINES; i++) {
-		if (memcmp(self->lines[number][i], line_of(watch, i), SFR_PY_LINE) != 0)
-			break;
-	}
-	if (i < SFR_PY_NR_LINES)
+	for (int i = 0; i < SFR_PY_NR_LINES && same; i++)
+		same = memcmp(self->lines[number][i], line_of(watch, i), SFR_PY_LINE) == 0;
+	if (!same)
 		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
 	else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
 		sfr_py_observer_decide(self, watch, SFR_PY_DEFERRABLE);
@@ -311,6 +303,6 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 			break;
 	}
 	span_end(&span, &self->credit_ns);
-	self->cursor = self->recorded[n - 1] + 1; /* go on after the last storage compared */
+	self->cursor = self->recorded[n - 1] + 1; /* after the last storage compared */
 	self->nr_recorded = 0;
 }

@@ -1,8 +1,7 @@
 /* Observer: finds the memory of an optimizer that only its steps change.
  *
- * One Observer watches the storages of one optimizer: those of its trained parameters and of the
- * tensors in their state. A save may defer such a storage, to copy it under the next forward and
- * backward, if only the next step writes to it. The observer learns that by observation: the
+ * An Observer watches the storages of one optimizer: those of its trained parameters and of the
+ * tensors in their state. A save may defer a storage if only the next step writes to it. So the
  * contents at the end of a step must be unchanged at the next step's gate. The time from that end
  * to the gate is a *cycle*.
  *
@@ -11,35 +10,33 @@
  *                   ^             |  same, once      |  changed, gone, or two owners
  *                   +-------------+                  +---------------> CAPTURED
  *
- * A storage is *recorded* from the end of a step until its comparison. DEFERRABLE and CAPTURED are
- * final for it; only a new storage, or forget() (after load_state_dict), starts again. An
- * observation covers the `_version` of each tensor over the storage, and three cache lines of its
- * bytes, because fused kernels and `.data` do not count versions. A budget of CPU time of the
- * calling thread bounds the work in a step; the next step continues with the storages that this one
- * did not reach.
+ * DEFERRABLE and CAPTURED are final, except that forget() starts again (after load_state_dict). An
+ * observation covers the `_version` of each tensor over the storage. It also covers three cache
+ * lines of the bytes, because fused kernels and `.data` do not count versions. A budget of CPU time
+ * bounds the work in a step. The next step continues where this step stopped.
  *
- * Nothing here keeps memory alive: the observer refers to tensors by weak references, and to a
- * storage by torch's own kind of weak reference. While that reference exists, the bytes may be
- * freed, but no other StorageImpl gets this one's address. So equal addresses (`_cdata`) mean the
- * same storage.
+ * The observer keeps no memory alive. It refers to tensors by weak references, and to storages by
+ * torch's own kind of weak reference. While such a reference exists, no other StorageImpl gets the
+ * same address (`_cdata`), although the bytes may be freed. So equal addresses mean the same
+ * storage.
  *
- * Everything but the calls of the driver runs under the interpreter lock, with the garbage
- * collector off. So no other Python code runs meanwhile, except for the destructor of an object
- * that is freed. If a destructor calls the same observer, `busy` makes that call return at once, as
- * if there were nothing to do.
+ * Everything but the driver calls runs under the interpreter lock, with the garbage collector off.
+ * So no other Python code runs meanwhile, except destructors. If a destructor calls the same
+ * observer, `busy` makes that call return at once.
  *
- * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c stores it, observe.c
- * observes host memory, probes.c device memory, defer.c marks a save's storages; this file has the
- * type.
+ *   observer.c  the type
+ *   read.c      reads torch's tensors
+ *   walk.c      finds what an optimizer owns
+ *   table.c     stores what it owns
+ *   observe.c   observes host memory
+ *   probes.c    observes device memory
+ *   defer.c     marks a save's storages
  *
- * One observation takes 0.6 to 1 us after a step, because of cache and page-table misses, and a
- * storage needs four observations. The budget of a step is the larger of 0.2 ms and 1 % of the
- * step, at most 2 ms. Each enrolment adds 3 us a storage once, at most 4 ms. So 1,200 storages are
- * decided by the third step; after that a step costs 6 us. */
+ * 1,200 storages are decided by the third step. After that a step costs 6 us. */
 #include "observer/observer.h"
 
 /* Makes other calls of this observer do nothing until leave(). Turns the garbage collector off, so
- * that allocations run no Python code and a thousand small objects start no collection. */
+ * that allocations run no Python code. */
 static void enter(struct sfr_py_observer *self)
 {
 	self->busy = 1;
@@ -65,10 +62,10 @@ void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *w
 
 PyDoc_STRVAR(observer_enrol_doc,
 "enrol(param_groups, state, /)\n--\n\n"
-"Finds the storages that the optimizer owns now, and records samples of them; call it after a step.\n"
-"Storages known before keep their state. Returns a list of (serial, storage), one for each storage\n"
-"that another observer, the one with this serial, watches too. This observer captures these\n"
-"storages; the caller calls the other observer's capture(). After an exception nothing is watched.");
+"Finds the storages that the optimizer owns now, and records samples of them. Call it after a step.\n"
+"Known storages keep their state. Returns a list of (serial, storage), one for each storage that the\n"
+"observer with this serial watches too. This observer captures these storages; the caller calls\n"
+"capture() of the other one. After an exception nothing is watched.");
 
 static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 {
@@ -88,7 +85,6 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 	return clashes;
 }
 
-/* Returns whether enrol() must be called before the next observation. */
 static int wants_enrolment(const struct sfr_py_observer *self, PyObject *groups, PyObject *state)
 {
 	return self->wanted || self->forget ||
@@ -97,8 +93,7 @@ static int wants_enrolment(const struct sfr_py_observer *self, PyObject *groups,
 
 PyDoc_STRVAR(observer_is_idle_doc,
 "is_idle(param_groups, state, /)\n--\n\n"
-"Returns, after a step, whether neither stepped() nor the compare() of the next gate has anything\n"
-"to do. Reads no tensor.");
+"Returns after a step whether stepped() and the next compare() have nothing to do. Reads no tensor.");
 
 static PyObject *observer_is_idle(struct sfr_py_observer *self, PyObject *args)
 {
@@ -112,9 +107,9 @@ static PyObject *observer_is_idle(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_stepped_doc,
 "stepped(param_groups, state, /)\n--\n\n"
-"Records, after a step and within the budget, samples of the undecided storages. Returns True\n"
-"instead if enrol() must be called first: it was never called, the groups or the state have other\n"
-"sizes, a save found an unknown tensor, a storage is gone, or forget() was called.");
+"Records samples of the undecided storages, within the budget. Call it after a step. If enrol() must\n"
+"be called first, returns True and records nothing. That is so at first, after forget(), and when\n"
+"what the optimizer owns may have changed.");
 
 static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 {
@@ -124,10 +119,8 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 		return NULL;
 	if (self->busy)
 		Py_RETURN_FALSE;
-	self->nr_recorded = 0; /* storages that no gate has compared: the step has changed them */
-	/* Not enter(): the call may release the interpreter lock, and other threads need the
-	 * garbage collector. */
-	self->busy = 1;
+	self->nr_recorded = 0; /* the step has changed the storages that no gate compared */
+	self->busy = 1;        /* not enter(): other threads run, and need the garbage collector */
 	sfr_py_probes_harvest(self);
 	self->busy = 0;
 	if (wants_enrolment(self, groups, state))
@@ -142,12 +135,11 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_compare_doc,
 "compare()\n--\n\n"
-"Compares the recorded samples with the memory; call it at the next step's gate. Storages that the\n"
-"budget leaves out stay undecided, and are the first that the next stepped() records.");
+"Compares the recorded samples with the memory. Call it at the next step's gate. Storages that the\n"
+"budget leaves out stay undecided, and the next stepped() begins with them.");
 
 static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 {
-	(void)none;
 	if (!self->busy && !self->forget && (self->nr_recorded || self->nr_probes)) {
 		enter(self);
 		sfr_py_observer_compare(self);
@@ -163,7 +155,6 @@ PyDoc_STRVAR(observer_due_doc,
 
 static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 {
-	(void)none;
 	return self->busy ? PyTuple_New(0) : sfr_py_probes_due(self);
 }
 
@@ -183,7 +174,7 @@ static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 	}
 	if (self->busy)
 		Py_RETURN_NONE;
-	self->busy = 1; /* not enter(), for the reason given in observer_stepped */
+	self->busy = 1; /* not enter(): other threads run, and need the garbage collector */
 	ret = sfr_py_probes_take(self, streams);
 	self->busy = 0;
 	if (ret)
@@ -193,15 +184,14 @@ static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 
 PyDoc_STRVAR(observer_present_doc,
 "present(name, function, /)\n--\n\n"
-"Makes observers call `function(object)` instead of reading an attribute of torch: \"is_cpu\" or\n"
-"\"device_index\" of tensors, \"is_shared\" or \"data_ptr\" of storages. None restores torch's own\n"
-"attribute. For tests in which host memory counts as a device's.");
+"For tests in which host memory counts as a device's: makes observers call `function(object)`\n"
+"instead of reading an attribute of torch. The attribute is \"is_cpu\" or \"device_index\" of tensors,\n"
+"or \"is_shared\" or \"data_ptr\" of storages. None restores torch's own attribute.");
 
 static PyObject *observer_present(PyObject *type, PyObject *args)
 {
 	PyObject *name, *function;
 
-	(void)type;
 	if (!PyArg_ParseTuple(args, "UO:present", &name, &function) || sfr_py_torch_init() ||
 	    sfr_py_torch_present(name, function))
 		return NULL;
@@ -210,14 +200,13 @@ static PyObject *observer_present(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_see_through_doc,
 "see_through(type, name, /)\n--\n\n"
-"Makes all observers read, for each tensor of exactly this type, the inner tensor in its attribute\n"
-"`name`, which has the memory. A second type replaces the first.");
+"Declares a type of tensors that only wrap an inner tensor, which has the memory and is in their\n"
+"attribute `name`. All observers then read the inner tensor. A second type replaces the first.");
 
 static PyObject *observer_see_through(PyObject *type, PyObject *args)
 {
 	PyObject *wrapper, *name;
 
-	(void)type;
 	if (!PyArg_ParseTuple(args, "O!U:see_through", &PyType_Type, &wrapper, &name) ||
 	    sfr_py_torch_init() || sfr_py_see_through((PyTypeObject *)wrapper, name))
 		return NULL;
@@ -229,10 +218,9 @@ static PyObject *observer_see_through(PyObject *type, PyObject *args)
 PyDoc_STRVAR(observer_defer_doc,
 "defer(param_groups, state, marks, /)\n--\n\n"
 "Marks the storages of a save that may be copied after the call: the optimizer still owns them, and\n"
-"they were found to change in its steps only. `marks`: a `memory_owners.Marks`.");
+"only its steps change them. `marks`: a `memory_owners.Marks`.");
 
-/* Sets *m to the fields of a tuple memory_owners.Marks, borrowed from it. 0, or -1 with an
- * exception set. */
+/* Sets *m to the fields of a memory_owners.Marks, borrowed. */
 static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
 {
 	PyObject *numbers;
@@ -267,16 +255,14 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_defer_memory_owner_doc,
 "defer_memory_owner(tensors, marks, /)\n--\n\n"
-"Marks as deferred the large storages of these tensors that are in the save and not marked yet.\n"
-"The caller is a memory owner: it knows that only a step replaces this memory, so no observer has\n"
-"to watch the memory first.");
+"Marks as deferred the large storages of these tensors that are in the save and not marked yet. The\n"
+"caller is a memory owner, which knows that only a step replaces this memory.");
 
 static PyObject *observer_defer_memory_owner(PyObject *type, PyObject *args)
 {
 	PyObject *tensors, *tuple;
 	struct sfr_py_marks marks;
 
-	(void)type;
 	if (!PyArg_ParseTuple(args, "O!O!:defer_memory_owner", &PyList_Type, &tensors,
 			      &PyTuple_Type, &tuple) ||
 	    read_marks(tuple, &marks) || sfr_py_torch_init() ||
@@ -287,15 +273,14 @@ static PyObject *observer_defer_memory_owner(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_changed_doc,
 "changed(tensors, versions, /)\n--\n\n"
-"Returns the index of the first tensor whose `_version` differs from that in `versions`, or -1. Does\n"
-"not release the interpreter lock.");
+"Returns the index of the first tensor whose `_version` differs from the number in `versions`, or -1.\n"
+"Does not release the interpreter lock.");
 
 static PyObject *observer_changed(PyObject *type, PyObject *args)
 {
 	PyObject *tensors, *versions, *version;
 	Py_ssize_t i, nr;
 
-	(void)type;
 	if (!PyArg_ParseTuple(args, "OO:changed", &tensors, &versions) || sfr_py_torch_init())
 		return NULL;
 	nr = PyList_Size(tensors);
@@ -338,12 +323,11 @@ static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 
 PyDoc_STRVAR(observer_forget_doc,
 "forget()\n--\n\n"
-"Stops watching everything. Nothing is deferred until the next enrolment and two cycles after it,\n"
-"each from a step's end to the next gate. Until that enrolment the observer refers to no tensor.");
+"Stops watching everything. Nothing is deferred until two cycles after the next enrolment. Until this\n"
+"enrolment the observer refers to no tensor.");
 
 static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
 {
-	(void)none;
 	self->forget = 1;
 	if (!self->busy)
 		sfr_py_observer_drop(self);
@@ -359,7 +343,6 @@ static PyObject *observer_counts(struct sfr_py_observer *self, PyObject *none)
 	unsigned counts[3] = { 0, 0, 0 };
 	uint32_t i;
 
-	(void)none;
 	for (i = 0; i < self->table.nr_watches; i++)
 		counts[self->table.watches[i].verdict]++;
 	return Py_BuildValue("III", counts[SFR_PY_UNDECIDED], counts[SFR_PY_DEFERRABLE],
@@ -440,11 +423,5 @@ static PyType_Spec observer_spec = {
 
 int sfr_py_add_observer(PyObject *module)
 {
-	struct sfr_py_state *state = sfr_py_state(module);
-
-	state->observer_type =
-		(PyTypeObject *)PyType_FromModuleAndSpec(module, &observer_spec, NULL);
-	if (!state->observer_type)
-		return -1;
-	return PyModule_AddType(module, state->observer_type);
+	return sfr_py_add_type(module, &observer_spec, &sfr_py_state(module)->observer_type);
 }

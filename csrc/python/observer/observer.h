@@ -8,9 +8,8 @@
 #include "torch/map.h"
 #include "torch/numbers.h"
 
-/* Returns the borrowed referent of a weak reference: Py_None if it was freed, NULL with an
- * exception set if `ref` is not a weak reference. CPython 3.13 deprecates the function; its
- * replacement is not in the limited API of 3.11. */
+/* Returns the referent of a weak reference, borrowed; Py_None if it was freed. The limited API of
+ * 3.11 lacks the successor of this function, which CPython 3.13 deprecates. */
 static inline PyObject *sfr_py_referent(PyObject *ref)
 {
 #pragma GCC diagnostic push
@@ -20,8 +19,7 @@ static inline PyObject *sfr_py_referent(PyObject *ref)
 }
 
 /* How to read one attribute of torch's tensors or storages, or call one method without arguments.
- * If torch's type publishes a C function for it, the function is called directly (15-30 ns instead
- * of 50-100). Otherwise Python looks the name up. */
+ * The C function that torch's type publishes is called directly, which is three times as fast. */
 struct sfr_py_access {
 	getter get;       /* reads the attribute; NULL: look it up by name */
 	void *closure;    /* the getter's second argument */
@@ -31,7 +29,7 @@ struct sfr_py_access {
 };
 
 /* The types and attributes of torch that the observer uses. The first Observer of a process fills
- * it, once: torch can be loaded only once and never unloads. */
+ * the struct. */
 struct sfr_py_torch {
 	PyTypeObject *tensor, *parameter; /* the exact types that may be deferred */
 	PyTypeObject *wrapper; /* the type given to sfr_py_see_through: DTensor; NULL: none yet */
@@ -40,48 +38,42 @@ struct sfr_py_torch {
 	PyObject *str_params;
 	/* tensors' attributes */
 	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage;
-	/* CUDA's number of the device of a tensor that is not on the host; -1: another kind */
-	struct sfr_py_access device;
+	struct sfr_py_access device; /* number of a tensor's CUDA device; -1: another kind */
 	/* storages' attributes */
 	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref;
 	int ready; /* the struct is filled */
 };
 extern struct sfr_py_torch sfr_py_torch;
 
-/* Fills sfr_py_torch. 0, or -1 with an exception set. */
+/* Fills sfr_py_torch, once. */
 int sfr_py_torch_init(void);
 /* For tests that present host memory as a device's: makes sfr_py_read call `function` with the
- * object instead of reading the attribute `name`. None restores torch's own attribute. 0, or -1
- * with an exception set if there is no such attribute. */
+ * object instead of reading the attribute `name`. None restores torch's own attribute. */
 int sfr_py_torch_present(PyObject *name, PyObject *function);
-/* Reads an attribute of an object, or calls a method of it. Returns a new reference, or NULL with
- * an exception set. */
+/* Reads an attribute of an object, or calls a method of it. */
 PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
-/* Sets *out to an attribute that is a number. 0, or -1 with an exception set. */
+/* Sets *out to an attribute that is a number. */
 int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out);
 /* Returns the truth of an attribute: 1, 0, or -1 with an exception set. */
 int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
+
 /* Declares a type of tensors that only wrap an inner tensor, which has the memory and is in their
- * attribute `name`. For tensors of exactly this type, the functions below use the inner tensor, and
- * get it without running Python code. A second type replaces the first. 0, or -1 with an exception
- * set. */
+ * attribute `name`. The functions below then use the inner tensor. They get it without running
+ * Python code. A second type replaces the first. */
 int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
 /* Returns a new reference to the tensor that has the memory: `tensor` itself if it is exactly a
- * Tensor or a Parameter, or the inner tensor of a wrapper (sfr_py_see_through). Returns NULL
- * without an exception for other objects: subclasses may run Python code in any attribute, and
- * nothing is known about what writes to them. */
+ * Tensor or a Parameter, or the inner tensor of a wrapper. Returns NULL without an exception for
+ * other objects, because attributes of subclasses may run Python code. */
 PyObject *sfr_py_memory_of(PyObject *tensor);
 /* Returns 1 if sfr_py_memory_of gives a tensor, else 0. */
 int sfr_py_has_memory(PyObject *tensor);
-/* Returns a new reference to the storage with the tensor's memory, or NULL with an exception
- * set. */
+/* Returns a new reference to the storage with the tensor's memory. */
 PyObject *sfr_py_storage_of(PyObject *tensor);
 /* Returns the address of the StorageImpl of the tensor's storage; 0 if there is none, as for sparse
  * tensors. Sets no exception. */
 uint64_t sfr_py_identity_of(PyObject *tensor);
-/* Sets *out to a number that grows with every write to the tensor or its inner tensor, as far as
- * torch counts writes. 0, or -1 with an exception set: the tensor has no memory, or is an inference
- * tensor, for which torch counts nothing. */
+/* Sets *out to a number that grows with every write to the tensor that torch counts. Fails if the
+ * tensor has no memory, or is an inference tensor, for which torch counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
 #define SFR_PY_NONE UINT32_MAX /* as an index: no tensor */
@@ -101,20 +93,19 @@ struct sfr_py_walk {
 };
 
 /* Collects the tensors in `groups` (Optimizer.param_groups) and `state` (Optimizer.state). Runs no
- * Python code and allocates no Python object, so nothing changes meanwhile. Skips containers of a
- * kind that no optimizer of torch has. 0, or -1 with MemoryError set; call sfr_py_walk_fini in
- * either case. */
+ * Python code and allocates no Python object. Call sfr_py_walk_fini also after a failure. */
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk);
 void sfr_py_walk_fini(struct sfr_py_walk *walk);
-/* Returns a cheap fingerprint of `groups` and `state`: it changes when a group, a parameter or a
+/* Returns a cheap fingerprint of `groups` and `state`. It changes when a group, a parameter or a
  * parameter's state is added or removed. */
 uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
-/* An optimizer's storages on a device are always captured if they have this many bytes or fewer. */
+/* Storages up to this size are always captured: those of an optimizer on the host and on a device,
+ * and those of a memory owner (defer.c). */
+#define SFR_PY_HOST_MIN_NBYTES 4096
 #define SFR_PY_DEVICE_MIN_NBYTES 65536
-/* The same for the storages of a memory owner (defer.c), on the host or a device. */
 #define SFR_PY_MEMORY_OWNER_MIN_NBYTES 65536
 #define SFR_PY_LINE 64     /* bytes of a cache line */
 #define SFR_PY_NR_CYCLES 2 /* cycles without a change until a storage may be deferred */
@@ -122,16 +113,16 @@ uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state);
 
 enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 
-/* One storage that is watched. */
+/* A watched storage. */
 struct sfr_py_watch {
-	/* int: the StorageImpl's address, for which this watch has one of torch's weak references;
+	/* int: the StorageImpl's address. The watch has one of torch's weak references for it.
 	 * NULL: the watch has moved to another table */
 	PyObject *ident;
 	uint64_t cdata; /* the same address as a number */
 	uint64_t addr, nbytes;
-	uint32_t device; /* 0: host memory; n: CUDA device n - 1, which the host cannot read */
-	uintptr_t storage_object; /* address of Python's storage object; only to prefetch */
-	uint32_t first_tensor;    /* index of a tensor over it; tensor.next links the others */
+	uint32_t device;          /* 0: host memory; n: CUDA device n - 1 */
+	uintptr_t storage_object; /* address of the storage's Python object; only to prefetch */
+	uint32_t first_tensor;    /* index of a tensor over the storage; its `next` is another */
 	uint32_t nr_tensors;
 	uint32_t epoch;    /* number of the last walk that found the storage */
 	uint32_t nr_owned; /* tensors over the storage that this walk found */
@@ -139,13 +130,13 @@ struct sfr_py_watch {
 	uint8_t nr_cycles; /* comparisons so far, all without a change */
 };
 
-/* One tensor over a storage. */
+/* A tensor over a watched storage. */
 struct sfr_py_tensor {
 	PyObject *ref;          /* weak reference to the tensor */
 	uintptr_t tensor, impl; /* addresses of the tensor and its TensorImpl; only to prefetch */
-	uint64_t version;       /* its version counter at the last recording */
-	uint32_t watch;         /* index of its storage in `watches` */
-	uint32_t next;          /* index of the next tensor over that storage, or SFR_PY_NONE */
+	uint64_t version;       /* the version counter at the last recording */
+	uint32_t watch;         /* index of the storage in `watches` */
+	uint32_t next;          /* index of the next tensor over the storage, or SFR_PY_NONE */
 	uint32_t epoch;         /* number of the last walk that found the tensor */
 };
 
@@ -153,8 +144,8 @@ struct sfr_py_table {
 	struct sfr_py_watch *watches;
 	struct sfr_py_tensor *tensors;
 	uint32_t nr_watches, nr_tensors;
-	/* StorageImpl's address -> index in watches; tensor's address -> index in tensors */
-	struct sfr_py_map by_storage, by_tensor;
+	struct sfr_py_map by_storage; /* StorageImpl's address -> index in `watches` */
+	struct sfr_py_map by_tensor;  /* tensor's address -> index in `tensors` */
 };
 
 /* The probes of one device; probes.c has the states. */
@@ -167,7 +158,7 @@ enum sfr_py_probe_state {
 	SFR_PY_BLIND,     /* the device cannot be probed */
 };
 struct sfr_py_probe {
-	uint32_t device; /* as in a watch */
+	uint32_t device; /* as in struct sfr_py_watch */
 	enum sfr_py_probe_state state;
 	struct sfr_probe *core;         /* NULL if BLIND from the start */
 	uint32_t *probed;               /* indices of the storages that this cycle probes */
@@ -175,14 +166,14 @@ struct sfr_py_probe {
 	uint32_t nr_probed;             /* items of `probed` and `ranges` in use */
 	uint32_t room;                  /* items that fit into each */
 };
-#define SFR_PY_MAX_PROBES 16 /* devices; storages on further ones stay undecided */
+#define SFR_PY_MAX_PROBES 16 /* storages on further devices stay undecided */
 
 struct sfr_py_observer {
 	PyObject_HEAD
 	PyObject *owned;  /* dict shared by all observers: storage -> serial of the first owner */
 	PyObject *serial; /* int: this observer's number in `owned` */
 	struct sfr_py_table table;
-	/* for each watch, the bytes of its three cache lines at the last recording */
+	/* by index of a watch: its cache lines at the last recording */
 	unsigned char (*lines)[SFR_PY_NR_LINES][SFR_PY_LINE];
 	uint32_t *recorded; /* indices of watches that are recorded and not yet compared */
 	uint32_t nr_recorded;
@@ -191,55 +182,54 @@ struct sfr_py_observer {
 	uint32_t epoch;            /* number of the last walk for a save */
 	size_t nr_passed_over;     /* tensors of the last enrolment that can never be deferred */
 	uint64_t fingerprint;      /* sfr_py_walk_fingerprint at the last enrolment */
-	uint64_t credit_ns;        /* CPU time that may be spent on observing now */
-	uint64_t device_credit_ns; /* device time that may be spent on probes now */
+	uint64_t credit_ns;        /* CPU time that observing may take now */
+	uint64_t device_credit_ns; /* device time that probes may take now */
 	struct sfr_py_probe probes[SFR_PY_MAX_PROBES];
 	uint32_t nr_probes;
 	uint64_t stepped_ns; /* when the last step ended; at first, when this object was made */
-	int busy;            /* between enter() and leave(): other calls do nothing */
+	int busy;            /* other calls do nothing meanwhile */
 	int wanted;          /* an enrolment is needed: what the optimizer owns has changed */
-	int forget;          /* forget() was called: the table is dropped at the next enrolment */
+	int forget;          /* forget() was called: the next enrolment drops the table */
 	int gc_was_on;       /* whether the garbage collector was on before enter() */
 };
 
-/* Sets a storage's verdict, and corrects nr_undecided if the storage was undecided before. */
+/* Sets a storage's verdict. */
 void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
 			    enum sfr_py_verdict verdict);
 
-/* table.c: returns the entry of this tensor, or NULL. */
+/* ---- table.c ---- */
+/* Returns the entry of this tensor, or NULL. */
 struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *table, PyObject *tensor);
 /* Stops watching everything. Keeps an exception that is set. */
 void sfr_py_observer_drop(struct sfr_py_observer *self);
-/* Finds what the optimizer owns now, and makes a new table of it. For each storage that another
- * observer watches too, appends (serial of that observer, storage) to the list `clashes`. 0, or -1
- * with an exception set and nothing watched. */
+/* Makes a new table of what the optimizer owns now. For each storage that another observer watches
+ * too, appends (serial of that observer, storage) to the list `clashes`. After a failure nothing is
+ * watched. */
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  PyObject *clashes);
 
-/* probes.c. sfr_py_probes_harvest and sfr_py_probes_take call the driver without the interpreter
- * lock. Their callers set `busy` meanwhile, so that other calls do nothing.
- *
- * Adds the watch with index `number`, a storage on a device, to that device's next probe, if the
+/* ---- probes.c ---- */
+/* Adds the watch with index `number`, a storage on a device, to the device's next probe, if the
  * budget allows. */
 void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number);
-/* After the storages of a step have been added: makes the first probes of their devices due. */
+/* Called when the storages of a step have been added: makes the first probes due. */
 void sfr_py_probes_end_step(struct sfr_py_observer *self);
-/* At the next step's gate: makes the second probes due. They leave out the storages for which
- * `check_unchanged`, a function of observe.c that compares addresses and versions, returns 0. */
+/* Called at the next step's gate: makes the second probes due. They leave out the storages for
+ * which `check_unchanged` returns 0. */
 void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
 			      int (*check_unchanged)(struct sfr_py_observer *self,
 						     uint32_t number));
-/* Gives verdicts on the storages of completed probes. */
+/* Gives verdicts on the storages of completed probes. Releases the interpreter lock, so the caller
+ * sets `busy`. */
 void sfr_py_probes_harvest(struct sfr_py_observer *self);
 /* Returns 1 if no device waits for a probe or for a verdict, else 0. */
 int sfr_py_probes_are_idle(const struct sfr_py_observer *self);
 /* Drops the probes under way without a verdict. Called when the indices of storages change. */
 void sfr_py_probes_reset(struct sfr_py_observer *self);
-/* Returns a new tuple of torch's numbers of the devices that wait for a probe; NULL with an
- * exception set. */
+/* Returns a tuple of torch's numbers of the devices that wait for a probe. */
 PyObject *sfr_py_probes_due(struct sfr_py_observer *self);
 /* Takes the probes that are due on the devices in `streams`, a tuple of (device, handle of its
- * current stream). 0, or -1 with an exception set. */
+ * current stream). Releases the interpreter lock, so the caller sets `busy`. */
 int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_probes_fini(struct sfr_py_observer *self);
 
@@ -249,26 +239,25 @@ struct sfr_py_marks {
 	struct sfr_py_numbers *numbers; /* StorageImpl's address -> number of the storage */
 	PyObject *rows;                 /* bytearray of struct sfr_source, by number */
 	PyObject *indices;              /* list of the deferred storages' numbers */
-	/* lists of equal length: the tensors over the deferred storages, the number of each
-	 * tensor's storage, and each tensor's version counter */
+	/* three lists with an item for each tensor over a deferred storage */
 	PyObject *tensors, *storage_numbers, *versions;
 };
 
-/* defer.c. Both mark the storages of a save that may be deferred: sfr_py_observer_defer, called
- * between enter() and leave(), the optimizer's storages; sfr_py_defer_memory_owner the storages of
- * a memory owner's tensors. 0, or -1 with an exception set. */
+/* ---- defer.c ---- */
+/* Marks the optimizer's storages that may be deferred. Called between enter() and leave(). */
 int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  const struct sfr_py_marks *marks);
+/* Marks the storages of a memory owner's tensors that may be deferred. */
 int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *marks);
 
-/* observe.c; the caller is between enter() and leave(). sfr_py_observer_record runs after a step
- * and records undecided storages within the budget; sfr_py_observer_record_all runs after an
- * enrolment and records every undecided storage. */
+/* ---- observe.c; called between enter() and leave() ---- */
+/* Called after a step: records undecided storages within the budget. */
 void sfr_py_observer_record(struct sfr_py_observer *self);
+/* Called after an enrolment: records every undecided storage. */
 void sfr_py_observer_record_all(struct sfr_py_observer *self);
-/* At the next step's gate: compares each recorded storage once, within the budget. */
+/* Called at the next step's gate: compares the recorded storages within the budget. */
 void sfr_py_observer_compare(struct sfr_py_observer *self);
-/* Returns a clock's time in nanoseconds. */
+
 uint64_t sfr_py_clock_ns(clockid_t id);
 
 #endif

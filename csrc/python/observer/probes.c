@@ -4,50 +4,44 @@
  *     ^                                                                            | take()
  *     +------------- done: verdicts ------------------------------ IN_FLIGHT <-----+
  *
- * The host reads the versions at the step's end and compares them at the gate. The core compares
- * the bytes with probes: it copies three lines of each storage at both moments. The caller's stream
- * waits for the copies, the host does not. So the verdict comes when both copies have completed,
- * one step later, or several steps later if the host runs far ahead of the device. Until then no
- * other probe of that device starts.
+ * The host reads the versions at the step's end and compares them at the gate. At both moments a
+ * probe copies three lines of each storage. The caller's stream waits for the copies, the host does
+ * not. The verdicts come when both probes have completed. Until then no other probe of that device
+ * starts.
  *
- * Two whole cycles, each from a step's end to the next gate, are probed: with one cycle, a buffer
- * that is written every other step would pass. A cycle's copies have to complete before the next
- * cycle begins. So a storage has its verdict after step 4 if the host waits for the device at every
- * step. Each step that the host runs ahead of the device delays the verdict by two steps.
+ * Two cycles are probed: with one cycle, a buffer that is written every other step would pass. If
+ * the host waits for the device at every step, a storage has its verdict after step 4. Each step
+ * that the host runs ahead of the device delays the verdict by two steps.
  *
  * If a probe fails or is impossible (a graph capture, a probe by another thread), its storages stay
  * undecided, so saves capture them.
  *
- * The budget is time of the device: a probe of a storage is one small copy, for which the
- * training's stream waits. An enrolment adds an allowance once, because deferring gains many times
- * as much at the first save. */
+ * The budget is device time, because the training's stream waits for the copies. */
 #include "observer/observer.h"
 #include "sfr/probe.h"
 
 #define PROBE_NS 2000u /* device time for one storage in one probe */
 #define NR_PROBES 2u   /* probes in a cycle */
 
-/* Returns the probe of a device (as in a watch), which is made at the first call; NULL if there are
- * too many devices. */
+/* Returns the probe of a device, which is made at the first call; NULL if there are too many
+ * devices. */
 static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t device)
 {
-	struct sfr_py_probe *probe = self->probes;
+	struct sfr_py_probe *probe;
 
-	while (probe < self->probes + self->nr_probes && probe->device != device)
-		probe++;
-	if (probe < self->probes + self->nr_probes)
-		return probe;
+	for (uint32_t k = 0; k < self->nr_probes; k++)
+		if (self->probes[k].device == device)
+			return &self->probes[k];
 	if (self->nr_probes == SFR_PY_MAX_PROBES)
 		return NULL;
-	self->nr_probes++;
+	probe = &self->probes[self->nr_probes++];
 	*probe = (struct sfr_py_probe){ .device = device };
 	if (sfr_probe_new(device - 1, &probe->core) < 0)
 		probe->state = SFR_PY_BLIND;
 	return probe;
 }
 
-/* Makes the arrays of a probe long enough for all storages. 0, or -1 if there is no memory, without
- * an exception set. */
+/* Makes the arrays of a probe long enough for all storages. Sets no exception if it fails. */
 static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	uint32_t room = self->table.nr_watches;
@@ -110,8 +104,7 @@ static void go_idle(struct sfr_py_probe *probe)
 	probe->nr_probed = 0;
 }
 
-/* Compares the copies of a completed cycle. Gives the verdict CAPTURED on storages that have
- * changed, and DEFERRABLE on those that were the same in enough cycles. */
+/* Compares the copies of a completed cycle, and gives verdicts. */
 static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	for (uint32_t i = 0; i < probe->nr_probed; i++) {
@@ -181,9 +174,8 @@ PyObject *sfr_py_probes_due(struct sfr_py_observer *self)
 	return tuple;
 }
 
-/* Takes the first or the second probe of a cycle, whichever is due, on a stream of its device. If
- * that is impossible now, the cycle is dropped and another one may start. Releases the interpreter
- * lock, because it calls the driver. */
+/* Takes the probe that is due, the first or second of a cycle, on a stream of its device. If that
+ * is impossible now, the cycle is dropped. Releases the interpreter lock. */
 static void take_probe(struct sfr_py_probe *probe, uint64_t stream)
 {
 	int again = probe->state == SFR_PY_DUE_AGAIN, rc;

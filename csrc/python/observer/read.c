@@ -1,16 +1,11 @@
-/* Reads torch's tensors. If a tensor only wraps another one, the inner tensor is read.
+/* Reads torch's tensors through the getter functions that torch's types publish in their slots.
  *
- * An observation reads a handful of attributes of each tensor, after every step. So attributes are
- * read through the getter functions that torch's types publish in their slots, bypassing the
- * interpreter.
+ * A DTensor only wraps a local tensor, which has the memory. Optimizers refer to the DTensor, so
+ * the table does too. Address and bytes are those of the local tensor.
  *
- * A DTensor has no memory of its own: its bytes are those of its local tensor, which is in a slot
- * of the object. Optimizers refer to the DTensor. So the walk finds the DTensor, the table has a
- * reference to it, and its gradient is read. Its address and bytes are those of its local tensor.
- *
- * Each of the two tensors has a version counter that misses some writes. The DTensor's operators
- * write to the local tensor below the layer that counts versions, and code that writes to the local
- * tensor directly does not change the DTensor's count. So both counts are compared. */
+ * Each of the two tensors has a version counter, and each counter misses some writes: the DTensor's
+ * counter those to the local tensor, the local tensor's counter those by the DTensor's operators.
+ * So both counters are compared. */
 #include "observer/observer.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -21,9 +16,9 @@ struct sfr_py_torch sfr_py_torch;
 
 /* ---- reading ------------------------------------------------------------ */
 
-/* Prepares reading the attribute `name` (or calling the method) of objects of `type`. Takes the C
+/* Prepares reading the attribute or calling the method `name` of objects of `type`. Takes the C
  * function that the class `base` publishes. If there is none, or `type` overrides it, each read
- * looks the name up. 0, or -1 with an exception set. */
+ * looks the name up. */
 static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
 		       const char *name, int is_method)
 {
@@ -47,16 +42,15 @@ static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *b
 	return access->name ? 0 : -1;
 }
 
-/* A getter that gives -1, which means that the device is not CUDA's. torch built for AMD calls its
- * devices "cuda" too, but they have another driver. */
+/* A getter that always returns -1: the tensor is not on a CUDA device. */
 static PyObject *no_device(PyObject *tensor, void *closure)
 {
 	(void)tensor, (void)closure;
 	return PyLong_FromLong(-1);
 }
 
-/* Prepares reading the number of a tensor's CUDA device; in a build of torch without CUDA it is
- * always -1. 0, or -1 with an exception set. */
+/* Prepares reading the number of a tensor's CUDA device. In a build of torch without CUDA the
+ * number is always -1. torch for AMD has no CUDA either, although it calls its devices "cuda". */
 static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *tensor,
 		       PyObject *base)
 {
@@ -83,8 +77,7 @@ int sfr_py_torch_init(void)
 
 	if (t->ready)
 		return 0;
-	/* Each look-up is made only if the previous one succeeded, so checking the last is
-	 * enough. */
+	/* If a look-up fails, all that follow give NULL. */
 	torch = PyImport_ImportModule("torch");
 	nn = torch ? PyImport_ImportModule("torch.nn") : NULL;
 	binding = nn ? PyImport_ImportModule("torch._C") : NULL;
@@ -134,7 +127,7 @@ out:
 	return ret;
 }
 
-/* A getter for tests, whose closure is a Python function: returns what it returns for `object`. */
+/* A getter for tests: calls the Python function with the object. */
 static PyObject *ask_function(PyObject *object, void *function)
 {
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
@@ -144,9 +137,9 @@ int sfr_py_torch_present(PyObject *name, PyObject *function)
 {
 	static struct {
 		const char *name;
-		struct sfr_py_access *access; /* how the attribute is read now */
-		struct sfr_py_access was;     /* how it is read from torch itself */
-		PyObject *function;           /* the test's; NULL: torch is read */
+		struct sfr_py_access *access;  /* how the attribute is read now */
+		struct sfr_py_access original; /* how it is read from torch; set with `function` */
+		PyObject *function;            /* the test's function, or NULL */
 	} presented[] = {
 		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
 		{ .name = "is_shared", .access = &sfr_py_torch.is_shared },
@@ -158,8 +151,8 @@ int sfr_py_torch_present(PyObject *name, PyObject *function)
 		if (PyUnicode_CompareWithASCIIString(name, presented[i].name) != 0)
 			continue;
 		if (!presented[i].function)
-			presented[i].was = *presented[i].access;
-		*presented[i].access = presented[i].was;
+			presented[i].original = *presented[i].access;
+		*presented[i].access = presented[i].original;
 		Py_CLEAR(presented[i].function);
 		if (function != Py_None) {
 			presented[i].function = Py_NewRef(function);
@@ -174,19 +167,18 @@ int sfr_py_torch_present(PyObject *name, PyObject *function)
 
 PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object)
 {
-	PyObject *value, *bound;
+	PyObject *attribute, *result;
 
 	if (access->get)
 		return access->get(object, access->closure);
 	if (access->call)
 		return access->call(object, NULL);
-	value = PyObject_GetAttr(object, access->name);
-	if (!value || !access->is_method)
-		return value;
-	bound = value;
-	value = PyObject_CallNoArgs(bound);
-	Py_DECREF(bound);
-	return value;
+	attribute = PyObject_GetAttr(object, access->name);
+	if (!attribute || !access->is_method)
+		return attribute;
+	result = PyObject_CallNoArgs(attribute);
+	Py_DECREF(attribute);
+	return result;
 }
 
 int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out)
@@ -247,7 +239,7 @@ PyObject *sfr_py_memory_of(PyObject *tensor)
 		return Py_NewRef(tensor);
 	if (!sfr_py_torch.wrapper || Py_TYPE(tensor) != sfr_py_torch.wrapper)
 		return NULL;
-	/* Reads the slot itself, bypassing __getattribute__ and __torch_function__. */
+	/* bypasses __getattribute__ and __torch_function__ */
 	local = PyObject_GenericGetAttr(tensor, sfr_py_torch.str_local);
 	if (local && !is_plain_tensor(local))
 		Py_CLEAR(local);
@@ -297,15 +289,17 @@ int sfr_py_version_of(PyObject *tensor, uint64_t *out)
 {
 	PyObject *memory = sfr_py_memory_of(tensor);
 	uint64_t own, inner = 0;
-	int ret = -1;
+	int ret;
 
-	if (!memory)
+	if (!memory) {
 		PyErr_SetString(PyExc_TypeError, "a tensor without memory of its own");
-	else if (!sfr_py_read_u64(&sfr_py_torch.version, tensor, &own) &&
-		 (memory == tensor || !sfr_py_read_u64(&sfr_py_torch.version, memory, &inner)))
-		ret = 0;
+		return -1;
+	}
+	ret = sfr_py_read_u64(&sfr_py_torch.version, tensor, &own);
+	if (!ret && memory != tensor)
+		ret = sfr_py_read_u64(&sfr_py_torch.version, memory, &inner);
 	if (!ret)
-		*out = own + inner; /* a change of either shows, because neither ever decreases */
-	Py_XDECREF(memory);
+		*out = own + inner; /* neither decreases, so the sum shows a change of either */
+	Py_DECREF(memory);
 	return ret;
 }

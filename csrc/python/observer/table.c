@@ -1,50 +1,43 @@
 /* The storages and tensors that an observer watches, and their update at an enrolment.
  *
- * An enrolment builds a new table from a walk over the optimizer, and moves into it the watches of
- * storages that the optimizer still has. The others are freed with the old table, so storages and
- * tensors that the optimizer dropped need no book-keeping of their own. */
+ * An enrolment makes a new table from a walk over the optimizer. It moves the watches of storages
+ * that the optimizer still has, and frees the others with the old table. */
 #include "observer/observer.h"
 
 #include <string.h>
 
-#define MIN_NBYTES 4096 /* host storages up to this size are always captured */
-
-/* Makes an empty table with room for `nr` tensors and as many storages. 0, or -1 with an exception
- * set; call table_fini in either case. */
+/* Makes an empty table with room for `nr` tensors and as many storages. Call table_fini also after
+ * a failure. */
 static int table_init(struct sfr_py_table *t, size_t nr)
 {
 	memset(t, 0, sizeof(*t));
 	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches));
 	t->tensors = PyMem_Calloc(nr + 1, sizeof(*t->tensors));
-	if (!t->watches || !t->tensors) {
-		PyErr_NoMemory();
-		return -1;
-	}
+	if (!t->watches || !t->tensors)
+		return sfr_py_no_memory();
 	if (sfr_py_map_reserve(&t->by_storage, nr) || sfr_py_map_reserve(&t->by_tensor, nr))
 		return -1;
 	return 0;
 }
 
-/* Stops watching a storage: drops torch's weak reference to it. Also removes this observer's entry
- * for it in `owned`, unless the current table still watches the storage. A watch without an ident
- * was moved to another table, so nothing is done for it. */
+/* Stops watching a storage: drops torch's weak reference, and this observer's entry in `owned`
+ * unless the current table watches the storage. */
 static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 {
 	PyObject *holder, *answer;
 
-	if (!watch->ident)
+	if (!watch->ident) /* the watch has moved to another table */
 		return;
 	holder = PyDict_GetItemWithError(self->owned, watch->ident);
 	if (holder == self->serial && !sfr_py_map_find(&self->table.by_storage, watch->cdata))
-		(void)PyDict_DelItem(self->owned, watch->ident); /* can only fail when absent */
+		(void)PyDict_DelItem(self->owned, watch->ident); /* cannot fail */
 	answer = PyObject_CallFunctionObjArgs(sfr_py_torch.free_weak, watch->ident, NULL);
 	Py_XDECREF(answer);
 	PyErr_Clear();
 	Py_CLEAR(watch->ident);
 }
 
-/* Frees a table that is no longer the current one. Accepts a half-built table, and keeps the
- * exception that is set. */
+/* Frees a table that is not the current one. Keeps an exception that is set. */
 static void table_fini(struct sfr_py_observer *self, struct sfr_py_table *t)
 {
 	PyObject *type, *value, *trace;
@@ -73,18 +66,17 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 	table_fini(self, &old);
 }
 
-/* Returns the entry of this tensor, or NULL. The address alone does not identify a tensor, because
- * a new one may be at the address of one that was freed. */
 struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *t, PyObject *tensor)
 {
 	const uint64_t *index = sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor);
 
+	/* A new tensor may have the address of a freed one. */
 	if (!index || sfr_py_referent(t->tensors[*index].ref) != tensor)
 		return NULL;
 	return &t->tensors[*index];
 }
 
-/* Adds a tensor over the storage with index `watch`. 0, or -1 with an exception set. */
+/* Adds a tensor over the storage with index `watch`. */
 static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 {
 	struct sfr_py_tensor *entry = &t->tensors[t->nr_tensors];
@@ -107,7 +99,7 @@ static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 }
 
 /* Sets watch->device. Returns nonzero, perhaps with an exception set, if the storage can never be
- * deferred: it is small, shared with other processes, or on a device that is not CUDA's. */
+ * deferred: it is small, shared between processes, or on a device that is not CUDA's. */
 static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -124,16 +116,16 @@ static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *st
 	if (on_host < 0)
 		return -1;
 	if (on_host) /* torch reports every CUDA storage as shared */
-		return watch->nbytes <= MIN_NBYTES ||
+		return watch->nbytes <= SFR_PY_HOST_MIN_NBYTES ||
 		       sfr_py_read_flag(&torch->is_shared, storage) != 0;
 	watch->device = (uint32_t)(number + 1);
 	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
 }
 
-/* Starts to watch a storage that is not in the table. Returns 1 if it was added, as the table's
- * last watch; 0 if it can never be deferred; -1 with an exception set. If another observer watches
- * the storage too, both must capture it, because a step of either may write to it. Then (that
- * observer's serial, storage) is appended to `clashes`. */
+/* Adds a storage that is not in the table, as its last watch. Returns 1; 0 if the storage can never
+ * be deferred; -1 with an exception set. If another observer watches the storage too, both must
+ * capture it, because a step of either may write to it. Then (serial of that observer, storage) is
+ * appended to `clashes`. */
 static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
@@ -165,7 +157,7 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 		return 1;
 	}
 	if (holder == self->serial)
-		return 1; /* the table that this one replaces still has it */
+		return 1; /* the old table watches the storage */
 	watch->verdict = SFR_PY_CAPTURED;
 	pair = PyTuple_Pack(2, holder, watch->ident);
 	ret = pair ? PyList_Append(clashes, pair) : -1;
@@ -173,8 +165,8 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	return ret ? -1 : 1;
 }
 
-/* Moves the watch of a storage from the old table to `t`, as its last one, with what was observed
- * so far. Its tensors are added again by the caller. Returns 1, or -1 with an exception set. */
+/* Moves a watch from the old table to `t`, as the last one, but without its tensors. Returns 1, or
+ * -1 with an exception set. */
 static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 {
 	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
@@ -190,8 +182,8 @@ static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 	return 1;
 }
 
-/* Returns 1 if a storage still has the memory that was observed, else 0: resize_ and share_memory_
- * give it other memory. Leaves no exception set. */
+/* Returns 1 if a storage still has the memory that was observed, else 0. (resize_ and share_memory_
+ * replace the memory.) Leaves no exception set. */
 static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 {
 	uint64_t addr, nbytes;
@@ -203,33 +195,37 @@ static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 	return yes;
 }
 
-/* Adds a tensor to the new table `t`, and its storage if `t` does not have the storage yet. A
- * tensor that can never be deferred is only counted (nr_passed_over). `stateless`: Optimizer.state
- * is empty. 0, or -1 with an exception set. */
+/* Returns 1 if the tensor has a gradient now, else 0. Leaves no exception set. */
+static int has_gradient(PyObject *tensor)
+{
+	PyObject *grad = sfr_py_read(&sfr_py_torch.grad, tensor);
+	int yes = grad && grad != Py_None;
+
+	PyErr_Clear();
+	Py_XDECREF(grad);
+	return yes;
+}
+
+/* Adds a tensor, and its storage if needed, to the new table `t`. A tensor that can never be
+ * deferred is only counted in nr_passed_over. `stateless`: Optimizer.state is empty. */
 static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     int stateless, PyObject *clashes)
 {
-	const struct sfr_py_torch *torch = &sfr_py_torch;
 	struct sfr_py_tensor *known = sfr_py_find_tensor(&self->table, tensor);
 	struct sfr_py_watch *old = NULL;
-	PyObject *storage, *grad;
+	PyObject *storage;
 	const uint64_t *index;
 	uint64_t cdata;
 	uint32_t watch;
 	int ret = 0;
 
 	if (sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor))
-		return 0; /* it is part of two parameters' state, and is in the table already */
-	if (stateless && !known) {
-		/* Without state, a gradient at a step shows that a parameter is trained. */
-		grad = sfr_py_read(&torch->grad, tensor);
-		PyErr_Clear();
-		Py_XDECREF(grad);
-		if (!grad || grad == Py_None)
-			return 0;
-	}
+		return 0; /* the tensor is in two parameters' state */
+	/* Without state, only a gradient at a step shows that a parameter is trained. */
+	if (stateless && !known && !has_gradient(tensor))
+		return 0;
 	storage = sfr_py_storage_of(tensor);
-	if (!storage || sfr_py_read_u64(&torch->cdata, storage, &cdata)) {
+	if (!storage || sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata)) {
 		PyErr_Clear(); /* sparse tensors, for example, have no storage */
 		self->nr_passed_over++;
 		goto out;
@@ -241,13 +237,13 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	index = sfr_py_map_find(&t->by_storage, cdata);
 	if (index) {
 		watch = (uint32_t)*index;
-		/* It was observed without this tensor, so its observation starts again. */
+		/* The storage was observed without this tensor, so observation starts again. */
 		if (!known && t->watches[watch].verdict == SFR_PY_DEFERRABLE)
 			t->watches[watch].verdict = SFR_PY_UNDECIDED;
 		if (!known)
 			t->watches[watch].nr_cycles = 0;
 	} else {
-		/* watch_move clears the ident of the old watch, so none is moved twice. */
+		/* without an ident, the old watch has been moved already */
 		if (old && old->ident && has_same_memory(old, storage))
 			ret = watch_move(t, old);
 		else
@@ -264,8 +260,7 @@ out:
 	return ret;
 }
 
-/* Captures the storage of a tensor that is in a group but not trained, because any code may write
- * to it at any time. */
+/* Captures the storage of a tensor that is in a group but not trained: any code may write to it. */
 static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 {
 	uint64_t identity = sfr_py_identity_of(tensor);
@@ -275,8 +270,7 @@ static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 		t->watches[*index].verdict = SFR_PY_CAPTURED;
 }
 
-/* Allocates memory for the recordings of all storages, and counts the undecided ones. 0, or -1 with
- * an exception set. */
+/* Allocates memory for the recordings of all storages, and counts the undecided ones. */
 static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_table *t)
 {
 	uint32_t i;
@@ -294,8 +288,7 @@ static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_t
 	self->recorded = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->recorded));
 	if (self->lines && self->recorded)
 		return 0;
-	PyErr_NoMemory();
-	return -1;
+	return sfr_py_no_memory();
 }
 
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
@@ -321,8 +314,7 @@ int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObje
 		enrol_other(&fresh, walk.others.items[i]);
 	ret = prepare_recording(self, &fresh);
 out:
-	/* The new table is installed first, because freeing the old one keeps those entries in
-	 * `owned` whose storages the current table watches. */
+	/* in this order, because watch_fini looks at the current table */
 	old = self->table;
 	self->table = fresh;
 	table_fini(self, &old);

@@ -1,28 +1,23 @@
 /* Walks param_groups and state to find what an optimizer owns.
  *
- * An optimizer of 400 parameters has 1,600 tensors, and the walk over them happens inside saves and
- * steps. So it avoids the interpreter and reads containers through the C API.
- *
- * The walk takes strong references to everything it finds before it reads anything that could
- * allocate, because an allocation may start a garbage collection, which may run any Python code. */
+ * The walk happens inside saves and steps, over thousands of tensors. So it avoids the interpreter
+ * and reads containers through the C API. It takes a strong reference to everything it finds before
+ * anything can run Python code. */
 #include "observer/observer.h"
 
 #include <string.h>
 
-/* No optimizer of torch builds deeper state; the limit also ends cycles. */
+/* No optimizer of torch has deeper state. The limit also ends cycles. */
 #define WALK_DEPTH 8
 
-/* Appends a new strong reference to an object. Returns 0, or -1 with MemoryError set. */
 static int refs_push(struct sfr_py_refs *refs, PyObject *object)
 {
 	if (refs->nr == refs->cap) {
 		size_t cap = refs->cap ? refs->cap * 2 : 64;
 		PyObject **items = PyMem_Realloc(refs->items, cap * sizeof(*items));
 
-		if (!items) {
-			PyErr_NoMemory();
-			return -1;
-		}
+		if (!items)
+			return sfr_py_no_memory();
 		refs->items = items;
 		refs->cap = cap;
 	}
@@ -40,8 +35,8 @@ static void refs_fini(struct sfr_py_refs *refs)
 	memset(refs, 0, sizeof(*refs));
 }
 
-/* Returns a borrowed reference to the list of group `i`'s parameters. Returns NULL, perhaps with an
- * exception set, if the group is not built as torch builds it. */
+/* Returns the list of group `i`'s parameters, borrowed. Returns NULL, perhaps with an exception
+ * set, if the group is not built as torch builds it. */
 static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 {
 	PyObject *group = PyList_GetItem(groups, i), *params;
@@ -54,9 +49,8 @@ static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth);
 
-/* Walks the attributes of a tensor whose type is a subclass of Tensor. Such a tensor may wrap other
- * tensors, which are its attributes, as a quantized optimizer state does. Returns 0 or -1, as
- * walk_state does. */
+/* Walks the attributes of a subclass of Tensor. Such a tensor may wrap other tensors, as a
+ * quantized optimizer state does. */
 static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 {
 	PyObject *attributes = PyObject_GenericGetDict(tensor, NULL);
@@ -71,9 +65,8 @@ static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 	return ret;
 }
 
-/* Appends every tensor in `value`, which is a parameter's state or an object in it, to `found` if
- * the tensor has memory (sfr_py_has_memory). `depth` is how many containers `value` is inside of.
- * Returns 0, or -1 with an exception set. */
+/* Appends every tensor with memory in `value`, a parameter's state or an object in it, to `found`.
+ * `depth` is the number of containers around `value`. Skips containers of other types. */
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 {
 	PyObject *key, *item;
@@ -104,8 +97,7 @@ static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 	return 0;
 }
 
-/* Appends every parameter of the groups to `params`, in order. Returns 0, or -1 with an exception
- * set. */
+/* Appends every parameter of the groups to `params`, in order. */
 static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 {
 	Py_ssize_t i, j;
@@ -125,7 +117,7 @@ static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 {
 	struct sfr_py_refs params = { 0 };
-	struct sfr_py_map trained = { 0 }; /* trained parameters; value: whether it has state */
+	struct sfr_py_map trained = { 0 }; /* trained parameter -> whether it has state */
 	PyObject *key, *value;
 	Py_ssize_t pos = 0;
 	size_t i;
@@ -158,14 +150,14 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 		if (refs_push(&walk->found, key) || walk_state(value, &walk->found, 0))
 			goto out;
 	}
-	/* A parameter without state is a candidate only if it is trained and no parameter has
-	 * state. */
+	/* A parameter without state is a candidate if it is trained and no parameter has state. */
 	for (i = 0; i < params.nr; i++) {
 		uint64_t *has_state = sfr_py_map_find(&trained, (uintptr_t)params.items[i]);
+		int is_trained = has_state != NULL;
 
-		if (has_state && *has_state)
-			continue;
-		if (refs_push(has_state && walk->stateless ? &walk->found : &walk->others,
+		if (is_trained && *has_state)
+			continue; /* in walk->found already */
+		if (refs_push(is_trained && walk->stateless ? &walk->found : &walk->others,
 			      params.items[i]))
 			goto out;
 	}
@@ -192,13 +184,11 @@ uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state)
 	for (i = 0; i < PyList_Size(groups); i++) {
 		PyObject *list = group_params(groups, i);
 
-		/* Weighted by the group's index, so that a parameter that moves between groups
-		 * changes the sum. */
+		/* The group's index is a weight, so a move between groups changes the sum. */
 		if (list)
 			params += (uint64_t)PyList_Size(list) * (uint64_t)(2 * i + 1);
 	}
 	PyErr_Clear();
-	/* The lowest bit is set because the result must differ from 0, an observer's first
-	 * value. */
+	/* The lowest bit is set, because 0 means that nothing was enrolled yet. */
 	return (params << 24) ^ ((uint64_t)PyDict_Size(state) << 1) ^ 1;
 }

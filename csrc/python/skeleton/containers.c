@@ -1,17 +1,15 @@
 /* A snapshot's containers: walks into them, and rebuilds them around the copies.
  *
- * Most containers of a checkpoint are plain dicts and lists, and most of their contents are
- * tensors, which copies.c finds and makes. Python code would take some microseconds for each
- * container and a tenth of a microsecond for each entry, and the training would wait for it. So
- * plain dicts, lists and (for walking) tuples are handled here, and everything else in Python.
+ * The training waits for this, so plain dicts, lists and (for walking) tuples are handled here, and
+ * everything else in Python. copies.c finds and makes the tensors.
  *
  * Python code that is called from here may change a container while a loop visits its entries. So
- * each loop visits a list that was copied from the container. */
+ * each loop visits a copied list of them. */
 #include "skeleton/skeleton.h"
 
 /* ---- walking -------------------------------------------------------------------- */
 
-/* Returns the values of a plain container as a new list; NULL without an exception for any other
+/* Returns the values of a plain container as a list; NULL without an exception for any other
  * object. */
 static PyObject *values_of(PyObject *node)
 {
@@ -20,8 +18,8 @@ static PyObject *values_of(PyObject *node)
 	return PyList_CheckExact(node) || PyTuple_CheckExact(node) ? PySequence_List(node) : NULL;
 }
 
-/* Marks a container as met: adds its id to the set `seen`. Returns 1 if the id was in the set
- * before, 0 if not, -1 with an exception set. */
+/* Adds a container's id to the set `seen`. Returns 1 if the id was in the set before, 0 if not, -1
+ * with an exception set. */
 static int mark_met(PyObject *seen, PyObject *node)
 {
 	PyObject *key = PyLong_FromVoidPtr(node);
@@ -33,12 +31,12 @@ static int mark_met(PyObject *seen, PyObject *node)
 	return rc;
 }
 
-/* Walks into the nodes: gives the plain tensors to the collector, walks into plain containers, and
- * appends all other nodes to the list `out`, except those that contain no tensor. `seen` is the set
- * of ids of the containers that were met. Returns 0, or -1 with an exception set. */
+/* Gives the plain tensors in `nodes` to the collector, walks into plain containers, and appends all
+ * other nodes to the list `out`, except those that contain no tensor. `seen` is the set of ids of
+ * the containers that were met. */
 static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
 
-/* Does the same as walk() for one node that is not a plain tensor. */
+/* Walks one node that is not a plain tensor. */
 static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
 	PyObject *inner = values_of(node);
@@ -58,7 +56,7 @@ static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *
 	PyObject *met;
 	int rc = 0;
 
-	if (Py_EnterRecursiveCall(" while a tree is walked") != 0) /* 1 in Python 3.11, -1 later */
+	if (Py_EnterRecursiveCall(" while a tree is walked") != 0)
 		return -1;
 	met = sfr_py_collector_collect(collector, nodes);
 	if (!met)
@@ -90,11 +88,11 @@ struct job {
 	PyObject *other; /* function: node -> its replacement, for nodes not rebuilt here */
 };
 
-/* Returns a new reference to the replacement of a node, or NULL with an exception set. */
+/* Returns a new reference to the replacement of a node. */
 static PyObject *rebuild_node(const struct job *job, PyObject *node);
 
-/* These two fill the new container `made` with the replacements of the entries of the old
- * container, `node`. They return 0, or -1 with an exception set. */
+/* fill_dict and fill_list fill the new container `made` with the replacements of the entries of the
+ * old container, `node`. */
 static int fill_dict(const struct job *job, PyObject *made, PyObject *node)
 {
 	PyObject *items = PyDict_Items(node);
@@ -128,9 +126,8 @@ static int fill_list(const struct job *job, PyObject *made, PyObject *node)
 	return rc;
 }
 
-/* Returns a new dict or list with the replacements of the entries of `node`, or NULL with an
- * exception set. It is in the memo (at `key`) before it is filled, because a container may contain
- * itself. */
+/* Returns a new dict or list with the replacements of the entries of `node`. It is stored in the
+ * memo, at `key`, before it is filled, because a container may contain itself. */
 static PyObject *rebuild_container(const struct job *job, PyObject *node, PyObject *key)
 {
 	bool is_dict = PyDict_CheckExact(node);
@@ -154,10 +151,8 @@ static PyObject *rebuild_node(const struct job *job, PyObject *node)
 	PyObject *key, *made;
 
 	if (node == Py_None || PyUnicode_CheckExact(node) || PyLong_CheckExact(node) ||
-	    PyFloat_CheckExact(node) || PyBool_Check(node)) {
-		Py_INCREF(node);
-		return node;
-	}
+	    PyFloat_CheckExact(node) || PyBool_Check(node))
+		return Py_NewRef(node);
 	key = PyLong_FromVoidPtr(node);
 	if (!key)
 		return NULL;
@@ -180,7 +175,6 @@ static PyObject *rebuild(PyObject *module, PyObject *args)
 	struct job job;
 	PyObject *node;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "OO!O:rebuilt", &node, &PyDict_Type, &job.memo, &job.other))
 		return NULL;
 	return rebuild_node(&job, node);

@@ -1,22 +1,17 @@
 /* Snapshots: finds plain tensors without a pickler, and rebuilds them over copies of their
  * storages.
  *
- * collect() gets the contents of a tree's containers, in order, and keeps the plain tensors
- * (torch_types.c) as persistent_id() does for a save. When the storages have been copied, copies()
- * makes a new tensor for each plain tensor through the bridge (torch/bridge.c). It has the same
- * dtype, sizes, strides and offset, over the copy of the same storage. Python makes the tensors and
- * storages that the bridge cannot make:
+ * collect() gets the contents of a tree's containers and keeps the plain tensors (torch_types.c).
+ * When the storages have been copied, copies() makes a new tensor for each of them through the
+ * bridge (torch/bridge.c). The new tensor has the same dtype, sizes, strides and offset. Python
+ * makes the tensors and storages that the bridge cannot make:
  *
- *   - all of them, if this torch has no function that makes tensors,
- *   - tensors that view a storage as another dtype than the first one over it,
+ *   - all of them with torch 2.10, which has no function that makes tensors,
+ *   - tensors that view a storage as another dtype than the first tensor over it,
  *   - storages that are empty or not a whole number of elements long.
  *
- * The new storages together have one reference to the object that owns the memory. It is dropped
- * when the last of them is freed, on whatever thread that is.
- *
- * In Python, finding and making took 5 to 6 us a tensor: more than copying it, and more than
- * `.to("cpu", copy=True)`. With torch 2.10, whose C shim has no function that makes tensors, Python
- * still makes all of them. */
+ * The new storages together have one reference to the object that owns the memory. Any thread may
+ * drop it, with the last storage. */
 #include <string.h>
 
 #include "skeleton/skeleton.h"
@@ -27,23 +22,21 @@ struct owner_keepalive {
 	PyObject *owner;
 };
 
-/* Drops the object, after the last storage is freed. Called on any thread, without the interpreter
- * lock. */
+/* Called on any thread, without the interpreter lock, when the last storage is freed. */
 static void drop_owner(struct sfr_keepalive *keepalive)
 {
 	struct owner_keepalive *self = (struct owner_keepalive *)keepalive;
 	PyGILState_STATE gil;
 
 	if (!Py_IsInitialized())
-		return; /* the process is ending, and everything with it */
+		return; /* the process is ending */
 	gil = PyGILState_Ensure();
 	Py_DECREF(self->owner);
 	PyMem_Free(self);
 	PyGILState_Release(gil);
 }
 
-/* Makes a keepalive with a reference to `owner`. Its count is 1, for the caller. Returns NULL with
- * an exception set. */
+/* Makes a keepalive with a reference to `owner`. The count is 1, for the caller. */
 static struct sfr_keepalive *keep_owner(PyObject *owner)
 {
 	struct owner_keepalive *self = PyMem_Malloc(sizeof(*self));
@@ -54,15 +47,13 @@ static struct sfr_keepalive *keep_owner(PyObject *owner)
 	}
 	self->keepalive.count = 1;
 	self->keepalive.last = drop_owner;
-	Py_INCREF(owner);
-	self->owner = owner;
+	self->owner = Py_NewRef(owner);
 	return &self->keepalive;
 }
 
 /* ---- collecting ---------------------------------------------------------------- */
 
-/* Returns whether the object is of a type whose objects contain no tensor. Apart from tensors and
- * containers, most objects of a tree are of these types. */
+/* Returns whether the object is of a frequent type whose objects contain no tensor. */
 static bool is_atom(PyObject *node)
 {
 	PyTypeObject *type = Py_TYPE(node);
@@ -80,7 +71,7 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 
 	if (others == NULL || fast == NULL)
 		goto fail;
-	/* The size is read again each time, because asking tensors may run Python code. */
+	/* The size may change, because asking tensors may run Python code. */
 	for (i = 0; i < PySequence_Size(fast); i++) {
 		PyObject *node = PySequence_GetItem(fast, i);
 		const uint64_t *known;
@@ -97,8 +88,10 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 			number = (size_t)*known;
 		else if (exact)
 			rc = sfr_py_enter_tensor(c, node, true, &number);
-		/* the collector keeps a plain tensor, and an atom contains none */
-		is_done = exact ? rc == 0 && c->found[number].plain : is_atom(node);
+		if (exact)
+			is_done = rc == 0 && c->found[number].plain; /* the collector has it */
+		else
+			is_done = is_atom(node);
 		if (rc == 0 && !is_done)
 			rc = PyList_Append(others, node);
 		Py_DECREF(node); /* the sequence holds a reference */
@@ -120,15 +113,16 @@ struct job {
 	struct sfr_py_collector *c;
 	char *base; /* memory of the copies, `len` bytes */
 	Py_ssize_t len;
-	PyObject *offsets;   /* list, by number of the storage: offset of its copy in the memory */
-	int64_t *rows, *end; /* rows for the bridge (torch/bridge.h); where the next row goes */
+	PyObject *offsets;       /* list, by number of the storage: offset of its copy */
+	int64_t *rows;           /* rows for the bridge (torch/bridge.h) */
+	int64_t *end;            /* the end of these rows */
+	size_t nr_rows;          /* their number */
 	uint32_t *tensor_of_row; /* by number of the row: index of the found tensor */
-	size_t nr_rows;          /* the number of rows so far */
 	/* by number of the storage: 1 + the number of the first row over it; 0: none yet */
 	uint32_t *first_row;
 };
 
-/* Allocates the arrays of a job. 0, or -1 with MemoryError set; call job_fini in either case. */
+/* Allocates the arrays of a job. Call job_fini also after a failure. */
 static int job_init(struct job *job)
 {
 	const struct sfr_py_collector *c = job->c;
@@ -140,15 +134,12 @@ static int job_init(struct job *job)
 	job->rows = PyMem_Malloc((words + 1) * sizeof(*job->rows));
 	job->tensor_of_row = PyMem_Malloc((c->nr_found + 1) * sizeof(*job->tensor_of_row));
 	job->first_row = PyMem_Calloc(c->nr_storages + 1, sizeof(*job->first_row));
-	if (job->rows == NULL || job->tensor_of_row == NULL || job->first_row == NULL) {
-		(void)PyErr_NoMemory(); /* always NULL */
-		return -1;
-	}
+	if (job->rows == NULL || job->tensor_of_row == NULL || job->first_row == NULL)
+		return sfr_py_no_memory();
 	job->end = job->rows;
 	return 0;
 }
 
-/* Frees a job's arrays. The job may be all zero except for `c`. */
 static void job_fini(struct job *job)
 {
 	PyMem_Free(job->rows);
@@ -156,8 +147,8 @@ static void job_fini(struct job *job)
 	PyMem_Free(job->first_row);
 }
 
-/* Returns whether all elements of a row's tensor are within its storage. They may not be, because
- * the user may have resized the storage without the tensor. */
+/* Returns whether all elements of a row's tensor are within its storage. The user may have resized
+ * the storage without the tensor. */
 static bool is_within(const int64_t *row, uint64_t itemsize)
 {
 	const int64_t *sizes = row + SFR_ROW_HEADER, *strides = sizes + row[SFR_ROW_NDIM];
@@ -176,25 +167,35 @@ static bool is_within(const int64_t *row, uint64_t itemsize)
 	       reach <= (uint64_t)row[SFR_ROW_NBYTES];
 }
 
-/* Appends the row from which the bridge makes a tensor like found[index], over the copy of its
- * storage. Returns 1; 0 if the tensor is left to Python; -1 with an exception set. */
+/* Returns whether the bridge can make a copy of the tensor. `first` is job->first_row of its
+ * storage. */
+static bool can_add_row(const struct job *job, const struct sfr_py_found *found, uint32_t first)
+{
+	const uint64_t nbytes = job->c->storages[found->storage].nbytes;
+	const uint64_t itemsize = job->c->torch->dtype[found->dtype].itemsize;
+
+	if (nbytes == 0 || nbytes % itemsize != 0)
+		return false;
+	if ((uint64_t)found->row[SFR_ROW_NBYTES] != nbytes) /* the storage was resized */
+		return false;
+	if (!is_within(found->row, itemsize))
+		return false;
+	return first == 0 || job->c->found[job->tensor_of_row[first - 1]].dtype == found->dtype;
+}
+
+/* Appends the row from which the bridge makes a copy of found[index]. Returns 1; 0 if the tensor is
+ * left to Python; -1 with an exception set. */
 static int add_row(struct job *job, uint32_t index)
 {
 	const struct sfr_py_found *found = &job->c->found[index];
-	const struct sfr_py_storage *storage = &job->c->storages[found->storage];
-	uint64_t itemsize = job->c->torch->dtype[found->dtype].itemsize, nbytes = storage->nbytes;
-	uint32_t first =
-		job->first_row[found->storage]; /* 1 + the row with this storage's memory */
-	const bool shares = first != 0;
+	const uint64_t nbytes = job->c->storages[found->storage].nbytes;
+	const uint32_t first = job->first_row[found->storage];
+	const bool shares = first != 0; /* an earlier row has this storage */
 	const int64_t *row = found->row;
 	Py_ssize_t offset;
 	int64_t *out = job->end;
 
-	/* Left to Python: tensors over a storage that is empty, has no whole number of elements or
-	 * was resized meanwhile, and tensors of another dtype than the storage's first tensor. */
-	if (nbytes == 0 || nbytes % itemsize != 0 || (uint64_t)row[SFR_ROW_NBYTES] != nbytes ||
-	    !is_within(row, itemsize) ||
-	    (shares && job->c->found[job->tensor_of_row[first - 1]].dtype != found->dtype))
+	if (!can_add_row(job, found, first))
 		return 0;
 	offset = PyLong_AsSsize_t(PyList_GetItem(job->offsets, (Py_ssize_t)found->storage));
 	if (offset == -1 && PyErr_Occurred())
@@ -218,8 +219,7 @@ static int add_row(struct job *job, uint32_t index)
 	return 1;
 }
 
-/* Appends (tensor, number of its storage) to the list of tensors left to Python. Returns 0, or -1
- * with an exception set. */
+/* Appends (tensor, number of its storage) to the list of tensors left to Python. */
 static int leave_to_python(PyObject *left, const struct sfr_py_found *found)
 {
 	PyObject *pair = Py_BuildValue("(OI)", found->object, (unsigned int)found->storage);
@@ -229,12 +229,9 @@ static int leave_to_python(PyObject *left, const struct sfr_py_found *found)
 	return rc;
 }
 
-/* Makes the new tensor a Parameter if the old one is, and copies requires_grad. Returns 0, or -1
- * with an exception set.
- *
- * Assigns __class__, as torch does with lazy parameters. Parameter(tensor) would instead make a
- * second tensor and free the first, and torch releases the interpreter lock when it frees a
- * tensor. Each release may cost a switch interval. */
+/* Makes the new tensor a Parameter if the old one is, and copies requires_grad. Assigns __class__,
+ * as torch does with lazy parameters. Parameter(tensor) would free a tensor, for which torch
+ * releases the interpreter lock, and each release may cost a switch interval. */
 static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found,
 		     PyObject *tensor)
 {
@@ -244,9 +241,8 @@ static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py
 	return found->requires_grad ? PyObject_SetAttrString(tensor, "requires_grad", Py_True) : 0;
 }
 
-/* Gives each of the bridge's `tensors` (a list in the order of the rows) the class of its old
- * tensor. Adds it to the dict `news` under the old tensor's id. Returns 0, or -1 with an exception
- * set. */
+/* Gives each of the bridge's `tensors`, a list in the order of the rows, the class of its old
+ * tensor. Adds it to the dict `news` under the old tensor's id. */
 static int add_new_tensors(const struct job *job, PyObject *tensors, PyObject *news)
 {
 	size_t i;
@@ -266,8 +262,7 @@ static int add_new_tensors(const struct job *job, PyObject *tensors, PyObject *n
 	return 0;
 }
 
-/* Returns a new list that has, for each storage, the first new tensor over its copy, or None.
- * Returns NULL with an exception set. */
+/* Returns a list that has, for each storage, the first new tensor over its copy, or None. */
 static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 {
 	PyObject *list = PyList_New((Py_ssize_t)job->c->nr_storages);
@@ -285,8 +280,8 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 	return list;
 }
 
-/* Makes Python tensors of the handles that the bridge has made. The caller must not use the handles
- * afterwards, even after a failure. Returns a new list, or NULL with an exception set. */
+/* Makes a list of Python tensors of the bridge's handles. The caller must not use the handles
+ * afterwards, even after a failure. */
 static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *const *handles,
 			      size_t nr)
 {
@@ -313,17 +308,17 @@ static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *cons
 	return tensors;
 }
 
-/* Makes the tensors of all rows through the bridge, over memory of `owner`. Returns a new list, or
- * NULL with an exception set. */
+/* Makes a list of the tensors of all rows through the bridge, over memory of `owner`. */
 static PyObject *make_tensors(const struct job *job, PyObject *owner)
 {
 	const struct sfr_py_torch_types *torch = job->c->torch;
 	void **handles = PyMem_Malloc((job->nr_rows + 1) * sizeof(*handles));
-	struct sfr_keepalive *keepalive = handles != NULL ? keep_owner(owner) : NULL;
+	struct sfr_keepalive *keepalive;
 	PyObject *tensors = NULL;
 
 	if (handles == NULL)
-		(void)PyErr_NoMemory(); /* always NULL */
+		return PyErr_NoMemory();
+	keepalive = keep_owner(owner);
 	if (keepalive == NULL)
 		goto end;
 	if (sfr_py_bridge_make(job->rows, job->nr_rows, keepalive, handles) == 0)
@@ -336,12 +331,13 @@ end:
 	return tensors;
 }
 
-/* copies(memory, offsets, with_bridge) -> (news, firsts, left). `news` is a dict of the new tensors
- * by the ids of the old ones. `firsts` has, for each storage, the first new tensor over its copy,
- * or None. `left` lists the tensors left to Python, as (tensor, number of its storage). Called
- * after finish(). `memory` owns the copies and exports them as a buffer; `offsets` has, for each
- * storage, the offset of its copy in this buffer. If `with_bridge` is false, all tensors are left
- * to Python. */
+/* copies(memory, offsets, with_bridge) -> (news, firsts, left). Called after finish().
+ *   memory       owns the copies and exports them as a buffer
+ *   offsets      list, by number of the storage: offset of its copy in the buffer
+ *   with_bridge  if false, all tensors are left to Python
+ *   news         dict: id of an old tensor -> the new tensor
+ *   firsts       list, by number of the storage: the first new tensor over its copy, or None
+ *   left         list of the tensors left to Python: (tensor, number of its storage) */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
 	struct job job = { .c = (struct sfr_py_collector *)self };

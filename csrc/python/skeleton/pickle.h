@@ -1,5 +1,5 @@
-/* Opcodes of a pickle, with the names that Python's pickle module gives them, and the positions of
- * plain tensors in a pickle. Used by pickle_scan.c and pickle_splice.c. */
+/* Opcodes of a pickle, with their names in Python's pickle module, and the positions of plain
+ * tensors in a pickle. */
 #ifndef SFR_PY_PICKLE_H
 #define SFR_PY_PICKLE_H
 
@@ -22,6 +22,7 @@ enum {
 	OP_EMPTY_TUPLE = ')',
 	OP_BINPERSID = 'Q',
 	OP_TUPLE1 = 0x85,
+	OP_TUPLE3 = 0x87,
 	OP_NEWTRUE = 0x88,
 	OP_NEWFALSE = 0x89,
 	OP_LONG1 = 0x8a,
@@ -30,7 +31,7 @@ enum {
 /* The opcodes `number BINPERSID` that the pickler has written in place of a plain tensor. */
 struct sfr_py_marker {
 	size_t at, len;  /* offset and length in the pickle */
-	uint32_t tensor; /* the number: an index among the found tensors */
+	uint32_t tensor; /* the number: the index of the found tensor */
 };
 
 struct sfr_py_scan {
@@ -39,8 +40,7 @@ struct sfr_py_scan {
 	uint32_t *counts;   /* by number of the tensor: how often it occurs */
 	uint32_t next_slot; /* the first memo slot after those that the pickler uses; never 0 */
 };
-/* Finds all markers. Fills a zeroed scan, which the caller ends with sfr_py_scan_fini in any case.
- * 0, or -1 with an exception set. */
+/* Finds all markers. *scan is zeroed before. Call sfr_py_scan_fini also after a failure. */
 int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan);
 void sfr_py_scan_fini(struct sfr_py_scan *scan);
 

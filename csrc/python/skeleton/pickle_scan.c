@@ -1,18 +1,15 @@
 /* Finds the markers of plain tensors in a finished pickle.
  *
  * A marker is `number BINPERSID`, which the pickler has written in place of a plain tensor. The
- * scan notes the markers' offsets, how often each tensor occurs, and the pickler's highest memo
- * slot. It parses all opcodes rather than searching for markers, because a marker's bytes may occur
- * in any string. A number directly before BINPERSID is always a marker, because ids from torch's
- * own path are tuples. A pickle is refused if an opcode reaches beyond the pickle's end, if a
- * marker's number is no plain tensor's, or if the pickle does not end with STOP. */
+ * scan parses all opcodes, because the bytes of a marker may also occur in a string. A number
+ * directly before BINPERSID is always a marker, because ids from torch's own path are tuples. */
 #include <limits.h>
 #include <string.h>
 
 #include "skeleton/pickle.h"
 
-/* For each opcode up to protocol 2, the length of the opcode and its argument: a number of bytes or
- * one of these constants. 0: there is no such opcode. */
+/* The length of each opcode up to protocol 2 with its argument: a number of bytes, or one of these
+ * constants. 0: there is no such opcode. */
 enum {
 	LINE = -1,   /* up to a newline */
 	LINES = -2,  /* up to the second newline */
@@ -38,8 +35,7 @@ static uint32_t load32(const unsigned char *p)
 	return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* Returns the number of bytes up to and including the next newline; 0 if the `left` bytes at `p`
- * have none. */
+/* Returns the length of the line at `p`, with its newline; 0 if there is none in `left` bytes. */
 static size_t line_len(const unsigned char *p, size_t left)
 {
 	const unsigned char *end = left == 0 ? NULL : memchr(p, '\n', left);
@@ -47,8 +43,8 @@ static size_t line_len(const unsigned char *p, size_t left)
 	return end == NULL ? 0 : (size_t)(end - p) + 1;
 }
 
-/* Returns the length of the opcode at `p` with its argument. `left` bytes of the pickle begin at
- * `p`. Returns 0 if there is no such opcode, or if it is longer than `left`. */
+/* Returns the length of the opcode at `p` with its argument; 0 if there is no such opcode, or if it
+ * is longer than `left` bytes. */
 static size_t op_len(const unsigned char *p, size_t left)
 {
 	size_t len, second;
@@ -80,7 +76,9 @@ static size_t op_len(const unsigned char *p, size_t left)
 	return len > left ? 0 : len;
 }
 
-/* Returns the number that a BININT opcode pushes, UINT32_MAX for any other opcode. */
+#define NO_NUMBER UINT32_MAX
+
+/* Returns the number that a BININT opcode pushes; NO_NUMBER for any other opcode. */
 static uint32_t number_of(const unsigned char *p)
 {
 	switch (p[0]) {
@@ -91,26 +89,24 @@ static uint32_t number_of(const unsigned char *p)
 	case OP_BININT:
 		return load32(p + 1);
 	default:
-		return UINT32_MAX;
+		return NO_NUMBER;
 	}
 }
 
-/* Appends a marker and counts its tensor. 0, or -1 with MemoryError set. */
-static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker one)
+/* Appends a marker and counts its tensor. */
+static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker marker)
 {
 	if (scan->nr_markers == scan->room) {
 		size_t wanted = scan->room == 0 ? 256 : 2 * scan->room;
 		struct sfr_py_marker *grown = PyMem_Realloc(scan->markers, wanted * sizeof(*grown));
 
-		if (grown == NULL) {
-			(void)PyErr_NoMemory(); /* always NULL */
-			return -1;
-		}
+		if (grown == NULL)
+			return sfr_py_no_memory();
 		scan->markers = grown;
 		scan->room = wanted;
 	}
-	scan->markers[scan->nr_markers++] = one;
-	scan->counts[one.tensor]++;
+	scan->markers[scan->nr_markers++] = marker;
+	scan->counts[marker.tensor]++;
 	return 0;
 }
 
@@ -120,35 +116,32 @@ int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 	uint32_t nr_memo_slots = 0; /* one more than the highest slot so far */
 
 	scan->counts = PyMem_Calloc(job->nr_found + 1, sizeof(*scan->counts));
-	if (scan->counts == NULL) {
-		(void)PyErr_NoMemory(); /* always NULL */
-		return -1;
-	}
+	if (scan->counts == NULL)
+		return sfr_py_no_memory();
 	while (at < job->len) {
 		const unsigned char *p = job->in + at;
 		size_t len = op_len(p, job->len - at);
 
 		if (len == 0)
 			break;
-		if (p[0] == OP_BINPUT && (uint32_t)p[1] + 1 > nr_memo_slots) {
-			nr_memo_slots = (uint32_t)p[1] + 1;
-		} else if (p[0] == OP_LONG_BINPUT && load32(p + 1) + 1 > nr_memo_slots) {
-			nr_memo_slots = load32(p + 1) + 1;
-		} else if (p[0] == OP_BINPERSID) {
-			struct sfr_py_marker one = { last, at + 1 - last,
-						     number_of(job->in + last) };
+		if (p[0] == OP_BINPUT || p[0] == OP_LONG_BINPUT) {
+			uint32_t slot = p[0] == OP_BINPUT ? p[1] : load32(p + 1);
 
-			if (one.tensor != UINT32_MAX) {
-				if (one.tensor >= job->nr_found ||
-				    job->found[one.tensor].row == NULL)
-					break;
-				if (add_marker(scan, one) != 0)
-					return -1;
-			}
+			if (slot + 1 > nr_memo_slots)
+				nr_memo_slots = slot + 1;
+		} else if (p[0] == OP_BINPERSID && number_of(job->in + last) != NO_NUMBER) {
+			struct sfr_py_marker marker = { .at = last,
+							.len = at + len - last,
+							.tensor = number_of(job->in + last) };
+
+			if (marker.tensor >= job->nr_found || job->found[marker.tensor].row == NULL)
+				break;
+			if (add_marker(scan, marker) != 0)
+				return -1;
 		} else if (p[0] == OP_STOP) {
 			if (at + 1 != job->len)
 				break;
-			/* never slot 0, because in the splice's memo 0 means "no slot" */
+			/* not slot 0, which means "no slot" in the splice's memo */
 			scan->next_slot = nr_memo_slots == 0 ? 1 : nr_memo_slots;
 			return 0;
 		}

@@ -1,14 +1,12 @@
 /* Writes the plain tensors into the finished pickle.
  *
- * The pickler has written `number BINPERSID` for each plain tensor (skeleton.c), and pickle_scan.c
- * has found these markers. This file copies the bytes between them and replaces each marker by the
- * opcodes that rebuild the tensor. An object that is used again is stored in the pickle's memo, in
- * a slot after the pickler's last one: a tensor that occurs more than once, and each constant
- * (function, storage class, location tag).
+ * The pickler has written a marker for each plain tensor (pickle_scan.c). This file copies the
+ * bytes between the markers, and replaces each marker by the opcodes that rebuild the tensor.
+ * Constants (functions, storage classes, location tags) and tensors that occur more than once are
+ * stored in the pickle's memo, in slots after the pickler's.
  *
  * Only opcodes of protocol 2 are written, because torch's weights_only unpickler knows no others.
- * The only Python objects that are read are strings, so no Python code runs. Room is reserved for a
- * whole tensor at a time, and its opcodes are then written without checks. */
+ * Room is reserved for a whole tensor at a time; its opcodes are then written without checks. */
 #include <string.h>
 
 #include "skeleton/pickle.h"
@@ -26,12 +24,12 @@ struct text {
 };
 
 enum {
-	TENSOR_ROOM = 320, /* the most bytes of a tensor's opcodes, without sizes, strides, names */
-	INT_ROOM = 10,     /* the most bytes of an int's opcodes */
+	TENSOR_ROOM = 320,     /* most bytes of a tensor's opcodes, without sizes, strides, names */
+	INT_ROOM = 10,         /* most bytes of an int's opcodes */
+	USUAL_TENSOR_LEN = 96, /* a tensor's opcodes usually take no more bytes */
 };
 
-/* Memo slots that the splice has used: where each constant or tensor is stored. 0: it is not stored
- * yet; the splice never uses slot 0. */
+/* The memo slots of constants and tensors. 0: not stored yet. */
 struct memo {
 	uint32_t next; /* the next free slot */
 	uint32_t rebuild_tensor, rebuild_parameter, ordered_dict, storage;
@@ -39,32 +37,30 @@ struct memo {
 	struct {
 		PyObject *location;
 		uint32_t slot;
-	} location[16]; /* a location tag that has no room here is written in full each time */
+	} location[16]; /* any further location tag is written in full each time */
 	uint32_t nr_locations;
 	uint32_t *tensor; /* by number of the found tensor */
 };
 
-/* Makes room for `len` more bytes. False with MemoryError set if there is no memory. */
-static bool reserve(struct out *out, size_t len)
+/* Makes room for `len` more bytes. */
+static int reserve(struct out *out, size_t len)
 {
 	size_t wanted = out->room;
 	unsigned char *grown;
 
 	if (len <= out->room - out->len)
-		return true;
+		return 0;
 	while (len > wanted - out->len)
 		wanted += wanted / 2 + 4096;
 	grown = PyMem_Realloc(out->mem, wanted);
-	if (grown == NULL) {
-		(void)PyErr_NoMemory(); /* always NULL */
-		return false;
-	}
+	if (grown == NULL)
+		return sfr_py_no_memory();
 	out->mem = grown;
 	out->room = wanted;
-	return true;
+	return 0;
 }
 
-/* The functions put_* below append to the output, and assume that there is room (reserve). */
+/* The functions put_* append to the output, where reserve() has made room. */
 static void put_bytes(struct out *out, const void *bytes, size_t len)
 {
 	memcpy(out->mem + out->len, bytes, len);
@@ -79,8 +75,7 @@ static inline void put_op(struct out *out, unsigned char op)
 /* Writes an opcode with an argument of `len` bytes, little-endian. */
 static inline void put_arg(struct out *out, unsigned char op, uint64_t arg, size_t len)
 {
-	/* local, so that the compiler need not load out->mem again after each store */
-	unsigned char *to = out->mem + out->len;
+	unsigned char *to = out->mem + out->len; /* a local variable, so that it is loaded once */
 	size_t i;
 
 	to[0] = op;
@@ -98,8 +93,10 @@ static void put_int(struct out *out, int64_t value)
 	} else if (value >= INT32_MIN && value <= INT32_MAX) {
 		put_arg(out, OP_BININT, (uint64_t)value, 4);
 	} else {
+		const unsigned char nr_bytes = sizeof(value);
+
 		put_op(out, OP_LONG1);
-		put_arg(out, 8, (uint64_t)value, 8);
+		put_arg(out, nr_bytes, (uint64_t)value, nr_bytes);
 	}
 }
 
@@ -130,7 +127,7 @@ static void put_bool(struct out *out, bool value)
 	put_op(out, value ? OP_NEWTRUE : OP_NEWFALSE);
 }
 
-/* Writes the opcode by which the unpickler gets the object in a memo slot. */
+/* Writes the opcode that gets the object in a memo slot. */
 static void put_get(struct out *out, uint32_t slot)
 {
 	if (slot < 0x100)
@@ -139,8 +136,7 @@ static void put_get(struct out *out, uint32_t slot)
 		put_arg(out, OP_LONG_BINGET, slot, 4);
 }
 
-/* Writes the opcode by which the unpickler stores the object that was written last in a new memo
- * slot. Returns the slot. */
+/* Writes the opcode that stores the object written last in a new memo slot. Returns the slot. */
 static uint32_t put_memoize(struct out *out, struct memo *memo)
 {
 	uint32_t slot = memo->next++;
@@ -152,8 +148,8 @@ static uint32_t put_memoize(struct out *out, struct memo *memo)
 	return slot;
 }
 
-/* Writes a global: an object that the unpickler imports by its module and name, and then stores in
- * a new memo slot. Sets *slot to that slot. */
+/* Writes a global: an object that the unpickler imports by its module and name. It is stored in a
+ * new memo slot, *slot. */
 static void write_global(struct out *out, struct memo *memo, uint32_t *slot, const char *module,
 			 const char *name)
 {
@@ -165,8 +161,7 @@ static void write_global(struct out *out, struct memo *memo, uint32_t *slot, con
 	*slot = put_memoize(out, memo);
 }
 
-/* Writes a global in full at its first use, when *slot is 0, and then sets *slot. At later uses it
- * writes the opcode that gets the global from that memo slot. */
+/* Writes a global in full at its first use, when *slot is 0, and then gets it from the memo. */
 static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot,
 			      const char *module, const char *name)
 {
@@ -184,7 +179,7 @@ static void put_hooks(struct out *out, struct memo *memo)
 	put_op(out, OP_REDUCE);
 }
 
-/* Writes a location tag, or the opcode that gets it from the memo. */
+/* Writes a location tag, or gets it from the memo. */
 static void put_location(struct out *out, struct memo *memo, PyObject *location,
 			 const struct text *tag)
 {
@@ -205,14 +200,14 @@ static void put_location(struct out *out, struct memo *memo, PyObject *location,
 }
 
 /* Writes the reference to a tensor's storage: for example ('storage', torch.FloatStorage, '17',
- * 'cpu', 1024) BINPERSID, with the storage's number, location tag and number of elements. */
+ * 'cpu', 1024) BINPERSID. '17' is the storage's number, 1024 its number of elements. */
 static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
 			const struct sfr_py_found *tensor, const struct text *tag)
 {
 	const struct sfr_py_storage *storage = &job->storages[tensor->storage];
 	const struct sfr_py_dtype *dtype = &job->torch->dtype[tensor->dtype];
 	uint32_t number = tensor->storage;
-	char key[10];
+	char key[10]; /* the number's digits, at the end */
 	size_t i = sizeof(key);
 
 	put_op(out, OP_MARK);
@@ -234,44 +229,41 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 	put_op(out, OP_BINPERSID);
 }
 
-/* Makes room for one tensor, and sets *tag to its storage's location tag. 0, or -1 with an
- * exception set: MemoryError, or the tag cannot be encoded in UTF-8. */
+/* Makes room for one tensor, and sets *tag to its storage's location tag. */
 static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 			  const struct sfr_py_found *tensor, struct text *tag)
 {
 	const struct sfr_py_dtype *dtype = &job->torch->dtype[tensor->dtype];
 	PyObject *location = job->storages[tensor->storage].location;
-	Py_ssize_t len;
+	const size_t ints_room = 2 * INT_ROOM * (size_t)tensor->row[SFR_ROW_NDIM];
+	Py_ssize_t tag_len;
 
-	tag->chars = PyUnicode_AsUTF8AndSize(location, &len);
+	tag->chars = PyUnicode_AsUTF8AndSize(location, &tag_len);
 	if (tag->chars == NULL)
 		return -1;
-	tag->len = (size_t)len;
-	len = TENSOR_ROOM + (Py_ssize_t)(2 * INT_ROOM * tensor->row[SFR_ROW_NDIM]);
-	return reserve(out, (size_t)len + tag->len + dtype->name_len) ? 0 : -1;
+	tag->len = (size_t)tag_len;
+	return reserve(out, TENSOR_ROOM + ints_room + tag->len + dtype->name_len);
 }
 
-/* Makes room for one tensor and writes the opcodes that rebuild it. 0, or -1 with an exception
- * set. */
+/* Makes room for one tensor and writes the opcodes that rebuild it. */
 static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
 		      const struct sfr_py_found *tensor)
 {
-	const int64_t *row = tensor->row;
+	const int64_t ndim = tensor->row[SFR_ROW_NDIM];
+	const int64_t *sizes = tensor->row + SFR_ROW_HEADER, *strides = sizes + ndim;
 	struct text tag;
 
 	if (reserve_tensor(out, job, tensor, &tag) != 0)
 		return -1;
-	if (tensor->parameter) {
+	if (tensor->parameter) /* the arguments follow: a tensor, requires_grad, hooks */
 		put_global(out, memo, &memo->rebuild_parameter, "torch._utils",
 			   "_rebuild_parameter");
-		/* its arguments follow: a tensor, requires_grad, hooks */
-	}
 	put_global(out, memo, &memo->rebuild_tensor, "torch._utils", "_rebuild_tensor_v2");
 	put_op(out, OP_MARK);
 	put_storage(out, memo, job, tensor, &tag);
-	put_int(out, row[SFR_ROW_OFFSET]);
-	put_tuple(out, row + SFR_ROW_HEADER, row[SFR_ROW_NDIM]);
-	put_tuple(out, row + SFR_ROW_HEADER + row[SFR_ROW_NDIM], row[SFR_ROW_NDIM]);
+	put_int(out, tensor->row[SFR_ROW_OFFSET]);
+	put_tuple(out, sizes, ndim);
+	put_tuple(out, strides, ndim);
 	/* Inside a Parameter torch writes its `.data`, which requires no gradient. */
 	put_bool(out, tensor->requires_grad && !tensor->parameter);
 	put_hooks(out, memo);
@@ -280,7 +272,7 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 	if (tensor->parameter) {
 		put_bool(out, tensor->requires_grad);
 		put_hooks(out, memo);
-		put_op(out, OP_TUPLE1 + 2); /* TUPLE3 */
+		put_op(out, OP_TUPLE3);
 		put_op(out, OP_REDUCE);
 	}
 	return 0;
@@ -298,17 +290,16 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 	if (memo.tensor == NULL)
 		return PyErr_NoMemory();
 	if (sfr_py_scan(job, &scan) != 0)
-		goto fail;
+		goto end;
 	memo.next = scan.next_slot;
-	/* an estimate: a tensor usually takes no more than 96 bytes */
-	if (!reserve(&out, job->len + 96 * scan.nr_markers + TENSOR_ROOM))
-		goto fail;
+	if (reserve(&out, job->len + USUAL_TENSOR_LEN * scan.nr_markers + TENSOR_ROOM) != 0)
+		goto end;
 	for (i = 0; i < scan.nr_markers; i++) {
 		const struct sfr_py_marker *marker = &scan.markers[i];
 		uint32_t *slot = &memo.tensor[marker->tensor];
 
-		if (!reserve(&out, marker->at - at + INT_ROOM))
-			goto fail;
+		if (reserve(&out, marker->at - at + INT_ROOM) != 0)
+			goto end;
 		put_bytes(&out, job->in + at, marker->at - at);
 		at = marker->at + marker->len;
 		if (*slot != 0) {
@@ -316,15 +307,15 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 			continue;
 		}
 		if (put_tensor(&out, &memo, job, &job->found[marker->tensor]) != 0)
-			goto fail;
+			goto end;
 		if (scan.counts[marker->tensor] > 1)
 			*slot = put_memoize(&out, &memo);
 	}
-	if (!reserve(&out, job->len - at))
-		goto fail;
+	if (reserve(&out, job->len - at) != 0)
+		goto end;
 	put_bytes(&out, job->in + at, job->len - at);
 	result = PyBytes_FromStringAndSize((const char *)out.mem, (Py_ssize_t)out.len);
-fail:
+end:
 	sfr_py_scan_fini(&scan);
 	PyMem_Free(out.mem);
 	PyMem_Free(memo.tensor);

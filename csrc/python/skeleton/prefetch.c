@@ -1,11 +1,10 @@
 /* The prefetch order: the addresses of the last save's tensors, in the pickler's order.
  *
- * Between two saves a training step streams its whole state through the processor's caches. So a
- * save finds them without its tensors. It reads a dozen cache lines of each tensor, and would wait
- * for one after another, longer than for all its other work. Two saves meet the same tensors in the
- * same order. So the second save prefetches the lines of later tensors by the addresses that the
- * first one kept. It reads nothing through these addresses: prefetching cannot fault, and a stale
- * address only loads a useless line.
+ * Between two saves the training evicts the tensors from the processor's caches. A save reads a
+ * dozen cache lines of each tensor, and waiting for them takes longer than all its other work. Two
+ * saves meet the same tensors in the same order. So a save prefetches the lines of later tensors by
+ * the addresses that the last save kept. A stale address only loads a useless line, because
+ * prefetching cannot fault.
  *
  * Measured with `benchmarks/plan.py --tensors 1600`, on a busy machine, in three runs each of
  * builds with and without this file: at best 1.08 to 1.18 ms of CPU time with it, 1.33 to 1.59
@@ -14,7 +13,7 @@
 #include "torch/words.h"
 
 enum {
-	AHEAD = 12,          /* the tensor that is prefetched comes so many after the current one */
+	AHEAD = 12,          /* the prefetched tensor comes so many after the current one */
 	LINE = 64,           /* bytes of a cache line */
 	GC_HEADER = 16,      /* bytes of the garbage collector's header before a dict */
 	NR_IMPL_LINES = 4,   /* lines of a TensorImpl */
@@ -66,8 +65,8 @@ int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyOb
 						     .storage = (uintptr_t)storage,
 						     .holder = c->holder };
 
-	/* The index of an entry is its tensor's number. A tensor that is not plain has an empty
-	 * one. */
+	/* The index of an entry is the tensor's number. Tensors that are not plain have empty
+	 * entries. */
 	while (c->order.nr <= c->nr_found) {
 		if (sfr_py_make_room((void **)&c->order.entries, c->order.nr, &c->order.room,
 				     sizeof(entry)) != 0)

@@ -1,27 +1,22 @@
 /* The skeleton: an object's pickle, and the storages of its tensors.
  *
- * skeleton.py gives the C pickler (protocol 2) a Collector's persistent_id. For each object that
- * the pickler meets, persistent_id returns
+ * skeleton.py gives the C pickler (protocol 2) a Collector's persistent_id, which returns for each
+ * object
  *
  *   a number   for a plain tensor (torch_types.c): its index in the list of found tensors;
  *   a tuple    for a storage: torch's own id, made by a Python function (torch's own path);
- *   None       for everything else: the pickler goes on. A tensor that is not plain reduces
- *              itself, and its storages and inner tensors come here later.
+ *   None       for everything else: the pickler goes on. The storages and inner tensors of a
+ *              tensor that is not plain come here later.
  *
- * The bridge (torch/bridge.c) describes a plain tensor at once. When the pickler is done, finish()
- * lays the storages out as rows of struct sfr_source, and splice() writes the tensors into the
- * pickle (pickle_splice.c).
+ * When the pickler is done, finish() lays the storages out as rows of struct sfr_source, and
+ * splice() writes the tensors into the pickle (pickle_splice.c). A snapshot has no pickler: its
+ * walk gives the tensors to the collector (copies.c).
  *
- * A storage is identified by the address of its StorageImpl (torch's C++ object of a storage),
- * never by that of its bytes. The collector keeps every tensor and storage alive that it finds.
- * Otherwise a temporary one, which a __reduce__ has made, would be freed, and its address could be
- * used again. The pickler refers to the collector but not the reverse, so there is no cycle and
- * both are freed at once.
+ * A storage is identified by the address of its StorageImpl, torch's C++ object of a storage. The
+ * collector keeps every tensor and storage alive that it finds. Otherwise a temporary one, made by
+ * a __reduce__, could be freed and its address used again.
  *
- * A snapshot has no pickler: its walk gives the collector the tensors (copies.c).
- *
- * A collector serves one save on one thread. Python code that runs inside its calls (a
- * __getstate__, a finalizer, a signal handler) makes its own collectors. */
+ * A collector serves one save on one thread. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 #include "sfr/source.h"
@@ -51,8 +46,7 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 	return 0;
 }
 
-/* Returns 1 for what torch.save treats as a storage, 0 for other objects, -1 with an exception
- * set. */
+/* Returns 1 if torch.save treats the object as a storage, 0 if not, -1 with an exception set. */
 static int is_storage(const struct sfr_py_collector *c, PyObject *object)
 {
 	int yes = PyObject_IsInstance(object, c->torch->item[SFR_PY_TYPED_STORAGE]);
@@ -62,38 +56,21 @@ static int is_storage(const struct sfr_py_collector *c, PyObject *object)
 	return PySet_Contains(c->torch->item[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
 }
 
-/* Returns the persistent id of an object, as the head of this file explains. */
-static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
+/* The fast answer for types that are neither tensors nor storages. */
+static bool is_builtin(const PyTypeObject *type)
 {
-	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
-	PyTypeObject *type = Py_TYPE(object);
-	PyObject *const *item = c->torch->item;
-	bool exact = (PyObject *)type == item[SFR_PY_TENSOR] ||
-		     (PyObject *)type == item[SFR_PY_PARAMETER];
-	const uint64_t *known;
-	size_t number;
-	int yes;
+	return type == &PyUnicode_Type || type == &PyLong_Type || type == &PyDict_Type ||
+	       type == &PyTuple_Type || type == &PyList_Type || type == &PyFloat_Type ||
+	       type == &PyBool_Type || type == &PyBytes_Type || type == Py_TYPE(Py_None);
+}
 
-	if (!exact) {
-		if (type == &PyDict_Type) /* for the prefetch order */
-			c->holder = (uintptr_t)object;
-		if (type == &PyUnicode_Type || type == &PyLong_Type || type == &PyDict_Type ||
-		    type == &PyTuple_Type || type == &PyList_Type || type == &PyFloat_Type ||
-		    type == &PyBool_Type || type == &PyBytes_Type || object == Py_None)
-			Py_RETURN_NONE;
-		if (!PyType_IsSubtype(type, (PyTypeObject *)item[SFR_PY_TENSOR])) {
-			yes = is_storage(c, object);
-			if (yes < 0)
-				return NULL;
-			if (yes == 0)
-				Py_RETURN_NONE;
-			return PyObject_CallFunctionObjArgs(item[SFR_PY_STORAGE_TUPLE], self,
-							    object, NULL);
-		}
-	}
-	/* A tensor that was met before gets the same answer again, and is loaded as one tensor: the
-	 * splice's memo sees to that if it is plain, else the pickler's memo does. */
-	known = sfr_py_map_find(&c->found_at, (uintptr_t)object);
+/* Returns the id of a tensor: a number, or None if the tensor is not plain. A tensor that was met
+ * before gets the same id again. */
+static PyObject *id_of_tensor(struct sfr_py_collector *c, PyObject *object, bool exact)
+{
+	const uint64_t *known = sfr_py_map_find(&c->found_at, (uintptr_t)object);
+	size_t number;
+
 	if (known)
 		number = (size_t)*known;
 	else if (sfr_py_enter_tensor(c, object, exact, &number) != 0)
@@ -103,10 +80,34 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	return PyLong_FromSize_t(number);
 }
 
+static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+	PyTypeObject *type = Py_TYPE(object);
+	PyObject *const *item = c->torch->item;
+	int yes;
+
+	if ((PyObject *)type == item[SFR_PY_TENSOR] || (PyObject *)type == item[SFR_PY_PARAMETER])
+		return id_of_tensor(c, object, true);
+	if (type == &PyDict_Type) /* for the prefetch order */
+		c->holder = (uintptr_t)object;
+	if (is_builtin(type))
+		Py_RETURN_NONE;
+	if (PyType_IsSubtype(type, (PyTypeObject *)item[SFR_PY_TENSOR]))
+		return id_of_tensor(c, object, false);
+	yes = is_storage(c, object);
+	if (yes < 0)
+		return NULL;
+	if (yes == 0)
+		Py_RETURN_NONE;
+	return PyObject_CallFunctionObjArgs(item[SFR_PY_STORAGE_TUPLE], self, object, NULL);
+}
+
 /* add_storage(storage, identity, device, addr, dtype) -> number. Adds a storage that torch's own
- * path has met, viewed as `dtype`. `identity` is its StorageImpl's address. `device` is 0 for host
- * memory, n for CUDA device n - 1, -1 for elsewhere. `addr` is the address of its bytes; if that is
- * 0, it is not checked whether the bytes are viewed as two dtypes. */
+ * path has met, viewed as `dtype`.
+ *   identity  address of the StorageImpl
+ *   device    0 for host memory, n for CUDA device n - 1, -1 for elsewhere
+ *   addr      address of the bytes; 0: the dtype is not checked */
 static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -132,36 +133,38 @@ static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 
 /* ---- after the pickler -------------------------------------------------------- */
 
-/* Returns the number of tensors in the object that was pickled. The __reduce_ex__ of a tensor that
- * is not plain may have made temporary tensors, which do not count. Only the collector still refers
- * to a temporary tensor, so its reference count is 1. */
+/* Returns the number of tensors in the pickled object. Temporary tensors, made by the __reduce_ex__
+ * of a tensor that is not plain, do not count. Only the collector still refers to them. */
 static size_t count_tensors(const struct sfr_py_collector *c)
 {
 	size_t count = 0, i;
-	bool any_reduced = false;
+	bool all_plain = true;
 
 	for (i = 0; i < c->nr_found; i++)
-		any_reduced = any_reduced || !c->found[i].plain;
+		if (!c->found[i].plain)
+			all_plain = false;
+	if (all_plain)
+		return c->nr_found;
 	for (i = 0; i < c->nr_found; i++)
-		if (!any_reduced || Py_REFCNT(c->found[i].object) > 1)
+		if (Py_REFCNT(c->found[i].object) > 1)
 			count++;
 	return count;
 }
 
-/* Returns the numbers of the CUDA devices with storages, as a new tuple. */
+/* Returns the numbers of the CUDA devices with storages, as a tuple. */
 static PyObject *devices_of(const struct sfr_py_collector *c)
 {
-	uint64_t seen[16] = { 0 }; /* a bit for each of 1,024 devices; torch has at most 256 */
+	enum { MAX_DEVICES = 1024 }; /* torch has at most 256 */
+	bool seen[MAX_DEVICES] = { false };
 	PyObject *list = PyList_New(0), *number, *tuple;
 	size_t i;
 
 	for (i = 0; list != NULL && i < c->nr_storages; i++) {
 		uint32_t device = c->storages[i].device;
 
-		if (device == 0 || device > 1024 ||
-		    (seen[(device - 1) / 64] >> (device - 1) % 64 & 1))
+		if (device == 0 || device > MAX_DEVICES || seen[device - 1])
 			continue;
-		seen[(device - 1) / 64] |= (uint64_t)1 << (device - 1) % 64;
+		seen[device - 1] = true;
 		number = PyLong_FromUnsignedLong(device - 1);
 		if (number == NULL || PyList_Append(list, number) != 0)
 			Py_CLEAR(list);
@@ -172,10 +175,13 @@ static PyObject *devices_of(const struct sfr_py_collector *c)
 	return tuple;
 }
 
-/* finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices). `storages` is a
- * list, `numbers` a Numbers, `rows` a bytearray of struct sfr_source by number, and `devices` a
- * tuple of the numbers of CUDA devices with storages. `elsewhere` lists the numbers of storages
- * that are neither in host memory nor on a CUDA device; their rows have no address. */
+/* finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices).
+ *   storages   list
+ *   numbers    Numbers
+ *   rows       bytearray of struct sfr_source, by number of the storage
+ *   elsewhere  list of the numbers of storages that are neither in host memory nor on a CUDA
+ *              device; their rows have no address
+ *   devices    tuple of the numbers of CUDA devices with storages */
 static PyObject *collector_finish(PyObject *self, PyObject *unused)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -184,7 +190,6 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	size_t i;
 	int rc = 0;
 
-	(void)unused;
 	if (c->finished) {
 		PyErr_SetString(PyExc_RuntimeError, "the collector has finished");
 		return NULL;
@@ -197,11 +202,11 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	elsewhere = PyList_New(0);
 	rows = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(c->nr_storages * sizeof(*sources)));
 	if (elsewhere == NULL || rows == NULL)
-		goto fail;
+		goto end;
 	sources = (struct sfr_source *)(void *)PyByteArray_AsString(rows);
 	for (i = 0; i < c->nr_storages; i++) {
 		const struct sfr_py_storage *entry = &c->storages[i];
-		/* by the core; storages elsewhere are left to Python */
+		/* the core can read the bytes; else Python has to */
 		bool readable = entry->on_host || entry->device != 0;
 
 		sources[i] = (struct sfr_source){ readable ? entry->addr : 0, entry->nbytes,
@@ -210,22 +215,21 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 			continue;
 		number = PyLong_FromSize_t(i);
 		if (number == NULL)
-			goto fail;
+			goto end;
 		rc = PyList_Append(elsewhere, number);
 		Py_DECREF(number);
 		if (rc != 0)
-			goto fail;
+			goto end;
 	}
 	result = Py_BuildValue("OOOOnN", c->storage_list, c->numbers, rows, elsewhere,
 			       (Py_ssize_t)count_tensors(c), devices_of(c));
-fail:
+end:
 	Py_XDECREF(elsewhere);
 	Py_XDECREF(rows);
 	return result;
 }
 
-/* splice(pickle) -> data.pkl: the pickle with the plain tensors written in. Called after
- * finish(). */
+/* splice(pickle) -> data.pkl: the pickle with the plain tensors written in; after finish(). */
 static PyObject *collector_splice(PyObject *self, PyObject *pickle)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -264,8 +268,8 @@ static int collector_clear(PyObject *self)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 
-	/* Each item leaves the array before it is dropped, because dropping it may run Python code
-	 * that uses the collector. */
+	/* An item leaves the array before its reference is dropped, because that may run Python
+	 * code which uses the collector. */
 	while (c->nr_found != 0)
 		Py_DECREF(c->found[--c->nr_found].object);
 	while (c->nr_storages != 0)
@@ -297,8 +301,7 @@ static void collector_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Makes room for as many tensors as the previous save had, so that arrays and maps need not grow
- * step by step. Returns 0, or -1 with MemoryError set. */
+/* Makes room for as many tensors as the previous save had. */
 static int make_room_as_before(struct sfr_py_collector *c)
 {
 	size_t nr = c->before.nr;
@@ -317,7 +320,7 @@ static int make_room_as_before(struct sfr_py_collector *c)
 	return 0;
 }
 
-/* Collector(types, fast_path, plain_cpu, plain_cuda, any_dtypes=False): struct sfr_py_collector
+/* Collector(types, fast_path, plain_cpu, plain_cuda, any_dtypes=False); struct sfr_py_collector
  * explains the flags. */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -338,8 +341,7 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	c = (struct sfr_py_collector *)sfr_py_alloc(type); /* zeroed */
 	if (c == NULL)
 		return NULL;
-	Py_INCREF(torch);
-	c->torch = (struct sfr_py_torch_types *)torch;
+	c->torch = (struct sfr_py_torch_types *)Py_NewRef(torch);
 	c->fast_path = fast_path && sfr_py_words.known;
 	c->plain_cpu = plain_cpu;
 	c->plain_cuda = plain_cuda;
@@ -384,22 +386,12 @@ static PyType_Slot collector_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec collector_spec = {
-	.name = "stillframe._core.Collector",
-	.basicsize = sizeof(struct sfr_py_collector),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = collector_slots,
-};
+SFR_PY_TYPE(collector_spec, "Collector", struct sfr_py_collector, Py_TPFLAGS_HAVE_GC,
+	    collector_slots);
 
 int sfr_py_add_skeleton(PyObject *module)
 {
-	struct sfr_py_state *state = sfr_py_state(module);
-
 	if (sfr_py_add_torch_types(module) != 0 || sfr_py_add_numbers(module) != 0)
 		return -1;
-	state->collector_type =
-		(PyTypeObject *)PyType_FromModuleAndSpec(module, &collector_spec, NULL);
-	if (state->collector_type == NULL)
-		return -1;
-	return PyModule_AddType(module, state->collector_type);
+	return sfr_py_add_type(module, &collector_spec, &sfr_py_state(module)->collector_type);
 }

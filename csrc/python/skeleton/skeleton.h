@@ -20,8 +20,8 @@
 
 /* ---- torch_types.c ------------------------------------------------------ */
 
-/* The objects of torch that TorchTypes needs: X(name of the enum constant, keyword argument of
- * TorchTypes). A -> means a call: argument -> result. */
+/* The objects of torch that TorchTypes needs: X(enum constant, keyword argument of TorchTypes).
+ * Functions and methods are described as: argument -> result. */
 #define SFR_PY_ITEM_LIST(X)                                                                        \
 	X(TENSOR, "tensor")                   /* torch.Tensor */                                   \
 	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                             \
@@ -60,24 +60,24 @@ enum sfr_py_item {
 struct sfr_py_dtype {
 	PyObject *dtype;
 	PyObject *storage_class; /* a str, such as "FloatStorage" */
-	const char *name;        /* the same in UTF-8; lives as long as storage_class */
+	const char *name;        /* the same in UTF-8, borrowed from storage_class */
 	size_t name_len;
-	uint32_t itemsize;
+	uint32_t itemsize; /* bytes of an element */
 };
 
-/* Where all tensors with the same dispatch keys are. NOT_PLAIN: none of them is plain. */
+/* Where all tensors with the same dispatch keys are. NOT_PLAIN: no such tensor is plain. */
 enum sfr_py_where { SFR_PY_NOT_PLAIN = -1, SFR_PY_ON_HOST, SFR_PY_ON_DEVICE };
 struct sfr_py_known_keys {
 	uint64_t keys;
 	enum sfr_py_where where;
 };
 
-/* The prefetch order (prefetch.c): the addresses of the objects that the last save met, in its
- * order. The objects may be gone, so the addresses are only prefetched. */
+/* The prefetch order (prefetch.c): addresses of the objects that the last save met, in its order.
+ * The objects may be gone, so the addresses are only prefetched. */
 struct sfr_py_prefetch_entry {
-	uintptr_t tensor, impl;     /* the Python object and the TensorImpl */
-	uintptr_t wrapper, storage; /* its storage's Python object and StorageImpl */
-	uintptr_t holder; /* the dict met last before it, probably its container; 0: none */
+	uintptr_t tensor, impl;     /* of a tensor: the Python object and the TensorImpl */
+	uintptr_t wrapper, storage; /* of its storage: the Python object and the StorageImpl */
+	uintptr_t holder; /* the dict that was met last, probably the container; 0: none */
 };
 struct sfr_py_prefetch_order {
 	struct sfr_py_prefetch_entry *entries; /* by number of the found tensor */
@@ -87,13 +87,14 @@ struct sfr_py_prefetch_order {
 /* The object TorchTypes. */
 struct sfr_py_torch_types {
 	PyObject_HEAD
+	/* by enum sfr_py_item */
 	PyObject *item[SFR_PY_NR_ITEMS];
-	descrgetfunc get[SFR_PY_NR_ITEMS]; /* tp_descr_get of the descriptors */
-	/* for descriptors and methods: the C function, and the type whose objects it takes; NULL if
-	 * there is none */
-	PyTypeObject *type[SFR_PY_NR_ITEMS];
+	descrgetfunc get[SFR_PY_NR_ITEMS]; /* tp_descr_get of a descriptor */
+	/* the C function behind a descriptor or a method, and the type of its objects; or NULL */
 	const PyGetSetDef *getter[SFR_PY_NR_ITEMS];
 	PyCFunction method[SFR_PY_NR_ITEMS];
+	PyTypeObject *type[SFR_PY_NR_ITEMS];
+
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
 	/* by torch's number of a dtype: 1 + its index in `dtype`; 0: none */
@@ -110,46 +111,40 @@ struct sfr_py_found {
 	bool plain;       /* torch_types.c explains it; if false, the fields below are unused */
 	bool parameter, requires_grad, on_host;
 	uint8_t dtype;      /* index in torch->dtype */
-	uint32_t storage;   /* number of its storage */
-	const int64_t *row; /* its description by the bridge (torch/bridge.h); NULL if not plain */
+	uint32_t storage;   /* number of the storage */
+	const int64_t *row; /* description by the bridge (torch/bridge.h); NULL if not plain */
 };
 
-/* Examines found->object, whose class is Tensor or Parameter itself, and sets the four booleans. It
- * sets `plain` without regard to dtype and storage, which sfr_py_describe checks later. Returns 0,
- * or -1 with an exception that must propagate. */
+/* Examines found->object, whose class is Tensor or Parameter itself, and sets the four booleans.
+ * sfr_py_describe later checks dtype and storage, and may clear `plain`. Returns -1 only with an
+ * exception that must propagate. */
 int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found);
-/* Handles the exception of a failed sfr_py_ask. Usually clears it and returns 0: the caller treats
- * the tensor as not plain, so that its __reduce_ex__ can raise the error. Returns -1, with the
- * exception still set, if it must propagate: MemoryError, or not an Exception. */
+/* Handles an exception of sfr_py_ask. Usually clears it and returns 0: the caller treats the tensor
+ * as not plain, and its __reduce_ex__ raises the error. Returns -1 with the exception set if it
+ * must propagate: MemoryError, or not an Exception. */
 int sfr_py_clear_refusal(void);
-/* Asks torch about an object: returns the value of a getset descriptor, or the result of a method
- * without arguments or of a function. It was found once in torch's class, so no attribute is
- * looked up. Returns a new reference, or NULL with an exception set. */
+/* Returns the value of a getset descriptor for `object`, or the result of a method or function. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object);
-/* Does the same as sfr_py_ask for an item whose result is a number, and sets *out to this number.
- * Returns 0, or -1 with an exception set. */
+/* Sets *out to the result of sfr_py_ask, which is a number. */
 int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out);
-/* Adds the type TorchTypes and the function learn_words, which finds where torch's tensors have the
- * 8-byte fields that C reads (torch/words.c). 0, or -1 with an exception set. */
 int sfr_py_add_torch_types(PyObject *module);
 
 /* ---- storages.c --------------------------------------------------------- */
 
-/* One storage: record data/<number>. */
+/* A storage: record data/<number> of the file. */
 struct sfr_py_storage {
 	uint64_t identity; /* address of the StorageImpl */
 	uint64_t addr, nbytes;
-	PyObject *location; /* a str; NULL if the storage came only through torch's own path */
-	PyObject *dtype;    /* borrowed: the dtype that was checked last; NULL: none yet */
-	uint32_t device;    /* as in struct sfr_source; 0 for the host and for elsewhere */
+	PyObject *location; /* location tag, a str; NULL if no plain tensor has the storage */
+	PyObject *dtype;    /* borrowed: the dtype that was checked last, or NULL */
+	uint32_t device;    /* n: CUDA device n - 1; 0: the host or elsewhere */
 	bool on_host;
 	bool known; /* addr and nbytes are set */
 };
 
-/* One allocation of memory for rows of the bridge. It never moves, because found[].row points into
- * it. */
+/* Memory for rows of the bridge. It never moves, because found[].row points into it. */
 struct sfr_py_rows {
 	struct sfr_py_rows *next;
 	size_t used, room; /* in words */
@@ -163,21 +158,18 @@ struct sfr_py_collector {
 	/* false: no tensor is plain, because something is active that only torch's own path
 	 * handles, such as a dispatch mode */
 	bool fast_path;
-	/* true if no package has registered location tags of its own for storages in host memory,
-	 * or on CUDA devices; then all storages on one device have the same tag */
+	/* no package has registered its own location tags for storages in host memory, or on CUDA
+	 * devices; so all storages on one device have the same tag */
 	bool plain_cpu, plain_cuda;
-	/* true for a snapshot: the same bytes may be viewed as several dtypes; a save refuses that,
-	 * as torch.save does */
-	bool any_dtypes;
+	bool any_dtypes; /* for a snapshot: the same bytes may be viewed as several dtypes */
 	struct sfr_py_found *found;
 	size_t nr_found, found_room;
 	struct sfr_py_map found_at; /* tensor -> its index in `found` */
 	struct sfr_py_storage *storages;
 	size_t nr_storages, storages_room;
 	struct sfr_py_numbers *numbers; /* StorageImpl -> number of the storage */
-	/* address of bytes -> dtype they are viewed as (borrowed) */
-	struct sfr_py_map dtype_at;
-	PyObject *storage_list;   /* list of UntypedStorage, by number */
+	struct sfr_py_map dtype_at;     /* address of bytes -> their dtype, borrowed */
+	PyObject *storage_list;         /* list of UntypedStorage, by number */
 	size_t tagged;            /* number of the device storage that got a location tag last */
 	struct sfr_py_rows *rows; /* newest first */
 	struct sfr_py_prefetch_order before, order; /* of the previous save, and of this one */
@@ -185,10 +177,8 @@ struct sfr_py_collector {
 	bool finished;                              /* finish() was called */
 };
 
-/* All functions of storages.c return 0, or -1 with an exception set.
- *
- * Sets *number to the number of the storage with the StorageImpl at `identity`. A storage that is
- * met for the first time is added, and the collector then keeps a reference to it. */
+/* Sets *number to the number of the storage with the StorageImpl at `identity`. Adds a storage that
+ * is met for the first time, with a reference to it. */
 int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
 			 bool on_host, size_t *number);
 /* Fails, with torch's message, if the bytes at `addr` were already met as another dtype. */
@@ -200,7 +190,7 @@ int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
 /* Resizes an array to `wanted` items of `item` bytes, and sets *room to `wanted`. */
 int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item);
-/* Makes room for one more item in an array with `used` items: doubles the array if it is full. */
+/* Doubles an array if its `used` items fill its `room`. */
 static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
 {
 	if (used < *room)
@@ -208,30 +198,25 @@ static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size
 	return sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item);
 }
 
-/* Adds a tensor that is met for the first time to the found ones, examines and describes it, and
- * sets *number to its index. `exact`: its class is Tensor or Parameter itself. */
+/* Adds a tensor that is met for the first time, examines and describes it, and sets *number to its
+ * index. `exact`: its class is Tensor or Parameter itself. */
 int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);
 
-/* ---- copies.c ----------------------------------------------------------- */
+/* ---- copies.c, containers.c: methods of the collector ------------------- */
 
-/* Methods of the collector, which skeleton.c lists with their docstrings. */
 PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes);
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
-
-/* ---- containers.c ---------------------------------------------------------- */
-
 PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 
 /* ---- prefetch.c ------------------------------------------------------------ */
 
 /* Moves the last save's prefetch order from TorchTypes to the collector, so that no other collector
- * uses it meanwhile, and prefetches the first tensors. */
+ * uses it meanwhile. Prefetches the first tensors. */
 void sfr_py_prefetch_order_take(struct sfr_py_collector *c);
-/* Prefetches a tensor that the last save met some tensors later. Called before each tensor is
- * examined. */
+/* Called before each tensor is examined: prefetches a later one. */
 void sfr_py_prefetch_next(const struct sfr_py_collector *c);
-/* Adds the tensor that gets the next number, and its storage (Python object `wrapper`, StorageImpl
- * at `storage`), to this save's order. 0, or -1 with an exception set. */
+/* Adds the tensor that gets the next number to this save's order. `wrapper` is the Python object of
+ * its storage, `storage` the address of the StorageImpl. */
 int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
 			      uint64_t storage);
 /* Moves this save's prefetch order to TorchTypes, for the next save. */
@@ -249,7 +234,7 @@ struct sfr_py_splice {
 	size_t nr_found;
 	const struct sfr_py_storage *storages;
 };
-/* Returns the pickle with the tensors written in, as bytes, or NULL with an exception set. */
+/* Returns the pickle with the tensors written in, as bytes. */
 PyObject *sfr_py_splice(const struct sfr_py_splice *job);
 
 #endif

@@ -1,12 +1,10 @@
 /* The storages of found tensors.
  *
- * A storage is identified by the address of its StorageImpl. It gets its number when it is first
- * met: in a persistent id (torch's own path) or as the storage of a plain tensor. It is asked for
- * its address and length once: at once if a plain tensor has it, otherwise when the pickler is
- * done.
+ * A storage gets its number when it is first met: in a persistent id (torch's own path) or as the
+ * storage of a plain tensor. It is asked for its address and length once.
  *
- * torch.save refuses to save bytes that are viewed as two dtypes, and recognises the bytes by their
- * address. sfr_py_check_dtype does the same, for storages in persistent ids and plain tensors. */
+ * torch.save refuses to save bytes that are viewed as two dtypes, and identifies bytes by their
+ * address. sfr_py_check_dtype does the same. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 
@@ -16,10 +14,8 @@ int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item)
 {
 	void *grown = PyMem_Realloc(*array, wanted * item);
 
-	if (grown == NULL) {
-		(void)PyErr_NoMemory(); /* always NULL */
-		return -1;
-	}
+	if (grown == NULL)
+		return sfr_py_no_memory();
 	*array = grown;
 	*room = wanted;
 	return 0;
@@ -67,8 +63,7 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 }
 
 /* Asks a storage of `nbytes` bytes for its address. As in torch.save, this gives a copy-on-write
- * storage its own memory. Returns 0, or -1 with an exception set. A storage that has a length but
- * no memory is an error. */
+ * storage its own memory. Fails if a storage has a length but no memory. */
 static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint64_t nbytes,
 		       uint64_t *addr)
 {
@@ -96,8 +91,7 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 	return 0;
 }
 
-/* Finds the storage's location tag through torch. A new reference, or NULL with an exception
- * set. */
+/* Asks torch for the storage's location tag. */
 static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 {
 	PyObject *storage = PyList_GetItem(c->storage_list, (Py_ssize_t)number);
@@ -115,9 +109,9 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 	return location;
 }
 
-/* Sets the location tag of a plain tensor's storage, unless it has one. If no package makes tags of
- * its own (plain_cpu, plain_cuda), torch need not be asked. The tag is then "cpu", or the tag that
- * a storage on the same device got last. Returns 0, or -1 with an exception set. */
+/* Sets the location tag of a plain tensor's storage, unless it has one. With plain_cpu or
+ * plain_cuda torch need not be asked: the tag is "cpu", or that of the last storage on the same
+ * device. */
 static int ask_location(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
@@ -139,8 +133,8 @@ static int ask_location(struct sfr_py_collector *c, size_t number)
 	return location != NULL ? 0 : -1;
 }
 
-/* Sets the CUDA device of a storage outside host memory, unless it is set, by asking `tensor`,
- * which has this storage. Returns 0, or -1 with an exception set. */
+/* Sets the CUDA device of a storage outside host memory, unless it is set. `tensor` is over the
+ * storage. */
 static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tensor)
 {
 	PyObject *answer;
@@ -159,8 +153,7 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 	return 0;
 }
 
-/* Fails if a plain tensor views its storage as another dtype than an earlier tensor did. 0, or -1
- * with an exception set. */
+/* Fails if a plain tensor views its storage as another dtype than an earlier tensor did. */
 static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	PyObject *dtype = c->torch->dtype[tensor->dtype].dtype;
@@ -174,9 +167,9 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 	return sfr_py_check_dtype(c, entry->addr, dtype);
 }
 
-/* Returns the address of the memory of the tensor's storage, as the bridge computes it, or 0 if the
- * bridge has no address. Also returns 0 if TorchTypes was given a data_ptr that is not a C method
- * of torch. After 0 the caller calls the function data_ptr of TorchTypes instead. */
+/* Returns the address of the memory of the tensor's storage; 0 if the bridge cannot tell, so that
+ * the caller has to ask the storage. A data_ptr that is not torch's own, as in tests, is always
+ * asked. */
 static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
@@ -187,8 +180,8 @@ static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sf
 				     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
 }
 
-/* Adds the storage of a plain tensor, when it is met for the first time. Returns 1; 0 if it has no
- * memory, for example zeros that torch has not allocated; -1 with an exception set. */
+/* Adds the storage of a plain tensor, which is met for the first time. Returns 1; 0 if the storage
+ * has no memory, for example zeros that torch has not allocated; -1 with an exception set. */
 static int enter_new_storage(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
 			     uint64_t identity, size_t *number)
 {
@@ -228,8 +221,8 @@ static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	return 1;
 }
 
-/* Returns room for a row of `words` words, after the words that c->rows already uses. The caller
- * then adds the words that it has written to c->rows->used. Returns NULL with MemoryError set. */
+/* Returns room for a row of `words` words. The caller adds the words that it writes to
+ * c->rows->used. */
 static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 {
 	struct sfr_py_rows *rows = c->rows;
@@ -255,22 +248,21 @@ static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	struct AtenTensorOpaque *handle = sfr_py_handle_of(tensor->object);
-	/* first tried with room for three dimensions; the bridge returns how many words it needs */
-	int64_t words = 0, room = SFR_ROW_HEADER + 6;
+	enum { NDIM = 3 }; /* most tensors have no more dimensions */
+	int64_t words = SFR_ROW_HEADER + 2 * NDIM, room, *row;
 
-	tensor->row = row_room(c, room);
-	if (tensor->row != NULL)
-		words = sfr_py_bridge_describe(handle, c->rows->words + c->rows->used, room);
-	if (words > room) {
-		tensor->row = row_room(c, words);
-		if (tensor->row != NULL)
-			words = sfr_py_bridge_describe(handle, c->rows->words + c->rows->used,
-						       words);
-	}
-	if (tensor->row == NULL)
-		return -1;
-	c->rows->used += words > 0 ? (size_t)words : 0;
-	return words > 0;
+	do {
+		room = words;
+		row = row_room(c, room);
+		if (row == NULL)
+			return -1;
+		words = sfr_py_bridge_describe(handle, row, room);
+	} while (words > room); /* nothing was written: try again with more room */
+	tensor->row = row;
+	if (words <= 0)
+		return 0;
+	c->rows->used += (size_t)words;
+	return 1;
 }
 
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)

@@ -1,27 +1,30 @@
 /* Objects of torch, and which tensors are plain.
  *
  * A TorchTypes holds the objects of torch that every save needs: types, functions, and descriptors
- * of attributes. skeleton.py makes it and passes these objects by name, so nothing here imports
- * torch. The C functions behind descriptors and methods are called directly (torch/slots.c),
- * without an attribute search.
+ * of attributes. skeleton.py makes it and passes these objects by name. The C functions behind
+ * descriptors and methods are called directly (torch/slots.c).
  *
  * A tensor is plain when it is known in advance what torch.save writes for it:
  *
  *   _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())
  *
  * wrapped in _rebuild_parameter(.., requires_grad, OrderedDict()) for a Parameter. A plain tensor
- * is of the class Tensor or Parameter itself, on the CPU or a CUDA device. It is strided and not
- * nested, has a dtype with a legacy storage class, and has memory (storages.c). It has no Python
- * attributes, no hooks that torch warns about, no metadata (the conj and neg bits) and no names.
+ *
+ *   - is of the class Tensor or Parameter itself, on the CPU or a CUDA device,
+ *   - is strided and not nested, and has memory and a dtype with a legacy storage class,
+ *   - has no Python attributes, names, metadata (the conj and neg bits), or hooks. torch drops the
+ *     hooks of a Parameter, so a Parameter may have hooks.
+ *
  * All other tensors, and errors, are left to the tensor's own __reduce_ex__.
  *
- * The dispatch keys are a set of bits by which torch chooses the functions for a tensor. It derives
- * layout, nesting, conj, neg, names and kind of device from them, so these are the same for all
- * tensors with the same keys. Python is asked about the first tensor with a given set of keys (the
- * function `where`). For later tensors it is enough to compare the keys, which are read from memory
- * (torch/words.h). The tensor itself is asked for attributes, hooks and requires_grad, and the
- * bridge (torch/bridge.c) for dtype and shape. None of this releases the interpreter lock: while
- * another thread computes, each release may cost a switch interval. */
+ * The dispatch keys are a set of bits by which torch chooses the functions for a tensor. Layout,
+ * nesting, conj, neg, names and kind of device are the same for all tensors with the same keys. So
+ * Python is asked only about the first tensor with a given set of keys (the function `where`). The
+ * tensor itself is asked for attributes, hooks and requires_grad, the bridge (torch/bridge.c) for
+ * dtype and shape.
+ *
+ * None of this releases the interpreter lock: while another thread computes, each release may cost
+ * a switch interval. */
 #include "skeleton/skeleton.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -50,8 +53,7 @@ PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item it
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
 }
 
-/* Does the same as sfr_py_ask, and returns the truth of the result: 1, 0 (also for None), or -1
- * with an exception set. */
+/* Returns the truth of sfr_py_ask's result: 1, 0 (also for None), or -1 with an exception set. */
 static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object)
 {
 	PyObject *value = sfr_py_ask(torch, item, object);
@@ -84,9 +86,9 @@ int sfr_py_clear_refusal(void)
 	return 0;
 }
 
-/* Asks Python where `tensor` is. The answer holds for all tensors with the dispatch keys
- * keys->keys. Sets keys->where and remembers *keys. If Python raises an exception, keys->where is
- * NOT_PLAIN and nothing is remembered. Returns 0, or -1 if the exception must propagate. */
+/* Asks Python where tensors with the dispatch keys of `tensor` are. Sets keys->where and remembers
+ * *keys. If Python raises an exception, keys->where is NOT_PLAIN and nothing is remembered. Returns
+ * -1 only if the exception must propagate. */
 static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 		     struct sfr_py_known_keys *keys)
 {
@@ -104,8 +106,8 @@ static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 	return 0;
 }
 
-/* Sets *where for a tensor: from known_keys, or by asking Python if these do not have the tensor's
- * dispatch keys. Returns 0, or -1 if an exception must propagate. */
+/* Sets *where for a tensor, from known_keys or by asking Python. Returns -1 only if an exception
+ * must propagate. */
 static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum sfr_py_where *where)
 {
 	struct sfr_py_known_keys known = { .keys = sfr_py_keys_of(tensor) };
@@ -129,7 +131,6 @@ static int has_extras(const struct sfr_py_torch_types *torch, const struct sfr_p
 	/* __getstate__ returns None without attributes. Reading __dict__ would create it. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
 
-	/* torch drops a Parameter's hooks silently, because it saves its `.data`. */
 	if (yes == 0 && !found->parameter)
 		yes = ask_bool(torch, SFR_PY_BACKWARD_HOOKS, found->object);
 	return yes;
@@ -170,8 +171,7 @@ static int types_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-/* There is no tp_clear, because the items of a live object must never be NULL. To break a cycle,
- * the garbage collector clears another object of the cycle. */
+/* There is no tp_clear, because the items of a live object must never be NULL. */
 static void types_dealloc(PyObject *self)
 {
 	struct sfr_py_torch_types *torch = (struct sfr_py_torch_types *)self;
@@ -189,7 +189,6 @@ static void types_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Takes an item from the keyword arguments. Returns 0, or -1 with an exception set. */
 static int take_item(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_item item)
 {
 	PyObject *value = PyDict_GetItemString(kwargs, item_names[item]);
@@ -206,8 +205,7 @@ static int take_item(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sf
 			return -1;
 		}
 	}
-	Py_INCREF(value);
-	torch->item[item] = value;
+	torch->item[item] = Py_NewRef(value);
 	return 0;
 }
 
@@ -222,7 +220,7 @@ static void find_functions(struct sfr_py_torch_types *torch)
 
 		PyErr_Clear(); /* a Python function has no __objclass__ */
 		if (text != NULL && PyType_Check(type)) {
-			torch->type[item] = (PyTypeObject *)type; /* the item keeps it alive */
+			torch->type[item] = (PyTypeObject *)type; /* the item has a reference */
 			if (item >= SFR_PY_FIRST_GETTER)
 				torch->getter[item] = sfr_py_getter_of(torch->type[item], text);
 			else if (item <= SFR_PY_LAST_METHOD)
@@ -233,9 +231,8 @@ static void find_functions(struct sfr_py_torch_types *torch)
 	}
 }
 
-/* Reads torch's number of a dtype from `sample`, a tensor of that dtype with one dimension. Records
- * in dtype_at that this number has the index nr_dtypes in torch->dtype, the entry that take_dtypes
- * fills next. Returns 0, or -1 with an exception set. */
+/* Sets dtype_at for the dtype with the index nr_dtypes. `sample` is a tensor of that dtype with one
+ * dimension. */
 static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 {
 	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number;
@@ -252,8 +249,8 @@ static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 	return 0;
 }
 
-/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, a sample
- * tensor). Returns 0, or -1 with an exception set. */
+/* Takes the argument `dtypes`: a list of (dtype, name of its storage class, item size, a sample
+ * tensor). */
 static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 {
 	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
@@ -288,10 +285,8 @@ static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 		if (entry->name == NULL)
 			return -1;
 		entry->name_len = (size_t)name_len;
-		Py_INCREF(dtype);
-		entry->dtype = dtype;
-		Py_INCREF(storage_class);
-		entry->storage_class = storage_class;
+		entry->dtype = Py_NewRef(dtype);
+		entry->storage_class = Py_NewRef(storage_class);
 		entry->itemsize = itemsize;
 		torch->nr_dtypes++;
 	}
@@ -333,17 +328,10 @@ static PyType_Slot types_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec types_spec = {
-	.name = "stillframe._core.TorchTypes",
-	.basicsize = sizeof(struct sfr_py_torch_types),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = types_slots,
-};
+SFR_PY_TYPE(types_spec, "TorchTypes", struct sfr_py_torch_types, Py_TPFLAGS_HAVE_GC, types_slots);
 
-/* learn_words(samples) -> bool: whether the words are found (sfr_py_words_learn, torch/words.c). */
 static PyObject *learn_words(PyObject *module, PyObject *samples)
 {
-	(void)module;
 	if (sfr_py_words_learn(samples) != 0)
 		return NULL;
 	return PyBool_FromLong(sfr_py_words.known);
@@ -352,19 +340,13 @@ static PyObject *learn_words(PyObject *module, PyObject *samples)
 static PyMethodDef functions[] = {
 	{ "learn_words", learn_words, METH_O,
 	  "learn_words(samples) -> bool: finds where torch keeps the words that are read from every "
-	  "tensor; False if it does not." },
+	  "tensor (torch/words.h). False if they are not found." },
 	{ NULL, NULL, 0, NULL },
 };
 
 int sfr_py_add_torch_types(PyObject *module)
 {
-	struct sfr_py_state *state = sfr_py_state(module);
-
 	if (PyModule_AddFunctions(module, functions) < 0)
 		return -1;
-	state->torch_types_type =
-		(PyTypeObject *)PyType_FromModuleAndSpec(module, &types_spec, NULL);
-	if (state->torch_types_type == NULL)
-		return -1;
-	return PyModule_AddType(module, state->torch_types_type);
+	return sfr_py_add_type(module, &types_spec, &sfr_py_state(module)->torch_types_type);
 }

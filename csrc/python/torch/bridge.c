@@ -1,16 +1,13 @@
-/* The bridge: describes and makes many tensors without Python objects in between.
+/* The bridge: describes and makes tensors without Python objects in between.
  *
- * To read the offset, sizes and strides of a tensor, Python makes two tuples and an int. The bridge
- * reads them in about 0.1 us a tensor. To make a tensor over given memory takes 0.5 us instead of
- * 3. The bridge uses the C shim of torch's stable ABI (shim.h), which it looks up in the
- * libtorch_cpu.so that `import torch` has loaded. Nothing is linked, a build needs nothing of
- * torch, and one binary serves every torch from 2.10 on.
+ * It describes a tensor in about 0.1 us, and makes one over given memory in 0.5 us instead of 3. It
+ * uses the C shim of torch's stable ABI (shim.h), which it looks up in the libtorch_cpu.so that
+ * `import torch` has loaded. So a build needs no torch, and one binary serves every torch from 2.10
+ * on.
  *
- * These functions are not torch operators. The dispatcher releases the interpreter lock around an
- * operator. If a tensor loses its last reference outside Python during the operator, torch takes
- * the lock back for that (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). While
- * another Python thread computes, each release may cost a switch interval. A direct call keeps the
- * lock. It also does not materialise conjugated or negated tensors. */
+ * torch's dispatcher releases the interpreter lock around an operator, and each release may cost a
+ * switch interval while another Python thread computes. These functions are not operators, so they
+ * keep the lock. They also do not materialise conjugated or negated tensors. */
 #include <Python.h>
 #include <dlfcn.h>
 
@@ -19,7 +16,7 @@
 
 #define LIBRARY "libtorch_cpu.so"
 
-/* torch's functions, looked up once, with the interpreter lock held; torch is never unloaded. */
+/* torch's functions. torch is never unloaded. */
 #define POINTER(result, name, arguments) result(*name) arguments;
 static struct {
 	bool loaded;
@@ -27,8 +24,7 @@ static struct {
 } torch;
 #undef POINTER
 
-/* Returns the address of a function. If there is none, returns NULL, with an ImportError set only
- * if the function is `needed`. */
+/* Returns the address of a function, or NULL. Sets an ImportError if the function is `needed`. */
 static void *look_up(void *library, const char *name, bool needed)
 {
 	void *found = dlsym(library, name);
@@ -51,7 +47,7 @@ int sfr_py_bridge_load(void)
 						" is not loaded; import torch first");
 		return -1;
 	}
-	/* `library` is never closed: torch cannot work without it. */
+	/* `library` stays open, because torch needs it. */
 #define NEEDED(result, name, arguments)                                                            \
 	*(void **)&torch.name = look_up(library, #name, true);                                     \
 	if (torch.name == NULL)                                                                    \
@@ -72,8 +68,8 @@ bool sfr_py_bridge_can_make(void)
 void sfr_py_bridge_drop(void *const *tensors, size_t nr)
 {
 	for (size_t i = 0; i < nr; i++)
-		(void)torch.aoti_torch_delete_tensor_object(
-			tensors[i]); /* a failure cannot be handled */
+		/* a failure cannot be handled */
+		(void)torch.aoti_torch_delete_tensor_object(tensors[i]);
 }
 
 /* ---- describe --------------------------------------------------------------------- */
@@ -116,17 +112,16 @@ uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead)
 
 /* ---- make ------------------------------------------------------------------------- */
 
-/* The deleter that torch calls when it frees a storage: drops the storage's count. */
+/* torch calls this when it frees a storage. */
 static void put_keepalive(void *data, void *keepalive)
 {
-	(void)data; /* it is freed after the last count is dropped */
+	(void)data;
 	sfr_keepalive_put(keepalive);
 }
 
-/* Makes a tensor with a storage of its own, over the row's memory, and counts that storage in
- * `keepalive`. `sizes`, `strides` and `offset` replace those of the row. Returns NULL if torch
- * refuses. The count then stays, because torch may or may not have called the deleter. Memory that
- * is never freed harms less than memory that is freed while in use. */
+/* Makes a tensor with its own storage over the row's memory, and counts the storage in `keepalive`.
+ * `sizes`, `strides` and `offset` replace those of the row. Returns NULL if torch refuses. The
+ * count then stays, because torch may or may not have called the deleter. */
 static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, const int64_t *sizes,
 					     const int64_t *strides, int64_t offset,
 					     struct sfr_keepalive *keepalive)
@@ -158,8 +153,7 @@ static struct AtenTensorOpaque *make_over(struct AtenTensorOpaque *other, const 
 	return made;
 }
 
-/* Returns how many elements of the storage the tensor needs: one more than the index of its last
- * element; 0 if it has no element. */
+/* Returns how many elements of the storage the tensor needs; 0 if the tensor has no element. */
 static int64_t reach_of(const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
@@ -174,11 +168,9 @@ static int64_t reach_of(const int64_t *row)
 	return reach;
 }
 
-/* Makes the tensor of a row that does not share an earlier row's storage. Returns NULL if torch
- * refuses.
- *
- * torch makes a storage just long enough for the tensor. If the row's storage is longer, a tensor
- * over all of it is made first, then the row's tensor over the same storage. */
+/* Makes the tensor of a row with its own storage. Returns NULL if torch refuses. torch makes a
+ * storage just long enough for the tensor. If the row's storage is longer, a tensor over all of it
+ * is made first, then the row's tensor over the same storage. */
 static struct AtenTensorOpaque *make_one(const int64_t *row, struct sfr_keepalive *keepalive)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];

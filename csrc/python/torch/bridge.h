@@ -1,7 +1,7 @@
-/* Describes or makes many tensors in one call. bridge.c implements it.
+/* Describes and makes tensors. bridge.c implements it.
  *
- * A row describes one tensor in int64 words: a header, ndim sizes, ndim strides. Offsets and
- * strides are in elements, lengths in bytes. Dtypes are torch's numbers. */
+ * A row describes a tensor in int64 words: a header, ndim sizes, ndim strides. Offsets and strides
+ * are in elements, lengths in bytes. Dtypes are torch's numbers. */
 #ifndef SFR_PY_TORCH_BRIDGE_H
 #define SFR_PY_TORCH_BRIDGE_H
 
@@ -20,60 +20,57 @@ enum {
 
 /* Indices of the words of the header that sfr_py_bridge_make reads. */
 enum {
-	/* index of an earlier row of the same dtype whose storage it shares; -1: a storage of its
-	 * own */
-	SFR_NEW_OVER,
-	SFR_NEW_BASE,   /* address of its own storage; 0 if it shares one */
-	SFR_NEW_NBYTES, /* length of its own storage, at least one element; 0 if it shares one */
-	SFR_NEW_OFFSET,
+	SFR_NEW_OVER,   /* share the storage of this earlier row, of the same dtype; -1: do not */
+	SFR_NEW_BASE,   /* address of a storage that is not shared, else 0 */
+	SFR_NEW_NBYTES, /* length of this storage, at least one element, else 0 */
+	SFR_NEW_OFFSET, /* offset of the first element in the storage */
 	SFR_NEW_DTYPE,
 	SFR_NEW_NDIM,
 	SFR_NEW_HEADER /* the number of words of the header */
 };
 
-/* Keeps memory alive while storages use it: `count` is the number of these storages, plus one while
- * the code that makes them runs. Any thread may change the count, with __atomic operations. The
- * thread that drops it to 0 calls `last`, which frees the memory, without the interpreter lock. */
+/* Keeps memory alive while storages use it. */
 struct sfr_keepalive {
+	/* storages, plus one while they are made; changed by any thread, with __atomic
+	 * operations */
 	uint64_t count;
+	/* Frees the memory when the count is 0. Called without the interpreter lock. */
 	void (*last)(struct sfr_keepalive *self);
 };
 
-/* Drops one count. */
 static inline void sfr_keepalive_put(struct sfr_keepalive *keepalive)
 {
 	if (__atomic_sub_fetch(&keepalive->count, 1, __ATOMIC_ACQ_REL) == 0)
 		keepalive->last(keepalive);
 }
 
-/* A tensor in torch's C shim: torch's at::Tensor, used by its address. Callers of the functions
- * below hold the interpreter lock, and no function releases it. */
+/* torch's at::Tensor. Its address is a handle in torch's C shim. Callers of the functions below
+ * hold the interpreter lock, and no function releases it. */
 struct AtenTensorOpaque;
 
-/* Finds torch's functions once, before any other call here. 0, or -1 with an ImportError set: torch
- * has not been imported or is too old. */
+/* Finds torch's functions, before any other call here. Sets an ImportError if torch has not been
+ * imported or is too old. */
 int sfr_py_bridge_load(void);
 
 /* Writes the row that describes a tensor to `row`, which has room for `room` words. Returns how
- * many words the row needs, or -1 if torch refuses. If it needs more than `room` words, nothing is
- * written: call again with more room. */
+ * many words the row needs, or -1 if torch refuses. Writes nothing if that is more than `room`. */
 int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room);
 
-/* Returns the address of the tensor's storage: that of the first element less `ahead`, the number
- * of bytes of the storage before this element. A copy-on-write storage has its own memory
- * afterwards. Returns 0 if there is no memory or no element, or torch refuses. */
+/* Returns the address of the tensor's storage, whose first `ahead` bytes are before the tensor's
+ * first element. A copy-on-write storage has its own memory afterwards. Returns 0 if there is no
+ * memory or no element, or torch refuses. */
 uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead);
 
 /* Returns whether this torch makes tensors over given memory (from 2.11 on). */
 bool sfr_py_bridge_can_make(void);
 
-/* Makes a tensor over given host memory for each of `nr` rows, and stores the tensors' handles in
- * `tensors`. Each new storage adds 1 to the count of `keepalive`. No tensor requires a gradient.
- * Returns 0; or -1, and then there are no new tensors. */
+/* Makes a tensor over given host memory for each of `nr` rows, and stores the handles in `tensors`.
+ * Each new storage adds 1 to the count of `keepalive`. No tensor requires a gradient. Returns 0, or
+ * -1 without an exception; then no tensor is made. */
 int sfr_py_bridge_make(const int64_t *rows, size_t nr, struct sfr_keepalive *keepalive,
 		       void **tensors);
 
-/* Releases `nr` handles, each of which counts one reference, like those of sfr_py_bridge_make. */
+/* Releases `nr` handles, each with its reference to a tensor. */
 void sfr_py_bridge_drop(void *const *tensors, size_t nr);
 
 #endif

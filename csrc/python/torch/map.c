@@ -1,14 +1,11 @@
-/* A map from addresses to numbers, for the collector and for observers.
- *
- * Keys are addresses (of tensors, StorageImpls or bytes); key 0 marks an empty slot. The map is a
- * hash table with open addressing, at most half full, and never removes a key. A Python dict would
- * need a new int object for each look-up. */
+/* A map from addresses to numbers: a hash table with open addressing, at most half full. Key 0
+ * marks an empty slot. A Python dict would need a new int object for each look-up. */
 #include "torch/map.h"
 
 /* Returns the index of the key's slot, or of the empty slot for it. The map must have slots. */
 static size_t map_slot(const struct sfr_py_map *map, uint64_t key)
 {
-	/* Fibonacci hashing. The low four bits are dropped: objects are at least 16 bytes apart. */
+	/* Fibonacci hashing, without the lowest four bits: objects are at least 16 bytes apart. */
 	size_t i = (size_t)((key >> 4) * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (map->room - 1);
 
 	while (map->slots[i].key != 0 && map->slots[i].key != key)
@@ -35,10 +32,8 @@ int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr)
 	if (larger.room <= map->room)
 		return 0;
 	larger.slots = PyMem_Calloc(larger.room, sizeof(*larger.slots));
-	if (larger.slots == NULL) {
-		(void)PyErr_NoMemory(); /* always NULL */
-		return -1;
-	}
+	if (larger.slots == NULL)
+		return sfr_py_no_memory();
 	for (size_t i = 0; i < map->room; i++)
 		if (map->slots[i].key != 0)
 			larger.slots[map_slot(&larger, map->slots[i].key)] = map->slots[i];

@@ -12,14 +12,13 @@ struct sfr_py_map {
 	size_t used; /* number of keys */
 	size_t room; /* number of slots: a power of two, or 0 */
 };
-/* Returns a pointer to the key's value, valid until a key is added; NULL if the key is not in the
- * map. */
+/* Returns a pointer to the key's value, valid until a key is added, or NULL. */
 uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key);
-/* Adds a key that the map does not have. 0, or -1 with MemoryError set. */
+/* Adds a key that the map does not have. */
 int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);
-/* Makes room for `nr` keys in all. 0, or -1 with MemoryError set. */
+/* Makes room for `nr` keys in all. */
 int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr);
-/* Frees the slots, and makes the map empty. */
+/* Frees the slots. The map is empty afterwards. */
 void sfr_py_map_fini(struct sfr_py_map *map);
 
 #endif

@@ -1,11 +1,10 @@
 /* _core.Numbers: the numbers of a save's storages, by the addresses of their StorageImpls.
  *
- * A collector fills it. The observers in C and the gate in Python use it to find out whether a
- * storage is in the save. A Python dict would need two int objects for each storage in each save,
- * and the hashes of the addresses would collide, because addresses end in zeros. */
+ * A collector fills it. Observers and the gate use it to find out whether a storage is in the save.
+ * A Python dict would need two int objects for each storage in each save. */
 #include "torch/numbers.h"
 
-/* The type, one for the whole process because torch supports only one interpreter. */
+/* one for the whole process, because torch supports only one interpreter */
 static PyTypeObject *numbers_type;
 
 struct sfr_py_numbers *sfr_py_numbers_make(void)
@@ -27,7 +26,6 @@ static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 	struct sfr_py_numbers *self = NULL;
 	PyObject *addresses;
 
-	(void)type;
 	if (kwargs != NULL || !PyArg_ParseTuple(args, "O!:Numbers", &PyList_Type, &addresses)) {
 		if (!PyErr_Occurred())
 			PyErr_SetString(PyExc_TypeError, "Numbers() takes a list");
@@ -83,12 +81,7 @@ static PyType_Slot numbers_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec numbers_spec = {
-	.name = "stillframe._core.Numbers",
-	.basicsize = sizeof(struct sfr_py_numbers),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = numbers_slots,
-};
+SFR_PY_TYPE(numbers_spec, "Numbers", struct sfr_py_numbers, 0, numbers_slots);
 
 int sfr_py_add_numbers(PyObject *module)
 {

@@ -9,9 +9,9 @@ struct sfr_py_numbers {
 	struct sfr_py_map map; /* address of a StorageImpl -> number of the storage, from 0 on */
 };
 
-/* Makes an empty object, or returns NULL with an exception set. */
+/* Makes an empty object. */
 struct sfr_py_numbers *sfr_py_numbers_make(void);
-/* Returns the object itself, borrowed, or NULL with an exception set if it is of another type. */
+/* Returns the object itself, borrowed, if it is a Numbers. */
 struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object);
 int sfr_py_add_numbers(PyObject *module);
 

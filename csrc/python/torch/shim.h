@@ -3,9 +3,8 @@
  * of torch's stable ABI, which promises not to change them. Declaring them here lets us build
  * without torch; a test compares every line with the installed torch's headers.
  *
- * A handle that a function makes holds one reference to its tensor. Functions that return int32_t
- * return 0 on success; the first two instead return a constant of torch. A torch that has no
- * OPTIONAL function is supported, too. */
+ * A handle that a function makes holds one reference to its tensor. The first two functions return
+ * a constant of torch, the other int32_t are 0 on success. An OPTIONAL function may be missing. */
 #ifndef SFR_PY_TORCH_SHIM_H
 #define SFR_PY_TORCH_SHIM_H
 

@@ -4,9 +4,9 @@
 
 #include "module.h"
 
-/* Return the getter of the attribute `name`, and the C function of the method `name` without
- * arguments. They search only the type itself, not its bases. They return NULL if the type has no
- * such C function, without an exception. */
+/* Return the getter of the attribute `name`, or the C function of the method `name`, which takes no
+ * arguments. They search the type itself, but not its bases. NULL without an exception: the type
+ * has no such C function. */
 const PyGetSetDef *sfr_py_getter_of(PyTypeObject *type, const char *name);
 PyCFunction sfr_py_method_of(PyTypeObject *type, const char *name);
 

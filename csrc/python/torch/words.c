@@ -1,21 +1,22 @@
-/* Words of torch's memory that answer most questions about a tensor.
+/* Three words of torch's memory that answer most questions about a tensor.
  *
- * A TensorImpl is torch's C++ object of a tensor. One of its words, the dispatch keys, tells
- * whether the tensor is dense, nested, conjugated, negated or named, and on what kind of device it
- * is. A second word is the address of the tensor's StorageImpl. A third, in the Python object, is
- * the address of the TensorImpl. To read the same as Python attributes took some 2,500 instructions
- * a tensor, most of them for the Python objects of the answers. The stable ABI (shim.h) has no
- * functions for these three words. So they are read from memory.
+ * A TensorImpl is torch's C++ object of a tensor. The words are:
  *
- * Their offsets are not assumed but searched for, once per process, in tensors of several kinds
- * whose words torch has reported. An offset is taken if it has the right word in all of these
- * tensors, so a torch with another layout is read correctly too. If a word is not found, nothing is
- * read: `known` stays false, and tensors are left to their own __reduce_ex__. */
+ *   - the address of the TensorImpl, in the Python object,
+ *   - the dispatch keys, in the TensorImpl. They tell the kind of device, and whether the tensor is
+ *     dense, nested, conjugated, negated or named,
+ *   - the address of the tensor's StorageImpl, in the TensorImpl.
+ *
+ * The stable ABI (shim.h) has no functions for them, and Python attributes cost some 2,500
+ * instructions a tensor. So they are read from memory. Their offsets are not assumed but searched
+ * for, once per process, in tensors of several kinds whose words torch has reported. If a word is
+ * not found, nothing is read: `known` stays false, and tensors are left to their own
+ * __reduce_ex__. */
 #include "torch/words.h"
 
 enum {
 	MOST_SAMPLES = 8,
-	/* how many words are searched: no more than the shortest objects of any known torch have */
+	/* how many words are searched: in no known torch are the objects shorter */
 	NR_OBJECT_WORDS = 6, /* of a tensor's Python object */
 	NR_IMPL_WORDS = 24,  /* of a TensorImpl */
 };
@@ -28,10 +29,8 @@ struct sample {
 	unsigned long long impl, keys, storage;
 };
 
-/* Searches `nr` objects at the addresses `bases`. Returns the least offset, in bytes, at which each
- * object i has the word values[i]; 0 if their first nr_words words have no such offset. The first
- * word is not looked at, so 0 is never an answer. Reads nothing beyond the offset that it
- * returns. */
+/* Returns the least offset, in bytes, at which each object bases[i] has the word values[i].
+ * Searches nr_words words, without the first. Returns 0 if there is no such offset. */
 static size_t find_offset(const void *const *bases, const uint64_t *values, size_t nr,
 			  size_t nr_words)
 {
@@ -46,8 +45,8 @@ static size_t find_offset(const void *const *bases, const uint64_t *values, size
 	return 0;
 }
 
-/* Returns whether the sample's handle points to a pointer to the TensorImpl. The files here rely on
- * that: they use the address of an at::Tensor, which consists of this pointer, as a handle. */
+/* Returns whether the sample's handle points to a pointer to the TensorImpl. sfr_py_handle_of
+ * relies on that. */
 static bool is_handle_as_expected(const struct sample *sample)
 {
 	const void *handle = PyCapsule_GetPointer(sample->capsule, NULL);
@@ -56,7 +55,6 @@ static bool is_handle_as_expected(const struct sample *sample)
 	return handle != NULL && sfr_py_word_at(handle, 0) == sample->impl;
 }
 
-/* Sets sfr_py_words if all three words are found. */
 static void learn(const struct sample *samples, size_t nr)
 {
 	struct sfr_py_words words = { 0 };

@@ -26,7 +26,7 @@ static inline uint64_t sfr_py_word_at(const void *base, size_t offset)
 
 /* These functions take objects of torch's Tensor type or a subclass.
  *
- * Returns the object's at::Tensor, borrowed, which is a handle for torch's C shim. */
+ * Returns the tensor's handle for torch's C shim, borrowed. */
 static inline struct AtenTensorOpaque *sfr_py_handle_of(PyObject *tensor)
 {
 	return (struct AtenTensorOpaque *)((char *)tensor + sfr_py_words.tensor);
@@ -44,16 +44,15 @@ static inline uint64_t sfr_py_keys_of(PyObject *tensor)
 	return sfr_py_word_at((const void *)sfr_py_impl_of(tensor), sfr_py_words.keys);
 }
 
-/* Returns the address of the StorageImpl, 0 if there is none. */
+/* Returns the address of the StorageImpl; 0 if there is none. */
 static inline uint64_t sfr_py_storage_impl_of(PyObject *tensor)
 {
 	return sfr_py_word_at((const void *)sfr_py_impl_of(tensor), sfr_py_words.storage);
 }
 
-/* Searches for the words in the samples, and sets sfr_py_words if all are found. `samples` is a
- * list of tuples: tensor, address of its TensorImpl, dispatch keys, address of its StorageImpl,
- * capsule with its handle of torch's C shim. 0, whether they are found or not; -1 with an exception
- * set. */
+/* Searches for the words in sample tensors, and sets sfr_py_words if all are found. `samples` is a
+ * list of (tensor, address of the TensorImpl, dispatch keys, address of the StorageImpl, capsule
+ * with the handle). It is no error if a word is not found. */
 int sfr_py_words_learn(PyObject *samples);
 
 #endif
