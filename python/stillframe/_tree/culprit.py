@@ -1,8 +1,7 @@
 """The key path of an object that cannot be pickled, for a note on the pickler's error.
 
-The search runs only after an error, so it may cost as much as the pickling. From the root on, it
-descends into the first part that cannot be pickled on its own. Tensors count as picklable, because
-their bytes are saved outside the pickle.
+The search starts at the root and descends into the first part that cannot be pickled on its own.
+Tensors count as picklable, because their bytes are saved outside the pickle.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from typing import Any
 
 import torch
 
-_MOST_DEPTH = 100  # containers inside each other, after which the search ends
+_MOST_DEPTH = 100  # the search enters no more levels of containers than this
 _PROTOCOL = 2  # as in `skeleton`
 
 
 def note(error: BaseException, root: object) -> None:
-    """Add a note with the key path of the object that cannot be pickled to `error`. Do nothing if
+    """Add the key path of the object that cannot be pickled to `error`, as a note. Add nothing if
     that object is not found, or is `root` itself."""
     try:
         path, node = _find(root)
-    except Exception:  # an object raises during the search: the first error gets no note
+    except Exception:  # an object in the tree raised
         return
     if path:
         error.add_note(f"stillframe: that is the {type(node).__name__} at {path!r} of the object")
 
 
 def _find(root: object) -> tuple[str, object]:
-    """Return the key path and the innermost object that cannot be pickled; "" for the root."""
+    """Return the key path of the innermost object that cannot be pickled, and the object."""
     path, node = "", root
     above = [root]  # the objects from the root down to `node`
     while len(above) < _MOST_DEPTH:
@@ -44,15 +43,14 @@ def _find(root: object) -> tuple[str, object]:
 
 
 def _unpicklable_parts(node: object, above: list[object]) -> Iterator[tuple[str, object]]:
-    """Yield the parts of `node` that cannot be pickled, except the objects in `above`, which the
-    search has been in already."""
+    """Yield the parts of `node` that cannot be pickled and are not in `above`."""
     for suffix, part in _parts(node):
         if not (any(part is each for each in above) or _can_be_pickled(part)):
             yield suffix, part
 
 
 def _parts(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a node, each with its component of the key path; ".{}" in a set."""
+    """Yield the parts of a node, each with its component of the key path."""
     if isinstance(node, dict):
         yield from ((f".{key}", value) for key, value in node.items())
     elif isinstance(node, (list, tuple)):

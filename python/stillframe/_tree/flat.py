@@ -1,16 +1,16 @@
 """The contents of a safetensors file: a flat dict of tensors.
 
-A file has a header of JSON, which gives dtype, shape and offsets of each tensor. After the header
-come the tensors' bytes without a gap (https://github.com/huggingface/safetensors#format). `build`
-checks the dict as `safetensors.torch.save_file` does, and finds the storages. Later, when it is
-known which storages are captured and which are deferred, `Flat.lay_out` orders the tensors and
-writes the header.
+A file has a JSON header with the dtype, shape and offsets of each tensor. The tensors' bytes follow
+without a gap (https://github.com/huggingface/safetensors#format).
 
-Tensors with longer elements come first, so that each starts at a multiple of its element size.
-Among tensors of one element size, those that the same lane copies are adjacent. The order is
-otherwise that of the safetensors library, by dtype and name. The bytes of the first tensor begin at
-a multiple of 4096, for readers that map the file or read it with O_DIRECT. Spaces fill the header
-up to there, which the format allows.
+`build` checks the dict as `safetensors.torch.save_file` does, and finds the storages. Later, when
+it is known which storages are deferred, `Flat.lay_out` orders the tensors and writes the header:
+- Tensors with longer elements come first, so that each starts at a multiple of its element size.
+- Among tensors of one element size, those that the same lane copies are adjacent.
+- Otherwise tensors are sorted by dtype and name, as the safetensors library does.
+
+The first tensor starts at a multiple of 4096, for readers that map the file or read it with
+O_DIRECT. Spaces at the end of the header fill the gap, which the format allows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from stillframe._base import device as _device
 from stillframe._base import safetensors
 from stillframe._tree.skeleton import SOURCE, Skeleton, copied_sentence
 
-_ALIGN = 4096
+_ALIGN = 4096  # the first tensor starts at a multiple of this
 _METADATA = "__metadata__"
 _MEMBER = struct.Struct("=QQII")  # struct sfr_member: off, nbytes, source, reserved
 
-# A byte has two elements of this dtype. torch's shapes count the bytes, the format's the elements.
+# A dtype with two elements in a byte. torch's shapes count bytes, the format's shapes elements.
 _PAIRS = "F4"
-# By dtype: the format's name, the position in the library's order, and torch's bytes per element.
+# dtype: (name in the format, position in the library's order, bytes per element in torch)
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
     getattr(torch, word): (name, rank, getattr(torch, word).itemsize)
     for rank, (name, (_, word)) in enumerate(safetensors.DTYPES.items())
@@ -43,37 +43,27 @@ _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
 }
 
 _quoted: Callable[[str], str] = encode_basestring
-# Returns a tensor's conjugate and negative bits; {} if neither is set. Unlike is_conj and is_neg,
-# it does not release the interpreter lock.
+# Returns a tensor's conjugate and negative bits, or {} if neither is set. Unlike is_conj and
+# is_neg, it does not release the interpreter lock.
 _bits: Callable[[Tensor], dict[str, bool]] = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
 class Member(NamedTuple):
-    """One tensor of the file: its bytes in a storage, and its entry in the header.
-
-    Attributes:
-        storage: The storage's number; -1 for a tensor without bytes.
-        dtype: The format's name of the dtype.
-        rank: The position of the dtype in the library's order.
-        itemsize: The bytes of an element.
-        shape: The shape for the header.
-        offset, nbytes: Where the tensor's bytes begin in the storage, and how many they are.
-    """
+    """One tensor of the file."""
 
     name: str
-    dtype: str
-    rank: int
-    itemsize: int
-    shape: list[int]
-    storage: int
-    offset: int
+    dtype: str  # its name in the format
+    rank: int  # the position of the dtype in the library's order
+    itemsize: int  # bytes of an element
+    shape: list[int]  # as in the header
+    storage: int  # the storage's number; -1 for a tensor without bytes
+    offset: int  # where the tensor's bytes begin in the storage
     nbytes: int
 
 
 @dataclass(slots=True)
 class Flat(Skeleton):
-    """The contents of a safetensors file. Unlike that of other skeletons, ``data`` is the file's
-    header, which `lay_out` makes.
+    """The contents of a safetensors file. ``data`` is the file's header, made by `lay_out`.
 
     Attributes:
         members: The tensors.
@@ -88,23 +78,21 @@ class Flat(Skeleton):
         return [member.name for member in self.members if member.storage == index]
 
     def lay_out(self, *, by_lane: bool = False) -> bytes:
-        """Write the header into ``data``. The order of the tensors follows the lanes in ``rows``,
-        which must be final.
+        """Order the tensors and write the header into ``data``. The lanes must be final.
 
         Args:
             by_lane: Put the tensors of a lane next to each other, whatever their element sizes.
 
         Returns:
-            One ``struct sfr_member`` (24 bytes) for each tensor that has bytes, in their order in
-            the file.
+            One ``struct sfr_member`` (24 bytes) for each tensor that has bytes, in file order.
 
         Raises:
-            ValueError: The header is longer than readers accept; or with `by_lane` a tensor would
+            ValueError: The header is longer than readers accept. With `by_lane`: a tensor would
                 not start at a multiple of its element size.
             UnicodeEncodeError: A name is not valid Unicode.
         """
         lanes = [(lane, device) for _, _, lane, device in SOURCE.iter_unpack(self.rows)]
-        lanes.append((0, 0))  # the lane of storage -1, which stands for tensors without bytes
+        lanes.append((0, 0))  # for tensors without bytes, whose storage is -1
         order = sorted(
             self.members,
             key=lambda each: (
@@ -137,6 +125,7 @@ class Flat(Skeleton):
                 packed += _MEMBER.pack(each.offset, each.nbytes, each.storage, 0)
             begin = end
         text = f"{{{','.join(head)}}}".encode()
+        # The file begins with the header's length, a word of 8 bytes.
         length = (8 + len(text) + _ALIGN - 1) // _ALIGN * _ALIGN - 8
         if length > safetensors.MAX_HEADER:
             raise ValueError(
@@ -148,16 +137,16 @@ class Flat(Skeleton):
 
 
 def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
-    """Check that a safetensors file can hold ``obj``, and find its storages. `Flat.lay_out` then
-    makes the header.
+    """Check that a safetensors file can hold ``obj``, and find its storages.
 
-    Tensors on devices other than CUDA are copied to host memory by torch in the call, and a
-    sentence in ``fallbacks`` says so. Conjugated and negated tensors are copied by torch too.
+    torch copies tensors that are neither in host memory nor on a CUDA device, with a sentence in
+    ``fallbacks``. It also copies conjugated and negated tensors.
 
-    Raises:
-        Exception: The types are those of `safetensors.torch.save_file`. ValueError if ``obj`` is no
-            dict of tensors, or a tensor is sparse or not contiguous; RuntimeError if tensors share
-            memory; KeyError if the format lacks a dtype; TypeError if a name is not a string.
+    Raises the same types as `safetensors.torch.save_file`:
+        ValueError: ``obj`` is no dict of tensors, or a tensor is sparse or not contiguous.
+        RuntimeError: Tensors share memory.
+        KeyError: The format lacks a dtype.
+        TypeError: A name is not a string.
     """
     with torch._C.DisableTorchFunction():
         tensors = checked(obj)
@@ -178,8 +167,7 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
 
 
 def checked(obj: object) -> dict[str, Tensor]:
-    """Return ``obj`` if it is a dict of dense tensors that share no memory; otherwise raise the
-    error of `build`."""
+    """Return ``obj`` if it is a dict of dense tensors that share no memory, or raise an error."""
     if not isinstance(obj, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(obj)}")
     sparse = []
@@ -209,7 +197,7 @@ def checked(obj: object) -> dict[str, Tensor]:
 
 
 def _names_sharing_memory(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Return the names of the tensors that have bytes in common, as one list for each group."""
+    """Return a list of names for each group of tensors with common bytes."""
     names_of: dict[tuple[Any, int, int], list[str]] = {}  # by storage
     for name, tensor in tensors.items():
         device = tensor.device
@@ -234,8 +222,7 @@ def _names_sharing_memory(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the offsets in its storage at which the bytes of a tensor, which is not empty, begin
-    and end."""
+    """Return where the bytes of a tensor begin and end in its storage. The tensor is not empty."""
     first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = first + sum((size - 1) * stride for size, stride in steps)
@@ -243,26 +230,25 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _shape_in_elements(name: str, shape: list[int]) -> list[int]:
-    """Convert the shape of a tensor of two elements per byte, in which torch counts bytes, to one
-    that counts elements."""
+    """Convert torch's shape of a tensor with two elements per byte, which counts bytes."""
     if not shape:
         raise ValueError(f"`{name}` has elements of four bits and no dimension to count them in")
     return [*shape[:-1], 2 * shape[-1]]
 
 
 class _Builder:
-    """Collects the storages of a file's tensors, each once, and the file's members."""
+    """Collects the members of a file and their storages."""
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
         self.numbers: dict[int, int] = {}  # by the address of the StorageImpl
         self.rows = bytearray()
-        self.devices: set[int] = set()  # as `_device.number_of`: 0 for host memory
-        self.copied: dict[str, int] = {}  # how many storages torch copied, by device
+        self.devices: set[int] = set()  # 0 for host memory, n + 1 for CUDA device n
+        self.copied: dict[str, int] = {}  # by device, how many storages torch copied
         self.members: list[Member] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Check one tensor and add it to the members. Add its storage, unless it has no bytes."""
+        """Check one tensor, and add it and its storage."""
         if not tensor.is_contiguous():
             raise ValueError(
                 f"You are trying to save a non contiguous tensor: `{name}`, which is not allowed."
@@ -290,16 +276,17 @@ class _Builder:
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
     def _add_storage(self, name: str, tensor: Tensor, device: int, needed: int) -> int:
-        """Return the number of the tensor's storage, which is added if it is new. The storage must
-        have at least `needed` bytes."""
+        """Add the tensor's storage if it is new, and return its number. Raise ValueError if the
+        storage has less than `needed` bytes."""
         storage = tensor.untyped_storage()
         address, nbytes = _device.address_of(storage), storage.nbytes()
         if address == 0 or nbytes < needed:
             raise ValueError(
                 f"tensor `{name}` has no memory, or too little: it was freed or shrunk"
             )
-        number = self.numbers.setdefault(storage._cdata, len(self.storages))
-        if number == len(self.storages):
+        number = self.numbers.get(storage._cdata)
+        if number is None:
+            number = self.numbers[storage._cdata] = len(self.storages)
             self.storages.append(storage)
             self.rows += SOURCE.pack(address, nbytes, 0, device)
             self.devices.add(device)

@@ -1,8 +1,7 @@
 """Key paths of the tensors in a pickle that use a given storage, such as "optim.state.0.exp_avg".
 
-The pickle is read with an unpickler that imports nothing and calls none of the object's code. Each
-class or function becomes a stub that keeps the arguments of its call. So reading is safe on any
-data, works without the classes, and costs no more than unpickling.
+The unpickler here imports nothing and runs no code of the pickled objects, so it is safe on any
+data. Each class or function becomes a stub that keeps the arguments of its call.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Storage:
 class Stub:
     """A stub for an instance of any class, or for the result of any function."""
 
-    _name = ""  # name of the class or function, each of which gets a subclass of its own
+    _name = ""  # of the class or function; `_stub_class` sets it
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Stub:
         stub = object.__new__(cls)
@@ -38,7 +37,7 @@ class Stub:
 
     args: tuple[Any, ...]
     state: Any = None
-    # Shared by all stubs, because most stay empty and a checkpoint has two stubs for each tensor.
+    # Most stubs have no items or elements, so all stubs share these empty ones.
     items: Mapping[Any, Any] = MappingProxyType({})
     elements: Sequence[Any] = ()
 
@@ -65,8 +64,8 @@ def _stub_class(name: str) -> type[Stub]:
 
 
 def _get_attribute(_owner: Any, name: Any) -> type[Stub]:
-    """Return a stub for an attribute. Pickles of protocol 2 name a nested class by a call of
-    getattr, and the unpickler calls this function instead."""
+    """Return a stub for an attribute, in place of getattr. Pickles of protocol 2 call getattr to
+    name a nested class."""
     return _stub_class(str(name))
 
 
@@ -98,8 +97,8 @@ class Reader(pickle.Unpickler):
 
 
 def children(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a node, each with its path relative to the node. The path is "" for a part
-    that users know by no name or index of its own."""
+    """Yield the parts of a node, each with its path relative to the node. The path is "" if users
+    know no name or index for the part."""
     if isinstance(node, dict):
         yield from ((f".{_key(key)}", value) for key, value in node.items())
         yield from (("", key) for key in node)
@@ -109,15 +108,16 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", value) for value in node)
     elif isinstance(node, Stub):
         yield from (("", value) for arg in node.args for value in _flatten(arg))
-        yield from children(node.items) if node.items else ()
+        if node.items:
+            yield from children(node.items)
         yield from children(node.elements)
+        # The state is __dict__, or the tuple (__dict__, slots).
         state = node.state if isinstance(node.state, tuple) else (node.state,)
-        yield from (("", part) for part in state)  # a tuple is (__dict__, slots)
+        yield from (("", part) for part in state)
 
 
 def _flatten(arg: Any) -> Iterator[Any]:
-    """Yield an argument of a call. If it is a tuple, yield its items instead, and so at any depth,
-    because indices into arguments would mean nothing to users."""
+    """Yield an argument of a call, or its items at any depth if it is a tuple."""
     stack = [arg]
     while stack:
         part = stack.pop()
@@ -128,7 +128,6 @@ def _flatten(arg: Any) -> Iterator[Any]:
 
 
 def _key(key: Any) -> str:
-    """Return a dictionary key as a component of a path."""
     if isinstance(key, tuple):
         return "(" + ", ".join(_key(part) for part in key) + ")"
     if isinstance(key, Stub):
@@ -141,8 +140,8 @@ def _key(key: Any) -> str:
 def of_storage(data: bytes, key: str) -> list[str]:
     """Return the paths of the tensors (or storage objects) in pickle ``data`` over storage ``key``.
 
-    A path joins dictionary keys, indices and attribute names with dots; that of the root is ``""``.
-    Each path occurs once, in the order of the tree. An object with several paths has the first.
+    A path joins dictionary keys, indices and attribute names with dots. The path of the root is
+    ``""``. Paths are in tree order. An object with several paths is listed under the first.
     """
     paths: dict[str, None] = {}
     seen: set[int] = set()

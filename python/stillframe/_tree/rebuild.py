@@ -1,8 +1,7 @@
 """Rebuilds a tree over other storages, after `walk.Tree` has found its storages and tensors.
 
-`Builder.build` walks the tree as `Tree` did and makes each container and each tensor once. C code
-has already made the new plain tensors, which are most tensors of a checkpoint. `build` only puts
-them into the new containers.
+`Builder.build` walks the tree as `Tree` did and makes each container and each tensor once. The new
+plain tensors exist already, made by C code. `build` only puts them into the new containers.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from stillframe import _core
 
-# Types whose objects the walk does not enter: the new tree has the very same objects, without a log
-# line about that. Most of these types are immutable.
+# Types whose objects the walk does not enter: the new tree has the very same objects.
 ATOMS: frozenset[type[Any]] = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...)),
@@ -56,7 +54,7 @@ def is_array(node: object) -> bool:
 
 
 def is_atom(node: object) -> bool:
-    """Return whether the walk leaves a node whole although its type is not in `ATOMS`."""
+    """Return whether the walk does not enter a node although its type is not in `ATOMS`."""
     numpy = sys.modules.get("numpy")
     return isinstance(node, ATOM_BASES) or (
         numpy is not None and isinstance(node, (numpy.generic, numpy.dtype))
@@ -68,8 +66,7 @@ def attributes_of(node: object) -> dict[str, Any]:
 
 
 def dict_of(state: Any) -> dict[str, Any]:
-    """Return the attributes that users have set on a plain tensor. `state` is the result of
-    `getstate` for the tensor."""
+    """Return the attributes that users have set on a plain tensor; `state` is its `getstate`."""
     return state if isinstance(state, dict) else {}
 
 
@@ -78,7 +75,6 @@ _WITH_BYTES = (Tensor, UntypedStorage, TypedStorage)
 
 
 def _slots_of(node: object) -> list[Any]:
-    """Return the values in the ``__slots__`` of a node."""
     names = copyreg._slotnames(type(node))  # type: ignore[attr-defined]
     return [getattr(node, name) for name in names if hasattr(node, name)]
 
@@ -86,13 +82,12 @@ def _slots_of(node: object) -> list[Any]:
 def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
     """Return an object that the walk would leave whole although it has tensors inside, or None.
 
-    The new tree would have this very object, and so the old tensors' memory. Containers and
-    attributes are searched at any depth.
+    Such an object would bring the old tensors' memory into the new tree. The search enters
+    containers and attributes at any depth.
 
     Args:
         parts: The parts of a tensor.
-        holder: An object around all parts that the walk leaves whole, if there is one. It is
-            returned if any part is a tensor or has one inside.
+        holder: An object around all `parts` that the walk leaves whole, if there is one.
     """
     # Nodes to search, each with the outermost object around it that the walk leaves whole.
     stack: list[tuple[Any, Any]] = [(part, holder) for part in parts]
@@ -117,8 +112,7 @@ def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
 
 
 def reach(tensor: Tensor) -> int:
-    """Return how far a strided tensor reaches into its storage: the offset in bytes at which its
-    last element ends. The storage must be at least so long."""
+    """Return the offset in bytes at which the last element of a strided tensor ends."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.size(), tensor.stride(), strict=True)
@@ -139,7 +133,7 @@ class Reduced:
 
 
 class Flattened:
-    """A tensor of a wrapper subclass, taken apart: its inner tensors, and the context from which
+    """The inner tensors of a tensor of a wrapper subclass, and the context with which
     `__tensor_unflatten__` puts it together again."""
 
     __slots__ = ("context", "inner", "size", "stride", "tensor")
@@ -157,9 +151,9 @@ class Builder:
     Args:
         made: New objects that exist already, by the ids of the old objects. `build` adds to it.
         firsts: For each storage, by number, a new tensor over it; None if there is none yet.
-        others: By id of each old tensor that is not in `made`: the number of its storage if the
-            tensor is a view of one storage. Otherwise a `Flattened`, a `Reduced`, or the tensor
-            itself, which the new tree then has too.
+        views: By the ids of old tensors that are views of one storage: the storage's number.
+        others: By the ids of other tensors: what to make them from. The new tree has the same
+            tensor if that is the old tensor itself.
         numbers: Numbers of the old storages, by the addresses of their StorageImpls.
         memory: An object with the buffer protocol that holds the bytes of the new storages.
         offsets, nbytes: Where each new storage is in `memory`, and its length.
@@ -169,7 +163,8 @@ class Builder:
         self,
         made: dict[int, Any],
         firsts: list[Tensor | None],
-        others: dict[int, Any],
+        views: dict[int, int],
+        others: dict[int, Flattened | Reduced | Tensor],
         numbers: _core.Numbers,
         memory: Any,
         offsets: list[int],
@@ -177,6 +172,7 @@ class Builder:
     ) -> None:
         self._memo = made
         self._firsts = firsts
+        self._views = views
         self._others = others
         self._numbers = numbers
         self._memory = memory
@@ -186,7 +182,6 @@ class Builder:
     # ---- storages ----
 
     def storage(self, number: int) -> UntypedStorage:
-        """Return the new storage with this number. Its bytes are a part of `memory`."""
         first = self._firsts[number]
         if first is None:
             count, dtype = self._nbytes[number], torch.uint8
@@ -199,7 +194,7 @@ class Builder:
         return first.untyped_storage()
 
     def _new_storage(self, old: UntypedStorage) -> UntypedStorage:
-        """Return the new storage for an old one; KeyError if the walk did not find it."""
+        """Return the new storage for an old one, or raise KeyError if the walk did not find it."""
         number = self._numbers.get(old._cdata)
         if number is None:
             raise KeyError(old._cdata)
@@ -214,7 +209,7 @@ class Builder:
         target.copy_(source)
 
     def address(self) -> int:
-        """Return the address of `memory`, found from a new tensor; 0 if no new tensor has bytes."""
+        """Return the address of `memory`; 0 if no new tensor has bytes."""
         for first, offset, nbytes in zip(self._firsts, self._offsets, self._nbytes, strict=True):
             if first is not None and nbytes:
                 return first.untyped_storage().data_ptr() - offset
@@ -223,21 +218,20 @@ class Builder:
     # ---- tensors ----
 
     def _rebuild_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the new tensor for an old one, over the new storage."""
-        found = self._others.get(id(tensor))
-        if type(found) is not int:
-            return self._rebuild_other(tensor, found)
-        nbytes = self._nbytes[found]
+        number = self._views.get(id(tensor))
+        if number is None:
+            return self._rebuild_other(tensor)
+        nbytes = self._nbytes[number]
         if nbytes and reach(tensor) > nbytes:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} reaches beyond its memory, which somebody"
                 f" has shrunk to {nbytes} bytes: it cannot be copied; async_save can save it"
             )
         new = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        new.set_(self.storage(found), tensor.storage_offset(), tensor.size(), tensor.stride())
+        new.set_(self.storage(number), tensor.storage_offset(), tensor.size(), tensor.stride())
         if not nbytes:
-            # The old memory was freed, as FSDP does with the memory of gathered parameters. The new
-            # storage must be empty too, but set_ has grown it to the tensor's size.
+            # FSDP frees the memory of gathered parameters. The new storage must be empty too, but
+            # set_ has grown it to the tensor's size.
             new.untyped_storage().resize_(0)
         if tensor.dtype.is_complex and tensor.is_conj():
             torch._C._set_conj(new, True)
@@ -248,20 +242,20 @@ class Builder:
         elif tensor.requires_grad:
             new.requires_grad_(True)
         self._memo[id(tensor)] = new
-        state = getstate(tensor)  # to read __dict__ would create a dict for every tensor
+        state = getstate(tensor)  # reading __dict__ would create a dict for every tensor
         if state is not None:
             attributes = dict_of(state).items()
             new.__dict__.update({name: self.build(value) for name, value in attributes})
         return new
 
-    def _rebuild_other(self, tensor: Tensor, found: Any) -> Tensor:
-        """Return the new tensor for an old one that is not simply a view of one storage; `found` is
-        its entry in `others`."""
+    def _rebuild_other(self, tensor: Tensor) -> Tensor:
+        """Return the new tensor for an old one that is not in `views`."""
+        found = self._others.get(id(tensor))
         if found is None:
             raise RuntimeError("a tensor came into the tree while it was copied")
-        if type(found) is Flattened:
+        if isinstance(found, Flattened):
             new = self._rebuild_flattened(found)
-        elif type(found) is Reduced:
+        elif isinstance(found, Reduced):
             new = self._rebuild_reduced(found)
         else:
             new = tensor
@@ -269,7 +263,6 @@ class Builder:
         return new
 
     def _rebuild_flattened(self, found: Flattened) -> Tensor:
-        """Rebuild a wrapper subclass around the copies of its inner tensors."""
         inner = {name: self.build(part) for name, part in found.inner.items()}
         kind: Any = type(found.tensor)
         new: Tensor = kind.__tensor_unflatten__(inner, found.context, found.size, found.stride)
@@ -286,8 +279,8 @@ class Builder:
         wrapped: dict[int, tuple[Any, Tensor]],
         with_attributes: list[tuple[Any, dict[str, Any]]],
     ) -> None:
-        """Make DTensors over the new local tensors. They share the specifications of the old
-        DTensors, because nobody changes a specification.
+        """Make DTensors over the new local tensors. They share the old DTensors' specifications,
+        which never change.
 
         Args:
             kind: The class DTensor, if there are DTensors.
@@ -307,7 +300,6 @@ class Builder:
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
 
     def _rebuild_reduced(self, found: Reduced) -> Tensor:
-        """Rebuild a tensor as its `__reduce_ex__` says."""
         args = [self.build(arg) for arg in found.args]
         with warnings.catch_warnings():  # torch's own functions use its deprecated TypedStorage
             warnings.simplefilter("ignore", UserWarning)
@@ -323,13 +315,11 @@ class Builder:
     # ---- the rest of the tree ----
 
     def build(self, node: Any) -> Any:
-        """Return the new object for an old one. C code makes plain dicts and lists, and calls
-        `_build_other` for everything else."""
+        """Return the new object for an old one. C code makes plain dicts and lists."""
         return _core.rebuilt(node, self._memo, self._build_other)
 
     def _build_other(self, node: Any) -> Any:
-        """Return the new object for a tensor, a tuple, an instance of a subclass, or anything else
-        that is no plain dict or list."""
+        """Return the new object for anything that is no plain dict or list."""
         kind = type(node)
         if kind in ATOMS:
             return node
@@ -355,7 +345,6 @@ class Builder:
         return new
 
     def _rebuild_tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
-        """Rebuild a tuple, or a named one."""
         parts = [self.build(value) for value in node]
         attributes = attributes_of(node)
         if not attributes and all(map(operator.is_, parts, node)):
@@ -388,8 +377,8 @@ class Builder:
         self._memo[id(node)] = new
         if isinstance(node, dict):
             for name, value in list(node.items()):
-                # A subclass may override __setitem__, so dict's own method is called. The exception
-                # is OrderedDict, whose method records the order.
+                # A subclass may override __setitem__, so call dict's own method. OrderedDict needs
+                # its own method, which records the order.
                 if kind is OrderedDict:
                     new[name] = self.build(value)
                 else:

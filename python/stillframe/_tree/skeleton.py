@@ -1,14 +1,12 @@
 """The skeleton of an object: its pickle, and the storages of its tensors.
 
 ``torch.save`` pickles an object with every storage replaced by an id, then writes the storages one
-by one. `build` makes such a pickle, and returns the addresses of the storages' bytes, which the
-core writes. ``torch.load`` makes the same objects from a file of either, because both pickles come
-from Python's C pickler. This module only tells the pickler what to write for storages and for
-*plain* tensors: those that are bytes with a shape, and need no code of a subclass.
+by one. `build` makes the same pickle, and returns the addresses of the storages' bytes for the core
+to write. *Plain* tensors are bytes with a shape, and need no code of a subclass.
 
-The pickler asks the *collector*, an object of C code, about each object. The collector numbers the
-storages. It also writes the pickles of plain tensors without calling their methods, which is the
-*fast path* (``csrc/python/skeleton/skeleton.c`` explains it).
+Python's C pickler asks the *collector*, an object of C code, about each object. The collector
+numbers the storages. It also writes the pickles of plain tensors without calling their methods,
+which is the *fast path* (``csrc/python/skeleton/skeleton.c``).
 """
 
 from __future__ import annotations
@@ -34,26 +32,25 @@ from stillframe._tree import culprit
 from stillframe._tree import keypaths as _keypaths
 
 _PROTOCOL = 2
-_REAL, _COMPLEX = torch.float32, torch.complex64
-_MOST_ITEMSIZE = 16  # bytes; the largest element of any dtype
+_MOST_ITEMSIZE = 16  # the size in bytes of the largest dtype's elements
 SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
 
-# (class, method, torch's own function). The pickle of a plain tensor is written without a call of
-# its methods. That is correct as long as nobody has replaced these methods.
+# (class, method, torch's own function). The fast path is correct unless somebody replaces one of
+# these methods.
 _REDUCERS = (
     (Tensor, "__reduce_ex__", Tensor.__reduce_ex__),
     (Tensor, "_reduce_ex_internal", Tensor._reduce_ex_internal),
     (Parameter, "__reduce_ex__", Parameter.__reduce_ex__),
 )
 
-# `_TAGGERS` has the functions of torch that return the location tag of a host storage ("cpu") and
-# of a CUDA storage ("cuda:0"), in torch's order.
+# torch's functions that return the location tag of a host storage ("cpu") and of a CUDA storage
+# ("cuda:0"), in torch's order.
 _taggers = [tagger for _, tagger, _ in torch.serialization._package_registry]
 _cuda_tagger = [tagger for tagger in _taggers if getattr(tagger, "args", ()) == ("cuda",)]
 _TAGGERS = [torch.serialization._cpu_tag, *_cuda_tagger]
 
-# Convert tensors to handles of torch's C shim (in capsules), and handles back to tensors. The
-# second conversion releases the handles.
+# Convert tensors to handles of torch's C shim, and handles back to tensors. The second conversion
+# releases the handles.
 _to_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
 _from_handles = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 
@@ -65,11 +62,10 @@ class Skeleton:
     Attributes:
         data: The record ``data.pkl``, pickle protocol 2.
         storages: Storages in host memory or on CUDA devices; number ``i`` becomes the record
-            ``data/i``. Their bytes stay at the addresses in ``rows`` as long as this list lives and
-            nobody resizes them.
+            ``data/i``. The list keeps their bytes at the addresses in ``rows``, unless somebody
+            resizes a storage.
         numbers: The storages' numbers, by the addresses of the StorageImpls in the caller's tree.
-            If a storage was copied to the host, ``storages`` has the copy, but the address here is
-            that of the original.
+            ``storages`` may have a copy in host memory instead of the caller's storage.
         rows: One ``struct sfr_source`` (24 bytes) for each storage, every lane 0.
         num_tensors: How many distinct tensor objects there are.
         fallbacks: Sentences for the report, about what made the save slower.
@@ -86,35 +82,26 @@ class Skeleton:
 
     def names(self, index: int) -> list[str]:
         """Return key paths, such as ``optim.state.0.exp_avg``, of the tensors over storage
-        ``index``.
-
-        Slow, and meant for error messages: it parses ``data`` and never touches the live tree. The
-        path of the root is ``""``.
-        """
+        ``index``. The path of the root is ``""``. Slow, because it parses ``data``."""
         return _keypaths.of_storage(self.data, str(index))
 
     def lay_out(self, *, by_lane: bool = False) -> bytes | None:
-        """Return the members of a flat file as `flat.Flat.lay_out` does; None for torch's format,
-        which the core lays out. Call it once, when the lanes in `rows` are final.
-
-        Args:
-            by_lane: Put the tensors of a lane next to each other.
-        """
+        """Return the members of a flat file, see `flat.Flat.lay_out`. Return None for torch's
+        format. Call it once, when the lanes in `rows` are final."""
         return None
 
 
 class _Pickler(_pickle.Pickler):
     """The C pickler with a ``__dict__``, so that persistent_id can be an attribute.
 
-    If persistent_id were a method, the pickler would hold a bound method that refers to the
-    pickler. This cycle would keep the whole object alive until the next garbage collection. The
-    attribute is a method of the collector, which does not refer to the pickler.
+    As a method, persistent_id would be in a reference cycle with the pickler, which would keep the
+    saved object alive until the next garbage collection. The attribute is a method of the
+    collector.
     """
 
 
 def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str, str, int]:
-    """Return the persistent id of a storage object, as ``torch.save`` makes it: the tuple that
-    stands for the storage in the pickle. The collector calls this for each storage object."""
+    """Return the persistent id of a storage object, as ``torch.save`` makes it."""
     if isinstance(obj, TypedStorage):
         storage = obj._untyped_storage
         dtype = obj.dtype
@@ -141,11 +128,12 @@ def _location(storage: UntypedStorage) -> str:
 
 
 def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
-    """Return tensors of several kinds: real, negated, conjugated, meta. Each comes with the address
-    of its TensorImpl, its dispatch keys, the address of its StorageImpl, and a handle of torch's C
-    shim."""
-    real, other = (torch.empty(1, device="cpu", dtype=dtype) for dtype in (_REAL, _COMPLEX))
-    tensors = [real, torch._neg_view(real), other.conj(), torch.empty(1, device="meta")]
+    """Return tensors of several kinds. Each comes with the address of its TensorImpl, its dispatch
+    keys, the address of its StorageImpl, and a handle of torch's C shim."""
+    real = torch.empty(1, device="cpu", dtype=torch.float32)
+    negated = torch._neg_view(real)
+    conjugated = torch.empty(1, device="cpu", dtype=torch.complex64).conj()
+    tensors = [real, negated, conjugated, torch.empty(1, device="meta")]
     return [
         (
             tensor,
@@ -159,8 +147,8 @@ def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
 
 
 def _learn_words() -> bool:
-    """Have the C code find where torch keeps the words (8 bytes each) that it reads from every
-    tensor. Return False if this torch keeps them elsewhere, so that the fast path is impossible."""
+    """Have the C code find the words of torch's tensors that the fast path reads. Return False if
+    this torch keeps them elsewhere, so that the fast path is impossible."""
     samples = _samples()
     try:
         return _core.learn_words(samples)
@@ -169,7 +157,6 @@ def _learn_words() -> bool:
 
 
 def _keys(*names: str) -> int:
-    """Return the bits of some dispatch keys."""
     sets = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names]
     return functools.reduce(operator.or_, (each.raw_repr() for each in sets))
 
@@ -182,9 +169,12 @@ _USUAL_KEYS = _keys(
 
 
 def _where(tensor: Tensor) -> int:
-    """Return where plain tensors with the dispatch keys of `tensor` have their bytes: 0 for host
-    memory, 1 for CUDA devices. Return -1 for any other device, and for tensors that are not plain:
-    sparse, nested, quantized, conjugated, negated, named, wrapped or all zeros without memory."""
+    """Return where the bytes of a tensor are: 0 for host memory, 1 for a CUDA device.
+
+    Return -1 for any other device, and for tensors that are not plain: sparse, nested, quantized,
+    conjugated, negated, named, wrapped, or all zeros without memory. The C code uses the result for
+    all tensors with the same dispatch keys.
+    """
     if torch._C._dispatch_keys(tensor).raw_repr() & ~_USUAL_KEYS:
         return -1
     if tensor.is_cpu:
@@ -193,7 +183,11 @@ def _where(tensor: Tensor) -> int:
 
 
 def _make_types(**other: Any) -> _core.TorchTypes:
-    """Return the classes and functions of torch that the C code needs; `other` replaces some."""
+    """Return what the C code needs from torch: classes, functions and dtypes.
+
+    Args:
+        **other: Replaces single items. `dtypes` are pairs of a dtype and its name.
+    """
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
         (dtype, name)
@@ -227,7 +221,7 @@ def _make_types(**other: Any) -> _core.TorchTypes:
 
 
 def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
-    """Return the dtypes whose elements are plain bytes, in the form of `_make_types`."""
+    """Return the dtypes whose elements are plain bytes, with their names."""
     names = "bool bfloat16 float16 float32 float64 complex32 complex64 complex128"
     names += " int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz"
     names += " float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
@@ -236,28 +230,26 @@ def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
 
 
 make_tensors = True
-"""Whether C code makes the tensors of a snapshot, if torch has a function for it (2.11)."""
+"""Whether C code makes the tensors of a snapshot. torch has a function for it since 2.11."""
 
-# Whatever modes are active when this module is imported, these samples must be plain tensors.
+# No mode that is active during the import may change the sample tensors.
 with (
     torch._C.DisableTorchFunction(),
     torch._C._DisableTorchDispatch(),
     pyfunctorch.temporarily_clear_interpreter_stack(),
 ):
-    _sees_words = _learn_words()
+    _words_found = _learn_words()
     _types = _make_types()
-    # The plain tensors of a `walk.Tree` may have any dtype of plain bytes, not only those that
-    # torch has a storage class for.
+    # For trees, which may have dtypes that torch has no storage class for.
     _tree_types = _make_types(dtypes=_whole_dtypes())
-_UNSEEN = (
+_UNKNOWN_TORCH = (
     "This torch keeps its tensors in a way that is not known here, so each was asked to describe"
     " itself, as torch.save does, which is slower."
 )
 
 
 def _transformed() -> bool:
-    """Return whether torch's dispatch modes or function transforms are active. They may change
-    every tensor."""
+    """Return whether torch's dispatch modes or function transforms are active."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -265,11 +257,7 @@ def _transformed() -> bool:
 
 
 def _fast_path_is_allowed() -> bool:
-    """Return whether the pickle of plain tensors may be written without a call of their methods.
-
-    It may not under torch's modes and function transforms, nor if other code has changed how
-    tensors are pickled.
-    """
+    """Return whether no mode, transform or other code changes how tensors are pickled."""
     if torch._C._len_torch_function_stack() or _transformed():
         return False
     if Tensor in copyreg.dispatch_table or Parameter in copyreg.dispatch_table:
@@ -282,30 +270,26 @@ def _fast_path_is_allowed() -> bool:
 
 
 def _default_location_tags() -> tuple[bool, bool]:
-    """Return whether host storages, and whether CUDA storages, get torch's own location tags:
-    "cpu", and "cuda:0" and so on. They do not if other code has registered taggers before torch's.
-    """
+    """Return whether host storages and whether CUDA storages get torch's own location tags. They do
+    not if other code has registered a tagger before torch's."""
     taggers = [tagger for _, tagger, _ in torch.serialization._package_registry[:2]]
     return taggers[:1] == _TAGGERS[:1], taggers == _TAGGERS
 
 
 def tree_collector() -> _core.Collector:
-    """Return a collector for `stillframe._tree.walk`. Only dispatch modes and transforms switch its
-    fast path off, because `walk` disables function modes itself and needs no location tags."""
+    """Return a collector for `stillframe._tree.walk`, which disables function modes itself and
+    needs no location tags."""
     return _core.Collector(
         _tree_types, fast_path=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
     )
 
 
 def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
-    """Return the pickle of ``obj``, in which a number stands for each plain tensor until
-    `Collector.splice` puts the tensor's own pickle there.
-
-    The pickler, which keeps the pickled objects alive, is freed on return.
-    """
+    """Return the pickle of ``obj``. A number stands for each plain tensor until `Collector.splice`
+    puts the tensor's own pickle there."""
     buffer = io.BytesIO()
     pickler = _Pickler.__new__(_Pickler)
-    # Set before __init__, which looks for the attribute.
+    # Set before __init__, which reads the attribute.
     pickler.persistent_id = collector.persistent_id  # type: ignore[method-assign]
     pickler.__init__(buffer, _PROTOCOL)  # type: ignore[misc]
     pickler.dump(obj)
@@ -313,10 +297,10 @@ def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
 
 
 def build(obj: object) -> Skeleton:
-    """Pickle ``obj`` as ``torch.save`` does, and find its storages. Their bytes are not read.
+    """Pickle ``obj`` as ``torch.save`` does, and find its storages.
 
-    Storages that are neither on the CPU nor on a CUDA device are copied to host memory in the call,
-    with a sentence in ``fallbacks``.
+    torch copies storages that are neither in host memory nor on a CUDA device, with a sentence in
+    ``fallbacks``.
 
     Raises:
         Exception: The same as ``torch.save`` for ``obj``.
@@ -335,14 +319,14 @@ def build(obj: object) -> Skeleton:
     storages, numbers, rows, elsewhere, num_tensors, devices = collector.finish()
     data = collector.splice(pickle)
     fallbacks = _fetch(storages, rows, elsewhere)
-    if not _sees_words:
-        fallbacks.append(_UNSEEN)
+    if not _words_found:
+        fallbacks.append(_UNKNOWN_TORCH)
     return Skeleton(data, storages, numbers, rows, num_tensors, fallbacks, devices)
 
 
 def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]) -> list[str]:
-    """Replace the storages with the numbers ``elsewhere`` by copies in host memory. Return
-    sentences about the copies for the report."""
+    """Replace the storages with the numbers ``elsewhere`` by copies in host memory. Return a
+    sentence for each device."""
     counts: dict[str, int] = {}
     for index in elsewhere:
         device = str(storages[index].device)
@@ -354,6 +338,5 @@ def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]
 
 
 def copied_sentence(count: int, device: str) -> str:
-    """Return the sentence of a report about storages that torch copied in the call."""
     storages = "storage" if count == 1 else "storages"
     return f"{count} {storages} on {device} copied to host memory by torch during the call"

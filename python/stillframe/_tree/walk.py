@@ -1,30 +1,25 @@
 """A tree of containers and tensors: finds its storages, and rebuilds the tree over other storages.
 
 `Tree(root)` walks the tree once and numbers its storages. The caller copies their bytes. Then
-`rebuild` walks the tree again and puts tensors over the new storages into new containers. Sharing
-is kept: a storage is copied once, tensors over one storage share the new one, and a container or
-tensor that occurs twice is one object again.
+`rebuild` walks the tree again and puts tensors over the new storages into new containers. An object
+that occurs twice in the old tree occurs twice in the new one, and so does a storage.
 
-The walk enters dicts, lists, tuples and their subclasses (namedtuple, OrderedDict with its
-attributes, defaultdict), deques and sets. It also enters tensors of every kind with their
-attributes, and storages. NumPy arrays are copied. Every other object is left whole, which means
-that the new tree has the very same object.
+The walk enters dicts, lists, tuples and their subclasses, deques, sets, tensors with their
+attributes, and storages. NumPy arrays are copied. Every other object is *left whole*: the new tree
+has the very same object. So a tree may contain objects that cannot be pickled, such as process
+groups.
 
-The new tensors are made in one of four ways:
+New tensors are made in one of four ways:
 - C code (skeleton/copies.c) makes all plain tensors, as skeleton.py defines them, in one call. It
-  makes the local tensors of DTensors too; `rebuild` puts new DTensors around them.
+  also makes the local tensors of DTensors; `rebuild` puts new DTensors around them.
 - Other strided tensors are made from offset, size and stride.
-- Tensors of wrapper subclasses that have `__tensor_flatten__` are taken apart with it, and put
-  together again.
-- The rest (sparse, quantized, nested, other subclasses) reduce themselves as for `torch.save`, and
-  the storages in the result are replaced. The result may contain an object that the walk leaves
-  whole although it has tensors inside, as for ShardedTensor. Such a tensor is refused, because the
-  new tensor would have the old memory.
+- Tensors of wrapper subclasses are taken apart with `__tensor_flatten__` and put together again.
+- All others (sparse, quantized, nested, other subclasses) reduce themselves as for `torch.save`.
+  The storages in the result are replaced. A tensor is refused if the result has an object that is
+  left whole and has tensors inside, as for ShardedTensor: these would keep the old memory.
 
-A tree is walked rather than pickled, so it may contain objects that cannot be pickled, such as
-process groups, which trees of DCP and of callbacks contain. Garbage collection is paused during
-both walks: many thousand new objects made it scan the whole process repeatedly, which doubled the
-time.
+Garbage collection is paused during both walks. It would scan the whole process repeatedly, which
+doubled the time.
 """
 
 from __future__ import annotations
@@ -72,25 +67,25 @@ class Tree:
         numbers: The storages' numbers, by the addresses of their StorageImpls.
         rows: One ``struct sfr_source`` for each storage, every lane 0. The address is 0 if a
             storage is neither in host memory nor on a CUDA device.
-        elsewhere: Numbers of the storages whose address is 0.
+        elsewhere: Numbers of the storages whose address is 0. torch copies them.
         devices: Numbers of the CUDA devices that have storages.
-        reads_bytes: Whether rebuilding may read the copied bytes: tensors that reduce themselves
-            may do so. The caller must then have copied them before.
+        reads_bytes: `rebuild` may read the bytes, so they must be copied before. That is so for
+            tensors that reduce themselves.
         left_whole: Objects that are neither containers nor tensors nor plain values, in the order
             of the walk.
     """
 
     def __init__(self, root: object, *, lanes: bool = True) -> None:
-        """Walk the tree under `root`. If `lanes` is False, no lane copies the storages on CUDA
-        devices: they are in `elsewhere`, so torch copies them."""
+        """Walk the tree under `root`. If `lanes` is False, storages on CUDA devices are in
+        `elsewhere` too."""
         self._root = root
         self._lanes = lanes
         self.reads_bytes = False
         self.left_whole: list[object] = []
         self._collector: _core.Collector | None = skeleton.tree_collector()
-        # By id of each tensor that is not plain: the number of its storage, or what it is made
-        # from. See `others` of `Builder`.
-        self._others: dict[int, Any] = {}
+        # How to make each tensor that is not plain, by its id; see `Builder`.
+        self._views: dict[int, int] = {}
+        self._others: dict[int, Flattened | Reduced | Tensor] = {}
         self._held: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
         self._dtensor = dtensor()
         # By id, the DTensors with their local tensors.
@@ -108,8 +103,8 @@ class Tree:
             self._forgo_lanes()
 
     def _find(self, root: object, collector: _core.Collector) -> None:
-        """Walk the tree and find its tensors. The collector, which is C code, enters plain
-        containers and collects plain tensors; this method handles every other node."""
+        """Walk the tree and find its tensors. The collector, which is C code, handles plain
+        containers and plain tensors."""
         seen: set[int] = set()
         stack = self._collect_plain((root,), seen, collector)
         while stack:
@@ -123,11 +118,7 @@ class Tree:
     def _collect_plain(
         self, nodes: list[Any] | tuple[Any, ...], seen: set[int], collector: _core.Collector
     ) -> list[Any]:
-        """Have the collector walk the nodes. Return those that it does not handle, last one first.
-
-        The caller takes them from the end, and so in the tree's order, which is probably also the
-        order of the storages in memory.
-        """
+        """Have the collector walk the nodes. Return the others as a stack, the first one last."""
         rest = collector.walk(nodes, seen)
         if self._dtensor is not None and rest:
             rest = self._record_dtensors(rest, collector)
@@ -135,8 +126,7 @@ class Tree:
         return rest
 
     def _record_dtensors(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
-        """Record the DTensors among the nodes. Return the nodes still to be walked: those that are
-        no DTensors, the attributes of DTensors, and local tensors that are not plain."""
+        """Record the DTensors among the nodes. Return the nodes that are still to be walked."""
         kind, known = self._dtensor, self._wrapped
         inner, locals_ = [], []
         for node in nodes:
@@ -173,7 +163,7 @@ class Tree:
     def _add_tensor(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
         """Record a tensor that is not plain, and return the objects in it that are to be walked."""
         key = id(tensor)
-        if key in self._others:
+        if key in self._views or key in self._others:
             return []
         self._held.append(tensor)
         if type(tensor) in PLAIN and tensor.is_meta:
@@ -185,7 +175,7 @@ class Tree:
             and not (tensor.is_quantized or tensor.is_nested)
         ):
             device = _device.number_of_tensor(tensor)
-            self._others[key] = self._add_storage(tensor.untyped_storage(), device, collector)
+            self._views[key] = self._add_storage(tensor.untyped_storage(), device, collector)
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
@@ -193,8 +183,7 @@ class Tree:
             if holder is not None:
                 raise TypeError(self._refusal(tensor, holder))
             self._others[key] = flattened
-            # Parts that are no tensors are not copied: the new tensor has the same ones. An example
-            # is the device mesh of a DTensor subclass, which describes processes and never changes.
+            # Other parts, such as the device mesh of a DTensor subclass, are not copied.
             inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
             return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
@@ -206,7 +195,7 @@ class Tree:
         return [*reduced.args, reduced.state]
 
     def _refusal(self, tensor: Tensor, holder: object) -> str:
-        """Return the message about a tensor whose bytes are in `holder`, which is left whole."""
+        """Return the message about a tensor with bytes in `holder`, an object left whole."""
         path = next((path for path, _ in paths(self._root, lambda node: node is tensor)), "")
         kind = type(tensor).__qualname__
         return (
@@ -223,10 +212,11 @@ class Tree:
 
     def _forgo_lanes(self) -> None:
         """Add the storages on CUDA devices to `elsewhere`, so that torch copies them."""
-        words = memoryview(self.rows).cast("Q")
         for number in range(len(self.storages)):
-            if words[3 * number + 2]:  # the word has lane and device; the lane is 0
-                words[3 * number] = words[3 * number + 2] = 0
+            row = number * skeleton.SOURCE.size
+            _, nbytes, _, device = skeleton.SOURCE.unpack_from(self.rows, row)
+            if device:
+                skeleton.SOURCE.pack_into(self.rows, row, 0, nbytes, 0, 0)
                 self.elsewhere.append(number)
         self.devices = ()
 
@@ -234,8 +224,7 @@ class Tree:
         """Return deep copies of the objects left whole, by the ids of the objects. An object that
         two of them refer to is copied once.
 
-        An object that cannot be copied is skipped. It cannot be pickled either, so a later pickling
-        raises the error.
+        An object that cannot be copied is skipped. A later pickling of it raises the error.
         """
         memo: dict[int, Any] = {}
         copies: dict[int, Any] = {}
@@ -245,12 +234,11 @@ class Tree:
         return copies
 
     def nbytes(self) -> int:
-        """Return the bytes of all storages."""
         return sum(nbytes for _, nbytes in self.sources())
 
     def sources(self) -> Iterator[tuple[int, int]]:
-        """Yield the address and the length in bytes of each storage; the address is 0 for those in
-        `elsewhere`."""
+        """Yield the address and the length in bytes of each storage, as in `rows`."""
+        # A row has three words of 8 bytes: the address, the length, and lane and device.
         words = memoryview(self.rows).cast("Q")
         return zip(words[::3], words[1::3], strict=True)
 
@@ -261,13 +249,13 @@ class Tree:
         *,
         objects: dict[int, Any] | None = None,
     ) -> tuple[Any, int]:
-        """Return the tree over new host storages, and the address of `memory` (0 if there are no
-        bytes). Call it once: it uses up what the walk has recorded of the old tensors.
+        """Return the tree over new host storages, and the address of `memory`. The address is 0 if
+        there are no bytes. Call it once.
 
         Args:
             memory: An object with the buffer protocol. It holds the bytes of all storages except
                 those in `elsewhere`, which torch copies into it now.
-            offsets: The offset of each storage in it.
+            offsets: The offset of each storage in `memory`.
             objects: Replacements of objects left whole, by the ids of the objects.
         """
         collector, self._collector = self._collector, None
@@ -280,17 +268,18 @@ class Tree:
             no_collection(),
         ):
             made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
-            self._others.update((id(tensor), number) for tensor, number in left)
+            self._views.update((id(tensor), number) for tensor, number in left)
             made.update(objects or {})
-            nbytes = memoryview(self.rows).cast("Q")[1::3]
-            builder = Builder(made, firsts, self._others, self.numbers, memory, offsets, nbytes)
+            nbytes = [nbytes for _, nbytes in self.sources()]
+            builder = Builder(
+                made, firsts, self._views, self._others, self.numbers, memory, offsets, nbytes
+            )
             for number in self.elsewhere:
                 builder.copy_storage(number, self.storages[number])
             builder.make_dtensors(self._dtensor, self._wrapped, self._with_attributes)
             built = builder.build(self._root)
             if self.reads_bytes:
-                # torch keeps rebuilt sparse tensors in a list until this call, so their memory
-                # would stay alive.
+                # torch keeps rebuilt sparse tensors alive in a list until this call.
                 torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
             return built, builder.address()
 
@@ -299,9 +288,10 @@ class Tree:
         return self._num_tensors
 
     def forget(self) -> None:
-        """Release the tree's tensors; the storages stay."""
+        """Release the tree's tensors but not its storages."""
         self._root = None
         self._collector = None
+        self._views = {}
         self._others = {}
         self._held = []
         self._wrapped = {}
@@ -309,8 +299,8 @@ class Tree:
 
 
 def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the key path (``optimizer_states.0.state``) of each object in a tree for which `wanted`
-    returns True, and the object. An object that occurs twice has the first path.
+    """Yield the key path (``optimizer_states.0.state``) of each object for which `wanted` returns
+    True, and the object. An object that occurs twice has the first path.
 
     The search enters the containers that `Tree` enters, but no attributes and no wanted object.
     """

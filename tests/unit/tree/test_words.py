@@ -163,7 +163,7 @@ handle = stillframe.async_save(state, sys.argv[1] + "/a")
 optimizer.step()
 report = handle.result()
 assert report.deferred_nbytes == 3 * 4 * 100 * 100, report
-assert report.fallbacks == (skeleton._UNSEEN,), report
+assert report.fallbacks == (skeleton._UNKNOWN_TORCH,), report
 loaded = torch.load(sys.argv[1] + "/a")
 assert loaded["model"]["weight"].shape == (100, 100)
 with stillframe.snapshot({"a": torch.arange(5)}) as taken:
@@ -227,7 +227,7 @@ def test_words_of_tensors_are_found_wherever_the_package_is_imported_first():
     torch.func.vmap(import_it)(torch.ones(2, 2))
     for each in made:
         known = _core.Collector(each._types, True, True, True)
-        assert each._sees_words
+        assert each._words_found
         assert known.collect([torch.ones(2), torch.ones(2).half()]) == []
 
 
@@ -254,7 +254,7 @@ def test_no_tensor_is_too_long_for_its_room_in_the_pickle():
 
 
 def test_fallback_is_logged_with_the_path(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(skeleton, "_sees_words", False)
+    monkeypatch.setattr(skeleton, "_words_found", False)
     with caplog.at_level("INFO", "stillframe"):
         stillframe.save({"w": torch.ones(9)}, tmp_path / "a.pt")
-    assert f"{tmp_path / 'a.pt'}: {skeleton._UNSEEN}" in caplog.text
+    assert f"{tmp_path / 'a.pt'}: {skeleton._UNKNOWN_TORCH}" in caplog.text
