@@ -36,7 +36,7 @@ class _Default:
     Attributes:
         engine: The engine, made by the first `get`.
         options: The arguments for a new engine, set by `configure`.
-        given: `default_engine()` has returned the engine, so its caller may use it at any time.
+        given: `default_engine()` has returned the engine.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,6 @@ class _Default:
         self.given = False
 
     def get(self) -> Engine:
-        """Return the engine; make one if there is none or the last one was closed."""
         with self.lock:
             if self.engine is None or is_closed(self.engine):
                 self.engine = Engine(**self.options)
@@ -54,7 +53,6 @@ class _Default:
             return self.engine
 
     def configure(self, options: EngineOptions) -> None:
-        """Set the arguments for the engine; see the function `configure`."""
         with self.lock:
             engine = self.engine
             if engine is not None and not is_closed(engine) and (self.given or is_used(engine)):
@@ -78,18 +76,14 @@ _default = _Default()
 
 
 def default_engine() -> Engine:
-    """Return the process's default engine, made at its first use. A forked child gets its own."""
+    """Return the process's default engine. A forked child gets its own."""
     engine = _default.get()
     _default.given = True
     return engine
 
 
 def engine_or_default(engine: Engine | None) -> Engine:
-    """Return the engine that an argument `engine=` stands for; None is the default engine.
-
-    Raises:
-        TypeError: The argument is neither an engine nor None.
-    """
+    """Return `engine`, or the default engine for None. Raise TypeError for another object."""
     if engine is None:
         return _default.get()
     require_engine(engine)
@@ -99,8 +93,7 @@ def engine_or_default(engine: Engine | None) -> Engine:
 def configure(**engine_options: Unpack[EngineOptions]) -> None:
     """Set the options of the default engine before its first use.
 
-    The first use is the first save or snapshot that is not refused, a `warm_up`, or
-    `default_engine()`.
+    A save or snapshot that is not refused is a use. So is `warm_up`, and so is `default_engine()`.
 
     Args:
         **engine_options: The options of `Engine`: `pool_bytes`, `block_bytes`,
@@ -142,15 +135,15 @@ def async_save(
     A path that ends in ".safetensors" gets a safetensors file instead.
 
     The file holds the state as it is now. Values that only an optimizer's step changes are copied
-    after the call, under the next forward and backward; the next step waits for the copy by itself.
+    after the call, under the next forward and backward. The next step waits for the copy by itself.
     Everything else is copied before the call returns: see docs/guarantees.md.
 
     Args:
         obj: Anything `torch.save` takes. For safetensors: a dict of names and tensors, contiguous
             and without common memory, as `safetensors.torch.save_file` takes.
-        path: A local path, or a URL such as "s3://bucket/run/step100.pt". Links are followed; the
-            parent directory must exist. At a URL the object is the old or the new one at every
-            moment, and durable means that the store has acknowledged it: see docs/remote.md.
+        path: A local path in an existing directory, or a URL such as "s3://bucket/run/step100.pt".
+            Links are followed. At a URL the object is the old or the new one at every moment.
+            Durable then means that the store has acknowledged the object: see docs/remote.md.
         overlap: False copies everything during the call.
         durable: Sync the file and its directory. False skips both: after a power failure the path
             holds the old file, the new one, or a damaged one, which `load` notices.
@@ -161,11 +154,11 @@ def async_save(
             durable.
         format: "torch" or "safetensors", whatever the path's ending.
         metadata: For safetensors: names and strings that the file's header holds as `__metadata__`.
-        mirror: For local paths: the URL of a directory in a store, such as "s3://bucket/run/". When
-            the file is durable it is uploaded there in the background, under its own name; see
+        mirror: For local paths: the URL of a directory in a store, such as "s3://bucket/run/". The
+            durable file is uploaded there in the background, under its own name: see
             docs/remote.md.
-        storage_options: Credentials and other options of the store to which the path or the mirror
-            belongs, as fsspec takes them. By default they come from the environment.
+        storage_options: Credentials and other options of the path's or the mirror's store, as
+            fsspec takes them. By default they come from the environment.
         engine: The engine to use, `default_engine()` by default.
 
     Raises:
@@ -203,8 +196,8 @@ def save(
 ) -> SaveReport:
     """Save `obj` to `path` as `torch.save` would and return when the file is durable.
 
-    A path that ends in ".safetensors" gets a safetensors file instead. `save` always saves: if the
-    engine has no free slot it waits for one, whatever its `when_busy` says.
+    A path that ends in ".safetensors" gets a safetensors file instead. If the engine has no free
+    slot, `save` waits for one, whatever the engine's `when_busy` says.
 
     Args:
         obj: Anything `torch.save` takes. It is copied during the call.
@@ -248,15 +241,15 @@ def remove(
     after saving a new one always leaves at least one. An error of the operating system is logged.
 
     In a process that saves with a mirror, a file that still has to be uploaded is removed only
-    after its upload. Until then it counts as removed for `exists`. It is not removed if a later
-    save replaces it. If the process ends before the upload, the file stays and a line is printed.
+    after its upload. Until then `exists` returns False for it. It is not removed if a later save
+    replaces it. If the process ends before the upload, the file stays and a line is printed.
 
     Args:
         path: A local path, or the URL of an object or of all objects below it. A missing path is
-            not an error. For a symbolic link, the link is removed and not its target. A directory
-            is removed with everything in it; if it is a checkpoint of torch.distributed.checkpoint,
-            its `.metadata` is removed first.
-        wait_for_mirror: False removes the file without waiting; it is then not uploaded.
+            not an error. Of a symbolic link, only the link is removed. A directory is removed with
+            everything in it. If it is a checkpoint of torch.distributed.checkpoint, its `.metadata`
+            is removed first.
+        wait_for_mirror: False removes the file at once, so it is not uploaded.
         storage_options: See `async_save`.
 
     Raises:
@@ -279,8 +272,7 @@ def remove(
 
 
 def _remove_postponed(key: bytes) -> None:
-    """Submit a remove that was postponed until after an upload. This may happen during the exit,
-    which waits for such removes."""
+    """Submit a remove that was postponed until after an upload, also while the process exits."""
     completion.completion.start(under_way=True)
     _core.log_remove(key)
 
@@ -288,8 +280,8 @@ def _remove_postponed(key: bytes) -> None:
 def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     """Return whether `path` will exist when all saves and removes submitted so far have ended.
 
-    A checkpoint of torch.distributed.checkpoint exists if it is complete: if the directory has its
-    `.metadata`, which is written last and removed first.
+    A checkpoint of torch.distributed.checkpoint exists if its directory has `.metadata`, which is
+    written last and removed first.
 
     Args:
         path: A local path or a URL. A symbolic link exists if its target does.
@@ -317,13 +309,8 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
 
 
 def _warn_of_tilde(path: Path, known: int) -> None:
-    """Log that "~" is not expanded, if `path` begins with it and nothing is there.
-
-    `remove` and `exists` call this, because they raise no error for a missing path.
-
-    Args:
-        known: What `log_exists` returned for the path; negative if no entry of the log concerns it.
-    """
+    """Log that "~" is not expanded, if `path` begins with it and nothing is there. `known` is what
+    `log_exists` returned for the path."""
     text = paths.as_text(path)
     if known < 0 and paths.tilde_hint(text) and not os.path.lexists(text):
         _logger.warning("stillframe: nothing is at %s%s", text, paths.tilde_hint(text))
@@ -338,8 +325,8 @@ def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
 
     Args:
         timeout: Seconds; None waits forever.
-        mirrors: Wait for uploads to mirrors too, and for the removes that wait for them. While a
-            store cannot be reached, that may be forever.
+        mirrors: Wait also for uploads to mirrors, and for the removes that wait for uploads. The
+            wait does not end while a store cannot be reached.
 
     Raises:
         StillframeError, Exception: The error of a save.
@@ -359,14 +346,13 @@ def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
 
 
 def _wait_for_log(deadline: Deadline) -> None:
-    """Wait until the log is empty, and settle the handles; TimeoutError after the deadline."""
+    """Wait until the log is empty, or raise TimeoutError. Settle the handles."""
     if not _core.log_drain(deadline.left()):
         raise TimeoutError(f"after {deadline.timeout:g} s: {pending_sentence()}")
     settle_all()
 
 
 def pending_sentence() -> str:
-    """Return a sentence about the saves and removes that have not ended."""
     count = _core.log_pending()
     saves = [f"{save.path}: {save.state}" for save in list(completion.in_flight.values())]
     what = "save or remove has" if count == 1 else "saves and removes have"
@@ -379,14 +365,11 @@ def pending_sentence() -> str:
 
 
 def settle_all() -> None:
-    """Have the handle of every save that has ended take its result."""
     for handle in list(completion.in_flight.values()):
         handle.done()  # settles the handle, if the save has ended
 
 
 def _forked() -> None:
-    """Forget the parent's default engine in a forked child, which makes its own with the same
-    options."""
     global _default
     options = _default.options
     _default = _Default()

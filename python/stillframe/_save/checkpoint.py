@@ -4,7 +4,7 @@
         files.save(obj, name)           submits a save for this file, which shares the slot
         files.save_safetensors(...)     the same for safetensors; `shards.py` splits large dicts
         write(files.path)               anyone may write other files into the directory
-    files.handle                        the handle of the directory, which is one save in the log
+    files.handle                        the handle of the directory's save
 
 `directory.py` has the save of the directory. This module has the `with` block and the file names.
 """
@@ -54,49 +54,50 @@ def checkpoint(
         files.handle.result()   # optional: durable; raises what went wrong
 
     Inside the block, `files.path` is a temporary directory next to `path`. `files.save` copies an
-    object as `async_save` does. Anyone may write other files into `files.path`, and into new
-    directories below it, until the block ends. The end of the block submits the save and returns.
-    In the background the rest is written and all of it is synced; then the directory gets its name,
-    in the order of all saves, and its parent is synced.
+    object as `async_save` does. Until the block ends, anyone may write other files into
+    `files.path`, and into new directories below it.
 
-    An existing directory is replaced as a whole: the path names the old directory or the new one at
-    every moment, and the old one is removed when the new one is durable. So do not give a directory
-    that holds anything else. On a file system that cannot exchange two directories (NFS), the path
-    is missing for a moment; see docs/guarantees.md.
+    The end of the block submits the save and returns. In the background all files are written and
+    synced. Then the directory gets its name, in the order of all saves, and its parent is synced.
 
-    At a URL the files become objects below it. They are sent while the block goes on; what others
-    write into `files.path`, a local directory, is sent when the block has ended. A small object,
-    `.stillframe.json`, is written last and marks the objects as one complete checkpoint: `exists`
-    and `latest` ignore objects without it. To replace a checkpoint, its marker is removed first,
-    once all bytes of the new checkpoint are in the store.
+    An existing directory is replaced as a whole, so it should hold nothing else. The path names the
+    old directory or the new one at every moment. The old one is removed when the new one is
+    durable. On a file system that cannot exchange two directories (NFS), the path is missing for a
+    moment; see docs/guarantees.md.
+
+    At a URL the files become objects below it, sent while the block goes on. Then `files.path` is a
+    local directory; files that others write there are sent when the block has ended. A small
+    object, `.stillframe.json`, is written last. It marks the objects as one complete checkpoint:
+    `exists` and `latest` ignore objects without it. When all bytes of a new checkpoint are in the
+    store, the marker of the old one is removed first.
 
     If the block raises, or any file fails, nothing of the checkpoint is left, and the old directory
-    stays. A `load`, `exists` or `remove` of a file below `path` takes its place in the order of
-    submission: after the end of the block it finds the files of the new directory.
+    stays. After the end of the block, `load`, `exists` and `remove` find the files of the new
+    directory below `path`.
 
     Args:
-        path: The directory. Links are followed; its parent must exist. Or a URL.
+        path: The directory, whose parent must exist, or a URL. Links are followed.
         durable: Sync everything. False skips all syncs, also of files that others write.
         overlap: False copies everything during the calls of `files.save`.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the directory
             is durable.
-        mirror: For local paths: the URL of a directory in a store. When the checkpoint is durable,
-            its files are uploaded to a directory of its name there, and after them the object
+        mirror: For local paths: the URL of a directory in a store. The files of the durable
+            checkpoint are uploaded to a directory of its name there, followed by the object
             `.stillframe.json`; see docs/remote.md.
         storage_options: See `async_save`.
-        engine: The engine to use, `default_engine()` by default. The whole checkpoint takes one of
-            its `max_in_flight` slots, when the block begins.
+        engine: The engine to use, `default_engine()` by default. When the block begins, the whole
+            checkpoint takes one of the `max_in_flight` slots.
 
     Returns:
-        A context manager. The object that `as` names has `.path`, `.save`, `.save_safetensors` and
-        `.handle`.
+        A context manager; `as` gives the `Checkpoint`.
 
     Raises:
         TypeError, ValueError: Unusable arguments.
         SaveError: (phase "open", when the block begins) The parent is missing or not writable, or
             the path is not a directory.
-        BusyError, ForkError, StillframeError: (when the block begins) See `Engine`. With
-            `when_busy="skip"` the block runs, nothing of it is kept, and the handle is "skipped".
+        BusyError, ForkError, StillframeError: (when the block begins) See `Engine`. In place of a
+            BusyError, an engine with `when_busy="skip"` lets the block run, keeps nothing of it,
+            and the state of the handle is "skipped".
     """
     # With a mirror the path is local, and the options belong to the mirror's store.
     own_options = storage_options if mirror is None else None
@@ -115,8 +116,7 @@ class Checkpoint:
     """The files of one checkpoint, while its block runs. Made by `checkpoint`; used once."""
 
     _save: DirectorySave | None = None  # None before the block has begun
-    # The handle for the user, if the engine was busy and its `when_busy` is "skip".
-    _skipped: SkippedSave | None = None
+    _skipped: SkippedSave | None = None  # the user's handle, if the engine was busy and may skip
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Checkpoint:
             name: A path relative to the checkpoint; directories in it are made.
 
         Raises:
-            TypeError, ValueError: `name` is no such path, or was saved already.
+            TypeError, ValueError: `name` is not a relative path, or was saved already.
             StillframeError: The block has ended.
             Exception: As `async_save`. The block may catch it and go on without this file.
         """
@@ -177,7 +177,7 @@ class Checkpoint:
             metadata: Strings that the file's header holds besides the tensors.
             max_shard_size: The most bytes of tensors in one file: an int, or a string such as
                 "5GB". A larger dict is split as `save_pretrained` does, into files such as
-                "model-00001-of-00003.safetensors", which "model.safetensors.index.json" names.
+                "model-00001-of-00003.safetensors" with the index "model.safetensors.index.json".
 
         Raises:
             TypeError, ValueError, StillframeError: As `save`; or another argument is unusable.
@@ -228,7 +228,6 @@ class Checkpoint:
         self._leave("its block was never left")
 
     def _begin(self, entered: float, nested: bool) -> None:
-        """Begin the block: take a slot (`engine.take_slot`) and make the temporary directory."""
         ordered.refuse_inside()  # because the call may wait for a slot
         completion.completion.start()
         save: DirectorySave
@@ -246,7 +245,7 @@ class Checkpoint:
             if limits_of(self._engine).when_busy != "skip":
                 raise
             self._skipped = SkippedSave(self._text)
-        save.open()  # a skipped save too, because the block runs and writes into the directory
+        save.open()  # also if the save is skipped, because the block writes into the directory
         note_use(self._engine)
 
     def _new_directory_save(self, entered: float) -> DirectorySave:
@@ -264,8 +263,7 @@ class Checkpoint:
         )
 
     def _leave(self, why: str) -> None:
-        """Give the save up for the reason `why`, unless it was launched or given up already. Do
-        nothing in a forked child."""
+        """Give the save up for the reason `why`, unless the block has ended already."""
         save = self._save
         if save is not None and save.is_open():
             save.give_up(why)
@@ -278,7 +276,6 @@ class Checkpoint:
         return self._save
 
     def _add_name(self, name: str) -> None:
-        """Record the name of a new file, and make the directories above it."""
         save = self._require_save()
         save.refuse_closed()
         if name in save.names:
@@ -292,7 +289,7 @@ class Checkpoint:
         """Start the save of a file; if the call raises, the name is free again."""
         save = self._require_save()
         self._add_name(name)
-        if self._skipped is not None:  # the block runs, but nothing of it is kept
+        if self._skipped is not None:
             return
         made: list[CoreSave] = []  # gets the file's save, once it exists
         try:
@@ -315,11 +312,8 @@ class Checkpoint:
 
 
 def _relative(name: object) -> str:
-    """Return the name of a file in the checkpoint, without empty components and ".".
-
-    Raises:
-        TypeError, ValueError: `name` is no relative path to a file below the checkpoint.
-    """
+    """Remove empty components and "." from a file's name. Refuse names that are not below the
+    checkpoint."""
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"a file's name has to be a str, not {type(name).__name__}")
     text = paths.as_text(name)

@@ -1,28 +1,24 @@
 """The two threads of the package that run Python: completion and callbacks.
 
-The core's threads never call the interpreter. They post notices, which the completion thread takes.
-Once the last byte is copied, this thread gives the verdict on tensor versions and drops the
-sources. When a save has ended, it *settles* the handle: the handle takes the save's result. Users'
-callbacks run on a second thread, so a callback that saves, waits or hangs delays only other
-callbacks.
+The core's threads never call the interpreter. They post notices for the completion thread:
+- The last byte of a save is copied: the thread gives the verdict on tensor versions and drops the
+  sources.
+- A save has ended: the thread *settles* the handle, which takes the save's result.
 
-Both are daemon threads. They start with the first save of a process, and again in a forked child
-that saves. They end with the interpreter. Its exit begins with the *drain*, in which `exit.py`
-waits until all saves and removes have ended.
+Users' callbacks run on a second thread, so a callback that hangs delays only other callbacks. Both
+are daemon threads. They start with the first save of a process, and again in a forked child that
+saves. The exit of the interpreter begins with the *drain*, in which `exit.py` waits until all saves
+and removes have ended.
 
     running ──exit begins──▶ draining ──the threads have ended──▶ over
 
 During the drain, only the callback thread and the thread that runs the exit handlers may save.
-After the drain, exit handlers may still save. None of our threads is left to settle such a save, so
-the call waits for its end and runs its callbacks itself. Under Python 3.12 and later no thread can
-start once exit handlers run. If an exit handler makes the first save of a process, the state is
-"over" from the start.
+After the drain, exit handlers may still save. Such a call waits for its save's end and runs its
+callbacks itself. If an exit handler makes the first save of a process, the state may be "over" from
+the start: from Python 3.12 on, no thread can start then.
 
-In a child of multiprocessing, other threads of the program still run during the drain: Python joins
-them later. Their saves wait until the drain is over, and then run as those of exit handlers do.
-
-A save without deferred bytes needs no verdict from Python. It is staged when its call returns, and
-the completion thread is not woken at that moment.
+In a child of multiprocessing, other threads of the program still run during the drain. Their saves
+wait until the drain is over, and then run as those of exit handlers do.
 """
 
 from __future__ import annotations
@@ -59,8 +55,8 @@ class InFlight(Protocol):
     def progress(self) -> tuple[int, int]: ...
 
 
-# Saves that have not ended. The key is the number of the save's ticket, or a number of `numbers` if
-# it has no ticket. The package keeps no other strong reference to a handle.
+# Saves that have not ended, by the number of the ticket. A save without a ticket has a number from
+# `numbers`. The package keeps no other strong reference to a handle.
 in_flight: dict[int, InFlight] = {}
 
 
@@ -86,11 +82,8 @@ copying: dict[int, Copying] = {}
 
 
 class _Callbacks:
-    """The thread on which callbacks run one after the other.
-
-    `put` takes no lock. A signal handler might interrupt the holder of a lock, and then wait for
-    another thread that is in `put` too.
-    """
+    """The thread on which callbacks run one after the other. `put` takes no lock, because a signal
+    handler may interrupt it."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -98,11 +91,11 @@ class _Callbacks:
         self._finished = False  # the thread has ended
 
     def put(self, function: Callable[[], object]) -> None:
-        """Have the thread call a function. Run it here if the thread has ended."""
+        """Have the thread call a function. Call it here if the thread has ended."""
         self._queue.put(function)
         if not self._finished:
             try:
-                self._thread.start()  # at exit no thread starts, and `finish` calls the function
+                self._thread.start()  # starts none at exit; then `finish` calls the function
             except OSError as error:
                 log.warning("stillframe: callbacks wait for a thread: %s", error)
         if self._finished:
@@ -111,10 +104,10 @@ class _Callbacks:
     def _run(self) -> None:
         while (function := self._queue.get()) is not None:
             self._call(function, BaseException)
-            del function  # it would keep its save alive until the next function comes
+            del function  # frees its save before the next function comes
 
     def _run_rest(self) -> None:
-        """Run, on this thread, functions that were put after the thread had ended."""
+        """Run on this thread the functions that are left in the queue."""
         with contextlib.suppress(queue.Empty):
             while True:
                 function = self._queue.get_nowait()
@@ -122,14 +115,9 @@ class _Callbacks:
                     self._call(function, Exception)
 
     def _call(self, function: Callable[[], object], caught: type[BaseException]) -> None:
-        """Call a function, and log an error of type `caught`.
-
-        The thread catches BaseException, because sys.exit() in a callback would end the thread
-        silently, and later callbacks would never run.
-        """
         try:
             function()
-        except caught:
+        except caught:  # BaseException on the thread, which sys.exit() would end
             log.exception("stillframe: a callback failed")
 
     def is_current(self) -> bool:
@@ -137,10 +125,7 @@ class _Callbacks:
 
     def finish(self) -> None:
         """Wait until all queued functions have run, and end the thread. If the thread never
-        started, run the functions here.
-
-        `put` runs later functions itself. May be called again after an interrupt.
-        """
+        started, run the functions here. May be called again after an interrupt."""
         if not self._thread.prevent():
             self._queue.put(None)
             self._thread.join()
@@ -152,8 +137,8 @@ class _Completion:
     """The completion thread: it takes notices of the core and settles saves.
 
     Attributes:
-        is_over: The drain is over: the thread has ended, or could not start because the interpreter
-            was exiting. From then on each call waits for its own save.
+        is_over: The drain is over, or the thread could not start because the interpreter was
+            exiting. Each call then waits for its own save.
     """
 
     def __init__(self) -> None:
@@ -166,8 +151,8 @@ class _Completion:
         """Start the thread unless it runs. Every save and remove calls this first.
 
         Args:
-            under_way: The caller is part of a save that had begun before the exit. It may save
-                during the drain, because the drain waits for that save anyway.
+            under_way: The caller is part of a save that had begun before the exit, so it may save
+                during the drain.
 
         Raises:
             StillframeError: The interpreter is exiting, and this thread may not save any more.
@@ -186,20 +171,15 @@ class _Completion:
 
     @property
     def is_exiting(self) -> bool:
-        """Return whether the exit has begun."""
         return self._exiting is not None or self.is_over
 
     @property
     def draining(self) -> bool:
-        """Return whether the drain is running. After it the exit prints uncollected errors."""
+        """Return whether the drain is running. The exit prints uncollected errors after it."""
         return self._exiting is not None and not self.is_over
 
     def begin_exit(self, *, threads_go_on: bool = False) -> None:
-        """Begin the drain; only this thread and the callback thread may save until it is over.
-
-        Args:
-            threads_go_on: Other threads of the program run on after the drain, and may save then.
-        """
+        """Begin the drain. If `threads_go_on`, other threads may save after the drain."""
         self._threads_go_on = threads_go_on
         self._exiting = threading.current_thread()
 
@@ -214,7 +194,6 @@ class _Completion:
 
 
 def _take_notices() -> None:
-    """Act on notices until the core sends no more."""
     while True:
         try:
             try:
@@ -223,7 +202,7 @@ def _take_notices() -> None:
             except Exception:
                 log.exception("stillframe: settling a save failed")
         except MemoryError:
-            pass  # logging had no memory either; the thread must survive that
+            pass  # logging had no memory; the thread must go on
 
 
 def _next_notice() -> tuple[int, int, str]:
@@ -262,7 +241,6 @@ callbacks = _Callbacks()
 
 
 def _forked() -> None:
-    """Forget threads and saves in a forked child: they are the parent's."""
     global completion, callbacks
     completion = _Completion()
     callbacks = _Callbacks()

@@ -3,10 +3,9 @@
 The ticket holds all changing state. This module adds the verdict on tensor versions (`verdict.py`),
 and turns the core's report into a `SaveReport` or an error.
 
-If Ctrl-C interrupts the call after the launch, the save goes on, and its handle still settles it.
-If Ctrl-C comes before the launch, the core abandons the save at once. Otherwise the save would hold
-its slot and blocks until the traceback that refers to it is freed. A save made by the code that
-handles the interrupt could then wait for them forever.
+If Ctrl-C interrupts the call after the launch, the save goes on and settles. If Ctrl-C comes before
+the launch, the core abandons the save at once, so that its slot and blocks are free for other
+saves.
 """
 
 from __future__ import annotations
@@ -39,16 +38,13 @@ class CoreSave(SaveHandle):
 
     Args:
         ticket: The save's ticket, laid out and not yet submitted.
-        skeleton: The saved object. The handle drops its storages once they are copied, and the
-            rest of it at the end.
-        deferral: Which of its storages are copied after the call.
+        skeleton: The saved object. The handle drops the storages once they are copied, and the
+            skeleton at the end.
+        deferral: Which storages are copied after the call.
         path: The path for messages and the report.
         given: The path as the user gave it, for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
         ordered: The save has an entry in the log.
-
-    Attributes:
-        entered: See the argument.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class CoreSave(SaveHandle):
         self._num_tensors = skeleton.num_tensors
         self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
         self._confirmed = False  # the core has the verdict
-        # The core's times count from the making of the ticket, the times of a report from the call.
+        # Times in the core's report count from the ticket, times in a `SaveReport` from the call.
         self._entered_to_ticket_s = time.perf_counter() - entered
         self._call = Interval(entered)  # until the call returns
         self._gates: list[Interval] = []  # the waits of optimizer steps
@@ -94,8 +90,7 @@ class CoreSave(SaveHandle):
             self._ticket.submit(device.streams(self._devices))
         except BaseException:
             if self._ticket.report()["launched_after_ns"] >= 0:
-                # Ctrl-C came just after the launch. The save goes on and settles by itself, and
-                # later saves come after it in the log.
+                # Ctrl-C came just after the launch: the save goes on.
                 self._end_call()
             else:
                 completion.in_flight.pop(number, None)
@@ -105,12 +100,11 @@ class CoreSave(SaveHandle):
         self._end_call()
 
     def abandon(self) -> None:
-        """End a save whose call raises before it is launched, so that nobody waits for it."""
+        """End the save, because its call raises before the launch."""
         self._ticket.abandon()
 
     def _end_call(self) -> None:
-        """End the call of a launched save. Make steps wait for deferred sources, or drop the
-        sources if all of them are captured."""
+        """Make steps wait for deferred sources, or drop the sources if all of them are captured."""
         self._verdict.make_steps_wait(self)
         if not self._verdict.is_needed and not self._devices:  # copies from devices may still run
             self._release_sources()
@@ -126,14 +120,13 @@ class CoreSave(SaveHandle):
             self._outcome.notify_staged()
 
     def settle(self) -> None:
-        """Settle the save, which has ended."""
         self._settle()
 
     def gate(self) -> bool:
         """Wait until every byte in host memory is copied, or the save has ended. Have the calling
         thread's current streams wait for the bytes in device memory.
 
-        Return False if copies from a device still run, so that a later step has to ask again.
+        Return False if copies from a device still run. The next step then calls this again.
         """
         if self._outcome.settled:
             return True
@@ -156,7 +149,7 @@ class CoreSave(SaveHandle):
         """Give the core the verdict, unless the core has it already.
 
         Args:
-            copied: All bytes are copied. Then no step waits for this save any more.
+            copied: All bytes are copied, so no step waits for this save any more.
         """
         if self._verdict.is_needed and not self._confirmed:
             self._ticket.confirm(self._verdict.judge())
@@ -206,18 +199,13 @@ class CoreSave(SaveHandle):
             self._wait(_core.WAIT_COPIED, deadline, "durable")
             self._confirm()
             if self._ordered and not self._has_ended():
-                # This thread may be doing the external work of an entry that precedes the save in
-                # the log. Then the save could not end before the work does.
                 ordered.refuse_inside()
             self._wait(_core.WAIT_ENDED, deadline, "durable")
         self._settle()
 
     def _wait(self, what: int, deadline: Deadline, wanted: str) -> None:
-        """Wait for the event `what`, a `_core.WAIT_*`.
-
-        Raises:
-            TimeoutError: The deadline passed. The message says that the save is not `wanted` yet.
-        """
+        """Wait for the event `what`, a `_core.WAIT_*`. Raise TimeoutError after the deadline;
+        `wanted` is the awaited state, for the message."""
         if not self._ticket.wait(what, deadline.left()):
             raise self._timeout_error(deadline, wanted)
 
@@ -226,7 +214,7 @@ class CoreSave(SaveHandle):
     def _settle(self) -> None:
         if not self._outcome.settled:
             facts = self._ticket.report()
-            # The caller has waited for the save's end. Before the end, the report has no result.
+            # Before the save's end, `facts` has no result.
             assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
             self._end_mirror(not facts["code"])
             if facts["code"]:
@@ -277,9 +265,8 @@ class CoreSave(SaveHandle):
         return error_of_step(self._path, code, facts["phase"], facts["note"])
 
     def _torn_error(self, index: int) -> TornSnapshotError:
-        """Return the error about a torn storage. Make later saves capture everything that belongs
-        to the storage's optimizer."""
-        skeleton = self._skeleton  # read once: another thread may settle the save and drop it
+        """Return the error about a torn storage. Distrust its optimizer."""
+        skeleton = self._skeleton  # read once, because another thread may settle the save
         names = skeleton.names(index) if skeleton is not None else []
         what = self._verdict.blame(index, names)
         return TornSnapshotError(

@@ -1,9 +1,10 @@
 """Implements `DirectorySave`: the save of several files that become visible as one directory.
 
-Each file is a save without an entry in the log (`SaveOptions.ordered`). It gets its name within the
-temporary directory as soon as it is synced. The directory has one entry, as external work. When the
-entry is at the head of the log, this work waits for the files and syncs those that other code
-wrote. Then it puts the directory in place and removes the old one (csrc/core/file/folder.c).
+Each file is a save without an entry in the log. It gets its name within the temporary directory as
+soon as it is synced. The directory has one entry, with external work that does the following:
+- It waits for the saves of the files.
+- It syncs the files that other code wrote.
+- It puts the directory in place and removes the old one (csrc/core/file/folder.c).
 
     open ──the block ends──▶ in the log ──at its head──▶ committing ──▶ durable, failed
       │                          ╲─ cancel ─▶ cancelled
@@ -70,16 +71,16 @@ class DirectorySave(ExternalSave):
         self._folder = folder
         self._key = key
         self._files: list[CoreSave] = []
-        self._copies: list[Future[None]] = []  # the staging future of each file, from the launch
+        self._staging_futures: list[Future[None]] = []  # of the files; set by `launch`
         self._opened_by: int | None = threading.get_ident()  # the block's thread, until its end
         self._closed = Event()  # the block has ended
         self._closed_s = 0.0  # seconds from the block's entry to its end
-        self._leaving: Interval | None = None  # the duration of `launch`, at the end of the block
+        self._leaving: Interval | None = None  # the time that `launch` takes
 
     # ---- for users ----
 
     def _state_under_way(self) -> State:
-        if not self._closed.is_set() or not all(file._is_staged() for file in list(self._files)):
+        if not self._is_staged():
             return "staging"
         return "writing" if all(file.done() for file in list(self._files)) else "staged"
 
@@ -132,37 +133,22 @@ class DirectorySave(ExternalSave):
     # ---- for the block ----
 
     def take_slot(self, engine: Engine, *, nested: bool) -> None:
-        """Take one slot of the engine for the whole directory, and record how long that took.
-
-        Raises:
-            BusyError, ForkError, StillframeError: See `engine.take_slot`.
-        """
         self._slot = take_slot(engine, nested=nested)
         self.record_slot_wait()
 
     def open(self) -> None:
-        """Make the temporary directory.
-
-        Raises:
-            SaveError: The operating system refused it.
-        """
+        """Make the temporary directory, or raise SaveError."""
         assert self._folder is not None
         self.directory = self._result_of(self._folder.open())
         note_open(self)
         self._call.end()  # the block that follows is the user's time
 
     def is_open(self) -> bool:
-        """Return whether the block has not ended. A forked child gets False: the block is its
-        parent's."""
+        """Return whether the block has not ended. Return False in a forked child."""
         return not self._closed.is_set() and not self._birth.foreign()
 
     def refuse_closed(self) -> None:
-        """Refuse a file for a checkpoint whose block has ended.
-
-        Raises:
-            ForkError: The checkpoint belongs to the parent process.
-            StillframeError: Its block has ended.
-        """
+        """Raise ForkError in a forked child, and StillframeError if the block has ended."""
         self._birth.refuse_child()
         if self._closed.is_set():
             raise StillframeError(f"the block of the checkpoint {self._path} has ended")
@@ -190,34 +176,30 @@ class DirectorySave(ExternalSave):
         submit(engine, obj, path, replace(options, before_launch=before_launch))
 
     def add(self, file: CoreSave) -> None:
-        """Add the save of a file to those that the commit waits for; call it before its launch."""
+        """Add the save of a file, which is not launched yet. The commit waits for it."""
         self._files.append(file)
 
     def launch(self) -> None:
-        """Put the save into the log, because the block ends.
-
-        Raises:
-            ForkError: The save belongs to the parent process.
-            StillframeError: The save was given up, because the interpreter is exiting.
-        """
+        """Put the save into the log at the end of the block. Raise StillframeError if the exit of
+        the interpreter has given the save up."""
         self._birth.refuse_child()
         if not self._unclaimed:  # `give_up` has ended the save
             raise StillframeError(f"{self._path} was not saved: the interpreter is exiting")
         self._leaving = Interval(time.perf_counter())
         self._closed_s = time.perf_counter() - self._entered
-        self._copies = [file.staging_completion for file in self._files]
+        self._staging_futures = [file.staging_completion for file in self._files]
         self.submit(self._key, _core.WORK_DIRECTORY, self._work)
         self.close()
-        for copy in self._copies:
+        for future in self._staging_futures:
             # Future's own method runs `_forward_staging` on the thread that resolves the future.
             # The override in `CallbackThreadFuture` would wait for the callbacks of users.
-            Future.add_done_callback(copy, self._forward_staging)
+            Future.add_done_callback(future, self._forward_staging)
         self._forward_staging()
         self._leaving.end()
 
     def give_up(self, why: str) -> None:
         """Cancel the save and remove its files, unless its work has begun or it has ended. `why` is
-        the reason for the error message."""
+        for the error message."""
         if not self._birth.foreign() and self.claim_end():
             self._give_up(why)
 
@@ -230,25 +212,20 @@ class DirectorySave(ExternalSave):
         try:
             self._cancel_files()
             for file in list(self._files):
-                # The error of a file is not to be reported: the whole save is cancelled.
-                file.add_done_callback(take_unseen_error)
+                file.add_done_callback(take_unseen_error)  # so that it is not logged
             self._clear()
         finally:
             self.close()
             self.end(None, CancelledError(f"{self._path} was not saved: {why}"))
 
     def drop(self, file: CoreSave) -> None:
-        """Forget the save of a file whose call raised, unless it was launched before that."""
+        """Forget the save of a file whose call raised before the launch."""
         if not file.done() and file not in completion.in_flight.values():
             with contextlib.suppress(ValueError):  # Ctrl-C came before `add`
                 self._files.remove(file)
 
     def close(self) -> None:
-        """Record that the block is over, so that its thread may wait for the save's end.
-
-        During the block that thread may not wait. Otherwise a signal handler on it would wait
-        forever for the end of the block, which it interrupts.
-        """
+        """Record that the block is over, so that its thread may wait for the save's end."""
         _open_saves.discard(self)
         self._closed.set()
         self._opened_by = None
@@ -259,14 +236,15 @@ class DirectorySave(ExternalSave):
 
     def _forward_staging(self, _: object = None) -> None:
         """Resolve the staging future when the last file is copied."""
-        copies = self._copies
-        if self._outcome.settled or not all(copy.done() for copy in copies):
+        futures = self._staging_futures
+        if self._outcome.settled or not all(future.done() for future in futures):
             return
-        # Future's own method, because `copy.exception()` would count the error as collected.
-        failures = [
-            CancelledError() if copy.cancelled() else Future.exception(copy) for copy in copies
-        ]
-        self._outcome.notify_staged(next((each for each in failures if each is not None), None))
+        failure: BaseException | None = None  # the first one
+        for future in futures:
+            if failure is None:
+                # Future's own method, because `future.exception()` would collect the error.
+                failure = CancelledError() if future.cancelled() else Future.exception(future)
+        self._outcome.notify_staged(failure)
 
     # ---- at the head of the log ----
 
@@ -276,19 +254,19 @@ class DirectorySave(ExternalSave):
         failure: BaseException | None = None
         try:
             report = self._report(self._commit())
-        except BaseException as error:  # whatever it is, the save must end
+        except BaseException as error:  # the save must end in any case
             failure = error.with_traceback(None)
             self._clear()
         self.end(report, failure)
         if failure is None:
-            self._clear()  # removes the old directory; nobody needs to wait for that
+            self._clear()  # removes the old directory
         return failure is None
 
     def _commit(self) -> int:
         """Wait for the files and put the directory in place; return the bytes of its files.
 
         Raises:
-            SaveError, StillframeError: A file failed, or a step of the commit did.
+            SaveError, StillframeError: A file or a step of the commit failed.
             CancelledError: The save was cancelled.
         """
         failure: BaseException | None = None  # the error of the first file that failed
@@ -308,7 +286,7 @@ class DirectorySave(ExternalSave):
 
     def _report(self, nbytes: int) -> SaveReport:
         reports = [file.result() for file in self._files]
-        # A file's times count from its own call, and those of the directory from the block's entry.
+        # A file's times count from its own call, the directory's times from the block's entry.
         staged_s = [
             file.entered - self._entered + report.staged_after_s
             for file, report in zip(self._files, reports, strict=True)
@@ -333,32 +311,24 @@ class DirectorySave(ExternalSave):
         )
 
     def _will_hold(self, name: str) -> bool:
-        """Return whether the directory will have this file. Files that other code wrote are looked
-        up in the temporary directory before the commit, and then in the directory itself."""
+        """Return whether the directory will have this file."""
+        # Files that other code wrote are in the temporary directory until the commit.
         above = os.fsdecode(self._key) if self._is_committing() else self.directory
         return name in self.names or os.path.lexists(os.path.join(above, name))
 
     def _release(self) -> None:
-        self._files, self._copies = [], []
+        self._files, self._staging_futures = [], []
 
     def _result_of(self, answer: tuple[T, int, str, str]) -> T:
-        """Return the result of a step that the core has carried out for the directory.
-
-        Args:
-            answer: What a method of `_core.Folder` returns: the result, a code (0 or negative), the
-                phase and a note.
-
-        Raises:
-            SaveError, StillframeError: The step failed.
-        """
+        """Return the result of a method of `_core.Folder`, or raise its error. `answer` is what the
+        method returned."""
         result, code, phase, note = answer
         if code:
             raise error_of_step(self._path, code, phase, note)
         return result
 
     def _clear(self) -> None:
-        """Remove the directory with the temporary name: the new one, or after the commit the old
-        one. A failure is logged."""
+        """Remove the directory with the temporary name: the old one, after the commit."""
         assert self._folder is not None
         _, code, _, _ = self._folder.clear()
         if code:
@@ -371,7 +341,7 @@ class DirectorySave(ExternalSave):
 
 
 def _error_of(file: CoreSave) -> BaseException | None:
-    """Wait for the end of a file's save. Return its error, which then counts as collected."""
+    """Wait for the end of a file's save, and collect its error."""
     try:
         error = file.exception()
     except CancelledError as cancelled:
@@ -382,28 +352,22 @@ def _error_of(file: CoreSave) -> BaseException | None:
     return error
 
 
-# The saves whose block has not ended.
-_open_saves: weakref.WeakSet[DirectorySave] = weakref.WeakSet()
+_open_saves: weakref.WeakSet[DirectorySave] = weakref.WeakSet()  # their block has not ended
 
 
 def note_open(save: DirectorySave) -> None:
-    """Record that the block of a save has begun. At exit `give_up_open_directories` gives it up."""
     _open_saves.add(save)
 
 
 def give_up_open_directories() -> None:
-    """Give up the saves of directories whose block has not ended, because the interpreter exits."""
+    """Give up the saves of directories whose block has not ended when the interpreter exits."""
     for save in list(_open_saves):
         save.give_up("the interpreter exited inside its block")
 
 
 def will_hold(key: bytes) -> bool:
-    """Return whether a path inside a directory that is being saved will exist when that save has
-    ended.
-
-    Args:
-        key: The path's name in the log.
-    """
+    """Return whether a path will exist when the save of the directory around it has ended. `key` is
+    the path's name in the log."""
     for save in reversed(list(completion.in_flight.values())):
         if isinstance(save, DirectorySave) and key.startswith(save._key + b"/"):
             return save._will_hold(os.fsdecode(key[len(save._key) + 1 :]))
@@ -411,7 +375,6 @@ def will_hold(key: bytes) -> bool:
 
 
 def _forked() -> None:
-    """Forget the parent's blocks in a forked child."""
     _open_saves.clear()
 
 

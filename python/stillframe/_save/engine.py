@@ -3,12 +3,11 @@
 `submit(engine, obj, path, options)` calls, in this order:
 
     paths.target     resolves the path, and refuses a path that cannot be saved to
-    skeleton.build   makes the pickle and finds its storages; for safetensors flat.build does
+    skeleton.build   makes the pickle and finds its storages (flat.build for safetensors)
     gate.defer       decides which storages are copied after the call
     lay_out          makes the header of safetensors, which depends on that decision
     _core.Ticket     makes the ticket
-    save.launch      takes a slot, captures, and leaves the rest to the core's threads; with
-                     gate.track it makes the next optimizer step wait for the deferred bytes
+    save.launch      takes a slot, captures, and makes the next optimizer step wait for the rest
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Engine:
         OSError: With `shared_memory`: the system has no such memory (`memfd_create`), or refuses
             the process a file of that size or another descriptor.
 
-    Use it as a context manager, or call `close()`. It belongs to the process that made it.
+    Use the engine as a context manager, or call `close()`. It belongs to the process that made it.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Engine:
         self._closed = False
         self._used = False
         cpus.spread()
-        # Without pool_bytes, the core derives the pool's cap from these two numbers of bytes.
+        # Without pool_bytes, the core derives the pool's cap from these.
         caps = budget.measure(_core.pools_hold()) if limits.pool_bytes == 0 else (0, 0)
         try:
             self._core = _core.Engine(
@@ -138,12 +137,11 @@ class Engine:
         )
 
     def warm_up(self, nbytes: Size) -> None:
-        """Take `nbytes` of memory now (at most `pool_bytes`), so that the first save does not have
-        to.
+        """Take `nbytes` of memory now (at most `pool_bytes`), so that the first save is fast.
 
-        In a process that has used CUDA the memory is pinned too, and copy threads are started for
-        the devices it has used. Memory that cannot be pinned is logged, and listed in the
-        `fallbacks` of later saves. Progress is logged at INFO, once a GiB and at the end.
+        If the process has used CUDA, the memory is pinned too, and copy threads are started for the
+        devices in use. Memory that cannot be pinned is logged, and listed in the `fallbacks` of
+        later saves. Progress is logged at INFO, once a GiB and at the end.
 
         Args:
             nbytes: An int, or a string such as "4GiB".
@@ -161,7 +159,7 @@ class Engine:
         start, held = time.monotonic(), core.stats()["committed_bytes"]
         for upto in (*range(_WARM_UP_STEP, wanted, _WARM_UP_STEP), wanted):
             if upto < wanted and core.stats()["pool_bytes"] < upto:
-                continue  # beyond the cap only the last call, with `wanted`, is needed
+                continue  # the pool cannot grow so far; only the last call is needed
             core.warm_up(upto)
             _log_warm_up(core.stats()["committed_bytes"], held, wanted, time.monotonic() - start)
 
@@ -176,7 +174,7 @@ class Engine:
     def close(self) -> None:
         """Wait for the engine's saves and for removes, then end its threads and give the pool back.
 
-        It raises none of the saves' errors (their handles and `wait_all` do). May be called again.
+        It raises no error of a save. May be called again.
 
         Raises:
             StillframeError: The caller is a CheckpointIO that stillframe wraps, inside a save or
@@ -191,10 +189,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the engine's current figures; memory is in bytes.
 
-        They are `pool_bytes`, `block_bytes`, `committed_bytes` (memory that the pool holds),
-        `leased_bytes` (how much of it is in use) and `retired_bytes` (how much is never used
-        again). The others are `saves_in_flight`, `saves_total`, and `driver`, a sentence about the
-        CUDA driver.
+        - `pool_bytes`, `block_bytes`: the cap of the pool, and the size of a block
+        - `committed_bytes`: memory that the pool holds
+        - `leased_bytes`, `retired_bytes`: how much of it is in use, and is never used again
+        - `saves_in_flight`, `saves_total`: numbers of saves
+        - `driver`: a sentence about the CUDA driver
         """
         self._birth.refuse_child()
         figures = {**self._core.stats(), "driver": self._core.driver()}
@@ -205,12 +204,8 @@ class Engine:
 
 
 def core_of(engine: Engine) -> _core.Engine:
-    """Return the core's engine of an engine that can be used.
-
-    Raises:
-        ForkError: This process is a forked child of the one that made the engine.
-        StillframeError: The engine was closed.
-    """
+    """Return the core's engine. Raise ForkError in a forked child, and StillframeError if the
+    engine is closed."""
     engine._birth.refuse_child()
     if engine._closed:
         raise StillframeError(
@@ -229,24 +224,16 @@ def is_closed(engine: Engine) -> bool:
 
 
 def is_used(engine: Engine) -> bool:
-    """Return whether the engine has saved, taken a snapshot or been warmed up.
-
-    Calls that were refused do not count.
-    """
+    """Return whether the engine has saved, taken a snapshot or been warmed up."""
     return engine._used
 
 
 def note_use(engine: Engine) -> None:
-    """Record a use, for `is_used`."""
     engine._used = True
 
 
 def require_engine(engine: object) -> None:
-    """Refuse an object that is not an engine.
-
-    Raises:
-        TypeError: It is no `Engine`.
-    """
+    """Raise TypeError for an object that is no `Engine`."""
     if isinstance(engine, Engine):
         return
     if engine is Engine:
@@ -260,15 +247,11 @@ def require_engine(engine: object) -> None:
 
 
 def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot:
-    """Return a slot of the engine for a save that the core does not write as one file. The caller
-    gives the slot back.
-
-    While `max_in_flight` saves are under way the call waits, unless the engine's `when_busy` says
-    otherwise.
+    """Return a slot of the engine for an external save. The caller gives the slot back.
 
     Args:
-        nested: The thread is inside another of our calls, so this one must not wait for a slot.
-        wait: Wait, whatever the engine's `when_busy` says.
+        nested: The thread is inside another of our calls, so this call must not wait for a slot.
+        wait: Wait for a slot, whatever the engine's `when_busy` says.
 
     Raises:
         BusyError: No slot is free, and `when_busy` is not "wait".
@@ -286,7 +269,7 @@ def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot
 
 
 def pool_usage(engine: Engine) -> str:
-    """Return sentences that say what holds the pool's memory and what the user can do."""
+    """Return sentences about the users of the pool's memory, for an error message."""
     stats = engine._core.stats()
     by_saves, leased = stats["save_bytes"], stats["leased_bytes"]
     return (
@@ -300,7 +283,6 @@ def pool_usage(engine: Engine) -> str:
 
 
 def _shared_memory_problem(error: OSError) -> str:
-    """Return the message for an error of an engine with `shared_memory=True`."""
     if error.errno == errno.EFBIG:
         return (
             "shared_memory=True: the pool would be a file longer than the process may have"
@@ -343,8 +325,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             else:
                 tree = skeleton.build(obj)
             deferral = gate.defer(tree, overlap=options.overlap)
-            # A stream needs deferred tensors of one lane next to each other. The result is None for
-            # torch's format.
+            # A stream needs deferred tensors of one lane next to each other.
             members = tree.lay_out(by_lane=options.stream)
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
@@ -404,7 +385,6 @@ def _refuse_swapped(obj: object, path: object) -> None:
 
 
 def _busy_error(engine: Engine) -> BusyError:
-    """Return the error for a save that finds no free slot."""
     most = engine._limits.max_in_flight
     names = ", ".join(save.path for save in list(completion.in_flight.values()))
     return BusyError(
@@ -417,7 +397,7 @@ def _log_warm_up(now: int, before: int, wanted: int, seconds: float) -> None:
     """Log the progress of a warm-up that began `seconds` ago.
 
     Args:
-        now, before: The bytes that the pool holds now, and held when the warm-up began.
+        now, before: The bytes that the pool holds now, and before the warm-up.
         wanted: The bytes that the user asked for.
     """
     speed = f" ({(now - before) / 1e9 / seconds:.1f} GB/s)" if now > before and seconds else ""

@@ -1,14 +1,11 @@
 """The end of the process: saves in flight finish, and errors that nobody collected are printed.
 
-The *drain* (`_drain`) is the wait for these saves, for removes and for uploads.
+The *drain* is the wait for these saves, for removes and for uploads. It runs as an exit handler,
+which cannot change the process's exit status.
 
-The process's exit status is not changed, because Python lets no exit handler change it. A program
-that ends with `stillframe.wait_all()` fails if a save failed.
-
-Children of multiprocessing (started by fork or forkserver) end by `os._exit` and run no exit
-handlers. But multiprocessing runs its own finalizers in every child, so there the drain is
-registered as one of them. A spawned child drains twice, and the second drain finds nothing to do.
-The main process has only the exit handler.
+Children of multiprocessing that were started by fork or forkserver run no exit handlers. But
+multiprocessing runs its own finalizers in every child, so the drain is one of them there. A spawned
+child drains twice; the second drain finds nothing to do.
 """
 
 from __future__ import annotations
@@ -33,11 +30,11 @@ log = logging.getLogger("stillframe")
 # multiprocessing's queues (10) and pools (15), which callbacks of the last saves may still use.
 _PRIORITY = 100
 _QUIET_S = 1.0  # nothing is printed about a shorter wait
-_GIVEN_UP_S = 5.0  # the wait for cancelled saves: enough, if the file system answers
+_GIVEN_UP_S = 5.0  # the longest wait for cancelled saves
 
 
 def _announce_wait() -> None:
-    """Wait a second until the log is empty; if it is not, print what is waited for."""
+    """Print what is waited for, unless the log is empty within a second."""
     if _core.log_drain(_QUIET_S):
         return
     handles = [handle for handle in list(completion.in_flight.values()) if not handle.done()]
@@ -58,7 +55,7 @@ def _wait_for_log() -> None:
 
 
 def _warn_once() -> None:
-    """Print after the first Ctrl-C what a second one will do."""
+    """Print what a second Ctrl-C will do."""
     if _core.log_pending() or uploads.left() is None:
         _print_line("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
     else:
@@ -80,15 +77,15 @@ def _give_up() -> bool:
 def _drain(*, threads_go_on: bool = False) -> None:
     """Wait until saves in flight have finished, and print what is waited for.
 
-    The first Ctrl-C prints a line, and the second gives up the rest. Each later one skips the step
-    that it interrupts. The error of a step is logged, and the next step runs.
+    The first Ctrl-C prints a line. The second one gives up the rest. Each later one skips the step
+    that it interrupts. An error of a step is logged, and the next step runs.
 
     Args:
         threads_go_on: The program's threads run on after the drain, and may save.
     """
-    interrupts = 1 if _interrupted() else 0  # the Ctrl-C that ended the program is the first one
-    # These run even if the rest is given up. The trace ends after the saves, so that it shows them.
-    last: list[Callable[[], object]] = [end_at_exit, settle_all, _say_what_failed]
+    interrupts = 1 if _interrupted() else 0
+    # These steps run even if the others are given up.
+    last: list[Callable[[], object]] = [end_at_exit, settle_all, _print_uncollected_errors]
     steps: list[Callable[[], object]] = [
         lambda: completion.completion.begin_exit(threads_go_on=threads_go_on),
         _announce_wait,
@@ -109,9 +106,7 @@ def _drain(*, threads_go_on: bool = False) -> None:
 
     def give_up() -> None:
         if not _give_up():
-            # Skip the steps after this one. The close of the engine and the stops of the threads
-            # would wait for the save.
-            steps[1:] = last
+            steps[1:] = last  # most other steps would wait for the save
 
     while steps:  # a step is removed when it is done, so an interrupted one runs again
         try:
@@ -129,7 +124,7 @@ def _drain(*, threads_go_on: bool = False) -> None:
 
 
 def _interrupted() -> bool:
-    """Return whether the program is ending because of Ctrl-C."""
+    """Return whether Ctrl-C has ended the program."""
     return isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) or isinstance(
         sys.exc_info()[1], KeyboardInterrupt
     )
@@ -145,14 +140,13 @@ def _drain_at_end_of_child(_: object = None) -> None:
 
 
 def _drain_at_end_if_child() -> None:
-    """Have this process drain if it is a child of multiprocessing, or such a child forked it with
-    os.fork: both may end by `os._exit`."""
+    """Have this process drain if it is a child of multiprocessing, or was forked by one."""
     if process.parent_process() is not None:
         _drain_at_end_of_child()
 
 
-def _say_what_failed() -> None:
-    """Print the errors of saves that nobody collected and no log message has."""
+def _print_uncollected_errors() -> None:
+    """Print the errors that nobody has collected and that were not logged."""
     for failure in take_failures(first_only=False):
         if not failure.logged:
             _print_line(f"stillframe: a save failed: {failure.error}")
@@ -164,9 +158,9 @@ def _print_line(sentence: str) -> None:
 
 
 def install() -> None:
-    """Register the drain; called once, when the package is imported."""
+    """Register the drain. The import of the package calls this once."""
     atexit.register(_drain)
     # multiprocessing calls the function at the start of each child.
     util.register_after_fork(_drain_child, _drain_at_end_of_child)
-    _drain_at_end_if_child()  # such a child may be the first process to import the package
+    _drain_at_end_if_child()  # the first import may be in such a child
     os.register_at_fork(after_in_child=_drain_at_end_if_child)

@@ -1,9 +1,10 @@
 """Implements `ExternalSave`: a save that the core does not write as one file.
 
 It ends as external work in the order of the log (`ordered.py`). Each subclass writes the bytes in
-another way. Another CheckpointIO, or all ranks together, write a snapshot (`_snapshot/save.py`). A
-thread sends the bytes to a store (`remote.py`). Each file of a directory is written by a save of
-its own (`directory.py`).
+another way:
+- `_snapshot/save.py`: another CheckpointIO, or all ranks together, write a snapshot.
+- `remote.py`: a thread sends the bytes to a store.
+- `directory.py`: each file of a directory has a save of its own.
 
     made ──begin──▶ under way ──end──▶ durable, failed or cancelled
 """
@@ -37,8 +38,7 @@ class ExternalSave(SaveHandle):
         known_as: The name for the save in the log message about an error that nobody collected.
 
     Attributes:
-        error_is_known: The caller learns of the error in another way, so the error is not reported
-            as uncollected.
+        error_is_known: The caller learns of the error in another way, so it is not logged.
     """
 
     def __init__(
@@ -75,8 +75,7 @@ class ExternalSave(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def _has_ended(self) -> bool:
-        # The end includes the slot, so that a new save finds it free. The slot is over when it is
-        # given back or its engine is closed.
+        # The slot is over when it is given back or its engine is closed.
         return self._outcome.settled and (self._slot is None or self._slot.is_over())
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
@@ -104,14 +103,14 @@ class ExternalSave(SaveHandle):
     def submit(self, key: bytes, kind: int, work: Callable[[], bool]) -> None:
         """Put the save into the log, with its external work.
 
-        If this raises, the save was not made and nobody calls `work`. There is one exception: after
-        a Ctrl-C that comes just after the launch, the save goes on.
+        If this raises, the save was not made and nobody calls `work`, except after a Ctrl-C that
+        comes just after the launch.
 
         Args:
             key: The path's name in the log, see `paths.key`.
             kind: See `ordered.submit`.
-            work: Called when the save's entry is at the head of the log. It has to call `end`, and
-                to return whether the save succeeded.
+            work: Called when the save's entry is at the head of the log. It must call `end` and
+                return whether the save succeeded.
         """
         try:
             self.begin()
@@ -123,26 +122,24 @@ class ExternalSave(SaveHandle):
             raise
 
     def claim_end(self) -> bool:
-        """Claim the right and the duty to end the save. Return True to the first caller only: the
-        thread that does the external work, or code that gives the save up before."""
+        """Return True to the first caller only, which must end the save."""
         try:
             return self._unclaimed.pop()
         except IndexError:
             return False
 
     def begin(self) -> None:
-        """Keep the save alive from now until its end, and begin its upload to a mirror."""
+        """Keep the save alive until its end, and begin its upload to a mirror."""
         if self._mirror is not None:
             self._mirror.begin()
         completion.in_flight[self._number] = self
 
     def record_launch(self) -> None:
-        """Record that the save now ends by itself, whatever becomes of the call."""
+        """Record that the save goes on even if the call raises."""
         if self._slot is not None:
             self._slot.launched()
 
     def undo_begin(self) -> None:
-        """Undo `begin`: the save was not made."""
         self._end_mirror(False)
         self._give_back_slot()
         completion.in_flight.pop(self._number, None)
@@ -153,11 +150,7 @@ class ExternalSave(SaveHandle):
         return self._is_cancelled()
 
     def _decide_to_commit(self) -> None:
-        """Decide that the save can no longer be cancelled.
-
-        Raises:
-            CancelledError: The save was cancelled before.
-        """
+        """Decide that the save can no longer be cancelled, or raise CancelledError."""
         self._decisions.append(_COMMITTED)
         self._refuse_cancelled()
 
@@ -172,7 +165,6 @@ class ExternalSave(SaveHandle):
             raise CancelledError(f"the save of {self._path} was cancelled")
 
     def call_is_over(self) -> None:
-        """Record that the user's call, which asked for the save, returns now."""
         self._call.end()
 
     def end(
@@ -188,8 +180,8 @@ class ExternalSave(SaveHandle):
         Args:
             report, error: The outcome; one of them is None.
             value: The result of `upload_completion`, if that is not the report.
-            entry: The save's entry in the log, to be ended too. The entry ends after the outcome is
-                recorded, so that later entries can read the error, and before waiting users wake.
+            entry: The save's entry in the log, to be ended too. It ends after the outcome is
+                recorded, because later entries read the error, and before waiting users wake.
         """
         self._end_mirror(error is None)
         self._outcome.settle(report, error, value=value, is_known=self.error_is_known)

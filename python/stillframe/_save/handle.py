@@ -1,10 +1,9 @@
 """`SaveHandle`, which `async_save` returns: the base class of all saves, and the skipped save.
 
-Two subclasses know what a save is doing. `CoreSave` (`core_save.py`) asks its ticket in the core.
-`ExternalSave` (`external.py`) is for bytes that other code writes: another CheckpointIO, the ranks
-of a distributed checkpoint, a store's client, or the saves of a directory's files. Every handle has
-an `Outcome`, which records how the save ended and whether somebody has *collected*, that is seen,
-its error.
+There are two main subclasses. `CoreSave` (`core_save.py`) is a save of one file by the core.
+`ExternalSave` (`external.py`) is a save that the core does not write as one file. Every handle has
+an `Outcome`, which records how the save ended and whether somebody has seen (*collected*) its
+error.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from stillframe._save.report import SaveReport
 log = logging.getLogger("stillframe")
 
 State = Literal["staging", "staged", "writing", "durable", "failed", "cancelled", "skipped"]
-# The type of a result that is None only with `when_busy="skip"`. Any lets users pass the result on
-# as a report without a check for None; typeshed does the same for `re.Match.group`.
+# The type of a result that is None only with `when_busy="skip"`. Any spares users a check for None,
+# as in typeshed's `re.Match.group`.
 MaybeNone: TypeAlias = Any
 
 
 class SaveHandle:
-    """One save. Made by `async_save`; every method may be called from any thread, any number of
-    times. `await handle` in a coroutine returns the same as `handle.result()`."""
+    """One save, made by `async_save`. Any thread may call any method any number of times. `await
+    handle` in a coroutine returns the same as `handle.result()`."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class SaveHandle:
         return True
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until every byte is copied: from then on the saved tensors may change in any way.
+        """Wait until every byte is copied, so that the saved tensors may change in any way.
 
         Raises:
             TornSnapshotError, SaveError: The save failed.
@@ -102,8 +101,7 @@ class SaveHandle:
         """Wait until the save is durable and return its report.
 
         Returns:
-            The report, or None if the save was skipped (only with an engine that was made with
-            `when_busy="skip"`).
+            The report. None if the save was skipped, which needs `Engine(when_busy="skip")`.
 
         Raises:
             TornSnapshotError, SaveError: The save failed; the old file is untouched.
@@ -116,7 +114,7 @@ class SaveHandle:
             return self._outcome.report
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the save's end and return its error, None when there is none.
+        """Wait for the save's end and return its error, or None.
 
         Raises:
             concurrent.futures.CancelledError: The save was cancelled.
@@ -137,9 +135,8 @@ class SaveHandle:
         return False
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
-        """Call `function(handle)` on the callback thread when the save has ended.
-
-        If the save has ended already, the function is called here and now.
+        """Call `function(handle)` on the callback thread when the save has ended. If the save has
+        ended already, call it now.
 
         Raises:
             TypeError: `function` is not callable.
@@ -185,28 +182,27 @@ class SaveHandle:
         return False
 
     def _settle(self) -> None:
-        """Settle the outcome once the save has ended, and notify waiters. May be called again."""
+        """Settle the outcome of a save that has ended, and notify waiters. May be called again."""
         self._outcome.notify()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
-        """Wait until the save is staged. Return False if it has failed or is about to fail: the
-        error is known at its end."""
+        """Wait until the save is staged. Return False if the save has failed or will fail."""
         return self._outcome.error is None
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
-        """Wait for the save's end and settle it; raise no error of the save."""
+        """Wait for the save's end and settle it. Raise no error of the save."""
         self._birth.refuse_child()
 
     # ---- inside ----
 
     def _end_mirror(self, good: bool) -> None:
-        """Tell the upload to the mirror that the save has ended, and whether it succeeded. Call
-        this before anybody else learns of the end."""
+        """Tell the upload to the mirror whether the save succeeded. Call this before anybody else
+        learns of the end."""
         if self._mirror is not None:
             self._mirror.end(good)
 
     def _raise(self) -> None:
-        """Raise the error of a save that has ended, if there is one; it is then collected."""
+        """Raise the error of a save that has ended, if there is one, and collect it."""
         self._outcome.collect()
         if self._outcome.error is not None:
             raise self._outcome.error
@@ -229,7 +225,7 @@ class SaveHandle:
             ended = asyncio.Event()
 
             def wake() -> None:
-                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody awaits
+                with contextlib.suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(ended.set)
 
             if self._outcome.wake_at_end(wake):
@@ -241,7 +237,7 @@ class SaveHandle:
 
 
 class Deadline:
-    """A timeout that runs from the making of this object.
+    """A timeout that starts when this object is made.
 
     Attributes:
         timeout: Seconds, as given; None waits forever.
@@ -252,7 +248,7 @@ class Deadline:
         self._end = None if self.timeout is None else time.monotonic() + self.timeout
 
     def left(self) -> float | None:
-        """Return the seconds left, at least 0; None waits forever."""
+        """Return the seconds left, at least 0; None if there is no deadline."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
@@ -272,7 +268,7 @@ class SkippedSave(SaveHandle):
 
 
 def set_mirror(handle: SaveHandle, mirror: MirrorUpload | None) -> None:
-    """Set the upload to a mirror that follows a save, before the save begins; None for none."""
+    """Set the upload to a mirror that follows a save. Call this before the save begins."""
     handle._mirror = mirror
 
 
@@ -282,21 +278,20 @@ def report_of(handle: SaveHandle) -> SaveReport | None:
 
 
 def error_of(handle: SaveHandle) -> BaseException | None:
-    """Return the error of a save that has ended, and leave it uncollected."""
+    """Return the error of a save that has ended, without collecting it."""
     return handle._outcome.error
 
 
 def is_collected(handle: SaveHandle) -> bool:
-    """Return whether somebody has seen the save's error."""
     return handle._outcome.is_collected()
 
 
 def take_unseen_error(handle: SaveHandle) -> BaseException | None:
-    """Return the error of a save that has ended, if nobody has seen it; it counts as seen now."""
+    """Return the error of a save that has ended, if nobody has collected it, and collect it."""
     return handle._outcome.take_unseen()
 
 
 def wait_for_end(handle: SaveHandle) -> None:
-    """Wait for the save's end; raise none of its errors, and leave them uncollected."""
+    """Wait for the save's end. Neither raise nor collect its error."""
     with inside():
         handle._wait_until_ended(Deadline(None))

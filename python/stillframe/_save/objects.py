@@ -1,14 +1,12 @@
 """Implements `ObjectsSave`: the save of several objects that are one checkpoint in a store.
 
-A store cannot rename a directory, so a marker object tells that a checkpoint is complete. The
-marker is written when all objects are in the store, and removed before any object changes:
-
-    in the block         objects are sent as they are saved
-    at the log's head    the marker of an older checkpoint is removed; the objects become visible;
-                         files that others wrote are sent; objects that only the older checkpoint
-                         had are removed; the marker is written
-
-If there is no older checkpoint, each object becomes visible as soon as it is sent.
+A store cannot rename a directory, so a marker object tells that a checkpoint is complete. Objects
+are sent in the block, as they are saved. At the head of the log:
+1. The marker of an older checkpoint is removed.
+2. The objects become visible. Without an older checkpoint they do so as soon as they are sent.
+3. Files that others wrote are sent. Without an older checkpoint this is the first step.
+4. Objects that only the older checkpoint had are removed.
+5. The marker is written.
 """
 
 from __future__ import annotations
@@ -39,17 +37,15 @@ from stillframe.errors import SaveError
 
 
 class _Sending:
-    """The sending of one object: its upload, and the thread that runs `upload.run`.
+    """The upload of one object, and the thread that runs it.
 
     Args:
-        before_end: Called when all bytes are sent. It waits until the object may become visible,
-            and raises if it must not.
+        before_end: See `Upload.run`.
 
     Attributes:
-        ready: Set when all bytes are sent and the copy is found to be consistent, or after a
-            failure.
+        ready: Set when all bytes are sent and the copy is not torn, or after a failure.
         finished: Set when the object is visible in the store, or after a failure.
-        error: The failure; None if there is none.
+        error: The failure, or None.
     """
 
     def __init__(self, upload: Upload, before_end: Callable[[], object]) -> None:
@@ -68,7 +64,6 @@ class _Sending:
         self.finished.set()
 
     def _wait_to_appear(self) -> None:
-        """Report that all bytes are sent, and wait until the object may become visible."""
         self.ready.set()
         self._before_end()
 
@@ -77,7 +72,7 @@ class ObjectsSave(DirectorySave):
     """The handle of the save of a checkpoint at a URL; `ExternalSave` explains the other arguments.
 
     Args:
-        prefix: The beginning of the names of the objects in the store, up to a slash.
+        prefix: The checkpoint's path in the store; the names of its objects begin with it.
         key: The checkpoint's name in the log.
     """
 
@@ -104,8 +99,7 @@ class ObjectsSave(DirectorySave):
     # ---- for the block ----
 
     def open(self) -> None:
-        """Make the local directory for the files that others write, and ask the store whether an
-        older checkpoint is replaced."""
+        """Make the local directory for the files that others write."""
         self._replaces = self._store.exists(self._key_of(MARKER))
         self.directory = tempfile.mkdtemp(prefix="stillframe-")
         note_open(self)
@@ -126,8 +120,7 @@ class ObjectsSave(DirectorySave):
             made(file)
             self.add(file)
             upload.file = file
-            # The thread starts before the launch, which may wait for memory that is released only
-            # when bytes are sent.
+            # Start the thread before the launch, which may wait until sent bytes are released.
             self._sending.append(_Sending(upload, self._before_end))
 
         try:
@@ -138,7 +131,6 @@ class ObjectsSave(DirectorySave):
             raise
 
     def _before_end(self) -> None:
-        """Wait until an object may become visible."""
         if self._replaces:
             self._may_appear.wait()
         self._refuse_cancelled()
@@ -159,7 +151,7 @@ class ObjectsSave(DirectorySave):
             self._raise_failure()
             with self._explained():
                 if not self._replaces:
-                    self._send_files()  # before the decision, so that the save can be cancelled
+                    self._send_files()  # can be cancelled, because it comes before the decision
                 self._decide_to_commit()
                 if self._replaces:
                     self._store.delete([self._key_of(MARKER)])
@@ -185,8 +177,7 @@ class ObjectsSave(DirectorySave):
         return sum(self._sizes.values())
 
     def _raise_failure(self) -> None:
-        """Raise CancelledError if the save was cancelled, or else the error of the first object
-        that has failed."""
+        """Raise CancelledError if the save was cancelled, or the error of an object."""
         self._refuse_cancelled()
         for each in self._sending:
             if each.error is not None:
@@ -198,7 +189,7 @@ class ObjectsSave(DirectorySave):
             for name in names:
                 path = os.path.join(directory, name)
                 key = self._key_of(os.path.relpath(path, self.directory))
-                target = os.path.realpath(path)  # a symbolic link is sent as the file that it names
+                target = os.path.realpath(path)  # send the target of a symbolic link
                 self._sizes[key] = send_file(self._store, key, target, self._refuse_cancelled)
 
     @contextlib.contextmanager
@@ -217,8 +208,7 @@ class ObjectsSave(DirectorySave):
         return dataclasses.replace(super()._report(nbytes), io_mode=self._store.client)
 
     def _clear(self) -> None:
-        """Remove the local directory. After a failure remove the objects in the store too, unless
-        they may have replaced those of an older checkpoint."""
+        """Remove the local directory, and after a failure the objects in the store."""
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._is_complete or self._replaces:
             return
@@ -229,18 +219,13 @@ class ObjectsSave(DirectorySave):
             self._store.delete(self._sizes)
 
     def _key_of(self, name: str) -> str:
-        """Return the key in the store of a file with this name in the checkpoint."""
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
 def new_objects_save(
     url: Any, storage_options: StorageOptions, on_durable: OnDurable | None, *, entered: float
 ) -> ObjectsSave:
-    """Return the save of a checkpoint at a URL; nothing is sent yet.
-
-    Raises:
-        ValueError: See `open_store`.
-    """
+    """Return the save of a checkpoint at a URL, without sending anything."""
     store, prefix = open_store(url, storage_options)
     return ObjectsSave(
         urls.shown(url),

@@ -29,8 +29,7 @@ _MOST_BLOCKS = 1 << 28
 _MOST_WRITERS = 256
 _MOST_IN_FLIGHT = 1 << 16
 
-# The most threads that help with a large copy; more do not make memory faster.
-_MOST_COPIERS = 7
+_MOST_COPIERS = 7  # more threads do not make a copy faster
 
 
 class EngineOptions(TypedDict, total=False):
@@ -45,11 +44,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class EngineStats(TypedDict):
-    """The figures that `Engine.stats` returns. All but the last three are bytes.
-
-    `pool_bytes` is the cap, `committed_bytes` the memory that the pool holds. Of that memory,
-    `leased_bytes` are in use, and `retired_bytes` are never used again. `driver` is a sentence.
-    """
+    """The figures that `Engine.stats` returns and explains."""
 
     pool_bytes: int
     block_bytes: int
@@ -66,7 +61,7 @@ class Limits:
     """An engine's options after the checks; `Engine` explains them.
 
     Attributes:
-        pool_bytes: The cap; 0 means that `_base/budget.py` finds a cap.
+        pool_bytes: The cap; 0 if the user has set none.
     """
 
     pool_bytes: int
@@ -86,11 +81,7 @@ class Limits:
         when_busy: WhenBusy,
         shared_memory: bool,
     ) -> Limits:
-        """Check an engine's options.
-
-        Raises:
-            TypeError, ValueError: An option makes no sense.
-        """
+        """Check an engine's options. Raise TypeError or ValueError if one makes no sense."""
         pool, source = _pool_bytes(pool_bytes)
         block = sizes.parse(block_bytes, "block_bytes")
         if block % _PAGE:
@@ -124,23 +115,19 @@ class Limits:
 
 
 def nr_copiers() -> int:
-    """Return how many threads may help with a large copy: one for each core except the caller's.
-
-    The ranks of a machine share its cores; torchrun sets their number in LOCAL_WORLD_SIZE.
-    """
+    """Return how many threads may help with a large copy: one for each core except the caller's."""
+    # The ranks of a machine share its cores. torchrun sets their number.
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(1, int(text)) if text.isdecimal() else 1
     return max(0, min(cpus.count() // ranks - 1, _MOST_COPIERS))
 
 
 def _checked_count(value: object, name: str, most: int) -> int:
-    """Return a whole number from 1 to `most`, or raise TypeError or ValueError."""
     return sizes.bounded(sizes.whole_number(value, name), name, 1, most)
 
 
 def _pool_bytes(given: Size | None) -> tuple[int, str]:
-    """Return the pool's cap in bytes, and for messages the name of the argument or variable that
-    gave it. The cap is 0 if nobody gave one."""
+    """Return the pool's cap in bytes, or 0, and the name of the argument or variable."""
     if given is not None:
         return sizes.parse(given, "pool_bytes"), "pool_bytes"
     text = os.environ.get(_POOL_VARIABLE, "").strip()
@@ -162,15 +149,14 @@ class SaveOptions:
         overlap, durable, check_mutation, on_durable: See `async_save`.
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
-        ordered: The save has an entry in the log and takes a slot. If False, the save has neither,
-            and its file is renamed as soon as it is synced.
-        format: The format of the file; `format_of` derives it from the file's name.
-        metadata: For safetensors, the strings that the header holds besides the tensors.
+        ordered: The save has an entry in the log and takes a slot. Without them, its file is
+            renamed as soon as it is synced.
+        format, metadata: See `async_save`.
         wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
         stream: The bytes are sent to a store (`remote.py`); there is no file.
         shown: The path in messages and the report; None for the path as the user gave it.
-        before_launch: Called with the save's handle before the launch; None calls nothing.
-        mirror: The upload to a mirror that follows the save; None if there is none.
+        before_launch: Called with the save's handle before the launch.
+        mirror: The upload to a mirror that follows the save.
     """
 
     overlap: bool = True
@@ -218,8 +204,8 @@ class SaveOptions:
         """Return these options for the inner save, which stages the bytes of an object."""
         return replace(
             self,
-            # In a stream the deferred tensors have to be adjacent. The alignment of tensors in
-            # safetensors may forbid that, so all of them are captured.
+            # A stream needs deferred tensors next to each other, which the alignment of safetensors
+            # may forbid. So all tensors are captured.
             overlap=self.overlap and self.format == "torch",
             on_durable=None,
             wait_for_slot=True,

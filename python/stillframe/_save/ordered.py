@@ -1,12 +1,11 @@
 """External work: Python code that runs in the order of the log.
 
-It is used for links, wrapped CheckpointIOs, and saves of many ranks (`LogEntry`). Each piece of
-work has an entry among the saves and removes (csrc/core/commit/work.c). When that entry is at the
-head of the log, everything submitted before it has ended. Nothing submitted after it takes effect
-until the work has ended.
+Links, wrapped CheckpointIOs and saves of many ranks need such work. It has an entry in the log
+among the saves and removes (csrc/core/commit/work.c). The work runs when the entry is at the head
+of the log: everything submitted before has ended, and everything submitted later waits.
 
-One thread does all external work of the process; the first submission starts it. The core decides
-which entry is next, so a signal handler may submit work in the middle of another submission.
+One thread does all external work of the process. The core decides which entry is next, so a signal
+handler may submit work in the middle of another submission.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-# A function that does external work. Its argument says whether the last save before it in the log
-# succeeded; its result says whether the work succeeded.
+# A function that does external work. Its argument: whether the last save before it in the log
+# succeeded. Its result: whether the work succeeded.
 Work = Callable[[bool], bool]
 
 
@@ -44,7 +43,6 @@ class _Worker:
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
 
     def submit(self, key: bytes, kind: int, function: Work) -> _core.LogWork:
-        """Append external work: see the function `submit`."""
         completion.completion.start()
         entry = _core.LogWork(key, kind)
         try:
@@ -55,21 +53,17 @@ class _Worker:
                 while entry.number in self._waiting:  # no thread is left to do the work
                     self._do_next()
         except BaseException:
-            # Ctrl-C may come at any line. If the thread has not taken the work yet, end its entry;
-            # otherwise the thread does so.
+            # Ctrl-C may come at any line. If the thread has taken the work, it ends the entry.
             if self._waiting.pop(entry.number, None) is not None:
                 entry.end(False)
             raise
         return entry
 
     def end(self, entry: _core.LogWork, good: bool) -> None:
-        """End an entry: see the function `end`."""
         self._waiting.pop(entry.number, None)
         entry.end(good)
 
     def is_current(self) -> bool:
-        """Return whether the calling thread is doing external work. At exit, that may be a thread
-        that submitted work."""
         return threading.get_ident() == self._doing
 
     def _start(self) -> bool:
@@ -83,7 +77,7 @@ class _Worker:
         """Do external work until the log is being stopped."""
         while self._do_next():
             pass
-        # The log is being stopped. Work that was submitted meanwhile needs another thread.
+        # Work that was submitted while the log was being stopped needs another thread.
         with self._lock:
             self._thread = None
             again = bool(self._waiting)
@@ -99,7 +93,7 @@ class _Worker:
         number, after_good = found
         waiting = self._waiting.pop(number, None)
         if waiting is None:
-            return True  # the entry is ended by an interrupted `submit`, or by a call of `end`
+            return True  # an interrupted `submit`, or `end`, has taken the entry
         entry, function = waiting
         good = False
         self._doing = threading.get_ident()
@@ -124,7 +118,7 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
         key: The name in the log, see `paths.key`.
         kind: What the work does to the name: `_core.WORK_SAVE`, `WORK_DIRECTORY` (a save that makes
             the name and everything below it), `WORK_REMOVE` or `WORK_LINK`.
-        function: The work. If it raises, the error is logged and counts as a failure. If a signal
+        function: The work. An error that it raises is logged and counts as a failure. If a signal
             handler raises in this call, the function may run nevertheless.
 
     Returns:
@@ -134,22 +128,18 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
 
 
 def end(entry: _core.LogWork, good: bool) -> None:
-    """End an entry, even before its function has returned. If the function has not begun, it never
-    runs.
-
-    Args:
-        good: The work succeeded.
-    """
+    """End an entry, even before its function has returned; `good` if the work succeeded. A function
+    that has not begun never runs."""
     _worker.end(entry, good)
 
 
 class LogEntry:
-    """The log entry of a save that other code writes before the entry is at the head of the log.
+    """The log entry of a save whose bytes are written before the entry is at the head of the log.
 
-    `wait_to_write` waits for earlier removes and saves of the same name, because an earlier remove
-    would delete the new files. `wait_to_commit` waits for everything submitted before, so that
-    saves appear in order. Later entries wait for `end`. It must be called once `submit` was called,
-    even if Ctrl-C interrupted `submit`.
+    Call `wait_to_write` before the bytes are written, because an earlier remove of the name would
+    delete them. Call `wait_to_commit` before the save becomes visible, so that saves appear in
+    order. Call `end` if `submit` was called, even if Ctrl-C interrupted `submit`: later entries
+    wait for it.
 
     Args:
         key: The name in the log, see `paths.key`.
@@ -163,22 +153,17 @@ class LogEntry:
         self._entry: _core.LogWork | None = None
 
     def submit(self) -> None:
-        """Append the entry.
-
-        Raises:
-            StillframeError: The interpreter is exiting.
-        """
+        """Append the entry. Raise StillframeError if the interpreter is exiting."""
         self._entry = submit(self._key, _core.WORK_SAVE, self._hold_the_log)
 
     def _hold_the_log(self, after_good: bool) -> bool:
-        """Hold the head of the log until the save has ended."""
         self._at_head.set()
         self._over.wait()
         return False  # ignored: `end` has already recorded the result
 
     def wait_to_write(self) -> None:
         """Wait until everything of this name that was submitted before has ended."""
-        with contextlib.suppress(OSError):  # the file need not exist: only the wait matters
+        with contextlib.suppress(OSError):  # the file need not exist
             self._before.open()
             self._before.close()
 
@@ -187,11 +172,7 @@ class LogEntry:
         self._at_head.wait()
 
     def end(self, good: bool) -> None:
-        """End the save's entry, so that later ones go on.
-
-        Args:
-            good: The save succeeded.
-        """
+        """End the entry, so that later entries go on; `good` if the save succeeded."""
         if self._entry is not None:
             end(self._entry, good)
         self._at_head.set()
@@ -210,7 +191,7 @@ def submit_remove(
     Args:
         path: The path, for `remove` and messages.
         key: The path's name in the log, see `paths.key`.
-        needed: Returns whether a link still points to the path; None if there can be no link.
+        needed: Returns whether a link still points to the path.
     """
 
     def work(after_good: bool) -> bool:
@@ -231,16 +212,12 @@ def submit_remove(
 
 
 def is_inside() -> bool:
-    """Return whether this thread is running external work."""
+    """Return whether this thread is doing external work."""
     return _worker.is_current()
 
 
 def refuse_inside() -> None:
-    """Refuse calls that wait for the log: external work would wait for itself.
-
-    Raises:
-        StillframeError: This thread is doing external work.
-    """
+    """Raise StillframeError if this thread is doing external work. It would wait for itself."""
     if is_inside():
         raise StillframeError(
             "a CheckpointIO that stillframe wraps must not save or load with stillframe itself, nor"
@@ -252,8 +229,8 @@ def wait_for_key(key: bytes) -> None:
     """Wait until every save and remove of this name that was submitted before has ended. A name
     that ends in a slash stands for everything below it."""
     refuse_inside()
-    with contextlib.suppress(OSError):  # the name need not exist, nor be local
-        _core.LogLoad(key).open()  # only for the wait; a file that it opens is closed at once
+    with contextlib.suppress(OSError):  # the name need not exist
+        _core.LogLoad(key).open()
 
 
 Path = str | os.PathLike[str]
@@ -286,22 +263,21 @@ def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
         OSError: As `os.open`.
     """
     refuse_inside()
-    # If Ctrl-C comes at the end of inside(), the traceback keeps this frame's variables alive. So
-    # no variable holds the open file.
+    # No variable of this frame holds the open file: a traceback of Ctrl-C would keep it alive.
     with inside():
         return _opened(path, follow_link)
 
 
 def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
     if follow_link and os.path.islink(path):
-        # An entry of the log may replace the link itself, so wait for its name first.
+        # An entry of the log may replace the link, so wait for the link's name first.
         with contextlib.suppress(OSError):
             _core.LogLoad(paths.key(path, follow_link=False)).open()
     return _open(paths.key(path, follow_link=follow_link), path)
 
 
 def _open(key: bytes, path: Path) -> _core.LogLoad:
-    """Wait for the entries of `key`, and open it. An error names `path`, as the user gave it."""
+    """Wait for the entries of `key`, and open the file. An error names `path`."""
     load = _core.LogLoad(key)
     try:
         try:
@@ -320,7 +296,6 @@ def _open(key: bytes, path: Path) -> _core.LogLoad:
 
 
 def _forked() -> None:
-    """Forget thread, entries and work in a forked child: they are the parent's."""
     global _worker
     _worker = _Worker()
 

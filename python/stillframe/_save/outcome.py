@@ -30,12 +30,7 @@ T = TypeVar("T")
 
 
 class Failure:
-    """The error of a save, and whether somebody has seen it.
-
-    Attributes:
-        collected: Somebody has seen the error.
-        logged: The error was logged, because nobody had collected it when its handle died.
-    """
+    """The error of a save, and whether it was collected or logged."""
 
     __slots__ = ("collected", "error", "logged")
 
@@ -46,14 +41,12 @@ class Failure:
         _failures.append(self)
 
     def collect(self) -> None:
-        """Mark the error as seen."""
         with contextlib.suppress(ValueError):  # the error was collected before
             _failures.remove(self)
         self.collected = True
 
     def log_if_uncollected(self, what: str) -> None:
-        """Log the error, because nobody can ask for it any more, unless it was collected or the
-        exit will print it. `what` names the save."""
+        """Log the error, unless it was collected or the exit will print it."""
         if not (self.collected or self.logged or completion.completion.draining):
             self.logged = True
             log.error("stillframe: %s failed and nobody asked: %s", what, self.error)
@@ -64,7 +57,7 @@ _failures: list[Failure] = []
 
 
 def take_failures(*, first_only: bool) -> list[Failure]:
-    """Return errors that nobody has collected, oldest first; they count as collected now."""
+    """Collect the errors that nobody has collected, and return them, oldest first."""
     taken: list[Failure] = []
     while _failures and not (taken and first_only):
         failure = _failures.pop(0)
@@ -74,10 +67,8 @@ def take_failures(*, first_only: bool) -> list[Failure]:
 
 
 class CallbackThreadFuture(Future[Any]):
-    """A future whose callbacks run on the callback thread, as the callbacks of a handle do.
-
-    They must not delay the thread that resolves the future, because it has other saves to end.
-    """
+    """A future whose callbacks run on the callback thread, so that they do not delay the thread
+    that resolves the future."""
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         if self.done():
@@ -92,8 +83,8 @@ class SaveFuture(CallbackThreadFuture):
     The future keeps its handle alive; the handle has only a weak reference to the future.
 
     Args:
-        upload: True for the future that is done when the save is durable, False for the one that
-            is done when the save is staged.
+        upload: The future is done when the save is durable. Otherwise it is done when the save is
+            staged.
     """
 
     def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
@@ -103,8 +94,7 @@ class SaveFuture(CallbackThreadFuture):
         self._upload = upload
 
     def _refuse_inside(self) -> None:
-        """Refuse to wait for the save's end inside external work. To wait for its staging is
-        allowed, because staging does not depend on the log."""
+        """Refuse to wait for the log inside external work. Staging does not need the log."""
         if self._upload and not self.done():
             ordered.refuse_inside()
 
@@ -124,20 +114,18 @@ class SaveFuture(CallbackThreadFuture):
 
 
 class _Futures:
-    """Weak references to a handle's futures for one event: its staging, or its upload. A future
-    lives as long as its user keeps it."""
+    """Weak references to a handle's futures for one event, its staging or its upload."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[SaveFuture]] = []
 
     def alive(self) -> list[SaveFuture]:
-        """Return the futures that somebody still holds: usually one, but more if several threads
-        made one at the same time."""
+        """Return the futures that somebody still holds: one, or more if threads raced."""
         futures = [reference() for reference in list(self._references)]
         return [future for future in futures if future is not None]
 
     def add(self, future: SaveFuture) -> SaveFuture:
-        """Add a future. Return the first that is alive, so that all threads get the same."""
+        """Add a future. Return the first one alive, so that all threads get the same."""
         for reference in list(self._references):
             if reference() is None:
                 with contextlib.suppress(ValueError):  # another thread has removed it
@@ -160,9 +148,9 @@ _NOT_ENDED = _End(None, None, None)
 class Outcome:
     """How one save ended, with the futures and callbacks to call then.
 
-    It has no lock. A signal handler may interrupt a thread that uses the outcome, and wait for
-    another thread that uses it too. With a lock, that wait would never end. Instead, values that
-    are set once are lists whose first element counts, because `append` and `pop` are atomic.
+    There is no lock, because a signal handler may interrupt any method and use the outcome too.
+    Instead, values that are set once are lists whose first element counts: `append` and `pop` are
+    atomic.
 
     Args:
         given: The path as it was given, for `on_durable`.
@@ -189,8 +177,7 @@ class Outcome:
         self._staging, self._upload = _Futures(), _Futures()
 
     def __del__(self) -> None:
-        # There may be no `_failure`, if an exception came in the middle of `__init__`.
-        failure = getattr(self, "_failure", None)
+        failure = getattr(self, "_failure", None)  # missing if `__init__` was interrupted
         if failure is not None:
             failure.log_if_uncollected(self._known_as)
 
@@ -235,11 +222,10 @@ class Outcome:
         """
         if self.settled:
             return
-        # The code that cancelled a save knows of it.
-        is_known = is_known or isinstance(error, CancelledError)
+        is_known = is_known or isinstance(error, CancelledError)  # known to the code that cancelled
         if error is not None and not is_known and not self._failures:
             self._failures.append(Failure(error))
-            for other in self._failures[1:]:  # two threads settled at once: only the first counts
+            for other in self._failures[1:]:  # of another thread that settles at the same time
                 other.collect()
             if completion.completion.is_over:  # the exit no longer prints errors, so log it now
                 self._failures[0].log_if_uncollected("a save")
@@ -249,7 +235,7 @@ class Outcome:
             measured.append((report.nbytes, report.durable_after_s))
 
     def notify(self) -> None:
-        """Wake the threads that wait for the end, resolve the futures and run the callbacks. May be
+        """Resolve the futures, wake the threads that wait for the end and run the callbacks. May be
         called again."""
         if self._notified:
             return
@@ -267,30 +253,24 @@ class Outcome:
         self._notified = True
 
     def notify_staged(self, error: BaseException | None = None) -> None:
-        """Resolve the staging future, because every byte is copied or the copy has failed."""
         if not self._copy_errors:
             self._copy_errors.append(error)
         for future in self._staging.alive():
             _resolve(future, self._copy_errors[0], None)
 
     def call_at_end(self, function: Callable[[], object]) -> bool:
-        """Have `function()` called on the callback thread; return False if the end has come
-        already."""
+        """Have `function()` called on the callback thread. Return False if the save has ended."""
         return self._add(self._callbacks, function)
 
     def wake_at_end(self, function: Callable[[], object]) -> bool:
-        """Have `function()` called on the settling thread; return False if the end has come
-        already.
-
-        The function must not wait or raise.
-        """
+        """Have `function()` called on the settling thread. Return False if the save has ended. The
+        function must not wait or raise."""
         return self._add(self._wakers, function)
 
     def _add(self, functions: list[Callable[[], object]], function: Callable[[], object]) -> bool:
-        """Add a function to be called at the end; return False if the end has come already."""
         functions.append(function)
-        # The check comes after the append. If a thread settles before the append, the check sees
-        # that; otherwise `notify` finds the function.
+        # The check comes after the append: either it sees that a thread has settled the save, or
+        # `notify` finds the function.
         if not self.settled:
             return True
         try:
@@ -300,12 +280,11 @@ class Outcome:
         return False
 
     def stop_waking(self, function: Callable[[], object]) -> None:
-        """Withdraw a function that was given to `wake_at_end`."""
         with contextlib.suppress(ValueError):  # the function was called already
             self._wakers.remove(function)
 
     def staging_future(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:
-        """Return the future of staging: the same one as long as somebody holds it."""
+        """Return the future of staging, always the same while somebody holds it."""
         for future in self._staging.alive():
             return future
         future = self._staging.add(self._new_future(handle, upload=False))
@@ -316,7 +295,7 @@ class Outcome:
         return future
 
     def upload_future(self, handle: object) -> SaveFuture:
-        """Return the future of the report: the same one as long as somebody holds it."""
+        """Return the future of the report, always the same while somebody holds it."""
         for future in self._upload.alive():
             return future
         future = self._upload.add(self._new_future(handle, upload=True))
@@ -327,7 +306,7 @@ class Outcome:
     def _new_future(self, handle: object, *, upload: bool) -> SaveFuture:
         future = SaveFuture(handle, self, upload)
         if not self.cancellable:
-            future.set_running_or_notify_cancel()  # marks it as running, so `cancel` is refused
+            future.set_running_or_notify_cancel()  # a running future refuses `cancel`
         return future
 
     def take_unseen(self) -> BaseException | None:
@@ -339,7 +318,6 @@ class Outcome:
         return failure.error
 
     def collect(self) -> None:
-        """Mark the error, if there is one, as collected."""
         if self._failure is not None:
             self._failure.collect()
 
@@ -352,8 +330,7 @@ def _call_later(function: Callable[[Future[Any]], object], future: Future[Any]) 
 
 
 def _pop(functions: list[T]) -> T | None:
-    """Remove and return the first function; None if there is none. Two threads may notify at the
-    same time, so the function is removed in one atomic operation."""
+    """Remove and return the first function, in one atomic operation; None if there is none."""
     try:
         return functions.pop(0)
     except IndexError:
@@ -361,8 +338,7 @@ def _pop(functions: list[T]) -> T | None:
 
 
 def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> None:
-    """Resolve a future, unless it is resolved already or its user has cancelled it."""
-    with contextlib.suppress(InvalidStateError):
+    with contextlib.suppress(InvalidStateError):  # it is resolved, or its user has cancelled it
         if isinstance(error, CancelledError):
             future.cancel()
         elif error is None:
@@ -372,7 +348,6 @@ def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> 
 
 
 def _forked() -> None:
-    """Forget failures in a forked child: the parent reports its own."""
     for failure in _failures:
         failure.collected = True
     _failures.clear()

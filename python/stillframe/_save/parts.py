@@ -4,9 +4,8 @@
     offsets = parts.append([description_of(tensor), b"bytes", ...])  adds archives or bytes
     handle = submit_parts(engine, parts, path, owners=[...])   starts a save outside the log
 
-The call copies nothing. Long parts are written from the memory where they are, and short parts go
-through a few buffers of the writers. So the sources, which `owners` keep alive, must not change
-before the handle is done. Callers therefore pass tensors of snapshots, which do not change.
+The call copies nothing, so the sources must not change before the handle is done. `owners` keep
+them alive. Callers pass tensors of snapshots, which do not change.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from stillframe._tree.skeleton import Skeleton
 from stillframe._watch import gate
 
 Parts = _core.Parts
-# A tensor: the name of torch's storage class, the number of elements, the shape, the strides, the
-# address, and the length in bytes.
+# A tensor: (torch's storage class, number of elements, shape, strides, address, length in bytes)
 Row = tuple[str, int, tuple[int, ...], tuple[int, ...], int, int]
 
 # The name of torch's storage class for each dtype, except the quantized ones (Q...).
@@ -41,16 +39,16 @@ _STORAGES: dict[torch.dtype, str] = {
     if not name.startswith("Q")
 }
 
-# Returns a tensor's conjugate and negative bits, which torch.save records; {} if neither is set.
+# Returns a tensor's conjugate and negative bits, or {} if neither is set. Unlike is_conj and
+# is_neg, it does not release the interpreter lock.
 _metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
 def description_of(tensor: Tensor) -> Row | None:
     """Return what `Parts.append` needs to write a file of torch.save with this tensor alone.
 
-    Returns:
-        None if torch.save itself has to write the file: the tensor's bytes are not adjacent in host
-        memory, or it is more than bytes (quantized, sparse, conjugated, float8, a subclass).
+    Return None if torch.save has to write the file. That is so if the tensor's bytes are not
+    adjacent in host memory, and for quantized, sparse, conjugated, float8 and subclass tensors.
     """
     name = _STORAGES.get(tensor.dtype)
     if (
@@ -59,7 +57,7 @@ def description_of(tensor: Tensor) -> Row | None:
         or tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
         or not is_dense(tensor)
-        or _metadata(tensor)  # is_conj and is_neg would release the interpreter lock
+        or _metadata(tensor)
     ):
         return None
     numel = tensor.numel()
@@ -69,8 +67,7 @@ def description_of(tensor: Tensor) -> Row | None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill a range of memory without gaps or overlap, whatever the
-    order of the dimensions."""
+    """Return whether the elements fill a range of memory without gaps or overlap."""
     if tensor.is_contiguous():
         return True
     reach = 1  # how many elements the dimensions so far fill
@@ -82,8 +79,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class PartsSave(CoreSave):
-    """A save that reads its sources until it has ended. So it drops the sources in `_settle`, and
-    not in `_end_call` or `after_copy` as other saves do."""
+    """A save that reads its sources until it has ended. `_settle` drops the sources."""
 
     def _end_call(self) -> None:
         self._verdict.make_steps_wait(self)
@@ -101,18 +97,17 @@ def submit_parts(
     durable: bool = True,
     upload: Upload | None = None,
 ) -> PartsSave:
-    """Start the save of a file whose name nobody else writes, removes or reads.
+    """Start the save of a file that is part of a larger save. Nobody else uses the file's name.
 
-    The save takes no slot and has no entry in the log, so it does not wait for other saves, nor
-    they for it. It waits only while 64 such saves are under way. It is part of a larger save. If
-    the larger save had begun before the process's exit, this one may begin during the exit.
+    The save takes no slot and has no entry in the log. It waits only while 64 such saves are under
+    way. It may begin during the process's exit.
 
     Args:
         parts: The contents of the file; empty afterwards.
         path: The file, as for `async_save`; a link there is replaced.
         owners: Objects that keep the sources' memory alive; dropped when the save has ended.
         durable: As for `async_save`.
-        upload: The upload that sends the file to a store; the caller then calls `upload.run`, and
+        upload: The upload that sends the file to a store. The caller then calls `upload.run`, and
             `path` is only used in messages.
 
     Raises:
@@ -138,7 +133,7 @@ def submit_parts(
         ticket = _core.Ticket.of_parts(
             core, target.directory, target.name, parts, flags, target.file_system
         )
-        # This skeleton has no pickle: it only keeps the owners alive, in place of storages.
+        # A skeleton without a pickle; it only keeps the owners alive.
         sources = Skeleton(b"", list(owners), _core.Numbers([]), bytearray(), len(owners), [])
         save = PartsSave(
             ticket,

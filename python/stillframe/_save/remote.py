@@ -1,10 +1,10 @@
 """Implements `RemoteSave`: a save whose file is an object in a store.
 
-A save of the core stages the bytes. It has no entry in the log and no file; instead it hands out
-its blocks in the order of the file (csrc/core/save/stream.c). A thread passes the blocks to the
-store's client. The client sends them as the parts of a multipart upload, several parts at a time.
-It releases a block when the store has acknowledged the part. The object becomes visible when the
-thread tells the client that the upload is complete. This is the commit:
+A save of the core stages the bytes. It has no entry in the log and no file, but hands out its
+blocks in the order of the file (csrc/core/save/stream.c). A thread passes the blocks to the store's
+client, which sends them as the parts of a multipart upload. The client releases a block when the
+store has acknowledged the part. The object becomes visible when the thread tells the client that
+the upload is complete. This is the commit:
 
     the thread sends ──▶ all bytes sent ──staged, not torn──▶ waits for its entry to be at the head
     of the log ──▶ completes the upload ──acknowledged──▶ durable
@@ -42,8 +42,8 @@ from stillframe.errors import BusyError, SaveError, StillframeError
 StorageOptions = Mapping[str, Any] | None
 
 _PAUSE_S = 0.02  # the longest wait for a block while earlier blocks of its part are kept
-_SLICE_S = 1.0  # the longest wait for any other block, before the next check for `give_up`
-_POLL_S = 0.005  # between two checks of how much the store has acknowledged
+_SLICE_S = 1.0  # the longest wait for any other block before the next check for `give_up`
+_POLL_S = 0.005  # between two checks whether all bytes are acknowledged
 
 
 class Upload:
@@ -66,7 +66,6 @@ class Upload:
 
     @property
     def nbytes(self) -> int:
-        """The size of the object."""
         assert self.file is not None
         return self.file.progress()[1]
 
@@ -77,7 +76,7 @@ class Upload:
             self.file.cancel()
 
     def abandon(self) -> None:
-        """Give up, because the call that makes `file` raises before its launch."""
+        """Give up, because the call raises before the launch of `file`."""
         self.give_up()
         if self.file is not None:
             self.file.abandon()
@@ -96,8 +95,8 @@ class Upload:
         self._store.put(self.key, self._file_bytes(part_bytes(nbytes), before_end), nbytes)
 
     def fail(self, error: BaseException) -> BaseException:
-        """Give up, and return the error to report: the error of `file` if that save failed, or
-        else the error of the store as a SaveError.
+        """Give up, and return the error to report: the error of `file` if there is one, or `error`.
+        An error of the store becomes a SaveError.
 
         Args:
             error: What `run` has raised.
@@ -105,7 +104,7 @@ class Upload:
         self.give_up()
         own: BaseException | None = None
         if self.file is not None:
-            with contextlib.suppress(CancelledError):  # `file` had not failed before `give_up`
+            with contextlib.suppress(CancelledError):  # `give_up` has cancelled `file`
                 own = self.file.exception()
         if own is not None:
             return own
@@ -117,9 +116,9 @@ class Upload:
     def _file_bytes(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
         """Yield the bytes of the file.
 
-        A client holds bytes, and so their blocks, until it has a whole part. So blocks are
-        collected here until they fill a part. If the next block is late, the save may be waiting
-        for memory. Then the collected bytes are copied, which releases their blocks.
+        A client would hold blocks until it has a whole part, so this method collects a part first.
+        If the next block is late, the save may be waiting for memory. Then the collected bytes are
+        copied, which releases their blocks.
 
         Args:
             part: The length of a part in bytes.
@@ -141,39 +140,32 @@ class Upload:
                 while nbytes >= part:
                     yield from _take(kept, part)
                     nbytes -= part
-            # The client sends the last part only when this generator ends. Until then `before_end`
-            # may wait for other saves, which may need these blocks. So the last bytes are copied.
+            # The client sends the last part when this generator ends. `before_end` may wait for
+            # other saves that need blocks. So copy the last bytes, which releases their blocks.
             kept = [each.copied() for each in kept]
             yield from _take(kept, nbytes)
             self._wait_until_good()
             before_end()
         finally:
-            # The save ends only when all blocks are released. After an exception, the traceback
-            # keeps this frame and its variables alive.
+            # Release the blocks: the traceback of an exception keeps these variables alive, and the
+            # save ends only when all blocks are released.
             kept.clear()
             block = None
 
     def _wait_until_good(self) -> None:
-        """Wait until every block is released and the save is staged. Until then the save can be
-        cancelled or prove torn.
-
-        A block is released when its part is acknowledged or has failed, so this wait ends.
-
-        Raises:
-            StillframeError: The save of the bytes failed.
-            CancelledError: See `_next_block`.
-        """
+        """Wait until every block is released and the save is staged, so that it is not torn. Raise
+        the errors of `_next_block`."""
         assert self.file is not None
         while True:
-            self._next_block(0.0)  # only for its exceptions: all blocks have been handed out
+            self._next_block(0.0)  # only for its exceptions
             sent, nbytes = self.file.progress()
             if sent >= nbytes and self.file._is_staged():
                 return
             time.sleep(_POLL_S)
 
     def _next_block(self, timeout: float) -> _core.Piece | None:
-        """Return the next block of the save, an empty one after the last, or None after `timeout`
-        seconds.
+        """Return the next block of the save: an empty block after the last one, and None after
+        `timeout` seconds.
 
         Raises:
             StillframeError: The save of the bytes failed.
@@ -186,23 +178,23 @@ class Upload:
 
 
 class _Bytes(NamedTuple):
-    """The bytes from `start` to `end` of a block (a `Piece`) or of a copy of one (`bytes`)."""
+    """The bytes from `start` to `end` of a block (a `Piece`) or of a copy (`bytes`)."""
 
     owner: _core.Piece | bytes
     start: int
     end: int
 
     def copied(self) -> _Bytes:
-        """Return the bytes as a copy, which keeps no block; self if they are a copy already."""
+        """Return a copy of the bytes, or self if they are a copy already."""
         if isinstance(self.owner, bytes):
             return self
         return _Bytes(self.owner.copy(self.start, self.end), 0, self.end - self.start)
 
 
 def _take(kept: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
-    """Yield the first `nbytes` bytes of `kept`, and remove them from `kept`.
+    """Remove the first `nbytes` bytes from `kept` and yield them.
 
-    The local variables are deleted, so that a block is released as soon as the client drops it.
+    Local variables are deleted, so that a block is released as soon as the client drops it.
     """
     while nbytes:
         owner, start, end = kept.pop(0)
@@ -241,8 +233,7 @@ class RemoteSave(ExternalSave):
         self._store = store
         self._key = key
         self._upload = Upload(store, object_key, url)
-        # None before `launch`, and if the call raises.
-        self._entry: ordered.LogEntry | None = None
+        self._entry: ordered.LogEntry | None = None  # set by `launch`
         self._launched = Event()  # the save has its entry in the log, or was given up
         self._thread: threading.Thread | None = None
 
@@ -283,8 +274,7 @@ class RemoteSave(ExternalSave):
     def start(self, file: CoreSave) -> None:
         """Start the thread that sends the bytes that `file` stages.
 
-        Call it before the launch of `file`: the capture may wait for memory that is released only
-        when bytes are sent.
+        Call it before the launch of `file`, which may wait until sent bytes are released.
 
         Raises:
             StillframeError: The interpreter is exiting.
@@ -303,7 +293,6 @@ class RemoteSave(ExternalSave):
             ) from error
 
     def launch(self) -> None:
-        """Append the save to the log, after everything that was submitted before."""
         self._entry = ordered.LogEntry(self._key)
         self._entry.submit()
         self.record_launch()
@@ -315,18 +304,18 @@ class RemoteSave(ExternalSave):
         Future.add_done_callback(file.staging_completion, self._forward_staging)
 
     def give_up(self) -> None:
-        """End the save, because its call raises. The store keeps the old object."""
+        """End the save, because its call raises."""
         self._decide_to_cancel()
         self._upload.abandon()
         self._launched.set()
         if self._thread is None or self._thread.ident is None:  # no thread will end the save
             self.undo_begin()
 
-    def _forward_staging(self, copy: Future[None]) -> None:
-        """Resolve this handle's staging future as `copy`, the staging future of `file`."""
+    def _forward_staging(self, future: Future[None]) -> None:
+        """Resolve this handle's staging future like `future`, the staging future of `file`."""
         if not self._outcome.settled:
-            # Future's own method, because `copy.exception()` would count the error as collected.
-            error = CancelledError() if copy.cancelled() else Future.exception(copy)
+            # Future's own method, because `future.exception()` would collect the error.
+            error = CancelledError() if future.cancelled() else Future.exception(future)
             self._outcome.notify_staged(error)
 
     # ---- on the thread that sends ----
@@ -337,18 +326,15 @@ class RemoteSave(ExternalSave):
         try:
             self._upload.run(self._wait_to_become_visible)
             report = self._report()
-        except BaseException as error:  # whatever it is, the save must end
+        except BaseException as error:  # the save must end in any case
             failure = self._fail(error.with_traceback(None))
         self._launched.wait()
         self.error_is_known = self._entry is None  # no entry: the call itself raised the error
         self.end(report, failure, entry=self._entry)
 
     def _wait_to_become_visible(self) -> None:
-        """Wait until the object may become visible.
-
-        Raises:
-            CancelledError: The save was cancelled, or its call raised.
-        """
+        """Wait until the object may become visible. Raise CancelledError if the save was cancelled
+        or its call raised."""
         self._launched.wait()
         if self._entry is None:
             raise CancelledError
@@ -364,14 +350,13 @@ class RemoteSave(ExternalSave):
             path=self._path,
             blocked_s=self._call.seconds,
             backpressure_s=self._waited_s + report.backpressure_s,
-            # The times of `report` count from the call of `submit`, later than the user's call.
+            # The times of `report` count from the call of `submit`.
             staged_after_s=file.entered - self._entered + report.staged_after_s,
             durable_after_s=time.perf_counter() - self._entered,
             io_mode=self._store.client,
         )
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Give up after `error`, and return the error to report."""
         failure = self._upload.fail(error)
         if self._is_cancelled():
             return CancelledError(f"the save of {self._path} was cancelled")
@@ -452,8 +437,7 @@ def start_save(
     return submit(engine, obj, path, options)
 
 
-# The objects that mark a checkpoint of several objects as complete. They are written last and
-# removed first.
+# Objects that mark a checkpoint as complete. They are written last and removed first.
 MARKERS = (file_kinds.MARKER, ".metadata")
 
 
@@ -472,8 +456,7 @@ def remove_object(url: Any, storage_options: StorageOptions) -> None:
 
 
 def will_exist(url: Any, storage_options: StorageOptions) -> bool:
-    """Return whether an object, or a checkpoint of several objects, will exist when all saves and
-    removes submitted so far have ended: see `stillframe.exists`."""
+    """Return whether an object or a checkpoint will exist: see `stillframe.exists`."""
     store, object_key = open_store(url, storage_options)
     key = urls.key(url)
     known = _core.log_exists(key)
@@ -481,8 +464,9 @@ def will_exist(url: Any, storage_options: StorageOptions) -> bool:
         return will_hold(key)
     if known >= 0:
         return bool(known)
-    # No entry of the log concerns the name, so the store decides.
-    names = [each.key.removeprefix(object_key.rstrip("/") + "/") for each in store.list(object_key)]
+    # No entry of the log concerns the name, so ask the store.
+    below = object_key.rstrip("/") + "/"
+    names = [each.key.removeprefix(below) for each in store.list(object_key)]
     if any(marker in names for marker in MARKERS):
         return True
     return store.exists(object_key)

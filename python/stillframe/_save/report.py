@@ -11,20 +11,20 @@ from stillframe._base import sizes
 
 IoMode = Literal["direct", "buffered", "obstore", "fsspec", "wrapped"]
 
-# The process's last saves, for estimates: bytes, and seconds from the call to the durable file.
+# The process's last saves, for estimates: (bytes, seconds from the call to the durable file)
 measured: deque[tuple[int, float]] = deque(maxlen=8)
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The figures of one save. Times are seconds from the call's entry, sizes are bytes. `str` and
-    `print` show the report in sentences.
+    """The figures of one save. Times are seconds from the call's entry, sizes are bytes. `str`
+    gives the report in sentences.
 
     Attributes:
         path: The path as it was given.
         nbytes: Length of the file.
         num_tensors: Distinct tensor objects in the saved tree.
-        captured_nbytes: Bytes copied during the call, the pickled structure included.
+        captured_nbytes: Bytes copied during the call, including the pickled structure.
         deferred_nbytes: Bytes copied after the call, under forward and backward.
         blocked_s: How long the call took.
         gate_wait_s: How long `optimizer.step()` waited for the copies.
@@ -33,8 +33,10 @@ class SaveReport:
         staged_after_s: When every byte was copied, and the copy found to be consistent.
         durable_after_s: When the file was durable (with `durable=False`: in place).
         peak_pool_bytes: Most pool memory the save held at one time.
-        io_mode: "direct" (O_DIRECT), "buffered", "obstore" or "fsspec" (the client that sent the
-            file to a store), or "wrapped" (another CheckpointIO wrote the file).
+        io_mode: How the file was written:
+            - "direct" (with O_DIRECT) or "buffered"
+            - "obstore" or "fsspec": by this client of a store
+            - "wrapped": by another CheckpointIO
         fallbacks: One sentence for each thing that was slower than it could be.
     """
 
@@ -67,13 +69,11 @@ class SaveReport:
 
 
 class Interval:
-    """A time during which a caller or an optimizer step waited for a save.
-
-    A waiter returns a little after the save's end, so the report may need the length before `end`
-    is called. It is then the time until now.
+    """A time during which a caller or an optimizer step waited for a save. Before `end` is called,
+    the interval lasts until now.
 
     Args:
-        begun: `time.perf_counter()` at the beginning of the interval.
+        begun: `time.perf_counter()` at the beginning.
     """
 
     def __init__(self, begun: float) -> None:
@@ -93,5 +93,5 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-# Reports are kept in pickles, so the module's name is the public one.
+# Pickles of reports have the module's public name.
 SaveReport.__module__ = "stillframe"

@@ -2,8 +2,8 @@
 
 The split is that of `huggingface_hub.split_torch_state_dict_into_shards`. Tensors in the dict's
 order fill a file up to the limit. A tensor larger than the limit has a file of its own. Tensors
-over one storage stay together, and the storage counts once and as a whole. This module writes
-nothing: only the caller can make the files visible together.
+over one storage stay together, and the storage counts once and as a whole. The caller writes the
+files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Shards:
 
     Attributes:
         files: The tensors of each file, by its name.
-        index_name: The name of the index; "" if there is only one file, which needs no index.
-        index: The contents of the index, which is JSON.
+        index_name: The name of the index; "" if there is only one file.
+        index: The contents of the index, JSON.
     """
 
     files: dict[str, dict[str, Tensor]]
@@ -65,11 +65,10 @@ def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shard
 
 
 def _pack(tensors: dict[str, Tensor], most: int) -> tuple[list[dict[str, Tensor]], int]:
-    """Return the tensors of each file, and the bytes of all storages. `most` is the limit of a
-    file in bytes."""
+    """Return the tensors of each file of at most `most` bytes, and the bytes of all storages."""
     shards: list[dict[str, Tensor]] = []
-    open_shard: dict[str, Tensor] = {}  # the file that is being filled, which has `filled` bytes
-    filled = total = 0
+    open_shard: dict[str, Tensor] = {}  # the file that is being filled
+    filled = total = 0  # bytes in `open_shard`, and in all files
     shard_of: dict[tuple[torch.device, int, int], dict[str, Tensor]] = {}  # by storage
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
@@ -91,4 +90,6 @@ def _pack(tensors: dict[str, Tensor], most: int) -> tuple[list[dict[str, Tensor]
             filled += nbytes
             shard = open_shard
         shard_of[key] = shard
-    return [*shards, *([open_shard] if open_shard else [])], total
+    if open_shard:
+        shards.append(open_shard)
+    return shards, total

@@ -1,7 +1,7 @@
-"""Uploads to a mirror (`_remote/mirror.py`): what saves, removes, waits and the exit need of them.
+"""Uploads to a mirror (`_remote/mirror.py`), as saves, removes, waits and the exit see them.
 
-A remove of a file that is still to be uploaded is *postponed*: it is kept here and not in the log,
-because later saves would have to wait for it there.
+A remove of a file that is still to be uploaded is *postponed*. It is kept here and not in the log,
+where later saves would wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("stillframe")
 
 _URL = "'s3://bucket/run/'"  # an example for messages
 
-# The postponed removes: for each name in the log, a function that submits the remove.
+# Functions that submit postponed removes, by the name in the log.
 _postponed: dict[bytes, Callable[[], object]] = {}
 
 
@@ -37,8 +37,7 @@ def upload_of(
     """Return the upload that is to follow a save; None if `mirror` is None.
 
     Args:
-        durable, create_parents: As for the save.
-        follow_link: The save replaces the file that a link at the path names, not the link.
+        durable, follow_link, create_parents: As for the save, see `SaveOptions`.
 
     Raises:
         TypeError, ValueError: An argument makes no sense.
@@ -61,7 +60,7 @@ def upload_of(
 
 
 def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: object) -> None:
-    """Upload what earlier processes have left in the directories of these checkpoints.
+    """Upload the files that earlier processes have left in the directories of these checkpoints.
 
     Args:
         mirror: See `upload_of`; None does nothing.
@@ -80,7 +79,7 @@ def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: ob
 def postpone(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool:
     """Have `submit()` called when nothing of this name is left to be uploaded.
 
-    Return False if the caller should submit now: nothing is left, or `wait` is False.
+    Return False if nothing is left now or `wait` is False: the caller submits the remove.
 
     Args:
         key: The path's name in the log.
@@ -111,13 +110,13 @@ def is_postponed(key: bytes) -> bool:
 
 
 def drop_postponed(path: str) -> None:
-    """Drop the postponed removes of a path that is saved now, and of the directories above it,
-    because they would remove the new file."""
+    """Drop postponed removes of a path that is saved now, and of the directories above it."""
     if not _postponed:
         return
     parent, name = os.path.split(path)
-    # A link at the path has two names: its target's and its own.
-    for text in (os.path.realpath(path), os.path.join(os.path.realpath(parent or "."), name)):
+    target = os.path.realpath(path)
+    link = os.path.join(os.path.realpath(parent or "."), name)  # the same path if it is no link
+    for text in (target, link):
         while len(text) > 1:
             _postponed.pop(os.fsencode(text), None)
             text = os.path.dirname(text)
@@ -132,7 +131,7 @@ def wait(timeout: float | None) -> Backlog | None:
 
 
 def left() -> Backlog | None:
-    """Return what is left to be uploaded; None for nothing."""
+    """Return what is left to be uploaded, or None."""
     return mirrors.uploader.left()
 
 
@@ -160,7 +159,6 @@ def give_up() -> None:
 
 
 def _forked() -> None:
-    """Forget the parent's removes in a forked child."""
     _postponed.clear()
 
 

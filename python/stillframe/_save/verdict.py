@@ -3,10 +3,9 @@
     made ──make_steps_wait──▶ steps wait for the copy ──let_steps_go──▶ no step waits ──▶ ended
                                  │ judge: compares versions, once
 
-The core compares samples of the copied bytes; this module compares torch's version counters. It
-does so once, when the first caller needs the verdict: an optimizer's step, a waiting caller, the
-completion thread, or a fork. Later callers get the same answer, because a step may have written to
-the tensors since.
+The core compares samples of the copied bytes. This module compares torch's version counters, once,
+when the first caller needs the verdict. Later callers get the same answer, because an optimizer's
+step may have written to the tensors since.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from collections.abc import Sequence
 
 from stillframe._watch import gate
 
-_NOTHING = gate.Deferral()  # takes the place of the deferral when a save has ended
+_NOTHING = gate.Deferral()  # replaces the deferral of a save that has ended
 
 
 class Verdict:
     """The comparison of version counters for one save or snapshot.
 
-    Any thread may use a verdict, even a signal handler that interrupts another use. A verdict does
-    not keep the save or snapshot alive.
+    Any thread and any signal handler may use a verdict at any time. A verdict does not keep the
+    save or snapshot alive.
 
     Args:
         deferral: The storages that are copied after the call.
@@ -35,7 +34,6 @@ class Verdict:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether anything is copied after the call."""
         return bool(self._deferral.indices)
 
     def make_steps_wait(self, pending: gate.Pending) -> None:
@@ -50,8 +48,8 @@ class Verdict:
     def judge(self) -> int:
         """Return the number of a storage that was written to since the call; -1 if none was."""
         if not self._answers:
-            self._answers.append(self._deferral.torn())  # two threads may judge; the first counts
-        return self._answers[0]
+            self._answers.append(self._deferral.torn())
+        return self._answers[0]  # several threads may have judged
 
     def let_steps_go(self, pending: gate.Pending) -> None:
         """Let steps go on without a wait. May be called again."""
@@ -59,24 +57,22 @@ class Verdict:
         gate.untrack(pending)
 
     def end(self, pending: gate.Pending) -> None:
-        """Drop everything, because the save has ended or was not made. May be called again."""
+        """Drop everything at the end of the save. May be called again."""
         self.let_steps_go(pending)
         self._deferral.close()
         self._deferral = _NOTHING
 
     def release(self) -> None:
-        """Drop the tensors, which `judge` no longer needs. `blame` may still be called."""
+        """Drop the tensors. `blame` may still be called."""
         self._deferral.release()
 
     def blame(self, index: int, names: Sequence[str]) -> str:
         """Have later saves capture everything that belongs to the storage's owner (an optimizer).
+        Return words for the storage, for an error message.
 
         Args:
             index: The number of a torn storage.
             names: The key paths of its tensors; may be empty.
-
-        Returns:
-            The words for the storage in an error: the names of its tensors, or else its number.
         """
         self._deferral.distrust(index)
         return ", ".join(names) if names else f"storage {index}"

@@ -3,10 +3,9 @@
     made -> copying -> ended -> settled
 
 The copy is settled when the verdict is known. The verdict is given once, from the core's samples
-and torch's version counters (`_save/verdict.py`). The first caller that needs it asks for it: an
-optimizer's step, `Snapshot.wait()`, the completion thread, a fork, or the end of the process.
+and torch's version counters (`_save/verdict.py`).
 
-`ordinary_copy` makes a copy like `snapshot`'s in ordinary memory, for a full pool.
+`ordinary_copy` makes such a copy in ordinary memory, for a full pool.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class SnapshotLike(Protocol):
 
 
 class Copy:
-    """The copy of one snapshot. It lives until the copy has ended, even if the Snapshot dies first.
+    """The copy of one snapshot. It lives until the copy has ended, even if the Snapshot is freed.
 
     Args:
         core: The core's snapshot, with leased memory.
@@ -57,7 +56,7 @@ class Copy:
     Attributes:
         devices: The numbers of the CUDA devices that have storages of the tree.
         shared: Forked children may read the memory.
-        seen: A caller has got the error, so it is not logged when the Snapshot dies.
+        seen: A caller has got the error, so it is not logged when the Snapshot is freed.
         gate_wait_s: How long optimizer steps have waited for the copy.
         snapshot: A weak reference to the Snapshot; None before there is one.
     """
@@ -73,13 +72,12 @@ class Copy:
         self.seen = False
         self.gate_wait_s = 0.0
         self.snapshot: Callable[[], SnapshotLike | None] | None = None
-        self._when_settled: list[Callable[[], object]] = []  # functions to call once it is settled
-        # Empty until the copy is settled; then the first element is its error, or None.
+        self._when_settled: list[Callable[[], object]] = []  # functions to call then
+        # Empty until the copy is settled. Then the first element is the error, or None.
         self._ends: list[StillframeError | None] = []
 
     def start(self) -> None:
-        """Copy the captured storages of host memory, and hand the other storages to the lanes,
-        which copy them later."""
+        """Copy the captured storages of host memory. The lanes copy the other storages later."""
         outlasts_call = bool(self.verdict.is_needed or self.devices)
         if outlasts_call:
             completion.completion.start()
@@ -87,18 +85,18 @@ class Copy:
         try:
             self.core.start(_device.streams(self.devices))
         finally:
-            # The entry in `copying` keeps the sources alive until the core's notice of the end,
-            # even if Ctrl-C ends this call. There is no notice if the copy has ended already.
+            # `copying` keeps the sources alive until the core's notice of the end, even if Ctrl-C
+            # ends this call. There is no notice if the copy has ended already.
             if outlasts_call and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.verdict.make_steps_wait(self)
         self.settle()
 
     def gate(self) -> bool:
-        """Make an optimizer's step wait for the copy. Return when no host memory of the tree is
-        read any more. Have the calling thread's current streams wait for the copies from devices.
+        """Wait until no host memory of the tree is read any more. Have the calling thread's current
+        streams wait for the copies from devices.
 
-        Return False if copies from devices still run, so that a later step has to ask again.
+        Return False if copies from devices still run. The next step then calls this again.
         """
         entered = time.perf_counter()
         with inside():
@@ -111,27 +109,19 @@ class Copy:
             if copied:
                 self.settle()
             else:
-                # The step is about to change the version counters, before the copy has ended. So
-                # they are compared now.
-                self.verdict.judge()
+                self.verdict.judge()  # now, because the step changes the version counters
         return copied
 
     def finish(self) -> None:
-        """Wait until the copy has ended, and settle it on this thread."""
         with inside():
             self.core.wait(None)
             self.settle()
 
     def after_copy(self) -> None:
-        """Handle the end of the copy; called on the completion thread."""
         self.settle()
 
     def settle(self) -> None:
-        """Settle the copy if it has ended and is not settled yet.
-
-        This takes no lock, because a signal handler may interrupt it and wait for another thread
-        that is in this method too.
-        """
+        """Settle the copy if it has ended. No lock: a signal handler may interrupt this."""
         if self.is_settled():
             return
         ended, torn = self.core.wait(0)  # `torn` is the number of a changed storage, or -1
@@ -168,7 +158,7 @@ class Copy:
 
     @property
     def error(self) -> StillframeError | None:
-        """The error that makes the copy unusable; None if none is known."""
+        """The error of the copy; None if there is none, or it is not known yet."""
         return self._ends[0] if self._ends else None
 
     def _torn_error(self, index: int) -> TornSnapshotError:
@@ -183,7 +173,7 @@ class Copy:
             names,
         )
         if snapshot is None and self.snapshot is not None:
-            # Nobody can call wait() any more, but tensors of the tree may be in use.
+            # The Snapshot was freed, but tensors of the tree may be in use.
             log.error("stillframe: a snapshot that is in use is damaged: %s", error)
         return error
 
@@ -196,14 +186,14 @@ def _copies() -> list[Copy]:
 
 
 def _before_fork() -> None:
-    """Wait for shared copies, because a child gets their memory as it is at the fork."""
+    """Wait for shared copies: a child gets their memory as it is at the fork."""
     for copy in _copies():
         if copy.shared:
             copy.core.wait(None)
 
 
 def _finish_at_exit() -> None:
-    """Wait for running copies, because the interpreter is about to free their sources."""
+    """Wait for running copies before the interpreter frees their sources."""
     for copy in _copies():
         copy.finish()
 
@@ -213,22 +203,19 @@ os.register_at_fork(before=_before_fork)
 
 
 def ordinary_copy(tree: T) -> tuple[T, int, int]:
-    """Copy a tree as `snapshot` does, into ordinary memory.
-
-    Returns:
-        The tree, the number of its tensors, and the bytes of its storages.
-    """
-    source = Tree(tree, lanes=False)  # torch copies storages on devices, in `rebuild`
+    """Copy a tree as `snapshot` does, into ordinary memory. Return the new tree, the number of its
+    tensors, and the bytes of its storages."""
+    source = Tree(tree, lanes=False)  # `rebuild` copies storages on devices
     offsets: list[int] = []
     end = 0
     for _, nbytes in source.sources():
         offsets.append(end)
-        end += -(-nbytes // _ALIGN) * _ALIGN  # rounded up to a multiple
+        end += (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN  # rounded up to a multiple
     # The tensors over the memory keep it alive.
     memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
-        if address:  # 0 for storages on devices
+        if address:  # it is 0 for storages on devices
             ctypes.memmove(base + offset, address, nbytes)
     built, _ = source.rebuild(memory, offsets)
     return built, source.num_tensors(), source.nbytes()

@@ -40,8 +40,8 @@ def call_at_end(process_or_future: Any, function: Callable[[], object]) -> None:
             function()
             return
         try:
-            # `sentinel` becomes readable when the process ends. It is duplicated, because `close()`
-            # of the process object closes it.
+            # `sentinel` becomes readable when the process ends. `close()` of the process object
+            # closes it, so wait for a duplicate.
             end = os.dup(process_or_future.sentinel)
         except ValueError as error:
             raise ValueError(
@@ -54,11 +54,10 @@ def call_at_end(process_or_future: Any, function: Callable[[], object]) -> None:
             raise
         return
     if isinstance(process_or_future, subprocess.Popen):
-        process = process_or_future
-        if process.poll() is not None:
+        if process_or_future.poll() is not None:
             function()
             return
-        call_after(lambda: _wait_child(process), function)
+        call_after(process_or_future.wait, function)
         return
     raise TypeError(
         "expected a multiprocessing.Process, a subprocess.Popen or a future (with"
@@ -67,8 +66,7 @@ def call_at_end(process_or_future: Any, function: Callable[[], object]) -> None:
 
 
 def has_memory_of_its_own(process: Any) -> bool:
-    """Return whether an object is a process that was not forked, and so got copies of its arguments
-    at its start."""
+    """Return whether `process` is a process that was not forked."""
     if not isinstance(process, BaseProcess):
         return False
     method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
@@ -86,16 +84,9 @@ def _wait_readable(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _wait_child(process: subprocess.Popen[Any]) -> None:
-    process.wait()
-
-
-def call_after(wait: Callable[[], None], function: Callable[[], object]) -> None:
-    """Start a thread that calls `wait()` and then `function()`, even if `wait()` raises.
-
-    Raises:
-        OSError: The system refuses the thread.
-    """
+def call_after(wait: Callable[[], object], function: Callable[[], object]) -> None:
+    """Start a thread that calls `wait()` and then `function()`, even if `wait()` raises. Raise
+    OSError if the system refuses the thread."""
 
     def run() -> None:
         try:

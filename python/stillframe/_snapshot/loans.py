@@ -10,20 +10,16 @@
     offered ──asked for──▶ lent ──the channel ends──▶ over
        └──────────withdrawn, recalled──────────────────▲
 
-The descriptor is sent only when the borrower asks for it. So one thread of the lending process
-decides whether a borrower still gets the memory. A borrower that comes too late gets an error, and
-maps nothing. One offer, and so one descriptor, serves all storages of a pickle.
+The lending process sends the descriptor only when the borrower asks for it. A borrower that asks
+too late gets an error. One offer serves all storages of a pickle. A borrower maps the memory
+privately, so nobody else sees its writes.
 
-A borrower maps the memory privately: as in a forked child, its writes are seen neither by the
-snapshot nor by another process.
-
-Callers that need memory of the pool wait up to two minutes for memory on loan. They do not wait
-forever, because a loop in the borrower keeps the tensors of its last item while it waits for the
-next item. After two minutes memory on loan counts as held by its user.
+Callers that need memory of the pool wait up to two minutes for memory on loan. After that, the
+memory counts as held by its user: a loop in the borrower may keep the tensors of its last item
+while it waits for the next one.
 
 A *reducer* tells multiprocessing how to pickle the objects of a class. The reducers here handle
-storages on loan, which torch's reducers would move to shared memory of their own. They leave all
-other storages to torch's reducers.
+storages on loan and leave all others to torch's reducers, which move storages to shared memory.
 """
 
 from __future__ import annotations
@@ -49,10 +45,10 @@ from stillframe.errors import StillframeError
 PATIENCE_S = 120.0  # how long callers that need memory on loan wait for it
 
 _loans: list[Loan] = []  # offered or lent; any thread changes the list, by atomic operations
-# Held while a channel is made, and by `os.fork`: a child closes the channels in `_loans`, and must
-# get no other channel.
+# Held while a channel is made, and by `os.fork`. A forked child closes the channels in `_loans`, so
+# every channel that exists at a fork must be there.
 _offering = threading.RLock()
-# The lender of each memory that has tensors in this process.
+# The lenders, by the memory that they lend.
 _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.WeakKeyDictionary()
 
 
@@ -68,10 +64,10 @@ class Lender:
 
     Args:
         core: The core's snapshot.
-        location: The memory as `_core.Snapshot.file` returns it: file descriptor, offset in the
-            file, address, and bytes.
-        patience_s: How long callers that need the memory wait for it while it is on loan, in
-            seconds. None waits without a limit, for memory that is sure to come back.
+        location: The result of `core.file()`: file descriptor, offset in the file, address, and
+            bytes.
+        patience_s: How many seconds other callers wait for the memory while it is on loan. None
+            waits without a limit, for memory that is sure to come back.
     """
 
     def __init__(
@@ -82,7 +78,7 @@ class Lender:
         self.patience_s = patience_s
         # The offsets of this snapshot's storages. Other snapshots may be in the memory too.
         self._offsets = set(core.offsets())
-        self._readers: list[object] = []  # one object for each process of `register_reader`
+        self._readers: list[object] = []  # one for each process of `register_reader`
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -91,11 +87,10 @@ class Lender:
         )
 
     def has(self, address: int) -> bool:
-        """Return whether a storage of the snapshot begins at this address."""
         return address - self.begin in self._offsets
 
     def offer(self) -> resource_sharer.DupFd:
-        """Make a channel through which one process can ask for the memory. Serve our end of it on a
+        """Make a channel through which one process can ask for the memory. Serve our end on a
         thread, and return the other end."""
         with _offering:
             ours, theirs = socket.socketpair()
@@ -107,11 +102,8 @@ class Lender:
         return channel
 
     def register_reader(self) -> Callable[[], None]:
-        """Register a process that will read memory on loan. Return the function that the caller has
-        to call when the process has ended.
-
-        When the last registered process has ended, offers that no process has taken are withdrawn.
-        """
+        """Register a process that will read memory on loan. Return a function to call when the
+        process has ended. The last such call withdraws the offers that no process has taken."""
         mark = object()
         self._readers.append(mark)
 
@@ -133,16 +125,12 @@ class Lender:
 
 
 class Loan:
-    """The loan to one process, and our end of the channel to it. It holds the memory until `end`.
-
-    Raises:
-        StillframeError: The memory has gone back to the pool already.
-    """
+    """The loan to one process, and our end of its channel. It holds the memory until `end`."""
 
     def __init__(self, lender: Lender, channel: socket.socket) -> None:
         self.lender = lender
         self._channel = channel
-        self._lock = threading.RLock()  # protects the next two flags
+        self._lock = threading.RLock()  # protects `_asked` and `_over`
         self._asked = False  # the borrower has asked in time, and gets the memory
         self._over = False  # the loan was withdrawn or recalled
         channel.settimeout(lender.patience_s)
@@ -152,16 +140,15 @@ class Loan:
         self._give_back = lender.core.unhold  # what `end` calls
 
     def serve(self) -> None:
-        """Answer the borrower until the channel ends; called on a thread of its own. The borrower
-        sends one byte to ask for the memory."""
+        """Answer the borrower until the channel ends; it sends one byte to ask for the memory."""
         while True:
             try:
                 message = self._channel.recv(1)
                 if not message or not self._lend():
                     return
-            except TimeoutError:  # the lender's patience is over
+            except TimeoutError:  # after `patience_s` seconds
                 self._count_as_used()
-            except OSError:  # the borrower was killed meanwhile
+            except OSError:  # the borrower was killed
                 return
 
     def _lend(self) -> bool:
@@ -173,49 +160,46 @@ class Loan:
         return self._asked
 
     def _count_as_used(self) -> None:
-        """Turn the hold into a view, so that the memory counts as held by its user. From then on,
-        callers that need this memory raise PoolExhaustedError instead of waiting for it."""
+        """Turn the hold into a view, so that the memory counts as held by its user. Callers that
+        need this memory then raise PoolExhaustedError instead of waiting."""
         core = self.lender.core
         core.view()
-        core.will_return(False)  # callers do not wait for the view to end
+        core.will_return(False)
         core.unhold()
         self._give_back = core.unview
         self._channel.settimeout(None)
 
     def end(self) -> None:
-        """Give the memory back, because the channel has ended."""
+        """Give the memory back when the channel has ended."""
         self._channel.close()
         _loans.remove(self)
         self._give_back()
 
     def withdraw(self) -> None:
-        """End the loan unless the memory was asked for."""
+        """End the loan, unless the borrower has asked for the memory."""
         with self._lock:
             if self._asked:
                 return
             self.recall()
 
     def forget(self) -> None:
-        """Close the copy of our end that a forked child has. As long as the copy is open, the
-        borrower does not see that the parent has closed its end."""
+        """Close a forked child's copy of our end. While it is open, the borrower does not see that
+        the parent has closed its end."""
         self._channel.close()
 
     def recall(self) -> None:
         """End the loan, even if the borrower still has tensors."""
         with self._lock:
             self._over = True
-        with contextlib.suppress(OSError):  # the channel has ended
+        with contextlib.suppress(OSError):  # the channel has ended already
             self._channel.shutdown(socket.SHUT_RDWR)
 
 
 def lend(
     core: _core.Snapshot, memory: _core.SnapshotMemory, patience_s: float | None
 ) -> Lender | None:
-    """Have multiprocessing pickle the tensors over `memory` by their offsets in it.
-
-    Return their lender, or None if the memory cannot be lent, because it is private or empty. For
-    `patience_s` see `Lender`.
-    """
+    """Have multiprocessing pickle the tensors over `memory` by their offsets in the memory. Return
+    the lender, or None if the memory is private or empty. For `patience_s` see `Lender`."""
     location = core.file()
     if location is None:
         return None
@@ -227,8 +211,8 @@ def lend(
 
 
 def keep_bits() -> None:
-    """Have every tensor that multiprocessing pickles on this thread from now on keep its conjugate
-    and negative bits. Otherwise only tensors in memory on loan keep them."""
+    """Keep the conjugate and negative bits of all tensors that multiprocessing pickles on this
+    thread from now on. Without this call, only tensors in memory on loan keep them."""
     _register_tensors()
     _thread.keeps_bits = True
 
@@ -239,8 +223,7 @@ def _register_tensors() -> None:
 
 
 def explanation() -> str:
-    """Return a sentence about memory on loan, for the message about a full pool; "" if there is
-    none."""
+    """Return a sentence about loans for the message about a full pool, or ""."""
     if not _loans:
         return ""
     return (
@@ -251,11 +234,10 @@ def explanation() -> str:
 
 
 def _forked() -> None:
-    """Close the parent's channels in a forked child: our ends, and the borrowers' ends, of which
-    multiprocessing keeps copies. In its own children it closes these copies, but not after
-    `os.fork`."""
+    """Close the parent's channels in a forked child."""
     _offering.release()
     if _loans:
+        # Close the borrowers' ends, of which multiprocessing keeps copies.
         resource_sharer._resource_sharer._afterfork()  # type: ignore[attr-defined]
     for loan in _loans:
         loan.forget()
@@ -271,7 +253,7 @@ os.register_at_fork(
 
 
 def _lender_of(storage: torch.UntypedStorage) -> Lender | None:
-    """Return the lender of a storage's memory, or None if it is not a snapshot's."""
+    """Return the lender of a storage's memory, or None if the memory has no lender."""
     if storage.device.type != "cpu" or storage.nbytes() == 0:
         return None
     address = storage.data_ptr()
@@ -279,7 +261,7 @@ def _lender_of(storage: torch.UntypedStorage) -> Lender | None:
 
 
 def _reduce_lender(lender: Lender) -> Any:
-    """Pickle a lender as an offer: the borrower unpickles the mapped memory (`_borrow`)."""
+    """Pickle a lender as an offer, which the borrower unpickles with `_borrow`."""
     return _borrow, (lender.offer(), lender.offset, lender.nbytes)
 
 
@@ -292,20 +274,20 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Reduce a tensor with its conjugate and negative bits, which torch's reducer loses."""
+    """Pickle a tensor with its conjugate and negative bits, which torch's reducer loses."""
     if (
         tensor.layout is not torch.strided
         or not (tensor.is_conj() or tensor.is_neg())
         or not (_thread.keeps_bits or _lender_of(tensor.untyped_storage()) is not None)
     ):
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    bits = tensor.is_conj(), tensor.is_neg()
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+    without_bits = _toggled(tensor.detach(), conj, neg)
     parameter = isinstance(tensor, torch.nn.Parameter)
-    return _with_bits, (_toggled(tensor.detach(), *bits), *bits, parameter, tensor.requires_grad)
+    return _with_bits, (without_bits, conj, neg, parameter, tensor.requires_grad)
 
 
 def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
-    """Return a view of a tensor with these bits inverted."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor
 
@@ -314,11 +296,8 @@ def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
 
 
 class MemoryOnLoan(mmap.mmap):
-    """The borrower's mapping of memory on loan, kept alive by the tensors over it.
-
-    When the mapping is freed, it closes the channel. This tells the lending process that the loan
-    has ended.
-    """
+    """The borrower's mapping of memory on loan, kept alive by the tensors over it. When the mapping
+    is freed, it closes the channel, which ends the loan."""
 
     channel: socket.socket
 
@@ -327,7 +306,7 @@ class MemoryOnLoan(mmap.mmap):
 
 
 def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryOnLoan:
-    """Ask the lending process for the memory and map it: `nbytes` at `offset` of the file.
+    """Ask the lending process for the memory, and map `nbytes` of the file at `offset`.
 
     Raises:
         StillframeError: The memory is not lent any more.
@@ -359,7 +338,6 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryO
 
 
 def _storage(memory: MemoryOnLoan, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """Return a storage over `nbytes` of the memory at `offset`."""
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
     return tensor.untyped_storage()
 
@@ -367,7 +345,6 @@ def _storage(memory: MemoryOnLoan, offset: int, nbytes: int) -> torch.UntypedSto
 def _with_bits(
     tensor: torch.Tensor, conj: bool, neg: bool, parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
-    """Return the tensor with these conjugate and negative bits, as a Parameter if `parameter`."""
     tensor = _toggled(tensor, conj, neg)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)

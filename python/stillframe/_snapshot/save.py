@@ -1,8 +1,7 @@
 """Implements `SnapshotSave`: a save that Python code writes, from a snapshot or the state itself.
 
-Either another CheckpointIO writes it as external work of the log (`_lightning/wrapped.py`), or all
-ranks together write it through torch.distributed.checkpoint (`_dcp/rounds.py`). Users get the same
-kind of handle for both.
+Another CheckpointIO writes it as external work of the log (`_lightning/wrapped.py`), or all ranks
+together write it through torch.distributed.checkpoint (`_dcp/rounds.py`).
 
     made ──begin──▶ under way ──record_copied──▶ staged ──end──▶ durable or failed
 """
@@ -49,8 +48,7 @@ class SnapshotSave(ExternalSave):
     # ---- for users ----
 
     def progress(self) -> tuple[int, int]:
-        """Return (bytes written, bytes to write). Bytes that other code writes cannot be counted,
-        so the first number is 0 until the save has ended."""
+        """Return (bytes written, bytes to write). The first is 0 until the save has ended."""
         return (self._nbytes if self._outcome.settled else 0), self._nbytes
 
     def _is_staged(self) -> bool:
@@ -77,12 +75,12 @@ class SnapshotSave(ExternalSave):
         self._deferred_nbytes = taken.deferred_nbytes
 
     def snapshot(self) -> Snapshot[Any] | None:
-        """Return the snapshot that is written; None if there is none, and after the end."""
+        """Return the snapshot that is written, or None. Return None after the save's end too."""
         return self._taken
 
     def record_launch(self) -> None:
-        """Record that the save now ends by itself, so that the snapshot's memory is sure to come
-        back."""
+        """Record that the save goes on even if the call raises. Callers then wait for the memory of
+        its snapshot."""
         taken = self._taken
         super().record_launch()
         if taken is not None:

@@ -3,16 +3,14 @@
     snapshot(tree)
       Tree            finds the storages under the tree
       gate.defer      decides which of them may be copied later (with overlap=True)
-      _core.Snapshot  leases memory of the pool and copies; storages on CUDA devices are copied on
-                      streams of their lanes, and only `wait()` and `tree` wait for that
+      _core.Snapshot  leases memory of the pool and copies
       Tree            builds the same tree over the copies
 
-Each tensor of the new tree refers to an object of the core that gives the memory back when the last
-of these tensors is gone. So the tree may be passed on and its `Snapshot` dropped: no memory is used
-again while a tensor can still read it.
+Lanes copy deferred storages and storages on CUDA devices after the call. `Snapshot.tree` and
+`Snapshot.wait` wait for these copies. The call waits too if the tree has sparse tensors, which
+check their contents when they are made.
 
-`tree` waits for the copy, because the bytes of its tensors are undefined before. For trees with
-tensors that check their contents when they are made (sparse ones), the call waits.
+The tensors of the new tree keep the memory of the pool, even if the `Snapshot` is dropped.
 """
 
 from __future__ import annotations
@@ -46,16 +44,16 @@ log = logging.getLogger("stillframe")
 T = TypeVar("T")
 Shared = Literal[False, True, "spawn"]
 
-# The longest wait for memory, in seconds, inside external work of the log. The wait has to end,
-# because saves that hold the memory may themselves wait for that work.
+# The longest wait for memory, in seconds, inside external work of the log. Saves that hold the
+# memory may wait for that work, so the wait must end.
 _INSIDE_S = 10.0
 
 
 class Snapshot(Generic[T]):
     """A tree of CPU tensors over memory of the pool, made by `snapshot`.
 
-    As a context manager it calls `release()` on exit. It belongs to the process that made it: in a
-    child of fork every use raises `ForkError`, except for `tree` with `shared=True`.
+    As a context manager it calls `release()` on exit. In a child of fork every use raises
+    `ForkError`, except for `tree` with `shared=True`.
     """
 
     def __init__(
@@ -101,10 +99,9 @@ class Snapshot(Generic[T]):
 
     @property
     def tree(self) -> T:
-        """The same tree over CPU tensors, with the values that it had at the call.
+        """The same tree over CPU tensors, with the values at the call.
 
-        With `overlap=True`, and if tensors are on a CUDA device, this waits for the copy, as
-        `wait()` does.
+        With `overlap=True`, and if tensors are on a CUDA device, this waits as `wait()` does.
 
         Raises:
             TornSnapshotError, StillframeError: As `wait`.
@@ -125,7 +122,7 @@ class Snapshot(Generic[T]):
         return self._tree  # type: ignore[return-value]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every byte is copied; the sources may change in any way from then on.
+        """Wait until every byte is copied, so that the sources may change in any way.
 
         Raises:
             TornSnapshotError: Something other than an optimizer's step changed a source before it
@@ -141,7 +138,7 @@ class Snapshot(Generic[T]):
             self._copy.settle()
         if self._copy.error is not None:
             self._copy.seen = True
-            self._tree = None  # otherwise the error's traceback would keep its memory
+            self._tree = None  # the error's traceback would keep the memory
             raise self._copy.error
 
     def release(self) -> None:
@@ -164,7 +161,7 @@ class Snapshot(Generic[T]):
             process_or_future: A started `multiprocessing.Process`, a `subprocess.Popen`, or a
                 future (anything with `add_done_callback`). A spawned process has copies of its own
                 and needs no memory of the pool. With `shared="spawn"`, memory that was offered to
-                the process is taken back at its end, if it has not mapped the memory.
+                the process and not mapped is taken back when the process ends.
 
         Raises:
             TypeError, ValueError: The argument is none of these, or has not been started.
@@ -174,7 +171,7 @@ class Snapshot(Generic[T]):
         self._birth.refuse_child()
         core = self._copy.core
         if not core.hold():
-            # When torch pickled the tensors for a spawned process, it moved them out of the pool.
+            # For a spawned process, torch's pickling moved the tensors out of the pool.
             if has_memory_of_its_own(process_or_future):
                 return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
@@ -188,7 +185,6 @@ class Snapshot(Generic[T]):
             raise
 
     def _names(self, index: int) -> list[str]:
-        """Return the key paths of the tensors over the storage with this number."""
         begin = self._addresses[index]
 
         def begins_there(node: Any) -> bool:
@@ -203,7 +199,7 @@ class Snapshot(Generic[T]):
 
 
 def is_copied(taken: Snapshot[Any]) -> bool:
-    """Return whether `wait` would return at once, without an error."""
+    """Return whether the snapshot is copied, and no error is known."""
     copied, _ = taken._copy.core.wait(0)
     return copied and taken._copy.error is None
 
@@ -226,34 +222,33 @@ def snapshot(
     Dicts, lists, tuples (their subclasses too), deques and sets are made again. Tensors of any
     device, layout, dtype and class become CPU tensors, and parameters stay parameters. Views and
     ties of one storage become views and ties of its copy. NumPy arrays are copied. Every other
-    object stays the same object, with the tensors that it has: give a module's `state_dict()`, not
-    the module.
+    object stays the same object, with its tensors. So give a module's `state_dict()`, not the
+    module.
 
     Args:
         tree: Containers with tensors, such as a checkpoint.
-        overlap: Copy some storages after the call, under the next forward and backward: those that
-            only an optimizer's step changes, as in `async_save`. The next step, `.wait()` and
-            `.tree` wait for these copies.
-        shared: True lets processes that are forked from now on read the memory. Without it,
-            reading a tensor of the tree in a forked child crashes the child. "spawn" lets
-            processes that are not forked map the memory: multiprocessing then pickles tensors of
-            the tree (as arguments of a Process, through a Queue or a Pipe) without a copy. The
-            memory is kept until the tensors in the other process are gone, or the process has
-            ended. With True and with "spawn", only the process that writes into a tensor sees the
-            change. "spawn" needs an `Engine(shared_memory=True)`, and True needs an engine made
-            without it.
+        overlap: Copy some storages after the call, as `async_save` does: those that only an
+            optimizer's step changes. The next step, `.wait()` and `.tree` wait for these copies.
+        shared: Which other processes may read the tensors of the tree:
+            - False: none. Reading a tensor in a forked child crashes the child.
+            - True: processes that are forked from now on. The engine must be made without
+              `shared_memory`.
+            - "spawn": all processes. multiprocessing then pickles the tensors (as arguments of a
+              Process, through a Queue or a Pipe) without a copy. The memory is kept until the
+              tensors in the other process are gone, or the process has ended. The engine must be
+              made with `shared_memory=True`.
+            Writes to a tensor are only seen by the process that writes.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
         The snapshot. Shapes, strides, dtypes and storage offsets in its `.tree` are those of
         `tree`. It takes as many bytes of the pool as the storages under `tree` have, in whole
-        blocks, and keeps them until its tensors are gone and every process or future given to
+        blocks. It keeps them until its tensors are gone and every process or future given to
         `.hold_until` has ended.
 
     Raises:
         PoolExhaustedError: The tree does not fit into the pool besides the memory that other
-            snapshots hold. The call waits for memory of saves, but not of snapshots: only the
-            caller can release those.
+            snapshots hold. The call waits for memory of saves, but not of snapshots.
         MemoryError: The system has no memory for the pool.
         ForkError: See `Engine`.
         ValueError: `shared` is not False, True or "spawn", or does not fit the engine's memory.
@@ -264,9 +259,8 @@ def snapshot(
 
     Tensors on a CUDA device are copied on a separate stream directly into pinned memory of the
     pool. The copies take no memory of the device, and all of them are queued in the call. The
-    caller's current stream waits for them, but the host does not (`.wait()` and `.tree` do). The
-    tensors' storages are kept until then. Tensors on other devices are copied by torch during the
-    call.
+    caller's current stream waits for them, and so do `.wait()` and `.tree`, but not the call. The
+    storages are kept until then. Tensors on other devices are copied by torch during the call.
     """
     refuse_unclear(overlap=overlap)
     with inside():
@@ -290,11 +284,8 @@ def snapshot_to_write(
     engine: Engine | None,
     wait_for_room: Callable[[], bool] = lambda: False,
 ) -> Snapshot[T]:
-    """Take a snapshot for code that pickles the tree later. Objects that are not containers or
-    tensors are therefore copied too.
-
-    The core waits for memory of saves, and of snapshots that give their memory back by themselves.
-    If the tree still does not fit, this calls `wait_for_room` and tries again.
+    """Take a snapshot for code that pickles the tree later. Copy objects that are neither
+    containers nor tensors too. If the tree does not fit, call `wait_for_room` and try again.
 
     Args:
         wait_for_room: Waits for something that may give memory back, and returns True. Returns
@@ -308,7 +299,7 @@ def snapshot_to_write(
             with inside():
                 used = engine_or_default(engine)
                 shared: Shared = "spawn" if limits_of(used).shared_memory else False
-                # The writer ends by itself, so callers wait for its memory without a limit.
+                # The writer ends by itself, so other callers wait for this memory without a limit.
                 return _take(tree, overlap, shared, used, own_objects=True, patience_s=None)
         except PoolExhaustedError:
             if not wait_for_room():
@@ -316,8 +307,7 @@ def snapshot_to_write(
 
 
 def recall(taken: Snapshot[Any]) -> None:
-    """End the loans of a snapshot's memory to other processes, even if they still have tensors over
-    it."""
+    """End the loans of a snapshot's memory, even if the borrowers still have tensors."""
     if taken._lender is not None:
         taken._lender.recall()
 
@@ -347,18 +337,16 @@ def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> No
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
-    """Declare that a snapshot's memory comes back by itself. Callers that need the memory then wait
-    for it instead of raising PoolExhaustedError. `yes=False` withdraws the declaration."""
+    """Declare that a snapshot's memory comes back by itself. Callers then wait for the memory
+    instead of raising PoolExhaustedError. `yes=False` withdraws the declaration."""
     taken._copy.core.will_return(yes)
 
 
 def copy_error(taken: Snapshot[Any]) -> StillframeError | None:
-    """Return the error of a snapshot's copy; None if there is none, or it is not known yet."""
     return taken._copy.error
 
 
 def gate_wait_s(taken: Snapshot[Any]) -> float:
-    """Return how long steps have waited for a snapshot's copy so far, in seconds."""
     return taken._copy.gate_wait_s
 
 
@@ -368,15 +356,12 @@ def _longest_wait_s() -> float | None:
 
 
 def unfinished_tree(taken: Snapshot[T]) -> T | None:
-    """Return the tree without waiting for the copy; None after a failure or `release()`.
-
-    The contents of its tensors are undefined until `taken.wait()` has returned.
-    """
+    """Return the tree without waiting for the copy; None after a failure or `release()`. The bytes
+    of its tensors are undefined until `taken.wait()` has returned."""
     return taken._tree
 
 
 def is_leased(taken: Snapshot[Any]) -> bool:
-    """Return whether a snapshot's memory has not yet gone back to the pool."""
     return taken._copy.core.leased()
 
 
@@ -402,7 +387,7 @@ def _take(
     source = Tree(tree)
     objects = source.own_objects() if own_objects else {}
     _warn_of_modules(source, objects)
-    # While the interpreter exits, the completion thread no longer gives verdicts.
+    # Nothing is deferred at exit, because the completion thread no longer gives verdicts.
     deferral = gate.defer(source, overlap=overlap and not completion.completion.is_exiting)
     try:
         forks = shared is True
@@ -414,8 +399,7 @@ def _take(
     except BaseException:
         deferral.close()
         raise
-    # Wait now if the copy has failed already, so that this call raises the error, or if rebuilding
-    # the tree reads the copied bytes.
+    # Wait now if rebuilding the tree reads the copied bytes, or to raise a known error.
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
         if copy.error is not None:
@@ -429,7 +413,7 @@ def _take(
         nbytes = [nbytes for _, nbytes in source.sources()]
         taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
     copy.snapshot = weakref.ref(taken)
-    if copy.error is not None:  # the copy failed before `copy.snapshot` was set
+    if copy.error is not None:
         del memory, built  # the error's traceback would keep them
         taken.wait()  # raises the error
     source.forget()
@@ -448,13 +432,13 @@ def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
 
 
 def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | None) -> Any:
-    """Lease memory of the pool, after a wait of at most `most_s` seconds. Return the object that
-    the new tensors will refer to."""
+    """Lease memory of the pool, after a wait of at most `most_s` seconds. The new tensors keep the
+    returned object alive."""
     try:
         memory = core.lease(most_s)
     except PoolExhaustedError as error:
-        # A second frame in the traceback is that of a signal handler that ran inside the call. The
-        # error is then about the handler's own snapshot.
+        # With a second frame in the traceback, a signal handler has raised the error, about its own
+        # snapshot.
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise
         raise PoolExhaustedError(
