@@ -1,8 +1,8 @@
 """`stillframe bench DIR`: the speed of memory and disk, and of saves and loads compared with them.
 
-In each of a few rounds it measures a memcpy, a write of as many bytes with a sync, `async_save` of
-a model with AdamW, a read, and `load`. The shares compare medians of the same run. The size is
-chosen by a short write before, so that the command takes half a minute on any disk.
+Each of a few rounds measures a memcpy, a write of as many bytes with a sync, `async_save` of a
+model with AdamW, a read, and `load`. A short write before chooses the size, so that the command
+takes half a minute on any disk.
 """
 
 from __future__ import annotations
@@ -32,35 +32,33 @@ _MOST_NBYTES = 512 << 20
 _WRITE_S = 1.0  # the state is so large that one raw write takes about this time
 _BUDGET_S = 15.0  # after this time no new round begins
 _ROUNDS = 5  # the most rounds
-# How many times the state's bytes are needed. In memory: two buffers, the state, its gradients, the
-# pool, the loaded state, and a margin. On the disk: the raw file, the checkpoint, and a margin.
-_MEMORY_TIMES = 7
-_DISK_TIMES = 3
+# How many times the bytes of the state are needed:
+_MEMORY_TIMES = 7  # two buffers, the state, its gradients, the pool, the loaded state, a margin
+_DISK_TIMES = 3  # the raw file, the checkpoint, a margin
 _TENSOR_NUMEL = 512 << 10  # elements of each weight, about
 
 
 class BenchError(Exception):
-    """The error of a measurement that cannot be made here; the text says why."""
+    """A measurement cannot be made here; the text says why."""
 
 
 # ---- measuring -------------------------------------------------------------------------------
 
 
 class _State:
-    """A model's weights and AdamW's moments, `nbytes` in all. A few steps were made, so that a save
-    may defer these tensors."""
+    """A model's weights and AdamW's moments, `nbytes` in all."""
 
     def __init__(self, nbytes: int) -> None:
         import torch
 
-        # An element has 4 bytes, and there is one in the weight and in each of two moments.
-        count = max(1, nbytes // (3 * 4 * _TENSOR_NUMEL))
-        numel = nbytes // (3 * 4 * count)
+        weight_nbytes = 3 * 4  # for each element of a weight: the weight and two moments in float32
+        count = max(1, nbytes // (weight_nbytes * _TENSOR_NUMEL))
+        numel = nbytes // (weight_nbytes * count)
         self.weights = [torch.nn.Parameter(torch.full((numel,), 0.5)) for _ in range(count)]
         for weight in self.weights:
             weight.grad = torch.full_like(weight, 1e-3)
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4)
-        for _ in range(4):
+        for _ in range(4):  # after a few steps a save may defer the tensors
             self.optimizer.step()
 
     def tree(self) -> dict[str, Any]:
@@ -68,7 +66,7 @@ class _State:
 
 
 class _Bench:
-    """The measurements of one run, a context manager that ends a save that is still under way.
+    """The measurements of one run. As a context manager it ends a save that is under way.
 
     Args:
         directory: Gets the files that are written.
@@ -97,8 +95,7 @@ class _Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # There is a handle only if an exception has interrupted a save.
-        if self._handle is not None:
+        if self._handle is not None:  # an exception has interrupted a save
             self._handle.cancel()
         self._engine.close()
         if self._handle is not None:
@@ -107,25 +104,21 @@ class _Bench:
 
     @property
     def pool_bytes(self) -> int:
-        """The cap of the engine's pool."""
         return int(self._engine.stats()["pool_bytes"])
 
     def _add(self, name: str, seconds: float) -> None:
-        """Record the result of one measurement."""
         self.values.setdefault(name, []).append(seconds)
 
     def median(self, name: str) -> float:
         return statistics.median(self.values[name])
 
     def first_save(self) -> None:
-        """Make the first save. It does not count for the medians, because the pool still has to
-        take its memory."""
+        """Make the first save, which is slow because the pool takes its memory."""
         self._progress("first save")
         self.first_durable_s = self._save().durable_after_s
 
     def round(self) -> None:
-        """Make each measurement once. A slow moment of the machine then affects one value of each
-        median, rather than all values of one median."""
+        """Make each measurement once. A slow moment then affects all medians little."""
         self._progress("raw memcpy")
         self._add("memcpy", raw.copy_seconds(self._source, self._target))
         self._progress("raw write + sync")
@@ -144,7 +137,6 @@ class _Bench:
         self._load()
 
     def _save(self) -> Any:
-        """Save the state, wait until it is durable, and return the report."""
         from stillframe._save.api import async_save
 
         path = self._directory / "save.pt"
@@ -156,7 +148,6 @@ class _Bench:
         return self.report
 
     def _load(self) -> None:
-        """Load the saved file from the disk, and record the time."""
         from stillframe._load.load import load
 
         path = self._directory / "save.pt"
@@ -168,8 +159,8 @@ class _Bench:
 
 
 def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], None]) -> int:
-    """Return the bytes of the state: as many as asked for, or by default as many as the disk writes
-    in a second. Raise BenchError if there is too little memory or disk space."""
+    """Return the bytes of the state, by default as many as the disk writes in a second. Raise
+    BenchError if there is too little memory or disk space."""
     progress("how fast is this disk?")
     memory = raw.free_memory() // _MEMORY_TIMES
     room = shutil.disk_usage(directory).free // _DISK_TIMES
@@ -196,7 +187,7 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
 
 
 def measure(directory: Path, asked: int | None, progress: Callable[[str], None]) -> Result:
-    """Measure in `directory`, which is empty; leave files there.
+    """Measure in the empty `directory`, and leave files there.
 
     Args:
         asked: The bytes of the state; None chooses them.
@@ -239,8 +230,8 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
 
 
 def _scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
-    """Make a directory in `parent`, or raise BenchError. Return a context manager that removes it
-    at its end."""
+    """Make a directory in `parent`, or raise BenchError. Return a context manager that removes the
+    directory at the end."""
     if not parent.exists():
         raise BenchError(f"{parent}: there is no such directory")
     if not parent.is_dir():
@@ -256,7 +247,7 @@ def _scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command. Return 0, or 2 if nothing can be measured. KeyboardInterrupt propagates."""
+    """Run the command. Return 0, or 2 if nothing can be measured."""
     from stillframe.errors import StillframeError
 
     try:

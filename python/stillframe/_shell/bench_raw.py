@@ -1,8 +1,7 @@
 """Measurements without stillframe: what memory and a disk can do at best.
 
-This module also has helpers for every measurement: the load of other processes, the removal of a
-scratch directory, and a line that shows progress. The scripts in benchmarks/ use the module in
-processes without torch, so it imports nothing of the package.
+The scripts in benchmarks/ use this module in processes without torch, so it imports nothing of the
+package.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 CALL_BYTES = 4 << 20  # bytes of one write or read call; larger calls gain nothing
 PAGE_BYTES = mmap.PAGESIZE
 
-# Types of file systems whose files are in memory, and of those whose files are on other machines.
+# Types of file systems with files in memory, and with files on other machines.
 MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 NETWORK = frozenset(
     (
@@ -35,8 +34,7 @@ NETWORK = frozenset(
 
 
 def is_network(file_system: str) -> bool:
-    """Return whether the files of a file system of this type are on another machine. FUSE counts
-    too, because its files may be on another machine."""
+    """Return whether a file system of this type may have its files on another machine."""
     return file_system in NETWORK or file_system.split(".")[0] in ("fuse", "fuseblk")
 
 
@@ -46,10 +44,8 @@ def file_system_of(path: Path) -> str:
 
 
 def mount_of(path: Path) -> tuple[str, str, str]:
-    """Return (type, source, options) of the mount that holds `path`.
-
-    Type and source are "unknown" if /proc cannot be read.
-    """
+    """Return (type, source, options) of the mount that holds `path`. Type and source are "unknown"
+    if /proc cannot be read."""
     found = ("unknown", "unknown", "")
     try:
         device = os.stat(path).st_dev
@@ -57,25 +53,21 @@ def mount_of(path: Path) -> tuple[str, str, str]:
     except OSError:
         return found
     real = str(path.resolve())
-    best = -1
+    best = (False, -1)  # (has the device of the path, length of the mount point)
     for line in lines:
         # id, parent, device, root, mount point, options, ... - type, source, ...
         left, _, right = line.partition(" - ")
         fields, fields_after = left.split(), right.split()
         point = fields[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
-        # The mount of the path has the device of the path. Of several such mounts, it is the one
-        # with the longest mount point. No mount point has 1 << 20 letters.
-        score = len(point) + (1 << 20 if same else 0)
+        score = (fields[2] == f"{os.major(device)}:{os.minor(device)}", len(point))
         if inside and score >= best:  # a later mount hides an earlier one on the same point
             best, found = score, (fields_after[0], fields_after[1], fields[5])
     return found
 
 
 def free_memory() -> int:
-    """Return how many bytes of memory this process may still take, by the system and by its
-    cgroup."""
+    """Return how many bytes of memory the system and the cgroup let this process still take."""
     left = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -94,20 +86,15 @@ def free_memory() -> int:
 
 
 class Others:
-    """The share of the machine that other processes take, from the object's creation on.
-
-    This counts the user time of other processes, and the time that the hypervisor gives to other
-    machines. Time in the kernel is not counted, because the kernel's threads may work for this
-    process.
-    """
+    """The share of the machine that other processes take, from the object's creation on. Only user
+    time and stolen time count, because the kernel's threads may work for this process."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._before = self._seconds()
 
     def _seconds(self) -> float:
-        """Return the CPU seconds that others have used since the system started, less a constant; 0
-        if unknown."""
+        """Return the CPU seconds that others have used since the system started; 0 if unknown."""
         try:
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
             everyone = sum(int(fields[i]) for i in (1, 2, 8))  # user, nice, steal
@@ -121,9 +108,9 @@ class Others:
     def share(self) -> float:
         """Return 0 for a quiet machine (or if /proc cannot be read), and 1 if others keep every
         core busy."""
-        # The seconds of all cores. `max` below avoids a division by 0.
-        elapsed = (time.monotonic() - self._started) * (os.cpu_count() or 1)
-        return min(max((self._seconds() - self._before) / max(elapsed, 1e-9), 0.0), 1.0)
+        core_seconds = (time.monotonic() - self._started) * (os.cpu_count() or 1)
+        used = (self._seconds() - self._before) / max(core_seconds, 1e-9)
+        return min(max(used, 0.0), 1.0)
 
 
 @contextlib.contextmanager
@@ -131,8 +118,7 @@ def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a text as the status line on stderr, if stderr is a terminal.
 
     Args:
-        elsewhere: If stderr is no terminal, print each text on a line of its own; with False,
-            print nothing then.
+        elsewhere: Print each text on a line of its own if stderr is no terminal.
     """
     stream = sys.stderr
     terminal = stream is not None and stream.isatty()
@@ -166,7 +152,7 @@ def gone_afterwards(directory: Path) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        # A second Ctrl-C must not leave gigabytes behind.
+        # Ignore Ctrl-C, which would leave gigabytes behind.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
         shutil.rmtree(directory, ignore_errors=True)
         if on_main:
@@ -177,8 +163,8 @@ def gone_afterwards(directory: Path) -> Iterator[Path]:
 def make_buffer(nbytes: int) -> mmap.mmap:
     """Return page-aligned memory whose bytes do not compress; `nbytes` is a multiple of a page.
 
-    Make it as long as the file that is written from it. A short buffer that is written again and
-    again would come from the CPU's cache, as a checkpoint never does.
+    Make it as long as the file that is written from it. A shorter buffer would be in the CPU's
+    cache.
     """
     buffer = mmap.mmap(-1, nbytes)
     with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -192,9 +178,9 @@ def make_buffer(nbytes: int) -> mmap.mmap:
 def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> float:
     """Return the seconds that a memcpy of `source` to `target` takes with `nr_threads` threads."""
     from_, to = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (source, target))
-    part = -(-len(source) // nr_threads)  # bytes for each thread, rounded up
+    part = (len(source) + nr_threads - 1) // nr_threads  # bytes for each thread, rounded up
 
-    def copy(off: int) -> None:  # ctypes releases the interpreter lock meanwhile
+    def copy(off: int) -> None:  # ctypes releases the interpreter lock
         ctypes.memmove(to + off, from_ + off, min(part, len(source) - off))
 
     others = [threading.Thread(target=copy, args=(n * part,)) for n in range(1, nr_threads)]
@@ -212,15 +198,12 @@ def write_seconds(
 ) -> tuple[float, bool]:
     """Write `source` to a new file and sync it. The file stays.
 
-    The time includes writes and sync, and with O_DIRECT the reservation of disk space. It excludes
-    open and close.
-
     Args:
         direct: Bypass the page cache (O_DIRECT). None does so if the file system has O_DIRECT.
         nbytes: The length of the file, by default that of `source`. A shorter source is repeated.
 
     Returns:
-        The seconds, and whether the page cache was bypassed.
+        The seconds without open and close, and whether the page cache was bypassed.
 
     Raises:
         OSError: The file cannot be written. EINVAL or EOPNOTSUPP: `direct` is True, and the file
@@ -249,16 +232,13 @@ def write_seconds(
 def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
     """Read a file into `target`, which has the same length.
 
-    Without O_DIRECT the kernel is first asked to drop the file from the page cache, but it may keep
-    some.
-
     Returns:
         The seconds, and whether the page cache was bypassed.
     """
 
     def read(direct: int) -> float:
         with _opened(path, os.O_RDONLY | direct) as fd, memoryview(target) as view:
-            if not direct:
+            if not direct:  # drop the file from the page cache
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
             done = 0
@@ -300,11 +280,8 @@ def forget(path: Path) -> None:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Reserve disk space with fallocate(2), as a save does. Errors are ignored: if there is too
-    little space, the writes fail.
-
-    posix_fallocate would not do, because it writes zeros if the file system has no fallocate.
-    """
+    """Reserve disk space with fallocate(2), as a save does. Ignore errors."""
+    # posix_fallocate would write zeros if the file system has no fallocate.
     libc = ctypes.CDLL(None)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     libc.fallocate(fd, 0, 0, nbytes)

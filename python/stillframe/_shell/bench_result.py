@@ -10,10 +10,8 @@ import rich.console
 from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
 
-_SLOW_SHARE = (
-    0.6  # the user gets advice if a save has less than this share of the raw write's speed
-)
-_BUSY_SHARE = 0.1  # the user gets advice if other processes take this share of the machine
+_SLOW_SHARE = 0.6  # a save with less than this share of the raw write's speed is slow
+_BUSY_SHARE = 0.1  # a machine is busy if other processes take this share of it
 
 
 @dataclass
@@ -23,8 +21,8 @@ class Result:
     Attributes:
         raw_direct: The raw write and read bypassed the page cache.
         memcpy_s, write_s, read_s: The raw limits.
-        call_s, staged_s, durable_s: Seconds from the call of `async_save` until it returned, until
-            every byte was copied, and until the file was durable.
+        call_s, staged_s, durable_s: From the call of `async_save` until it returned, until every
+            byte was copied, and until the file was durable.
         first_durable_s: `durable_s` of the first save, during which the pool takes its memory.
         load_s: `stillframe.load` of a file that is not in the page cache.
         io_mode, fallbacks: From the last save's report.
@@ -51,8 +49,7 @@ class Result:
     fallbacks: list[str] = field(default_factory=list)
 
     def shares(self) -> dict[str, float]:
-        """Return the speed of stillframe as a share of each raw limit: 1 is as fast, 0.5 half as
-        fast."""
+        """Return the speed of stillframe as a share of each raw limit; 1 is as fast."""
         return {
             "copy": self.memcpy_s / self.staged_s,
             "save": self.write_s / self.durable_s,
@@ -113,7 +110,6 @@ def advice(result: Result) -> list[str]:
 
 
 def _as_clause(sentence: str) -> str:
-    """Return a sentence in the form that it has inside another one."""
     text = sentence.rstrip(". ")
     return text[:1].lower() + text[1:]
 
@@ -126,11 +122,8 @@ def _time(seconds: float) -> str:
 
 
 class Console(rich.console.Console):
-    """A console that leaves the exit status to the program.
-
-    If the reader of stdout has gone (`| head`), rich's console ends the process with status 1,
-    which would mean "damaged" here.
-    """
+    """A console that leaves the exit status to the program. If the reader of stdout has gone
+    (`| head`), rich's console would end the process with status 1, which means "damaged" here."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -176,7 +169,7 @@ def show(result: Result) -> None:
         table.add_column(column, justify=justify, overflow="fold")
     for name, seconds, share in rows:
         rate = f"{decimal(result.nbytes / seconds)}/s"
-        if name.endswith("the call returns after"):  # the call copies only some of the bytes
+        if name.endswith("the call returns after"):  # it copies only some of the bytes
             rate = ""
         table.add_row(Text(name), _time(seconds), rate, share)
     console.print(table)

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable
 
 _UNUSABLE = 2  # the exit status
-# Commands that make no engine, so that wrong variables of the environment do not matter to them.
+# Commands that make no engine, and so do not read its environment variables.
 _WITHOUT_ENGINE = ("verify", "inspect", "latest")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command that was parsed; return the exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for other letters
@@ -26,8 +25,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _complaint_of_environment() -> str | None:
-    """Return what is wrong with the environment variables that every engine reads; None if nothing
-    is."""
+    """Return what is wrong with the environment variables that an engine reads, or None."""
     from stillframe._save.engine import Engine
 
     try:

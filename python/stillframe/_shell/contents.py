@@ -1,8 +1,7 @@
 """The contents of a checkpoint's pickle: its tensors and its other values, by key path.
 
-The pickle is read into stubs (`_tree/keypaths.py`): nothing that it names is imported or called. So
-this is safe on any file and works without the pickled classes. torch is not needed either, because
-the names of its types give the sizes of their elements.
+The pickle is read into stubs (`_tree/keypaths.py`), so nothing is imported or called. This works
+without the pickled classes, and without torch.
 """
 
 from __future__ import annotations
@@ -22,47 +21,45 @@ from stillframe._tree.keypaths import Storage, Stub
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-# While a pickle is read, the process may take _ALWAYS bytes of new memory, and _FOR_A_BYTE more for
-# each byte of the pickle. Pickles of tensors take a fifth of this limit.
-_ALWAYS, _FOR_A_BYTE = 256 << 20, 64
+# The most new memory while a pickle is read, in bytes. Pickles of tensors take a fifth of it.
+_FIXED_BYTES = 256 << 20
+_BYTES_PER_BYTE = 64  # more for each byte of the pickle
 
 
 class Tensor(NamedTuple):
-    """A tensor as a pickle describes it. `nbytes` is the size of its elements. `storage` is the key
-    of its storage, which has `storage_nbytes` bytes."""
+    """A tensor as a pickle describes it."""
 
     path: str
-    kind: str
+    kind: str  # such as "parameter"
     dtype: str
     shape: tuple[int, ...]
     device: str
-    nbytes: int
-    storage: str
+    nbytes: int  # of all elements
+    storage: str  # the key of the storage
     storage_nbytes: int
 
 
 class Value(NamedTuple):
-    """A value that is not a tensor; `kind` is its type's name."""
+    """A value that is not a tensor."""
 
-    kind: str
+    kind: str  # the name of its type
 
 
 _Path: TypeAlias = "tuple[_Path, str] | None"  # (the parent's path, the last part)
 
 
 def read(file: IO[bytes], *, legacy: bool = False) -> Any:
-    """Return the object of a pickle as `pickles.read` does, but with a limit on its memory."""
+    """Return the object of a pickle as `pickles.read` does, with a limit on its memory."""
     return pickles.read(file, legacy=legacy, bound=bounded)
 
 
 @contextlib.contextmanager
 def bounded(nbytes: int) -> Iterator[None]:
-    """Inside the block, let the process take only as much new memory as it may take for a pickle of
-    `nbytes` bytes. This is a `pickles.Bound`."""
+    """Limit the process's new memory inside the block, for a pickle of `nbytes` bytes."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    # The sixth field is the size of the process's data and stack, in pages.
+    # The sixth field: the size of the process's data and stack, in pages.
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    most = in_use + _ALWAYS + _FOR_A_BYTE * nbytes
+    most = in_use + _FIXED_BYTES + _BYTES_PER_BYTE * nbytes
     if limits[0] == resource.RLIM_INFINITY or most < limits[0]:
         resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
     try:
@@ -72,8 +69,7 @@ def bounded(nbytes: int) -> Iterator[None]:
 
 
 def walk(root: Any) -> Iterator[Tensor | Value]:
-    """Iterate over every tensor and value in a tree once, in the tree's order. Containers are
-    entered but not yielded."""
+    """Yield every tensor and value in a tree once, in the tree's order."""
     seen: set[int] = set()
     stack: list[tuple[_Path, Any]] = [(None, root)]
     while stack:
@@ -100,15 +96,14 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
             if suffix:
                 parts.append(((path, suffix), child))
             elif isinstance(child, (Stub, Storage, dict, list, tuple)):
-                # Users have no name for this child, such as the argument of a stub. It has the path
-                # of its parent. A plain value without a name is left out.
+                # A child without a name, such as the argument of a stub, has the path of its
+                # parent. A plain value without a name is left out.
                 parts.append((path, child))
         stack.extend(reversed(parts))
 
 
 def _joined(path: _Path) -> str:
-    """Return a path as text. This is done for tensors only, because a tree may be as deep as its
-    pickle is long, and joining every path would take too long."""
+    """Return a path as text. (Joining every path of a deep tree would take too long.)"""
     parts: list[str] = []
     while path is not None:
         path, part = path
@@ -117,7 +112,7 @@ def _joined(path: _Path) -> str:
 
 
 def _as_tensor(node: Any) -> Tensor | None:
-    """Return the tensor that a node describes, without its path; None if it describes no tensor."""
+    """Return the tensor that a node describes, without its path, or None."""
     if not isinstance(node, (Storage, Stub)):
         return None
     try:
@@ -138,13 +133,12 @@ def _as_tensor(node: Any) -> Tensor | None:
             kind = "quantized" if function == "_rebuild_qtensor" else "tensor"
             return _tensor(kind, storage, size, dtype)
     except (AttributeError, IndexError, TypeError, ValueError):
-        pass  # torch writes no such tensor, so this is shown as a value
+        pass  # torch writes no such tensor
     return None
 
 
 def _tensor(kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
-    """Return a tensor without its path. If `dtype` is None, the storage's class tells the type.
-    Raise an error, such as ValueError, if the pickle describes no tensor of torch."""
+    """Return a tensor without its path. If `dtype` is None, the storage's class tells the type."""
     of_storage, storage_itemsize = pickles.dtype(storage.kind)
     name, itemsize = (of_storage, storage_itemsize) if dtype is None else pickles.dtype(dtype._name)
     shape = tuple(map(int, size.args[0] if isinstance(size, Stub) else size))

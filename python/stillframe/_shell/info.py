@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -53,7 +52,6 @@ def _processor() -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Return facts about CPUs and memory."""
     from stillframe._base import cpus  # needs the core
 
     found = cpus.inspect()
@@ -82,7 +80,6 @@ def _engine() -> dict[str, Any]:
 
 
 def _disk(directory: str) -> dict[str, Any]:
-    """Return facts about the directory, and about a save there."""
     import torch
 
     from stillframe._save.api import save
@@ -102,7 +99,7 @@ def _disk(directory: str) -> dict[str, Any]:
 
 
 def collect(directory: str) -> dict[str, Any]:
-    """Return everything, as `--json` prints it."""
+    """Return all facts, as `--json` prints them."""
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -113,8 +110,7 @@ def collect(directory: str) -> dict[str, Any]:
 
 
 def _mirror(directory: str) -> dict[str, Any] | None:
-    """Return facts about files of the directory that are still to be uploaded to mirrors; None if
-    there are none."""
+    """Return facts about files of the directory that are still to be uploaded, or None."""
     from stillframe._remote.backlog import backlog
 
     try:
@@ -128,7 +124,6 @@ def _mirror(directory: str) -> dict[str, Any] | None:
 
 
 def _threads(machine: dict[str, Any]) -> str:
-    """Return on which CPUs stillframe's threads run, and the main thread's CPUs if they differ."""
     ours, main = _ranges(machine["cpus"]), _ranges(machine["main_thread_cpus"])
     if ours == main:
         return f"on CPUs {ours}"
@@ -138,10 +133,12 @@ def _threads(machine: dict[str, Any]) -> str:
 def _ranges(cpus: list[int]) -> str:
     """Return "0-2,5" for [0, 1, 2, 5]."""
     ranges: list[str] = []
-    # In a range of adjacent CPUs, the difference of the CPU's number and its index is the same.
-    for _, group in itertools.groupby(enumerate(cpus), lambda pair: pair[1] - pair[0]):
-        numbers = [cpu for _, cpu in group]
-        ranges.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    first = 0  # the index of the first CPU of a range
+    for index, cpu in enumerate(cpus):
+        if index + 1 < len(cpus) and cpus[index + 1] == cpu + 1:
+            continue
+        ranges.append(str(cpu) if first == index else f"{cpus[first]}-{cpu}")
+        first = index + 1
     return ",".join(ranges)
 
 

@@ -1,7 +1,10 @@
 """`stillframe inspect FILE`: the contents of a checkpoint, without loading it or running its code.
 
-Exit status: 0 the file's structure is whole; 1 it is damaged (as much as possible is shown); 2 it
-is missing, may not be read, or is no checkpoint.
+Exit status:
+
+    0   the file's structure is whole
+    1   it is damaged; as much as possible is shown
+    2   it is missing, may not be read, or is no checkpoint
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from stillframe.errors import StillframeError
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2  # exit statuses
 _HEADER_NBYTES = 30  # the length of a zip record's header before its name
 _INDENT = "  "
-_DEEPEST = 24  # the most levels of a tree; the rest of a deeper tensor's path is in its name
-_WIDEST = 200  # the most characters of a column, so that a few longer paths do not widen all lines
+_DEEPEST = 24  # the most levels of a tree; deeper tensors have the rest of the path in their name
+_WIDEST = 200  # the most characters of a column
 _COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
@@ -53,11 +56,11 @@ class Found:
     metadata: dict[str, str] = field(default_factory=dict)  # from the header of safetensors
 
     def totals(self, depth: int = 1) -> dict[str, int]:
-        """Return the bytes of the storages under each prefix of the tensors' paths. All storages
-        are under the prefix "". A storage counts once under each prefix.
+        """Return the bytes of the storages under each prefix of the tensors' paths. A storage
+        counts once under each prefix. The prefix "" has all storages.
 
         Args:
-            depth: The most parts of a path that make a prefix.
+            depth: The most parts of a prefix.
         """
         under: dict[str, dict[str, int]] = {"": {}}
         for each in self.tensors:
@@ -87,7 +90,7 @@ class Found:
 
 
 def examine(path: str) -> Found:
-    """Read one file, or the object of a URL. An error of the file is in the result, not raised."""
+    """Read one file, or the object of a URL. Errors are in the result."""
     found = Found(path)
     try:
         disk, found.path = disks.of_path(path)
@@ -110,8 +113,7 @@ def _examine(disk: Disk, found: Found) -> None:
             if path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path):
                 _read_safetensors(fd, disk, found)
                 return
-            # In a store only the archive's directory is checked. The headers of records are far
-            # apart, and would be fetched one by one.
+            # In a store check only the archive's directory: headers would be fetched one by one.
             checked = _core.check(fd, False, directory=disk.is_remote)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
             reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
@@ -197,8 +199,8 @@ def _note(found: Found, failure: records.Failure) -> None:
 
 
 def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
-    """Return the pickle of an archive that another program packed, or whose directory is lost. If
-    the directory is lost, only a pickle that is the first record can be found.
+    """Return the pickle of an archive that another program packed. Also find a pickle that is the
+    first record of an archive without a directory.
 
     Raises:
         pickle.UnpicklingError: The pickle cannot be found.
@@ -211,8 +213,9 @@ def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
     except pickles.UNZIPPABLE:
         pass
     file.seek(0)
-    head = file.read(_HEADER_NBYTES)  # has the lengths of the name and the extra field at its end
-    name_len, extra_len = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
+    head = file.read(_HEADER_NBYTES)
+    name_len = int.from_bytes(head[26:28], "little")
+    extra_len = int.from_bytes(head[28:30], "little")
     if head[:4] != b"PK\3\4" or not file.read(name_len).endswith(b"/data.pkl"):
         raise pickle.UnpicklingError("its pickle cannot be found")
     file.seek(extra_len, os.SEEK_CUR)
@@ -228,7 +231,6 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _show(found: Found, *, as_tree: bool) -> None:
     """Print the facts, in lines that are no wider than the terminal."""
-    # A file or a pipe has no width.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     tensors = _tree(found) if as_tree else _table(found, width)
     for line in _lines(found, tensors, as_tree):
@@ -240,7 +242,6 @@ def _show(found: Found, *, as_tree: bool) -> None:
 
 
 def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
-    """Iterate over all lines of output."""
     if found.error:
         word = "damaged: " if found.status == DAMAGED else ""
         yield printable(f"{found.path}: {word}{found.error}")
@@ -261,8 +262,7 @@ def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]
 
 
 def _folded(line: str, width: int) -> Iterator[str]:
-    """Break a line that is wider than the terminal, after spaces, slashes and dots if possible.
-    Every line after the first is indented."""
+    """Break a line after spaces, slashes and dots if possible, and indent the rest."""
     indent = len(line) - len(line.lstrip()) + 4
     for part in folded(line, width, " " * min(indent, width // 2), break_after=" /."):
         yield from (part[at : at + width] for at in range(0, len(part), width))
@@ -276,7 +276,7 @@ def _rows(found: Found) -> Iterator[list[str]]:
 
 
 def _table(found: Found, width: int | None) -> Iterator[str]:
-    """Iterate over lines: one for each tensor, or two if the terminal is too narrow."""
+    """Yield a line for each tensor, or two if the terminal is too narrow."""
     rows = [[*_COLUMNS], *_rows(found)]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
     if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
@@ -293,10 +293,9 @@ def _table(found: Found, width: int | None) -> Iterator[str]:
 
 
 def _tree(found: Found) -> Iterator[str]:
-    """Iterate over lines: one for each prefix and each tensor, indented by its depth."""
+    """Yield a line for each prefix and each tensor, indented by its depth."""
     totals = found.totals(_DEEPEST)
-    # For each prefix the lines directly below it. A line is a pair: its text; and the prefix that
-    # it stands for, or None for a tensor.
+    # For each prefix the lines directly below it: (text, prefix of the line, or None for a tensor)
     under: dict[str, list[tuple[str, str | None]]] = {"": []}
     for each in found.tensors:
         *above, last = each.path.split(".", _DEEPEST)
@@ -309,8 +308,7 @@ def _tree(found: Found) -> Iterator[str]:
             here = prefix
         under[here].append((f"{last}  {_shape(each.shape)} {each.dtype} {each.device}", None))
     yield printable(found.path)
-    # A stack instead of recursion, because a path may be deeper than Python can recurse: the lines
-    # still to show, the next one last, each with its depth.
+    # A stack of the lines still to show, each with its depth; the next one is last.
     left = [(1, line) for line in reversed(under[""])]
     while left:
         depth, (words, below) = left.pop()
@@ -320,10 +318,9 @@ def _tree(found: Found) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     found = examine(options.path)
     if options.json:
-        print(json.dumps(found.as_json()))  # one line, because only json's slow encoder indents
+        print(json.dumps(found.as_json()))  # on one line: json's encoder with indents is slow
     else:
         _show(found, as_tree=options.tree)
     return found.status

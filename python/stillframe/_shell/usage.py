@@ -11,7 +11,6 @@ from stillframe._base import sizes, support
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command."""
     top = argparse.ArgumentParser(
         prog="stillframe", description="Saves PyTorch training state without stopping training."
     )
@@ -75,8 +74,7 @@ def _completion(completion: argparse.ArgumentParser) -> None:
     completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
 
-# For each command: its line in the list of commands, its description, the exit status, and the
-# function that adds its arguments.
+# command: (line in the list of commands, description, exit status, function that adds arguments)
 _COMMANDS = {
     "verify": (
         "check that checkpoints are whole",
@@ -129,16 +127,14 @@ _COMMANDS = {
 
 
 def completion(top: argparse.ArgumentParser, shell: str) -> str:
-    """Return a script that completes commands, options and, after those, files."""
+    """Return a script that completes commands, options and files."""
     words, helps = _words(top)
     return _bash(words) if shell == "bash" else _zsh(words, helps)
 
 
 def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return two dicts: the words that may follow each command, and each command's help.
-
-    In the first, the key "" has the words that are possible before a command is typed.
-    """
+    """Return two dicts: the words that may follow each command, and each command's help. The key ""
+    of the first has the words before a command is typed."""
     (commands,) = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
     words = {name: _options(each) for name, each in commands.choices.items()}
     words["completion"] = ["bash", "zsh", *words["completion"]]
@@ -147,7 +143,6 @@ def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the long options of a command, such as "--json"."""
     texts = [text for action in parser._actions for text in action.option_strings]
     return [text for text in texts if text.startswith("--")]
 

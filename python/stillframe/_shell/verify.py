@@ -1,9 +1,9 @@
 """`stillframe verify PATH...`: check whether checkpoints are whole.
 
-A torch.save file is whole if its structure is, if every record matches its CRC, and if every record
-that its pickle names is there. The pickle is only read: nothing in it is imported or called. The
-safetensors format has no checksums, so only its structure is checked. The package
-`stillframe._check` makes the checks; this module shows their results.
+A torch.save file is whole if its structure is whole, every record matches its CRC, and every record
+that the pickle names is there. Nothing in the pickle is imported or called. The safetensors format
+has no checksums, so only its structure is checked. `stillframe._check` makes the checks; this
+module shows the results.
 
 Exit status; of several paths the largest counts:
 
@@ -32,13 +32,12 @@ from stillframe._remote import disk as disks
 from stillframe._shell import contents
 from stillframe.errors import StillframeError
 
-_LONG_NBYTES = 256 << 20  # files from this size on get a progress display
+_LONG_NBYTES = 256 << 20  # files from this size on get a progress bar
 _NOTHING = "there is no checkpoint in this directory"
-_MAX_SHOWN = 8  # bad records of one file in the table; --json has all
+_MAX_SHOWN = 8  # bad records of one file that are shown; --json has all
 
 
 def verify_file(path: str, disk: Disk = LOCAL, progress: Progress | None = None) -> Finding:
-    """Check every byte of one path, with a limit on the memory that its pickle may take."""
     return files.check(path, disk, progress=progress, bound=contents.bounded)
 
 
@@ -77,15 +76,14 @@ def _verify(argument: str, disk: Disk, show: _Display) -> Iterator[Finding]:
 
 
 class _Display:
-    """The output of the command: the result of each file when it is checked (unless `quiet`), and a
-    progress bar for a long file if stderr is a terminal."""
+    """Shows the result of each file (unless `quiet`), and a progress bar for a long file if stderr
+    is a terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._on_terminal = on_terminal()
 
     def verify(self, path: str, disk: Disk) -> Finding:
-        """Check one path."""
         try:
             nbytes = disk.nbytes(path)
         except (OSError, ValueError):
@@ -97,14 +95,13 @@ class _Display:
         return self.found(finding)
 
     def found(self, finding: Finding) -> Finding:
-        """Show a result, and return it."""
         if not self._quiet:
             _print(finding)
         return finding
 
 
 def _result(finding: Finding) -> str:
-    """Return the result in words: one line, and one more for each bad record."""
+    """Return the result in words: a line, and a line for each bad record."""
     if finding.ok:
         return "ok"
     if finding.status != DAMAGED or not finding.bad_records:
@@ -117,7 +114,7 @@ def _result(finding: Finding) -> str:
 
 
 def _lines_about(finding: Finding) -> list[str]:
-    """Return the lines about a path: one, and one more for each bad record."""
+    """Return a line about a path, and a line for each bad record."""
     first, *rest = _result(finding).split("\n")
     notes = [] if finding.nbytes is None else [decimal(finding.nbytes)]
     if finding.num_records:
@@ -176,7 +173,6 @@ def _print(finding: Finding) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     display = _Display(quiet=options.json)
     findings = verify_paths(options.paths, display)
     if options.json:

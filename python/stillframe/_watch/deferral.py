@@ -1,7 +1,6 @@
 """The storages of one save or snapshot that are copied after its call, and their state at the call.
 
-`gate.defer` makes a `Deferral`, which asks the owners of optimizers for the storages. `gate.py`
-holds steps back until they are copied.
+`gate.defer` makes a `Deferral`, which asks the owners of optimizers for the storages.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ from stillframe._watch.ownership import Owner
 
 
 class Sources(Protocol):
-    """The object that is saved or copied: a `Skeleton`, or the `Tree` of a snapshot. Its attributes
-    are those of `Marks`."""
+    """The object that is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
 
     numbers: _core.Numbers
     rows: bytearray
 
 
-# The calls whose save is not launched yet. By the id of a deferral: the thread of its call, and a
-# weak reference to the deferral.
+# The calls whose save is not launched yet: (thread, deferral), by the id of the deferral.
 calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}
 
 
@@ -34,9 +31,8 @@ class Deferral:
     """The storages of one save that are copied after the call, and their versions at the call.
 
     Attributes:
-        indices: The storages' numbers in the save; the lane in their rows is ``SFR_LANE_HOST``.
-        fallbacks: Sentences for the report. Each names an optimizer whose storages are captured,
-            and the reason.
+        indices: The storages' numbers in the save.
+        fallbacks: Sentences for the report, about optimizers whose storages are captured.
         overtaken: A step has written before the save was launched, so the copy may be torn.
     """
 
@@ -58,17 +54,17 @@ class Deferral:
         self.fallbacks: list[str] = []
         self._storages: _core.Numbers | None = None  # the numbers of all storages of the save
         self._indices: set[int] | None = None  # `indices` as a set; made by the first `holds`
-        self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._tensors: list[torch.Tensor] = []
+        self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._versions: list[int] = []  # for each of `_tensors`, its version counter at the call
-        # Each owner's storages are adjacent in `indices`. For each owner, in the same order: the
-        # position after its last storage in `indices`, and the owner.
+        # The owners, in the order of their storages in `indices`. The number is the position after
+        # the owner's last storage.
         self._owner_ends: list[tuple[int, Owner | MemoryOwner]] = []
         self.overtaken = False
 
     def torn(self) -> int:
-        """Return the number of a storage whose tensors' version counters show a write since the
-        call, or -1.
+        """Return the number of a storage that was written to since the call, by the tensors'
+        version counters; -1 if none was.
 
         One call into the core reads all counters, so no other Python thread runs in between.
         """
@@ -82,9 +78,10 @@ class Deferral:
         return -1 if position < 0 else self._numbers[position]
 
     def distrust(self, index: int) -> None:
-        """Have the optimizer that owns storage ``index`` captured completely from now on. Do
-        nothing if the storage was not deferred."""
-        position = self.indices.index(index) if index in self.indices else len(self.indices)
+        """Have the optimizer that owns storage ``index`` captured completely from now on."""
+        if index not in self.indices:
+            return
+        position = self.indices.index(index)
         for end, owner in self._owner_ends:
             if position < end:
                 owner.distrust("something other than its step changed it while it was copied")
@@ -98,29 +95,28 @@ class Deferral:
         return self._storages is not None and self._storages.get(identity) in self._indices
 
     def release(self) -> None:
-        """Drop the tensors, because the verdict is given. `distrust` may still be called."""
+        """Drop the tensors. `distrust` may still be called."""
         self._tensors = []
 
     def close(self) -> None:
-        """Remove the deferral from `calls`, so that steps do not wait for its call any more. Steps
-        wait for the save itself by then, or there is no save. May be called again."""
+        """Let steps go on without waiting for the call. May be called again."""
         calls.pop(id(self), None)
 
     def ask(self, sources: Sources) -> None:
-        """Ask every owner which of its storages may be copied after the call. Set `indices` and
-        `fallbacks`."""
+        """Ask every owner which storages may be deferred. Set `indices` and `fallbacks`."""
         lists = self.indices, self._numbers, self._tensors, self._versions
         marks = Marks(sources.numbers, sources.rows, *lists)
         owners = list(ownership.living())
-        # Steps of an unseen owner do not wait for copies, so no other owner may defer its storages.
-        for unseen in (each for each in owners if each.unseen):
-            unseen.capture_for_others()
+        for each in owners:
+            if each.unseen:  # its steps do not wait, so no other owner may defer its storages
+                each.capture_for_others()
         for owner in (*owners, *memory_owners.known):
             before = len(self.indices)
             owner.defer(marks)
             if len(self.indices) > before:
                 self._owner_ends.append((len(self.indices), owner))
         self._storages = sources.numbers
-        for sentence in (owner.why_captured(marks) for owner in owners):
+        for each in owners:
+            sentence = each.why_captured(marks)
             if sentence is not None and sentence not in self.fallbacks:
                 self.fallbacks.append(sentence)

@@ -1,11 +1,10 @@
 """The gate: an optimizer step waits here until every deferred byte of its storages is copied.
 
 `defer` decides which storages of a save may be copied after the call. `track` makes steps wait for
-that save until it is staged. The waiting is done by `hold_back`, which `step_hooks.py` calls in
-every optimizer's step.
+that save until it is staged. `hold_back` waits; `step_hooks.py` calls it in every optimizer's step.
 
-A step in another thread may begin between `defer` and `track`, when there is no save to wait for
-yet. Such a step waits for the end of the call that asks for the save, at most 30 s.
+Between `defer` and `track` there is no save to wait for yet. A step that begins then in another
+thread waits for the end of the call that asks for the save, at most 30 s.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ __all__ = [
     "wait",
 ]
 
-# How long a step waits for another thread's call that has deferred storages but not launched its
-# save. Such a call normally ends soon. But if the call raised, its traceback may keep the deferral
-# alive for a long time.
+# How long a step waits for another thread's call. If the call has raised, its traceback may keep
+# the deferral alive for a long time.
 _CALL_TIMEOUT_S = 30.0
 _CALL_POLL_S = 0.0005
 
@@ -45,11 +43,8 @@ class Pending(Protocol):
     """A save in flight, as the gate sees it."""
 
     def gate(self) -> bool:
-        """Wait until a step may begin on the calling thread's current streams.
-
-        Return False if a later step has to ask again, because its streams may differ. Raise no
-        exception, except one of a signal handler.
-        """
+        """Wait until a step may begin on the calling thread's current streams. Return False if the
+        next step has to call this again. Only a signal handler may raise an exception."""
 
 
 class Readers(Protocol):
@@ -66,18 +61,17 @@ class Readers(Protocol):
 
 
 _pendings: dict[int, Pending] = {}  # the saves that steps wait for, by their ids
-_deferrals: dict[int, Deferral] = {}  # the deferral of each such save, by the save's id
+_deferrals: dict[int, Deferral] = {}  # their deferrals, by the ids of the saves
 _readers: list[Readers] = []
-# The serials of optimizers whose compiled steps have no hooks, although these steps have to wait
-# for `_readers` by now. When this string changes, torch compiles the steps again.
+# The serials of optimizers with compiled steps without hooks that must now wait for `_readers`.
+# When this string changes, torch compiles the steps again.
 must_wait = ""
 
 
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     """Decide which storages of a save are copied after the call, and write their lanes.
 
-    Call it in ``async_save`` on the caller's thread. A step that another thread begins from now on
-    waits until `track` is called for the save, or ``Deferral.close`` if there is none.
+    Steps of other threads wait from now on, until `track` or ``Deferral.close`` is called.
 
     Args:
         skeleton: The objects to save; ``skeleton.rows`` is changed.
@@ -88,8 +82,7 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
         return deferral
     key = id(deferral)
     calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: calls.pop(key, None)))
-    # This check comes after the entry in `calls`, so no step is missed: a step that began earlier
-    # is active here, and a step that begins later finds the entry.
+    # A step that began before the entry in `calls` is active now. A later step finds the entry.
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():
@@ -105,12 +98,8 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
 
 
 def track(pending: Pending, deferral: Deferral | None = None) -> None:
-    """Make every step wait for a launched save, until a call of its ``gate()`` has returned.
-
-    Args:
-        pending: The save.
-        deferral: The save's deferral; by default the last one that this thread made.
-    """
+    """Make every step wait for a launched save; `deferral` is by default the last one that this
+    thread made."""
     _pendings[id(pending)] = pending
     if deferral is None:
         mine = threading.get_ident()
@@ -124,7 +113,7 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
 
 
 def untrack(pending: Pending) -> None:
-    """Stop waiting for a save: it is staged or has ended. May be called again."""
+    """Let steps go on without waiting for a save. May be called again."""
     _pendings.pop(id(pending), None)
     _deferrals.pop(id(pending), None)
 
@@ -134,8 +123,8 @@ def wait() -> None:
 
     On devices the calling thread's current streams wait instead. Errors of saves are not raised.
     """
-    asked: list[Pending] = []  # saves that this call has asked, and later steps have to ask again
-    while True:  # until no new save has been tracked meanwhile
+    asked: list[Pending] = []  # saves that stay tracked although this call has waited for them
+    while True:
         new = [each for each in list(_pendings.values()) if each not in asked]
         if not new:
             return
@@ -152,11 +141,8 @@ def anything_copied() -> bool:
 
 
 def wait_for_storage(identity: int) -> None:
-    """Wait until no save reads the memory of a storage; `identity` is the address of its
-    StorageImpl.
-
-    On a device the calling thread's current stream waits instead. Errors of saves are not raised.
-    """
+    """Wait as `wait` does until no save reads the memory of a storage; `identity` is the address of
+    the StorageImpl."""
     for key, (thread, _) in calls.copy().items():
         _wait_until_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
     for key, deferral in _deferrals.copy().items():
@@ -166,11 +152,8 @@ def wait_for_storage(identity: int) -> None:
 
 
 def _wait_until_over(key: int, thread: int, end: float) -> bool:
-    """Wait until the call `key`, made by thread `thread`, is over, but at most until `end`, a time
-    of `time.monotonic`. Return whether the call is over.
-
-    The calling thread does not wait for a call of its own.
-    """
+    """Wait until the call `key` of thread `thread` is over, but not after `end`, and not for a call
+    of this thread. Return whether it is over."""
     mine = threading.get_ident()
     while thread != mine and key in calls and time.monotonic() < end:
         time.sleep(_CALL_POLL_S)
@@ -178,12 +161,12 @@ def _wait_until_over(key: int, thread: int, end: float) -> bool:
 
 
 def _wait_for_calls() -> None:
-    """Wait for the saves that other threads are submitting at this moment."""
+    """Wait for the calls that are submitting saves."""
     end = time.monotonic() + _CALL_TIMEOUT_S
     for key, (thread, ref) in calls.copy().items():
         if not _wait_until_over(key, thread, end):
-            # This step runs inside the call itself, or the call did not end in time. The step goes
-            # on and may write before the storages are copied, so the save counts as torn.
+            # This step runs inside the call, or the call did not end in time. The step goes on and
+            # may write before the storages are copied, so the save counts as torn.
             deferral = ref()
             if deferral is not None:
                 deferral.overtaken = True
@@ -191,11 +174,8 @@ def _wait_for_calls() -> None:
 
 
 def hold_back(optimizer: Optimizer) -> None:
-    """Wait for saves, right before an optimizer's step writes.
-
-    This waits even for an optimizer whose bookkeeping has failed. Only a signal handler or the
-    readers can make it raise an exception.
-    """
+    """Wait for saves, right before an optimizer's step writes. Only a signal handler or the readers
+    can raise an exception."""
     if calls:
         _wait_for_calls()
     if _pendings:
@@ -205,28 +185,20 @@ def hold_back(optimizer: Optimizer) -> None:
 
 
 def stepped(optimizer: Optimizer) -> None:
-    """Tell the readers that an optimizer's step has written."""
     for each in _readers:
         each.stepped(optimizer)
 
 
 def add_readers(readers: Readers) -> None:
-    """Make every later step wait for these readers right before it writes.
-
-    A pre-hook of torch could not do this, because it runs before the closure. It would also move
-    the gate before the closure: another pre-hook may write, so the gate has to be there.
-    """
+    """Make every later step wait for these readers right before it writes."""
     _readers.append(readers)
 
 
 def concerns(optimizer: Optimizer) -> bool:
-    """Return whether a step of the optimizer may have to wait for readers."""
     return any(each.concerns(optimizer) for each in _readers)
 
 
 def readers_changed() -> None:
-    """Update `must_wait`, so that torch compiles the steps again that have no hooks and must now
-    wait for readers."""
     global must_wait
     serials: list[str] = []
     for owner in ownership.living():
@@ -237,7 +209,6 @@ def readers_changed() -> None:
 
 
 def forked() -> None:
-    """Forget the parent's saves in a forked child, which does not wait for them."""
     _pendings.clear()
     _deferrals.clear()
     calls.clear()

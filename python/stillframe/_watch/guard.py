@@ -1,11 +1,10 @@
 """The guard that keeps errors of stillframe's bookkeeping about optimizers out of user programs.
 
-The hooks around an optimizer's step receive whatever object torch passes. It may be uninitialised,
-have a `state` property that raises, or refuse weak references. The hooks may also run out of
-memory. None of this may end the user's step: failed bookkeeping is abandoned, and each save copies
-storages that cannot be watched during its call.
+An optimizer may be uninitialised, have a `state` property that raises, or refuse weak references.
+The hooks around its step may also run out of memory. None of this may end the user's step.
+Bookkeeping that fails is given up, and saves capture the storages.
 
-An exception that a signal handler raised is no failure of the bookkeeping, and always propagates.
+An exception that a signal handler raised always propagates.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_MAX_WRAPPERS = 16  # around one signal handler; more means a cycle
+_MAX_WRAPPERS = 16  # around one signal handler; more of them mean a cycle
 
 
 def guarded(
     give_up: Callable[[Any, Exception], object],
 ) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R | None]]:
-    """Return a decorator for functions whose exceptions must not propagate.
-
-    After an exception the function returns None, and `give_up(first argument, error)` is called.
-    """
+    """Return a decorator for functions whose exceptions must not propagate. After an exception,
+    `give_up(first argument, error)` is called and the function returns None."""
 
     def guard(function: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R | None]:
         @functools.wraps(function)
@@ -43,7 +40,7 @@ def guarded(
                     raise
                 try:
                     give_up(subject, error)
-                except Exception as second:  # there may not be enough memory for `give_up` either
+                except Exception as second:  # `give_up` may run out of memory too
                     if _is_of_a_handler(second):
                         raise
                 return None
@@ -54,11 +51,8 @@ def guarded(
 
 
 def _is_of_a_handler(error: BaseException) -> bool:
-    """Return whether a signal handler raised the error.
-
-    The traceback then has a frame of the handler. Handlers run on the main thread only, where they
-    may interrupt any line.
-    """
+    """Return whether a signal handler raised the error, by the frames of the traceback. Handlers
+    run on the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers = {code_of(signal.getsignal(number)) for number in signal.valid_signals()}

@@ -1,8 +1,7 @@
 """Registered owners of memory that only an optimizer step replaces but no optimizer owns.
 
 Offloaded optimizer state is in new pool memory after every step. An observer trusts a storage only
-after it has watched it for a step, so it would never trust this memory. Therefore the owner itself
-says which storages a save may copy after its call.
+after watching it for a step. So the owner of this memory tells which storages may be deferred.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Marks(NamedTuple):
     """The storages of a save, and which of them are copied after its call.
 
     Attributes:
-        numbers: Each storage's number in the save, by the address of its StorageImpl.
+        numbers: The storages' numbers in the save, by the addresses of their StorageImpls.
         rows: One `struct sfr_source` for each storage; marking a storage changes its lane.
         indices: The numbers of the marked storages.
         tensors: The tensors over marked storages.
@@ -42,8 +41,6 @@ class Marks(NamedTuple):
 
 
 class MemoryOwner(Protocol):
-    """An owner of memory that only an optimizer step replaces but no optimizer owns."""
-
     def defer(self, marks: Marks) -> None:
         """Mark the storages of a save that may be copied after its call, with
         `Observer.defer_memory_owner`."""

@@ -1,20 +1,17 @@
 """Owners: what is known of every optimizer that has stepped, and of its storages.
 
-An `Owner` represents one optimizer, to which it has a weak reference. It knows whether the
-optimizer `qualifies` (its step is known, see `stillframe._watch.steps`) and whether a step of the
-optimizer is running. The owner's ``Observer`` (C) knows which of the optimizer's storages change in
-steps only. Nothing here keeps an optimizer or a tensor alive.
+An `Owner` represents one optimizer. It knows whether the optimizer's step is known
+(`stillframe._watch.steps`) and whether a step is running. The owner's ``Observer`` (C) knows which
+of the optimizer's storages change in steps only. A storage that changed outside a step stays
+captured until `load_state_dict` or until a new storage replaces it. A storage that two optimizers
+own is captured. Nothing here keeps an optimizer or a tensor alive.
 
 Code that reads an optimizer is decorated with `bookkeeping`: if it raises, every later save
-captures all storages of that optimizer. An optimizer for which no owner can be made is only marked
-as active while it steps.
+captures all storages of that optimizer.
 
 Several threads may step different optimizers, and a signal handler may interrupt anywhere. So there
-is no lock: shared state changes by single dict and set operations, which the interpreter lock makes
-atomic. One owner is changed only by the thread that steps its optimizer.
-
-A storage that changed outside a step stays captured until `load_state_dict` or until a new storage
-replaces it. A storage that two optimizers own is captured for both.
+is no lock: shared state changes by single dict and set operations, which are atomic. An owner is
+changed only by the thread that steps its optimizer.
 """
 
 from __future__ import annotations
@@ -42,31 +39,29 @@ from stillframe._watch.memory_owners import Marks
 log = logging.getLogger("stillframe")
 
 _MIN_NBYTES = 4096  # smaller storages are always captured
-# How many parameters of an optimizer are looked up, at most, to find one that is in a save.
-_MOST_EXAMINED = 64
+_MOST_EXAMINED = 64  # parameters of an optimizer that `_is_captured` looks at
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
 # The thread of each running step, by id(optimizer). The entry of a step that raised stays.
 _active: dict[int, threading.Thread] = {}
-# By the address of a StorageImpl, the serial of its first owner. The observers maintain it.
+# The serial of a storage's first owner, by the address of the StorageImpl. Observers maintain it.
 _first_owners: dict[int, int] = {}
 _serials = itertools.count(1)
 _logged: set[str] = set()  # sentences that were logged
-# A frame with one of these codes is a step: the code of torch's wrapper that runs the hooks, and
-# the codes of the wrappers that `step_hooks` puts around other methods that write.
+# A frame with one of these codes is a step. `step_hooks` adds its wrappers of other methods that
+# write.
 step_codes: set[CodeType] = {steps.HOOKED}
 
 
 def log_once(sentence: str) -> None:
-    """Log, once, a reason why saves overlap less with training."""
+    """Log a reason why saves overlap less with training, once for each sentence."""
     if sentence not in _logged:
         _logged.add(sentence)
         log.info("stillframe: %s", sentence)
 
 
 def _give_up(subject: Any, error: Exception) -> None:
-    """Distrust an optimizer after an exception in `bookkeeping`. `subject` is the optimizer or its
-    owner."""
+    """Distrust an optimizer after an error; `subject` is the optimizer or its owner."""
     owner = subject if isinstance(subject, Owner) else _owners.get(id(subject))
     if owner is not None:
         owner.distrust(f"it cannot be watched ({type(error).__name__}: {error})")
@@ -86,33 +81,32 @@ class Owner:
 
     Attributes:
         closure_index: The index of the closure among a step's positional arguments, if it has one.
-        ungated: Some step has not called the closure that it was given. Since then the gate is
-            before each step, never after the closure.
-        gated: The present step has reached the gate, at the end of its closure. Also True if the
-            gate is before the step, so that no closure has to reach it.
         kind: The optimizer's class.
         observer: Knows which of the optimizer's storages change in steps only.
+        reached_gate: False while a closure runs that has the gate at its end.
         ref: A weak reference to the optimizer.
         serial: A number that no other owner has.
-        unseen: The optimizer's steps may run without hooks, and such a step waits for no copy. So
-            saves defer nothing that the optimizer writes.
+        skipped_closure: A step has not called the closure that it was given. From then on the gate
+            is before each step.
+        unseen: Steps may run without hooks and wait for no copy, so saves defer nothing that the
+            optimizer writes.
     """
 
     __slots__ = (
         "__weakref__",
+        "_examined",
         "_is_idle",
         "_known",
         "_rivals",
-        "_seen",
         "_steps_nested",
         "_why",
         "closure_index",
-        "gated",
         "kind",
         "observer",
+        "reached_gate",
         "ref",
         "serial",
-        "ungated",
+        "skipped_closure",
         "unseen",
     )
 
@@ -121,21 +115,20 @@ class Owner:
         self._steps_nested = 0  # steps that are running, one inside the other
         self._known = False  # the last result of `qualifies`
         self._is_idle = False  # after the last step, the observer had nothing to record or compare
-        # The step function that `_known` was found for, and how many classes were registered then.
-        self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
+        # `_known` depends on these: the step function, and the number of registered classes.
+        self._examined: tuple[weakref.ref[Any] | None, int] = (None, 0)
         self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()  # other owners of its storages
-        self._why = ""  # the reason of `distrust`
+        self._why = ""  # why the optimizer is distrusted
         self.closure_index: int | None = None
-        self.ungated = False
+        self.skipped_closure = False
         self.unseen = False
-        self.gated = True
+        self.reached_gate = True
         self.kind = type(optimizer)
         self.observer = _core.Observer(_first_owners, self.serial)
         self.ref = weakref.ref(optimizer, _OwnerRemoval(id(optimizer)))
 
     @property
     def distrusted(self) -> bool:
-        """Return whether saves capture all storages of the optimizer, for as long as it lives."""
         return bool(self._why)
 
     def distrust(self, why: str) -> None:
@@ -155,51 +148,47 @@ class Owner:
         rivals = [each for each in living() if each is not self]
         if optimizer is None or not rivals:
             return
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            memory = memory_of(parameter)
-            if isinstance(memory, torch.Tensor) and memory.layout is torch.strided:
-                storage = memory.untyped_storage()._cdata
-                for rival in rivals:
-                    rival.observer.capture(storage)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                memory = memory_of(parameter)
+                if isinstance(memory, torch.Tensor) and memory.layout is torch.strided:
+                    storage = memory.untyped_storage()._cdata
+                    for rival in rivals:
+                        rival.observer.capture(storage)
 
     def qualifies(self, optimizer: Optimizer) -> bool:
-        """Return whether the step is torch's own, or that of a listed or registered class. Update
-        `closure_index`."""
+        """Return whether the step is known (`steps.is_known`). Set `closure_index`."""
         own = optimizer.__dict__.get("step")  # LR schedulers put a wrapper of the step here
         step = type(optimizer).step if own is None else own
-        seen, vouched = self._seen
-        if seen is None or seen() is not step or vouched != len(steps.vouched):
+        examined, nr_vouched = self._examined
+        if examined is None or examined() is not step or nr_vouched != len(steps.vouched):
             self._known = steps.is_known(type(optimizer), step)
             self.closure_index = steps.closure_index(step)
-            # A weak reference, because a bound method would keep the optimizer alive. A weak
-            # reference to a bound method is dead at once, so such a step is examined each time.
+            # A weak reference, because a bound method would keep the optimizer alive. It is dead at
+            # once for a bound method, so such a step is examined each time.
             try:
-                self._seen = (weakref.ref(step), len(steps.vouched))
+                self._examined = (weakref.ref(step), len(steps.vouched))
             except TypeError:
-                self._seen = (None, 0)
+                self._examined = (None, 0)
         return self._known
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note that a step begins.
-
-        torch runs no post-hook after a step that raised, so `_steps_nested` still counts that step.
-        An enclosing step therefore counts only if it is found on the stack.
-        """
+        """Note that a step begins."""
+        # `_steps_nested` may count a step that raised, after which torch runs no post-hook. So an
+        # enclosing step must also be on the stack.
         nested = self._steps_nested > 0 and _steps_on_stack(optimizer) > 1
         self._steps_nested = self._steps_nested + 1 if nested else 1
         if not nested:
-            self.gated = True
+            self.reached_gate = True
 
     def end(self, optimizer: Optimizer) -> bool:
-        """Note that a step has ended, and record samples of what only the next step should change.
-
-        Return False if the step was inside another step of the same optimizer.
-        """
+        """Note that a step has ended, and record samples of the storages. Return False if the step
+        was inside another step of the same optimizer."""
         if self._steps_nested > 1:
             self._steps_nested -= 1
             return False
-        if not self.gated:
-            self.ungated = True
+        if not self.reached_gate:
+            self.skipped_closure = True
             self.distrust("its step did not call the closure it was given")
         try:
             if self._known and not self._why:
@@ -212,9 +201,8 @@ class Owner:
         return True
 
     def _record(self, groups: Any, state: Any) -> None:
-        """Record samples after a step. If another optimizer owns a storage too, have saves capture
-        that storage."""
-        # A torch function mode, such as a default device, would run Python code at each read.
+        """Record samples after a step. Have saves capture storages with two owners."""
+        # A torch function mode would run Python code at each read.
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []  # (serial of the other owner, storage)
             # `stepped` returns True if the observer has to find the optimizer's storages again.
@@ -225,7 +213,7 @@ class Owner:
                 try:
                     clashes = self.observer.enrol(groups, state)
                 except MemoryError:
-                    return  # nothing is watched now, so everything is captured
+                    return  # the observer watches nothing now, so everything is captured
             self._probe()
         for serial, storage in clashes:
             for rival in living():
@@ -236,8 +224,8 @@ class Owner:
 
     @bookkeeping
     def compare(self) -> None:
-        """Compare the storages with the samples that were recorded after the last step. This is
-        called at the gate of the next step, so no storage should have changed."""
+        """Compare the storages with the samples of the last step. Call this at the gate of the next
+        step, when no storage should have changed."""
         if self._is_idle:
             return
         with torch._C.DisableTorchFunction():
@@ -245,7 +233,6 @@ class Owner:
             self._probe()
 
     def _probe(self) -> None:
-        """Have devices take the probes that are due, on the current streams."""
         devices = self.observer.due()
         if devices:
             self.observer.probe(device.streams(devices))
@@ -257,18 +244,13 @@ class Owner:
         if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
         if id(optimizer) in _active:
-            return  # the last step of the owner has raised, so the tensors may be half updated
+            return  # the last step of the owner has raised and may have written a part
         self.observer.defer(optimizer.param_groups, optimizer.state, marks)
 
     @bookkeeping
     def why_captured(self, marks: Marks) -> str | None:
-        """Return a sentence about why a save captures all storages of the optimizer.
-
-        Return None if some are deferred, or if the save has no storage of the optimizer.
-
-        Args:
-            marks: The marks of all owners.
-        """
+        """Return a sentence about why a save captures all storages of the optimizer. Return None if
+        some are deferred, or if the save has no storage of the optimizer."""
         if self._known and not self._why:
             return None
         optimizer = self.ref()
@@ -284,8 +266,8 @@ class Owner:
         )
 
     def _is_captured(self, optimizer: Optimizer, marks: Marks) -> bool:
-        """Return whether the save captures the optimizer's storages. The first large parameter that
-        the save contains stands for all. Return False if none is found among the first ones."""
+        """Return whether the save captures the optimizer's storages, by the first large parameter
+        in the save. Return False if none is found."""
         params = (p for group in optimizer.param_groups for p in group["params"])
         for p in map(memory_of, itertools.islice(params, _MOST_EXAMINED)):
             if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
@@ -296,14 +278,14 @@ class Owner:
         return False
 
     def release_rivals(self) -> None:
-        """Have the observers of all rivals learn again, because the optimizer no longer exists:
-        the storages that they shared with it may now have one owner only."""
+        """Have the observers of all rivals learn again. The optimizer no longer exists, so the
+        storages may have one owner only."""
         for rival in tuple(self._rivals):
             rival.observer.forget()
 
 
 class _OwnerRemoval:
-    """The callback of an owner's weak reference: it removes the owner of a dead optimizer."""
+    """The callback of an owner's weak reference, which removes the owner of a dead optimizer."""
 
     __slots__ = ("_key",)
 
@@ -319,7 +301,6 @@ class _OwnerRemoval:
 
 
 def _steps_on_stack(optimizer: Optimizer) -> int:
-    """Return how many steps of the optimizer this thread is in."""
     return sum(
         1
         for frame in stack(sys._getframe(1))
@@ -347,8 +328,7 @@ def find_or_make(optimizer: Optimizer) -> Owner:
     if owner is None:
         owner = Owner(optimizer)
         _owners[id(optimizer)] = owner
-        # An optimizer made without Optimizer.__init__ may lack these hooks. Nothing is forgotten
-        # after its load_state_dict then.
+        # An optimizer made without Optimizer.__init__ may lack these hooks.
         if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
             optimizer.register_load_state_dict_post_hook(_loaded)
     return owner
@@ -356,26 +336,23 @@ def find_or_make(optimizer: Optimizer) -> Owner:
 
 def living() -> Iterator[Owner]:
     """Iterate over every owner that exists now."""
-    # list() copies the dict's values in one step. tuple() would allocate while it iterates; a
-    # garbage collection there can remove owners of dead optimizers.
+    # list() copies the values in one step. In tuple() a garbage collection may remove owners.
     return iter(list(_owners.values()))
 
 
 def forget_all() -> None:
-    """Drop every reference to tensors. The observers find the storages again after each
-    optimizer's next step."""
+    """Drop every reference to tensors, until each optimizer's next step."""
     for owner in living():
         owner.observer.forget()
 
 
 def enter(optimizer: Any) -> None:
-    """Mark an optimizer as active, because a step of it begins. Until the step ends, every save
-    captures everything, whatever is known of the optimizer."""
+    """Mark an optimizer as active during its step. Saves capture everything meanwhile."""
     _active[id(optimizer)] = threading.current_thread()
 
 
 def leave(optimizer: Any) -> None:
-    """Remove the mark of `enter`: the outermost step of the optimizer has ended."""
+    """Remove the mark of `enter` at the end of the outermost step."""
     _active.pop(id(optimizer), None)
 
 
@@ -384,10 +361,9 @@ def active() -> bool:
     if not _active:
         return False
     # torch runs no post-hook after a step that raised, so a mark may be left over. A mark of this
-    # thread counts only while a step is on its stack. A mark of another thread counts as long as
-    # that thread lives, because its stack cannot be examined safely: in CPython 3.11
-    # sys._current_frames may release the interpreter lock while it holds another lock, and two
-    # callers then deadlock.
+    # thread counts only while a step is on the stack. A mark of another thread counts as long as
+    # that thread lives: reading its stack is not safe, because in CPython 3.11 two callers of
+    # sys._current_frames may deadlock.
     own = threading.current_thread()
     for thread in list(_active.values()):
         if thread is not own:

@@ -4,17 +4,15 @@ They hold a step back until the saves in flight are staged (`gate.py`), observe 
 change (`ownership.py`), and record whether a step is running.
 
 If a step is given a closure, forward and backward run inside the step, and storages should be
-copied during that time. If an optimizer's step is known to call the closure before it writes, the
-gate is therefore after the closure:
+copied during that time. So the gate is after the closure, if the step is known to call the closure
+before it writes:
 
     step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
     step()        -> pre-hook: GATE --------------------------------> update -> post-hook
 
-A step that is compiled as one graph (fullgraph=True) has no point where Python could wait. So the
-hooks run once, while it is traced, and not in the compiled step. From then on every save captures
-what that optimizer writes, even if others own it too. If the optimizer's weights belong to
-offloaded layers, its steps must wait for copies, so the step is not compiled as one graph: torch
-reports a graph break. Without fullgraph=True, the graph breaks at each hook.
+In a compiled step the graph breaks at each hook. A step that is compiled as one graph
+(fullgraph=True) has no hooks, so every save captures what the optimizer writes. If the optimizer's
+weights belong to offloaded layers, the hooks stay and torch reports the graph break.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def eager(function: _F) -> _F:
     """Keep a function out of compiled steps: it runs between their graphs, at every step."""
-    # The private function imports torch._dynamo (1.4 s) at the first call, not at import.
+    # The private function imports torch._dynamo (1.4 s) only at the first call.
     lazy = getattr(torch, "_disable_dynamo", None)
     disable: Callable[[_F], _F] = torch.compiler.disable if lazy is None else lazy
     return disable(function)
@@ -52,8 +50,8 @@ def eager(function: _F) -> _F:
 
 @eager
 def _after_closure(optimizer: Optimizer, owner: Owner) -> None:
-    """Wait at the gate, because the closure has run and the step is about to write."""
-    owner.gated = True
+    """Wait at the gate after the closure."""
+    owner.reached_gate = True
     owner.compare()
     gate.hold_back(optimizer)
 
@@ -69,7 +67,7 @@ def _gated_closure(
         _after_closure(optimizer, owner)
         return value
 
-    owner.gated = False
+    owner.reached_gate = False
     return gated
 
 
@@ -78,9 +76,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @bookkeeping
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Begin a step. Return its arguments, with the closure replaced by one that has the gate at its
-    end. Return None if the gate cannot be in a closure; then the caller has to wait there now.
-    """
+    """Begin a step. Return its arguments, with a closure that waits at the gate. Return None if the
+    gate cannot be in a closure; the caller must then wait now."""
     owner = ownership.find(optimizer)
     if owner is None:
         owner = ownership.find_or_make(optimizer)
@@ -89,8 +86,8 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if _device.capturing():
         # A captured graph can be replayed, and then changes everything without running a hook.
         owner.run_unseen("its step was captured in a CUDA graph")
-    known = owner.qualifies(optimizer) and not owner.ungated
-    if known and (len(args) > 1 or kwargs):  # args[0] is the optimizer
+    calls_closure = owner.qualifies(optimizer) and not owner.skipped_closure
+    if calls_closure and (len(args) > 1 or kwargs):  # args[0] is the optimizer
         arguments = _with_gated_closure(optimizer, owner, args, kwargs)
         if arguments is not None:
             return arguments
@@ -101,20 +98,17 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _with_gated_closure(
     optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return a step's arguments with the gate at the end of the closure, or None if the gate has to
+    """Return a step's arguments with the gate at the end of the closure, or None if the gate must
     be before the step."""
-    # Another pre-hook may write, and it runs before the closure. So the gate cannot be later.
+    # Another pre-hook may write before the closure, so the gate cannot be later.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
     closure, index = kwargs.get("closure"), owner.closure_index
     if callable(closure):
         return args, {**kwargs, "closure": _gated_closure(closure, optimizer, owner)}
     if index is not None and len(args) > index and callable(args[index]):
-        return (
-            *args[:index],
-            _gated_closure(args[index], optimizer, owner),
-            *args[index + 1 :],
-        ), kwargs
+        gated = _gated_closure(args[index], optimizer, owner)
+        return (*args[:index], gated, *args[index + 1 :]), kwargs
     return None
 
 
@@ -127,16 +121,14 @@ def _end(optimizer: Optimizer) -> bool:
 
 @eager
 def _before_writing(optimizer: Optimizer) -> None:
-    """Begin a step in a method that is not `step`. Such a method takes no closure, so the gate is
-    here."""
+    """Begin a step in a method that is not `step`, and wait at the gate."""
     ownership.enter(optimizer)
     _begin(optimizer, (), {})
     gate.hold_back(optimizer)
 
 
 def _gate_writers(kind: type[Any]) -> None:
-    """Wrap the methods other than `step` in which a listed class writes, so that they count as
-    steps."""
+    """Make the methods other than `step` in which a listed class writes count as steps."""
     for each in kind.__mro__:
         for name in steps.writers(each):
             method = each.__dict__.get(name)
@@ -162,15 +154,14 @@ def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Wait at the gate, or return arguments with a closure that will wait there. This is the
-    pre-hook of every step."""
+    """Begin a step: the pre-hook of every step. Return new arguments, or None to keep them."""
     if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
         return None
     return _step_begins(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the end of the step. This is the post-hook of every step."""
+    """End a step: the post-hook of every step."""
     if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
         return
     _step_ends(optimizer)
@@ -199,12 +190,11 @@ def _step_ends(optimizer: Optimizer) -> None:
 
 
 def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
-    """Return whether a step that is being traced has to become one graph, without hooks.
+    """Return whether a step that is being traced has to become one graph, without hooks. If so,
+    have later saves capture what the optimizer writes, and wait for the copies in flight.
 
-    The compiler calls this function while it traces, and treats the answer as a constant. It traces
-    again for another optimizer, or when `must_wait` (`gate.must_wait`) has changed. Before this
-    function returns True, it has later saves capture what the optimizer writes, and waits for the
-    copies in flight.
+    The compiler treats the answer as a constant. It traces again for another optimizer, or when
+    `must_wait` (`gate.must_wait`) has changed.
     """
     if not _has_to_be_whole() or gate.concerns(optimizer):
         return False
@@ -236,9 +226,9 @@ def _capture_all_of(optimizer: Optimizer) -> None:
 
 
 def install() -> None:
-    """Register the hooks; called once, when the package is imported."""
+    """Register the hooks. The import of the package calls this once."""
     handle = register_optimizer_step_pre_hook(_before_step)
-    # This hook becomes the first of the pre-hooks, so what other hooks write comes after the gate.
+    # Make it the first pre-hook, so that other hooks write after the gate.
     hooks = handle.hooks_dict_ref()
     if isinstance(hooks, OrderedDict):
         hooks.move_to_end(handle.id, last=False)

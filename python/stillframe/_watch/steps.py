@@ -1,9 +1,8 @@
 """Optimizer steps that are known to call the closure first and to be the only code that writes.
 
-These are torch's own steps, those of classes registered with `register_optimizer`, and those listed
-in `third_party.toml`: classes of other packages whose steps were read and tried. A step is
-recognised by its function, so a subclass that overrides `step` is not known, whatever it inherits
-from.
+These are torch's own steps, the steps of classes registered with `register_optimizer`, and the
+steps listed in `third_party.toml`, which were read and tried. A step is recognised by its function,
+so a subclass that overrides `step` is not known.
 """
 
 from __future__ import annotations
@@ -66,15 +65,17 @@ PACKAGES = _load(Path(__file__).with_name("third_party.toml"))
 def register_optimizer(optimizer_class: type[Optimizer]) -> None:
     """Vouch for an optimizer class, so that saves may overlap training with it.
 
-    By this call you promise two things. The class's ``step`` calls the closure, if it is given one,
-    before it changes anything. And nothing outside ``step`` writes the optimizer's parameters and
-    state. Subclasses count only if they inherit ``step`` unchanged.
+    By this call you promise two things:
+    - If ``step`` is given a closure, it calls the closure before it changes anything.
+    - Nothing outside ``step`` writes the optimizer's parameters and state.
+
+    Subclasses count only if they inherit ``step`` unchanged.
 
     Args:
         optimizer_class: A subclass of ``torch.optim.Optimizer``.
 
     Raises:
-        TypeError: `optimizer_class` is no such class, but for instance an optimizer.
+        TypeError: `optimizer_class` is not such a class.
     """
     given: object = optimizer_class
     if not (isinstance(given, type) and issubclass(given, Optimizer)):
@@ -94,11 +95,8 @@ def _name(instance: object) -> str:
 
 
 def _layers(step: Any) -> list[Any]:
-    """Return a step's function and the wrappers of it inside torch's hooks, outermost first.
-
-    Wrappers outside the hooks (of an LR scheduler, of Lightning, of a compiled step) run before the
-    pre-hook or after the post-hook, so what they do does not matter here. They are left out.
-    """
+    """Return a step's function and its wrappers inside torch's hooks, outermost first. Wrappers
+    outside the hooks run before the pre-hook or after the post-hook, and are left out."""
     layers: list[Any] = []
     inside = False
     for _ in range(_MAX_LAYERS):
@@ -116,8 +114,7 @@ def _layers(step: Any) -> list[Any]:
 
 
 def _module(function: Any) -> str:
-    # functools.wraps copies `__module__` from the wrapped function, so a wrapper's own module is
-    # known only by its globals.
+    # A wrapper's own module is in its globals: functools.wraps copies `__module__`.
     name = getattr(function, "__globals__", {}).get("__name__", "")
     return name if isinstance(name, str) else ""
 
@@ -127,7 +124,7 @@ def is_known(kind: type[Any], step: Any) -> bool:
 
     Args:
         kind: The class of the optimizer.
-        step: The step function of the class, or of one optimizer of the class.
+        step: The step function of the class or of one optimizer.
     """
     layers = _layers(step)
     if not layers:
@@ -152,22 +149,19 @@ def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
         package = _package_of(each)
         if package is None or each.__qualname__ not in package.classes.get(each.__module__, ()):
             continue
-        return (
-            defined_in.partition(".")[0] == each.__module__.partition(".")[0]
-            and _layers(getattr(each, "step", None))[:1] == [outermost]
-            and all(getattr(kind, name) is getattr(each, name) for name in writers(each))
-            and _is_tried(package)
-        )
+        same_package = defined_in.partition(".")[0] == each.__module__.partition(".")[0]
+        same_step = _layers(getattr(each, "step", None))[:1] == [outermost]
+        same_writers = all(getattr(kind, name) is getattr(each, name) for name in writers(each))
+        return same_package and same_step and same_writers and _is_tried(package)
     return False
 
 
 def _package_of(kind: type[Any]) -> Package | None:
-    """Return the listed package that defines a class, or None."""
     return PACKAGES.get(kind.__module__.partition(".")[0])
 
 
 def writers(kind: type[Any]) -> list[str]:
-    """Return the names of the methods other than `step` in which a listed class writes."""
+    """Return the methods other than `step` in which a class writes, if the class is listed."""
     package = _package_of(kind)
     if package is None or kind.__qualname__ not in package.classes.get(kind.__module__, ()):
         return []
@@ -185,10 +179,8 @@ def _is_tried(package: Package) -> bool:
 
 
 def closure_index(step: Any) -> int | None:
-    """Return the index of the closure among a step's positional arguments; `self` has index 0.
-
-    Return None if the closure can only be passed by keyword.
-    """
+    """Return the index of the closure among a step's positional arguments, where `self` has index
+    0. Return None if the closure can only be passed by keyword."""
     layers = _layers(step)
     code = getattr(layers[-1], "__code__", None) if layers else None
     if code is None:
