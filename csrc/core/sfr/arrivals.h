@@ -10,7 +10,7 @@
  *     sfr_arrivals_end(group);                                the threads that fetch return
  *     sfr_arrivals_free(group);
  *
- * Any thread may call these. In a forked child a group has no files and its calls return
+ * Any thread may call these functions. In a forked child a group has no files, and its calls return
  * SFR_EFORK. */
 #ifndef SFR_ARRIVALS_H
 #define SFR_ARRIVALS_H
@@ -18,8 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How many chunks are fetched ahead of a reader. When a file has more chunks than this in memory,
- * those that were read to the end are freed. */
+/* How many chunks are fetched ahead of a reader. If more are in memory, those that were read to the
+ * end are freed. */
 #define SFR_ARRIVALS_WINDOW 8u
 
 struct sfr_arrivals; /* a group of files that the same threads fetch */
@@ -30,31 +30,34 @@ struct sfr_wanted {
 	uint64_t off, len; /* the range in the file */
 };
 
-int sfr_arrivals_new(struct sfr_arrivals **out); /* -ENOMEM */
-/* Makes a file of `len` bytes, which are fetched `chunk` bytes at a time (whole pages). *number
- * identifies the file in the other calls. Returns the file's descriptor, which the group owns and
- * closes, or -errno, SFR_EFORK, SFR_ECLOSED. */
+int sfr_arrivals_new(struct sfr_arrivals **out); /* 0 or -ENOMEM */
+/* Makes a file of `len` bytes, fetched `chunk` bytes at a time (whole pages). *number identifies
+ * it. Returns a descriptor, which the group closes, or -errno, SFR_EFORK or SFR_ECLOSED. */
 int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, uint64_t *number);
-/* Waits until a reader needs bytes that no thread is fetching. The caller must then fetch them, and
- * call sfr_arrivals_put or sfr_arrivals_fail. 0, SFR_EAGAIN, SFR_EFORK; SFR_ECLOSED: the group has
- * ended. */
+/* Waits until a reader needs bytes that no thread is fetching. After 0 the caller must fetch these
+ * bytes, and call sfr_arrivals_put or sfr_arrivals_fail. Returns 0, SFR_EAGAIN, SFR_EFORK, or
+ * SFR_ECLOSED when the group has ended. */
 int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out);
-/* Hands over the bytes that sfr_arrivals_next has asked for. 0; SFR_ECLOSED: nobody needs them any
- * more; SFR_EFORK. -EINVAL: other bytes were asked for. Any other -errno: the bytes could not be
- * written to memory. After -EINVAL or -errno the file fails, as with sfr_arrivals_fail. */
+/* Hands over the bytes that sfr_arrivals_next has asked for. Returns 0, or:
+ *
+ *   SFR_ECLOSED    nobody needs the bytes any more
+ *   -EINVAL        other bytes were asked for
+ *   other -errno   the bytes could not be written to memory
+ *   SFR_EFORK
+ *
+ * After any -errno the file has failed, as with sfr_arrivals_fail. */
 int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, const void *bytes,
 		     size_t len);
-/* Records that bytes of the file cannot be fetched: every wait for its bytes, now or later, ends
- * with -EIO. */
+/* Fails the file: every wait for its bytes, now or later, ends with -EIO. */
 void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number);
 /* Closes a file, once nothing in the core reads it any more. */
 void sfr_arrivals_close(struct sfr_arrivals *group, uint64_t number);
 /* Closes all files of the group. A waiting sfr_arrivals_next returns SFR_ECLOSED. */
 void sfr_arrivals_end(struct sfr_arrivals *group);
-void sfr_arrivals_free(struct sfr_arrivals *group); /* ends it first; NULL is allowed */
+void sfr_arrivals_free(struct sfr_arrivals *group); /* ends the group first; accepts NULL */
 
-/* Waits until all bytes of an arriving file have been fetched, and keeps them in memory. Returns 0
- * at once for any other descriptor; else 0, SFR_EAGAIN, -EIO, SFR_EFORK. */
+/* Waits until all bytes of an arriving file have been fetched, and keeps them in memory. Returns 0,
+ * SFR_EAGAIN, -EIO or SFR_EFORK. For any other descriptor returns 0 at once. */
 int sfr_arrivals_fill(int fd, uint64_t slice_ns);
 
 #endif

@@ -5,10 +5,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Appends `len` bytes to the message whose CRC is `crc` (0 for the empty message) and returns the
- * new CRC: zlib's CRC-32, polynomial 0xedb88320. Callable from any thread; takes no lock. */
+/* Returns the CRC of a message with `len` bytes appended. `crc` is that of the message so far, 0 if
+ * it is empty. This is zlib's CRC-32, polynomial 0xedb88320. Any thread may call it. */
 uint32_t sfr_crc32(uint32_t crc, const void *buf, size_t len);
-/* Does the same while copying the bytes to `dst`; reads `src` once. */
+/* Does the same, and copies the bytes to `dst`. Reads `src` once. */
 uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len);
 /* Does the same as sfr_crc32 without special instructions of the CPU. */
 uint32_t sfr_crc32_portable(uint32_t crc, const void *buf, size_t len);

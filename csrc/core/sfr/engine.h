@@ -15,62 +15,65 @@ struct sfr_engine_opts {
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* 1: other processes can map the pool (sfr_snapshot_file) */
 	uint32_t nr_copiers;    /* threads that help with a copy while a call or a step waits */
-	/* The cap of a default pool is budget_bytes less the caps of the process's other default
-	 * pools, at most most_bytes, and at least one block. If the system refuses that much
-	 * address space, the cap is halved until the system agrees. */
+	/* All default pools of the process share budget_bytes. A new one gets what is left: at most
+	 * most_bytes, at least one block. The cap is halved until the system agrees to it. */
 	uint64_t budget_bytes, most_bytes;
 };
 
 struct sfr_stats {
 	uint64_t pool_bytes, block_bytes;
-	uint64_t committed_bytes; /* memory that the pool has obtained from the system */
-	uint64_t leased_bytes;    /* part of committed_bytes that is handed out now */
-	uint64_t save_bytes;      /* part of leased_bytes that saves have; the rest is snapshots' */
-	/* part of committed_bytes that is never used again: a dead device may still write to it */
-	uint64_t retired_bytes;
-	/* A save of several files, or to a store, counts once, although the core makes an
-	 * (unordered) save of each of its files. */
+	uint64_t committed_bytes; /* memory that the pool has obtained from the system; of this: */
+	uint64_t leased_bytes;    /* handed out now */
+	uint64_t save_bytes;      /* of leased_bytes: what saves have; snapshots have the rest */
+	uint64_t retired_bytes;   /* never used again: a dead device may still write to it */
+	/* a save of several files, or to a store, counts once */
 	uint64_t saves_in_flight, saves_total;
 };
 
-/* Returns how many bytes of memory all pools of this process have from the system. */
+/* Returns how many bytes all pools of this process have from the system. */
 uint64_t sfr_pools_hold(void);
 
-/* Makes an engine without starting a thread. -EINVAL: an option is out of range. With shared
- * memory: -errno of memfd_create, or -EFBIG when RLIMIT_FSIZE is less than the pool. */
+/* Makes an engine without starting a thread. Returns 0, or:
+ *
+ *   -EINVAL          an option is out of range
+ *   -EFBIG           shared memory: RLIMIT_FSIZE is less than the pool
+ *   -ENOMEM, -errno  of memfd_create and others */
 int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out);
 /* Waits for the engine's saves and for the process's removes, then stops the threads and frees the
- * pool. Returns 0, SFR_EAGAIN or SFR_EFORK. From the first call on new saves fail. The call does
- * not wait for a save that its own thread is still capturing: a signal handler may call this in the
- * middle of a save. Threads and pool then stay until the last such save has ended. */
+ * pool. Returns 0, SFR_EAGAIN or SFR_EFORK. From the first call on new saves fail.
+ *
+ * Does not wait for a save that the calling thread is still capturing, because a signal handler may
+ * call this function. Threads and pool then stay until the last such save has ended. */
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns);
 void sfr_engine_put(struct sfr_engine *engine); /* drops the maker's reference; accepts NULL */
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out); /* 0 or SFR_EFORK */
-/* Obtains memory for the pool's first `nbytes` bytes (at most its cap), so that no save has to. 0,
- * -errno, SFR_EFORK, SFR_ECLOSED. */
+/* Obtains memory for the pool's first `nbytes` bytes (at most its cap), so that no save has to.
+ * Returns 0, -errno, SFR_EFORK or SFR_ECLOSED. */
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes);
 /* Returns to the system the memory of blocks that are not leased. Errors as above. */
 int sfr_engine_trim(struct sfr_engine *engine);
 /* Prepares the engine for CUDA: makes the device's lane, and makes warm_up pin memory for it.
- * Returns 0, or -errno with a sentence in `why`. */
+ * Errors as above, possibly with a sentence in `why`. */
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
-/* Takes a slot for a save whose bytes the engine does not write. The slot counts against
- * max_in_flight and in the statistics, and sfr_engine_close waits until the caller, who owns the
- * slot, gives it back. `flags` are SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. Returns 0;
- * SFR_EAGAIN when the slice has passed; SFR_EBUSY, SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
+
+/* The slot of a save that the core does not write. It counts against max_in_flight and in the
+ * statistics, and sfr_engine_close waits for it. */
 struct sfr_slot;
+/* Takes a slot, which the caller owns. `flags`: SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a
+ * save. Returns 0, SFR_EAGAIN, SFR_EBUSY (with NO_WAIT), SFR_ECLOSED, SFR_EFORK or -ENOMEM. */
 int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 		  struct sfr_slot **out);
-/* Records that the call that took the slot is over. From now on sfr_engine_close waits for the
- * slot, also when the thread that took it calls that function. */
+/* Records that the call that took the slot is over. From now on sfr_engine_close waits for the slot
+ * even on the thread that took it. */
 void sfr_slot_launched(struct sfr_slot *slot);
 /* Gives the slot back. May be called again; does nothing in a forked child. */
 void sfr_slot_give_back(struct sfr_slot *slot);
 /* Returns whether the slot was given back. */
 bool sfr_slot_is_over(struct sfr_slot *slot);
-void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; NULL is fine */
-/* Describes the CUDA driver and dead devices in one sentence, in `text` of `len` bytes. Loads the
- * driver but does not initialise it. 0 or SFR_EFORK. */
+void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; accepts NULL */
+
+/* Describes the CUDA driver and dead devices in `text` of `len` bytes. Loads the driver but does
+ * not initialise it. Returns 0 or SFR_EFORK. */
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
 
 #endif

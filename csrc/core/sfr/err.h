@@ -29,7 +29,7 @@ enum sfr_code {
 #undef X
 };
 
-/* The phase in which a save failed. SaveError.phase is the text. */
+/* The phase in which a save failed. The texts are those of SaveError.phase. */
 #define SFR_PHASE_LIST(X)                                                                          \
 	X(SFR_PHASE_NONE, "")                                                                      \
 	X(SFR_PHASE_STAGE, "stage")                                                                \

@@ -5,11 +5,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Appends a remove of `key`. A key is the real path of the parent directory, a slash, and the last
- * component. The remove runs when every save submitted before it has ended, and only if the last of
- * them became durable (without SFR_SAVE_DURABLE: was renamed) or there was none. A directory is
- * removed with its contents. Returns 0 or -errno; *seq_out gets the entry's sequence number, unless
- * seq_out is NULL. */
+/* Appends a remove of `key`: the real path of the parent directory, a slash, and the last
+ * component. A directory is removed with its contents. The remove runs when every save submitted
+ * before it has ended. It is dropped if the last of these saves did not become durable or, without
+ * SFR_SAVE_DURABLE, was not renamed. Returns 0 or -errno. *seq_out, unless NULL, gets the entry's
+ * sequence number. */
 int sfr_log_remove(const char *key, uint64_t *seq_out);
 /* Says whether `key` will exist once the log is empty:
  *
@@ -18,38 +18,38 @@ int sfr_log_remove(const char *key, uint64_t *seq_out);
  *   2   the pending save of a directory above the name decides
  *  -1   no entry concerns the name: ask the file system */
 int sfr_log_exists(const char *key);
-/* A load of `key`. Its file is opened for reading after every earlier save and remove of `key` has
- * ended, and before any later save or remove takes effect. A key that ends in a slash names a
- * directory: then the load also waits for the saves and removes of everything in it. */
+/* A load of `key`. Its file is opened after every earlier save and remove of `key` has ended, and
+ * before any later one takes effect. A key that ends in a slash names a directory: the load then
+ * waits also for the saves and removes of everything in it. */
 struct sfr_log_load;
-/* Submits a load. 0, -ENOMEM, -errno. */
+/* Submits a load. Returns 0 or -errno. */
 int sfr_log_load_new(const char *key, struct sfr_log_load **out);
-/* Waits until the file is open, and gives its descriptor to the caller. 0, SFR_EAGAIN, SFR_EFORK,
- * -errno of open; *fd_out is then -1. */
+/* Waits until the file is open for reading, and gives its descriptor to the caller. Returns 0; or,
+ * with *fd_out -1, SFR_EAGAIN, SFR_EFORK or -errno of open. */
 int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out);
 /* Frees a load at any time; accepts NULL. Closes a descriptor that was not taken. */
 void sfr_log_load_free(struct sfr_log_load *load);
-/* Waits until everything submitted before the first call has ended. In the first call *seq is 0.
- * The call sets *seq, and further calls with that value resume the wait. 0 or SFR_EAGAIN. */
+
+/* Waits until everything submitted before the first call has ended. The first call finds *seq 0 and
+ * sets it; further calls with that value resume the wait. Returns 0 or SFR_EAGAIN. */
 int sfr_log_drain(uint64_t *seq, uint64_t slice_ns);
 /* Returns how many saves and removes have not ended. */
 uint64_t sfr_log_pending(void);
-/* Returns 1 and a sentence in `text` if something pending is on a file system that has not answered
- * for 20 s, else 0. Saves to other file systems do not wait for it. */
+/* Returns 1, with a sentence in `text`, if something pending is on a file system that has not
+ * answered for 20 s; else 0. Saves to other file systems do not wait for it. */
 int sfr_log_unanswered(char *text, size_t len);
-/* For tests: sets how long a file system may take before it is set aside; 0 restores the
- * default. */
+/* For tests: sets how long others wait for a file system to answer. 0 restores the default. */
 void sfr_log_tune(uint64_t patience_ns);
 /* Waits until the log is empty and no save is between admit and launch, then ends the log's
- * threads. The next save or remove starts one again. Returns 0. */
+ * threads. The next save or remove starts them again. Returns 0. */
 int sfr_log_stop(void);
 
 /* ---- external work in the log's order (commit/work.c) ---- */
 
-/* An entry whose work is done outside the core: a link, or a save or remove by other code. When the
- * entry reaches the head of the log, everything submitted before it has ended. From then until
- * sfr_log_work_end the entry blocks the log, so nothing submitted after it takes effect. Loads and
- * sfr_log_exists treat it like a save or a remove. */
+/* An entry whose work is done outside the core: a link, or a save or remove by other code. At the
+ * head of the log, everything submitted before it has ended. The entry stays there until
+ * sfr_log_work_end, so nothing submitted after it takes effect. Loads and sfr_log_exists treat the
+ * entry like a save or a remove. */
 enum sfr_work_kind {
 	SFR_WORK_SAVE,
 	SFR_WORK_REMOVE,
@@ -57,20 +57,18 @@ enum sfr_work_kind {
 	SFR_WORK_DIRECTORY, /* a save that makes its name and everything below it */
 };
 struct sfr_log_work;
-/* Makes an entry that is not in the log yet; the caller has its one reference. -ENOMEM, -EINVAL. */
+/* Makes an entry, owned by the caller and not in the log yet. Returns 0, -ENOMEM or -EINVAL. */
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out);
-/* Appends the entry to the log. Called once; never waits. 0 or -errno. */
+/* Appends the entry to the log. Called once; never waits. Returns 0 or -errno. */
 int sfr_log_work_append(struct sfr_log_work *work);
 uint64_t sfr_log_work_number(const struct sfr_log_work *work); /* from 1, unique in the process */
-/* Waits until external work is at the head of the log, and sets *number to the number of its entry.
- * Each entry is given to one caller. *after_good is 0 if the last save before the entry failed.
- * SFR_EAGAIN; SFR_ECLOSED when the log is being stopped. */
+/* Waits until external work is at the head of the log, and sets *number to the entry's number. Each
+ * entry is given to one caller. *after_good is 0 if the last save before the entry failed. Returns
+ * 0, SFR_EAGAIN, or SFR_ECLOSED when the log is being stopped. */
 int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good);
-/* Ends the work, successfully if `ok`. A failed save keeps later removes from running, as any
- * failed save does. Further calls change nothing. */
+/* Ends the work, as a success if `ok`. After a failed save later removes do not run. Idempotent. */
 void sfr_log_work_end(struct sfr_log_work *work, int ok);
-/* Drops the caller's reference. An entry that was appended and has not ended ends as failed.
- * Accepts NULL. */
+/* Drops the caller's reference. Accepts NULL. An appended entry that has not ended has failed. */
 void sfr_log_work_put(struct sfr_log_work *work);
 
 #endif

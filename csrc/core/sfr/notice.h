@@ -7,11 +7,10 @@
 struct sfr_ticket;
 struct sfr_snapshot;
 
-/* every byte of a save is copied: the taker calls sfr_save_confirm and releases the sources */
+/* a save's bytes are copied: the taker calls sfr_save_confirm and releases the sources */
 #define SFR_NOTICE_COPIED 1u
-#define SFR_NOTICE_ENDED 2u /* a save has ended: its slot and blocks are given back */
-/* a sentence for the user's log, such as: a remove was dropped */
-#define SFR_NOTICE_TEXT 3u
+#define SFR_NOTICE_ENDED 2u    /* a save has ended and given back its slot and blocks */
+#define SFR_NOTICE_TEXT 3u     /* a sentence for the user's log */
 #define SFR_NOTICE_STOP 4u     /* sfr_notice_stop was called */
 #define SFR_NOTICE_SNAPSHOT 5u /* a snapshot's copies have ended */
 
@@ -22,10 +21,9 @@ struct sfr_notice {
 	struct sfr_snapshot *snapshot; /* SNAPSHOT: the taker gets a reference */
 	char text[1024];               /* for TEXT, else "" */
 };
-/* Waits for the next notice and takes it. 0 or SFR_EAGAIN. */
+/* Waits for the next notice and takes it. Returns 0 or SFR_EAGAIN. */
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns);
-/* Puts back a notice that its taker could not handle; the next wait returns it first. For the one
- * thread that takes notices. */
+/* For the one thread that takes notices: puts a notice back. The next wait returns it first. */
 void sfr_notice_again(const struct sfr_notice *notice);
 void sfr_notice_stop(void); /* wakes each waiter with SFR_NOTICE_STOP, once */
 

@@ -19,31 +19,29 @@ void sfr_parts_free(struct sfr_parts *parts); /* accepts NULL */
 uint64_t sfr_parts_len(const struct sfr_parts *parts);
 /* Appends bytes, copied in the call. */
 int sfr_parts_bytes(struct sfr_parts *parts, const void *bytes, size_t len);
-/* Appends host memory. It is not copied now: writers read it when they write the file, so it must
- * stay valid and unchanged until the save has *ended*. A long source whose address equals its file
- * offset modulo 4096 is written in place; any other goes through a writer's buffer. */
+/* Appends host memory, which writers read when they write the file. The memory must stay valid and
+ * unchanged until the save has ended. A long source whose address equals its file offset modulo
+ * 4096 is written in place; any other goes through a writer's buffer. */
 int sfr_parts_source(struct sfr_parts *parts, uint64_t addr, uint64_t nbytes);
-/* Appends four bytes that hold the CRC of source number `source`, counted from 0. -EINVAL: there is
- * no such source yet. */
+/* Appends four bytes for the CRC of source number `source`, counted from 0. -EINVAL: there is no
+ * such source yet. */
 int sfr_parts_crc(struct sfr_parts *parts, uint32_t source);
-/* Appends a contiguous tensor in host memory as an archive of its own, byte for byte what
- * torch.save(tensor) makes, with the strides as given. The archive consists of a source and the
- * bytes around it, which are padded so that the source can be written in place. */
+/* A contiguous tensor in host memory. */
 struct sfr_tensor {
 	const char *storage; /* torch's name of the storage type, such as "FloatStorage" */
 	uint64_t addr, nbytes;
-	uint64_t numel; /* elements of the storage: nbytes over the size of an element */
+	uint64_t numel; /* elements of the storage */
 	uint32_t ndim;
-	const int64_t *sizes, *strides;
+	const int64_t *sizes, *strides; /* in elements */
 };
+/* Appends a tensor as an archive of its own: byte for byte what torch.save(tensor) makes. It is
+ * padded so that the tensor's bytes can be written in place. */
 int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor);
 
-/* Makes a save of such a file to the target in `desc`, which has no skeleton and no sources. It
- * goes on like any other save (admit, capture, launch), except that nothing is captured.
- * SFR_WAIT_COPIED is reached when the last source was written, or handed to the stream; even so the
- * caller leaves the sources unchanged until the save has ended. The file is exactly as long as the
- * parts.
- * On success the save owns the parts. -ENOMEM, -EINVAL, -EFBIG, SFR_EFORK. */
+/* Makes a save of the parts to the target in `desc`, which has no skeleton and no sources. The
+ * caller goes on as with any other save: admit, capture, launch. The file is exactly as long as the
+ * parts. SFR_WAIT_COPIED is reached when the last source was written, or handed to the stream. On
+ * success the save owns the parts. Returns 0, -ENOMEM, -EINVAL, -EFBIG or SFR_EFORK. */
 int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		       struct sfr_parts *parts, struct sfr_ticket **out);
 

@@ -11,14 +11,12 @@ struct sfr_ticket;
 
 #define SFR_SAVE_DURABLE 1u /* sync the file and its directory */
 #define SFR_SAVE_NESTED 2u  /* made inside another call of this thread: never waits for a slot */
-/* compute a checksum of all deferred bytes in the call, and compare it with that of the copies */
+/* compare a checksum of all deferred bytes, computed in the call, with that of the copies */
 #define SFR_SAVE_CHECK_BYTES 4u
 #define SFR_SAVE_NO_WAIT 8u /* return SFR_EBUSY instead of waiting for a slot */
-/* rename the file as soon as it is synced: the save is not in the log, nor counted in
- * max_in_flight */
+/* rename the file when it is synced; the save is neither in the log nor counted in max_in_flight */
 #define SFR_SAVE_UNORDERED 16u
-/* write no file, but hand the file's bytes to the caller in order (sfr/stream.h); such a save is
- * unordered, and durable when the caller has given back all pieces and the end */
+/* write no file, but hand the bytes to the caller (sfr/stream.h); such a save is unordered */
 #define SFR_SAVE_STREAM 32u
 
 struct sfr_save_desc {
@@ -28,65 +26,65 @@ struct sfr_save_desc {
 	/* data.pkl, or the header of a flat file; valid until the save is staged or has ended */
 	const void *skeleton;
 	uint64_t skeleton_len;
-	/* the array is copied in the call; the memory that it describes must stay valid until the
-	 * save is staged or has ended */
+	/* the array is copied in the call; its memory must stay valid as long as the skeleton */
 	const struct sfr_source *sources;
 	uint32_t nr_sources;
 	uint32_t flags; /* SFR_SAVE_* */
 	/* NULL: torch's format. Else a flat file: the skeleton, then these members in this order,
-	 * without a gap (archive/flat.c). The array is only read in the call. */
+	 * without a gap. The array is read in the call. */
 	const struct sfr_member *members;
 	uint32_t nr_members;
 };
 
-/* Makes a ticket and lays out its image. No I/O, no wait. -ENOMEM, -EINVAL. */
+/* Makes a ticket and lays out its image without I/O. Returns 0, -ENOMEM, -EINVAL or SFR_EFORK. */
 int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		 struct sfr_ticket **out);
 
-/* Marks the state of the devices that is to be saved: records an event on the caller's stream of
- * each device, after which the save's copies run. Called before sfr_save_admit; does nothing
- * without sources on devices. After SFR_ECAPTURING (a stream is capturing a graph), SFR_ECLOSED or
- * SFR_ESTATE the caller abandons the save. Any other failure (no driver, a dead device) is kept by
- * the ticket: the call returns 0, and the save fails as soon as it is admitted. */
+/* Marks the state to be saved, by an event on the caller's stream of each device. Called before
+ * sfr_save_admit. Does nothing without sources on devices. Returns 0, or SFR_ECAPTURING (a stream
+ * is capturing a graph), SFR_ECLOSED or SFR_ESTATE: then the caller abandons the save. The ticket
+ * keeps any other failure, and the save fails once it is admitted. */
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams);
-/* Takes one of the engine's max_in_flight slots and has a writer open the file. SFR_EAGAIN,
- * SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. After a failure, the caller abandons the save if
- * another thread may be waiting for it, so that the wait ends. */
+/* Takes one of the engine's max_in_flight slots and has a writer open the file. Returns 0,
+ * SFR_EAGAIN, SFR_EBUSY (with SFR_SAVE_NO_WAIT) or SFR_ECLOSED. If another thread may be waiting
+ * for the save, the caller abandons the save after a failure. */
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
-/* Copies the captured sources and takes samples of the deferred ones. SFR_EAGAIN while there are no
- * blocks. SFR_EEXHAUSTED when snapshots hold all blocks: the caller then abandons the save. The
- * ticket keeps any other failure, and the call returns 0. */
+/* Copies the captured sources and takes samples of the deferred ones. Returns 0, or:
+ *
+ *   SFR_EAGAIN       there are no blocks now
+ *   SFR_EEXHAUSTED   snapshots hold all blocks: the caller abandons the save
+ *
+ * The ticket keeps any other failure, and the call returns 0. */
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
-/* Appends the save to the process's log, unless it is unordered, and hands it to its lanes. This is
- * the moment of submission. Never waits; fails only with SFR_ESTATE. */
+/* Submits the save: appends it to the process's log, unless it is unordered, and hands it to its
+ * lanes. Never waits. Returns 0 or SFR_ESTATE. */
 int sfr_save_launch(struct sfr_ticket *t);
-/* Gives up a save that was not launched, because its caller raises an exception. The save ends as
- * cancelled. */
+/* Gives up a save that was not launched. The save ends as cancelled. */
 void sfr_save_abandon(struct sfr_ticket *t);
 
-enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
-/* Waits until every deferred byte is copied (so the sources are no longer read), until the save is
- * staged, or until it has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. A
- * slice of zero never sleeps, and for SFR_WAIT_ENDED takes no lock. */
+enum sfr_wait_for {
+	SFR_WAIT_COPIED, /* every deferred byte is copied: the sources are no longer read */
+	SFR_WAIT_STAGED,
+	SFR_WAIT_ENDED,
+};
+/* Waits until the save has reached a point; an ended save has reached all three. Returns 0 or
+ * SFR_EAGAIN. A slice of zero never sleeps, and for SFR_WAIT_ENDED takes no lock. */
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
-/* Returns 1 if the save has reached that point, else 0. Takes no lock, because Python calls this
- * while it holds the interpreter lock. If it waited there for the engine's mutex, a thread of low
- * priority that has the mutex could stop the whole interpreter. For a failing save the result may
- * stay 0 until the save has ended. */
+/* Returns 1 if the save has reached that point, else 0. For a failing save the result may stay 0
+ * until the save has ended. Takes no lock, because Python calls it under the interpreter lock. */
 int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
-/* The gate of the next step. With host sources it waits until they are copied, like
- * SFR_WAIT_COPIED. With device sources it has all their copies queued and makes the given streams
- * of the calling thread wait for them. The host itself waits only while blocks are missing, while a
- * stream captures a graph, or when a device has no stream in the list. 0, or SFR_EAGAIN: call it
- * again. */
+/* The gate of the next step, which may then change the sources. Waits until the sources in host
+ * memory are copied. For devices it makes the given streams of the calling thread wait for the
+ * copies. There the host waits only while blocks are missing, while a stream captures a graph, or
+ * if a device has no stream in the list. Returns 0, or SFR_EAGAIN: call again. */
 int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
 		  uint64_t slice_ns);
-/* Gives the caller's verdict on what the core cannot see (tensors' version counters), after
- * SFR_WAIT_COPIED or sfr_save_gate. torn_index < 0 passes; any other fails the save with SFR_ETORN.
- * Only the first verdict counts; a later one returns SFR_ESTATE. */
+/* Gives the caller's verdict from tensors' version counters, after SFR_WAIT_COPIED or
+ * sfr_save_gate. A torn_index >= 0 fails the save with SFR_ETORN. Only the first verdict counts:
+ * returns 0 for it, SFR_ESTATE for others. */
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
-/* Returns 1 if the save will end as cancelled (or has), 0 if it is too late; SFR_EFORK. A save
- * may be cancelled before it is admitted. */
+/* Returns 1 if the save ends as cancelled, 0 if it is too late, or SFR_EFORK. A save may be
+ * cancelled before it is admitted. */
 int sfr_save_cancel(struct sfr_ticket *t);
 
 /* Fallbacks that a report explains with a sentence each. */
@@ -105,8 +103,7 @@ struct sfr_report {
 	uint64_t captured_nbytes, deferred_nbytes;
 	uint64_t peak_pool_bytes; /* the most that this save had of the pool at one time */
 	uint64_t slot_wait_ns;    /* time in sfr_save_admit */
-	/* time in sfr_save_capture spent waiting for blocks */
-	uint64_t block_wait_ns;
+	uint64_t block_wait_ns;   /* time in sfr_save_capture spent waiting for blocks */
 	/* when the save reached these points; 0: not yet */
 	uint64_t created_ns, launched_ns, staged_ns, ended_ns;
 	uint32_t io_mode;                     /* SFR_IO_* */
@@ -115,12 +112,11 @@ struct sfr_report {
 };
 /* Fills *out, at any time. 0 or SFR_EFORK. */
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
-/* These two functions never wait, not even for a lock. 0 or SFR_EFORK. *staged is nonzero if the
- * save was staged and has not failed since. */
+/* These two never wait, not even for a lock. Return 0 or SFR_EFORK. *staged is nonzero if the save
+ * was staged and has not failed since. */
 int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *staged);
 int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint64_t *nbytes);
-/* from 1, unique in the process; trace.h uses it */
-uint64_t sfr_ticket_number(const struct sfr_ticket *t);
+uint64_t sfr_ticket_number(const struct sfr_ticket *t); /* from 1, unique in the process */
 
 void sfr_ticket_get(struct sfr_ticket *t);
 void sfr_ticket_put(struct sfr_ticket *t); /* accepts NULL */

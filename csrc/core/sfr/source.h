@@ -8,7 +8,7 @@
 struct sfr_source {
 	uint64_t addr; /* address in the memory of `device`; may be 0 when nbytes is 0 */
 	uint64_t nbytes;
-	uint32_t lane;   /* SFR_CAPTURED, or any other value: a lane copies it later */
+	uint32_t lane;   /* SFR_CAPTURED: copied in the call; any other value: by a lane, later */
 	uint32_t device; /* 0: host memory; n: CUDA device n - 1 */
 };
 #define SFR_CAPTURED 0u
@@ -19,14 +19,14 @@ struct sfr_member {
 	uint64_t off; /* in the source */
 	uint64_t nbytes;
 	uint32_t source;   /* index of the source */
-	uint32_t reserved; /* unused, like that of struct sfr_stream: makes the padding explicit */
+	uint32_t reserved; /* explicit padding */
 };
 
 /* The caller's current stream on a device that has sources. */
 struct sfr_stream {
-	uint64_t handle; /* CUstream */
-	uint32_t device; /* the driver's ordinal */
-	uint32_t reserved;
+	uint64_t handle;   /* CUstream */
+	uint32_t device;   /* the driver's ordinal */
+	uint32_t reserved; /* explicit padding */
 };
 
 #endif

@@ -2,8 +2,7 @@
 #ifndef SFR_STATE_PUBLIC_H
 #define SFR_STATE_PUBLIC_H
 
-/* In the order of a save's life; the last three states are final. SaveHandle.state is the text.
- * ticket.c has the diagram. */
+/* In the order of a save's life; the last three are final. The texts are SaveHandle.state. */
 #define SFR_STATE_LIST(X)                                                                          \
 	X(SFR_NEW, "staging")        /* laid out; holds nothing yet */                             \
 	X(SFR_CAPTURING, "staging")  /* has a slot; the call copies captured bytes */              \

@@ -18,12 +18,11 @@ struct sfr_step {
 	const char *bytes; /* followed by a zero byte, which `len` does not count */
 	size_t len;
 };
-/* Takes the steps in order. Stops at the first that fails and returns its -errno; else 0. *nr_done
- * counts the steps that succeeded. Nothing is undone, so a file may be written in part. Waits for
- * file systems. */
+/* Takes the steps in order, up to the first that fails. Returns its -errno, else 0. *nr_done counts
+ * the steps that succeeded. Nothing is undone: a file may be written in part. */
 int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done);
-/* Lists the directory `path`: *names gets malloc'ed, zero-terminated names of *len bytes in all,
- * which the caller frees with sfr_names_free. 0 or -errno. */
+/* Lists a directory. *names gets zero-terminated names, *len bytes in all, which the caller frees
+ * with sfr_names_free. Returns 0 or -errno. */
 int sfr_names(const char *path, char **names, size_t *len);
 void sfr_names_free(char *names);
 

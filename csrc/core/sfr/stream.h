@@ -7,22 +7,24 @@
 
 struct sfr_ticket;
 
-/* Bytes of the file that do not change any more, and stay valid until the piece is given back. */
+/* Bytes of the file, which stay valid and unchanged until the piece is given back. */
 struct sfr_piece {
 	const char *mem;
-	size_t len;   /* 0: the end; the file is complete */
+	size_t len;   /* 0: the end of the file */
 	uint64_t off; /* in the file */
 	void *owner;  /* for sfr_stream_give_back; NULL: there is nothing to give back */
 };
 
 /* Takes the next piece of a save with SFR_SAVE_STREAM. One thread at a time calls it, from
- * sfr_save_new on. After the end each call gives an end again, which need not be given back.
- * SFR_EAGAIN: there was no piece within the slice, or the save is not admitted. SFR_ESTATE: the
- * save has failed or was cancelled. SFR_EFORK. */
+ * sfr_save_new on. After the end further calls give an end again, which need not be given back.
+ * Returns 0, or:
+ *
+ *   SFR_EAGAIN   there was no piece within the slice, or the save is not admitted
+ *   SFR_ESTATE   the save has failed or was cancelled
+ *   SFR_EFORK */
 int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece);
-/* Gives a piece's memory back to the save, in any order and from any thread. The save does not end
- * before all pieces are given back, and is durable only when the end is given back too. Does
- * nothing in a forked child. */
+/* Gives a piece back, in any order and from any thread. The save ends only when all pieces are
+ * given back, and is durable only when the end is, too. Does nothing in a forked child. */
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece);
 
 #endif

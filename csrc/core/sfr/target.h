@@ -19,8 +19,7 @@ struct sfr_target {
  * a component is missing, is not a directory or cannot be examined. Waits for file systems. */
 int sfr_resolve(const char *path, int follow_link, struct sfr_target *target);
 
-/* Reads a small file, such as those of /proc, as a string of at most `size` - 1 bytes. A file that
- * cannot be read gives an empty one. */
+/* Reads a small file as a string of at most `size` - 1 bytes. "" if it cannot be read. */
 void sfr_read_text(const char *path, char *text, size_t size);
 
 #endif
