@@ -2,10 +2,9 @@
  *
  *   made ──first save──▶ started ──close──▶ closing ──last save has ended──▶ closed
  *
- * Threads start with the first save, so an engine that is only made costs nothing but address
- * space. The maker, tickets and snapshots hold references on the engine. The thread that drops the
- * last reference joins the engine's threads and frees the engine. So no thread of the engine may
- * drop the last one: when a save ends, its reference goes to the notice that reports its end. */
+ * Threads start with the first save. The maker, tickets and snapshots hold references on the
+ * engine. The thread that drops the last reference joins the engine's threads, so it must not be
+ * one of them. Therefore the reference of an ended save goes to the notice that reports its end. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -14,8 +13,7 @@
 #include "engine/engine.h"
 #include "memory/pin.h"
 
-/* Frees the pool, unless a snapshot or an onload still uses it, and gives the bytes of a default
- * cap back to the budget. Further calls do nothing. */
+/* Frees the pool unless it has users. Further calls do nothing. */
 static void free_pool(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = NULL;
@@ -43,14 +41,13 @@ void sfr__engine_drop_pool_user(struct sfr_engine *engine)
 		free_pool(engine);
 }
 
-/* Returns whether the engine was made before a fork, by the parent of this process. */
+/* Returns whether a parent of this process has made the engine, before a fork. */
 static bool is_inherited(const struct sfr_engine *engine)
 {
 	return engine->fork_generation != sfr_fork_generation();
 }
 
-/* Makes the pool. If the system refuses that much address space, or a file of that length, a
- * default cap is halved, and the smaller pool is tried. Returns 0 or -errno. */
+/* Makes the pool. Halves a default cap until the system agrees to it. Returns 0 or -errno. */
 static int make_pool(struct sfr_engine *engine)
 {
 	const uint64_t block_bytes = engine->opts.block_bytes;
@@ -112,7 +109,7 @@ fail:
 	return rc;
 }
 
-/* Ends all threads of the engine and of its lanes. Further calls do nothing. */
+/* Further calls do nothing. */
 static void stop_threads(struct sfr_engine *engine)
 {
 	sfr__workers_stop(engine);
@@ -142,9 +139,8 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
-/* Returns whether close must wait for work with the pool: for saves, copies for snapshots, warm-ups
- * and trims. Saves that the calling thread has not launched do not count, because the thread would
- * wait for itself. */
+/* Returns whether close must wait. Saves that the calling thread has not launched do not count,
+ * because the thread would wait for itself. */
 static bool is_pool_used_locked(const struct sfr_engine *engine)
 {
 	return engine->nr_pool_calls > 0 || engine->nr_copying > 0 ||
@@ -164,7 +160,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot now fail */
 	while (is_pool_used_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
-	if (!is_pool_used_locked(engine)) /* even if the slice has passed */
+	if (!is_pool_used_locked(engine))
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
 		engine->close_seq = sfr__log_close_seq();
@@ -216,8 +212,7 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	return 0;
 }
 
-/* Makes sfr_engine_close wait until end_pool_call is called, so that the pool stays. Returns 0,
- * SFR_EFORK or SFR_ECLOSED. */
+/* Keeps the pool until end_pool_call: close waits. Returns 0, SFR_EFORK or SFR_ECLOSED. */
 static int begin_pool_call(struct sfr_engine *engine)
 {
 	int rc;
@@ -286,7 +281,7 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 	return 0;
 }
 
-/* ---- slots of saves that are written outside the core ---- */
+/* ---- slots of saves that the core does not write ---- */
 
 struct sfr_slot {
 	struct sfr_engine *engine;

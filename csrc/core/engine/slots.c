@@ -2,21 +2,17 @@
  *
  *   wanted ──a slot is free, or the save is nested──▶ in the call ──launched──▶ in flight ──▶ left
  *
- * A save is *launched* when its caller hands it to other threads, which finish it. A ticket embeds
- * its slot (struct sfr__flight). A save without a ticket (by another CheckpointIO, on a Python
- * thread) takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and close waits for
- * both.
+ * A save is *launched* when its caller hands it to other threads, which finish it. The slot is a
+ * struct sfr__flight in the save's ticket. A save that the core does not write has a struct
+ * sfr_slot instead (engine.c). Both count against max_in_flight, and close waits for both.
  *
- * Unordered saves are the files of a larger save, such as a directory. The larger save has an
- * ordinary slot or is bounded by its maker, so max_in_flight does not count its files. The files
- * have slots of their own, SFR__MOST_UNORDERED, which bound their file descriptors. So a file never
- * waits for the slot of an ordinary save, which may itself wait for the file. Statistics count the
- * larger save once: by its slot, or by its file of parts. An unordered save ends without further
- * calls of its caller, so a thread may always wait for its own unordered saves to end.
+ * Unordered saves are the files of a larger save, such as a directory. They do not count against
+ * max_in_flight: the larger save may have the slot that its files would wait for. They have slots
+ * of their own, SFR__MOST_UNORDERED, which bound their file descriptors. An unordered save ends
+ * without further calls of its caller, so a thread may wait for its own unordered saves.
  *
  * A thread may have a slot for longer than one call: while it fills a directory. Another save of
- * that thread would wait forever for this slot. So that save exceeds max_in_flight instead, as a
- * nested save does.
+ * that thread would wait for this slot forever, so it exceeds max_in_flight, as a nested save does.
  */
 #include "engine/engine.h"
 #include "sfr/save.h"
@@ -60,7 +56,6 @@ uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool
 	return nr;
 }
 
-/* Returns whether a slot is free for a save of this kind. */
 static bool is_slot_free_locked(const struct sfr_engine *engine, bool unordered)
 {
 	if (unordered)

@@ -1,7 +1,5 @@
 /* The engine's threads: a lane for shared work, writers for tasks, and copiers that help with
- * shared work while a thread waits for it. They do not know what tasks and shared work do.
- *
- * All of them run the same loop (serve) over lists that the engine's mutex guards. */
+ * shared work while a thread waits for it. All run the same loop, `serve`. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 
@@ -15,7 +13,6 @@ void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task)
 
 /* ---- shared work -------------------------------------------------------------------- */
 
-/* Returns the first work that the lane may take part in, or NULL. */
 static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
 {
 	struct sfr__shared *work = engine->shared;
@@ -25,8 +22,7 @@ static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
 	return work;
 }
 
-/* Returns the first work if a thread waits for shared work: in a call (SFR__IN_CALL), or counted in
- * nr_awaiting. Otherwise returns NULL. */
+/* Returns the first work if a thread waits for shared work, else NULL. */
 static struct sfr__shared *copiers_work_locked(const struct sfr_engine *engine)
 {
 	struct sfr__shared *first = engine->shared;
@@ -75,14 +71,12 @@ enum thread_kind {
 	COPIER, /* serves shared work that a thread waits for */
 };
 
-/* One thread of the engine. */
 struct worker {
 	struct sfr_engine *engine;
 	enum thread_kind kind;
 	pthread_cond_t *cv; /* wakes threads of this kind */
 };
 
-/* Returns the shared work for this thread, or NULL. */
 static struct sfr__shared *work_locked(const struct worker *worker)
 {
 	switch (worker->kind) {
@@ -95,10 +89,11 @@ static struct sfr__shared *work_locked(const struct worker *worker)
 	}
 }
 
-/* Returns whether this thread has no task and the engine is not stopping. */
 static bool is_idle_locked(const struct worker *worker)
 {
-	return !(worker->kind == WRITER && worker->engine->tasks.head) && !worker->engine->stopping;
+	const bool has_task = worker->kind == WRITER && worker->engine->tasks.head;
+
+	return !has_task && !worker->engine->stopping;
 }
 
 /* Does tasks or shared work until the engine stops. */
@@ -119,18 +114,17 @@ static void serve(struct worker *worker)
 		} else if (work && work->step_locked(work, worker->kind == LANE)) {
 			continue;
 		} else if (engine->stopping && (!work || worker->kind == COPIER)) {
-			/* A call may still be copying for a snapshot, but it can do so alone. */
+			/* copiers may leave work: the call that copies can end it alone */
 			break;
 		} else if (is_idle_locked(worker) && work_locked(worker) == work) {
-			/* There is no work, or its step could do nothing. But the step may have
-			 * released the mutex: if other work is first now, the loop tries that. */
+			/* There is no work, or its step could do nothing. If other work became
+			 * first while the step released the mutex, the loop tries that instead. */
 			(void)sfr__cond_wait(worker->cv, &engine->mu, SFR_FOREVER);
 		}
 	}
 	sfr__unlock(&engine->mu);
 }
 
-/* lane_main, writer_main and copier_main are the main functions of the three kinds of threads. */
 static void *lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
@@ -182,7 +176,7 @@ int sfr__engine_start_locked(struct sfr_engine *engine)
 		if (!engine->writers)
 			return -ENOMEM;
 	}
-	/* A failed start keeps the threads that run; the next save starts the rest. */
+	/* After a failure the threads that run stay; the next save starts the rest. */
 	while (engine->nr_writers < engine->opts.nr_writers) {
 		const uint32_t i = engine->nr_writers;
 
@@ -211,7 +205,7 @@ void sfr__workers_stop(struct sfr_engine *engine)
 	pthread_cond_broadcast(&engine->cv_writer);
 	pthread_cond_broadcast(&engine->cv_copier);
 	sfr__unlock(&engine->mu);
-	/* Joining cannot fail: each thread was started here and is joined once. */
+	/* cannot fail: each thread was started here and is joined once */
 	if (lane)
 		(void)sfr_sys.thread_join(engine->lane, NULL);
 	for (uint32_t i = 0; i < engine->nr_writers; i++)

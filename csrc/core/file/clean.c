@@ -1,13 +1,11 @@
 /* Removes the temporaries of dead writers. Each save cleans the directory that it writes to.
  *
- *   a file                          is removed while its lock is held
- *   a temporary directory           is removed with its contents; after an exchange it is the old
- *                                   directory
- *   a directory that was moved aside  is put back if nothing has its name, else removed
+ *   file                    removed while its lock is held
+ *   temporary directory     removed with its contents; after an exchange it is the old directory
+ *   directory moved aside   put back if nothing has its name, else removed
  *
- * A writer may have died after it put its new directory in place and before it synced the parent.
- * Then the old directory may still have that name on the disk, and would be found there after a
- * power failure. So the parent is synced before an old directory is removed.
+ * The parent is synced before an old directory is removed: otherwise a power failure may bring the
+ * old directory back, without its files.
  *
  * Temporaries of another boot are only reported; tmp.c says why. */
 #include <errno.h>
@@ -22,8 +20,7 @@ struct cleaning {
 	char boot[SFR__BOOT_LEN + 1]; /* the machine's current boot */
 };
 
-/* Syncs the cleaned directory, then removes a directory in it. If this fails, the next save tries
- * again. */
+/* Syncs the parent, then removes the directory. If this fails, the next save tries again. */
 static void remove_directory(const struct cleaning *cleaning, const char *path)
 {
 	struct sfr_err err = { .index = -1 };
@@ -47,7 +44,6 @@ static void put_back(const struct cleaning *cleaning, const char *name, const ch
 				 cleaning->path, parsed->target);
 }
 
-/* Reports a temporary of another boot. */
 static void report_foreign(const struct cleaning *cleaning, const char *path,
 			   const struct sfr__tmp_name *parsed)
 {
@@ -63,9 +59,7 @@ static void report_foreign(const struct cleaning *cleaning, const char *path,
 				 path);
 }
 
-/* Removes one temporary if its writer is dead, or puts it back if it is a directory that was moved
- * aside. Reports the temporary if it is unknown whether the writer is dead. `name` is the
- * temporary's name in the directory, `path` its path. */
+/* Removes a temporary or puts it back if its writer is dead. `path` ends in `name`. */
 static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
 		      const struct sfr__tmp_name *parsed)
 {
@@ -97,7 +91,7 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 		(void)sfr__fd_close(fd); /* nothing was written to it */
 }
 
-/* For sfr__dir_each: cleans one name if it names a temporary. Returns 0 or -ENOMEM. */
+/* For sfr__dir_each. Returns 0 or -ENOMEM. */
 static int clean_name(void *arg, const char *name)
 {
 	const struct cleaning *cleaning = arg;
@@ -118,7 +112,7 @@ void sfr__tmp_clean(int dir, const char *dir_path)
 {
 	struct cleaning cleaning = { .path = dir_path, .dir = dir };
 
-	if (sfr__tmp_boot(cleaning.boot)) /* without it no writer is known to be dead */
+	if (sfr__tmp_boot(cleaning.boot)) /* without the boot id nobody is known to be dead */
 		/* on failure the next save tries again */
 		(void)sfr__dir_each(dir_path, clean_name, &cleaning);
 }

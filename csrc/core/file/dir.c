@@ -1,4 +1,4 @@
-/* Directories: paths of their entries, their names, and syncing them. */
+/* Directories: paths of entries, names, syncing. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>

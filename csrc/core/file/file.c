@@ -10,24 +10,19 @@
  *   5  sync      fsync of the directory: the new name is on the disk
  *   6  close     releases the lock last
  *
- * The reason for each rule of this order, if the machine may die at any moment:
- *   directory first  after gigabytes were written and renamed there might be no
- *                    descriptor left to sync the directory with, or no permission
- *   same directory   the temporary is where the destination is, because a rename
- *                    across file systems would be a copy
+ * The machine may die at any moment. So this order has reasons:
+ *   directory first  a directory that cannot be synced must fail the save early
+ *   same directory   a rename across file systems would be a copy
  *   2 before 3       fdatasync covers only what was written before it
  *   3 before 4       a rename may reach the disk before the data it names: the
  *                    path would lead to a file of zeros, with the old one gone
  *   4 before 5       until the directory is synced the old file may come back.
- *                    It is complete, but the caller was promised the new one, and
- *                    removes after this save rely on the new name
+ *                    Later removes rely on the new name
  *   4 before 6       an unlocked temporary counts as dead and would be removed
- * Before step 4 the destination is untouched, so any earlier failure leaves the old file. From step
- * 4 on it is the new file, complete.
+ * A failure before step 4 leaves the old file as it was. From step 4 on the new file is complete.
  *
- * A failed sync is final. The kernel reports a write error once and then treats the pages as clean,
- * so a second fdatasync of that descriptor would succeed although bytes are lost. The same holds
- * for EINTR, because that error does not say how far the sync got.
+ * A failed sync is final, even with EINTR. The kernel reports a write error once and then treats
+ * the pages as clean, so a second fdatasync would succeed although bytes are lost.
  *
  *                open          sync           commit
  *      NAMED ───────▶ OPEN ───────▶ SYNCED ─────────▶ DONE
@@ -46,8 +41,7 @@
  *      NAMED, OPEN, SYNCED -> BROKEN   open, sync, commit, failing
  *      any     -> NONE      sfr__file_fini
  *
- * Calls for one file are made one after another, except for writes. The caller orders them in
- * memory, with the ticket's mutex. */
+ * Only writes to a file may overlap. The caller orders other calls with the ticket's mutex. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -56,12 +50,12 @@
 #include "file/file.h"
 #include "trace/trace.h"
 
-/* Bytes per system call. Larger writes are not faster, and smaller ones are slower. */
+/* Bytes per system call. Larger writes are not faster; smaller ones are slower. */
 #define WRITE_BYTES (4u << 20)
 
 static const _Alignas(SFR_PAGE) char zero_page[SFR_PAGE];
 
-/* Sets *err, unless it has an error, and returns `code`. */
+/* Sets *err unless it has an error. Returns `code`. */
 static int fail(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
 {
 	sfr__err_set(err, code, phase, note);
@@ -88,9 +82,7 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 
 /* ---- unanswered calls ---- */
 
-/* begin_call and end_call enclose each call to the file system that may hang, so that other threads
- * notice if it does. Several writers may make such calls at a time. When any call returns, the file
- * system has answered. */
+/* These enclose each call to the file system that may hang, so that other threads notice. */
 static void begin_call(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
@@ -112,7 +104,7 @@ uint64_t sfr__file_asked_since(const struct sfr__file *f)
 
 /* ---- open ---- */
 
-/* Chooses writes through the page cache. `why` is the reason, and the end of a sentence. */
+/* `why` is the end of a sentence. */
 static void go_buffered(struct sfr__file *f, const char *why)
 {
 	f->io_mode = SFR_IO_BUFFERED;
@@ -126,7 +118,7 @@ static bool means_no_direct(int code)
 	return code == -EINVAL || code == -ENOTSUP || code == -ENOSYS || code == -EPERM;
 }
 
-/* Writes one page at offset 0, which the first block overwrites later. 0 or -errno. */
+/* Writes a page of zeros, which the first block overwrites later. Returns 0 or -errno. */
 static int write_page(int fd)
 {
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
@@ -140,8 +132,8 @@ static int write_page(int fd)
 	return -EINTR;
 }
 
-/* Finds out whether O_DIRECT works for this file, and sets io_mode. This needs a real write,
- * because some file systems accept the flag but refuse the write. Returns 0 or -errno. */
+/* Sets io_mode. Tries a real write, because some file systems accept the flag but refuse the write.
+ * Returns 0 or -errno. */
 static int try_direct(struct sfr__file *f)
 {
 	char why[96];
@@ -172,9 +164,8 @@ static int try_direct(struct sfr__file *f)
 	return 0;
 }
 
-/* Reserves space, so that a full disk is noticed before gigabytes are written, and so that the file
- * is contiguous on the disk. Returns 0 or -errno. Returns 0 also if the file system cannot reserve
- * space. On such a file system posix_fallocate would write the whole file. */
+/* Reserves space, so that a full disk is noticed early. Not with posix_fallocate, which may write
+ * the whole file. Returns 0 or -errno; 0 also if the file system cannot reserve space. */
 static int reserve_space(struct sfr__file *f)
 {
 	int rc = -EINTR;
@@ -188,7 +179,7 @@ static int reserve_space(struct sfr__file *f)
 	return 0;
 }
 
-/* Opens the directory, which must be readable if it will be synced. Returns 0 or -errno. */
+/* A directory that is synced must be readable. Returns 0 or -errno. */
 static int open_directory(struct sfr__file *f)
 {
 	int fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
@@ -197,7 +188,6 @@ static int open_directory(struct sfr__file *f)
 	return fd < 0 ? fd : 0;
 }
 
-/* The steps of sfr__file_open. Returns 0, or the code in `err`. */
 static int open_steps(struct sfr__file *f, struct sfr_err *err)
 {
 	int rc = open_directory(f);
@@ -234,7 +224,7 @@ int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 
 /* ---- write ---- */
 
-/* Returns how many of the `put` bytes of a short write count as written. With O_DIRECT the next
+/* Returns how many bytes of a short write of `put` bytes count as written. With O_DIRECT the next
  * write must start on a page, so a partly written page is written again. */
 static size_t count_written(const struct sfr__file *f, size_t put)
 {
@@ -277,7 +267,7 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 /* ---- sync and commit ---- */
 
-/* Cuts the file to its length, because the last block is written in whole pages. 0 or -errno. */
+/* The last block was written in whole pages. Returns 0 or -errno. */
 static int cut_to_length(struct sfr__file *f)
 {
 	int rc = -EINTR;
@@ -314,9 +304,8 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 	return 0;
 }
 
-/* Refuses to replace a pipe, a device or a socket, which rename would do without an error. This is
- * checked here and not at open, because an earlier entry of the log may remove the name in between.
- * Returns 0 or -errno. */
+/* Refuses to replace a pipe, a device or a socket, which rename would replace. Not checked at the
+ * open, because an earlier entry of the log may still remove the name. Returns 0 or -errno. */
 static int check_destination(const struct sfr__file *f)
 {
 	struct stat st;
@@ -328,21 +317,18 @@ static int check_destination(const struct sfr__file *f)
 	return S_ISDIR(st.st_mode) ? -EISDIR : -EINVAL;
 }
 
-/* Refuses the commit if the directory was replaced by another one since the open, as a save of a
- * whole directory does: the file would be renamed in the old directory, which is removed soon.
- * If the directory was only moved, the file goes where the directory is now. Both directories are
- * on one file system, so comparing inodes is enough. Returns 0 or -ESTALE. */
+/* Refuses the commit if another directory has replaced this one since the open: the old one, with
+ * the new file, is removed soon. Both are on one file system, so inodes suffice. 0 or -ESTALE. */
 static int check_directory(const struct sfr__file *f)
 {
 	struct stat held, there;
 
 	if (sfr_sys.lstat(AT_FDCWD, f->dir, &there) < 0 || sfr_sys.fstat(f->dir_fd, &held) < 0)
-		return 0; /* the directory was moved, or its state is unknown */
+		return 0; /* moved: the file goes with the directory */
 	return held.st_ino == there.st_ino ? 0 : -ESTALE;
 }
 
-/* Syncs the directory. If the file system cannot do that, sets f->why_unsynced and returns 0.
- * Returns -errno after any other error. */
+/* Returns 0 or -errno; 0 also if the file system cannot sync directories. */
 static int sync_directory(struct sfr__file *f)
 {
 	SFR__TRACE(SFR_TRACE_SYNC_DIR, 0, 0);

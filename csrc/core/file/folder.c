@@ -5,15 +5,14 @@
  *                the temporary directory
  *   2            its user fills it: with saves of this library, or with any other writes
  *   3  sync      every file, then every directory, the deepest first
- *   4  exchange  with the destination, or rename if there is none: readers see all of the old
- *                directory or all of the new one
+ *   4  exchange  with the destination, or rename if there is none: readers see only the old
+ *                directory or only the new one
  *   5  sync      the parent: the new name is on the disk
  *   6  clear     removes the old directory, then the lock
  *
  * 3 before 4: otherwise the new name might reach the disk before the bytes. 5 before 6: until the
- * parent is synced, a power failure may bring the old directory back, so it must be whole. If that
- * sync fails, the old directory stays next to the new one. The next save into the parent syncs the
- * parent and then removes the old directory (clean.c).
+ * parent is synced, a power failure may bring the old directory back. If the sync fails, both
+ * directories stay, and the next save into the parent cleans up (clean.c).
  *
  *         open           sync            commit             clear
  *   NEW ───────▶ OPEN ──────────▶ SYNCED ───────▶ DONE ──────────▶ CLEARED
@@ -22,15 +21,14 @@
  *                 │         BROKEN ◀─╯ failed
  *                 └────clear───┴──▶ CLEARED
  *
- * Where the file system cannot exchange (NFS and some others), 4 is two renames:
+ * On NFS and some other file systems, which cannot exchange, step 4 is two renames:
  *
  *   4a  the old directory is moved aside, to a hidden name that contains its own name
  *   4b  the new one is renamed to the destination
  *
- * Between 4a and 4b a reader finds no directory. If 4b fails, 4a is undone. If the process dies
- * between them, the next save into the parent puts the old directory back. So does a load or
- * `exists` that does not find the directory (sfr_tidy). After a power failure between them, both
- * directories are whole under hidden names, and a notice gives the name of the old one. */
+ * Between 4a and 4b a reader finds no directory. If 4b fails, 4a is undone. If the process dies in
+ * between, the next save into the parent puts the old directory back, and so does a load that does
+ * not find it (sfr_tidy). After a power failure in between, a notice gives its hidden name. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -52,19 +50,17 @@ enum state {
 
 struct sfr_folder {
 	char *dir, *name;    /* the parent's path, and the destination's name in it */
-	char *path;          /* path of the temporary directory */
-	char *aside;         /* the name of an old directory that was moved aside; NULL: none was */
 	int dir_fd, lock_fd; /* descriptors of the parent and of the lock's file; -1: none */
 	bool durable;
-	bool keeps_aside; /* the old directory could not be moved back, so `aside` is its name */
 	enum state state;
 	uint64_t fork_generation;
-	struct sfr__tmp tmp;                   /* the lock, in the list of live temporaries */
-	char temporary[SFR__TMP_NAME_LEN + 2]; /* the name of the temporary directory */
+	struct sfr__tmp tmp;                   /* the lock */
+	char temporary[SFR__TMP_NAME_LEN + 2]; /* name of the temporary directory; ".d" added */
+	char *path;                            /* its path */
+	char *aside; /* name of the old directory that was moved aside; NULL: none was */
 };
 
-/* Records a failed step in the state and in *err, and returns `code`. After a failed sync of the
- * parent the new directory is in place; after any other failure it is not. */
+/* Records a failed step and returns `code`. */
 static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_phase phase,
 		const char *note)
 {
@@ -73,8 +69,7 @@ static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_ph
 	return code;
 }
 
-/* Refuses a call in the wrong order, or in a forked child. Returns 0, or the code that it puts
- * into `err`. */
+/* Refuses a call in the wrong order, or in a forked child. */
 static int check_state(const struct sfr_folder *f, enum state wanted, struct sfr_err *err)
 {
 	int rc = f->state == wanted ? 0 : SFR_ESTATE;
@@ -116,7 +111,7 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 
 	if (rc < 0)
 		return rc;
-	/* A directory that will not be synced need not be readable. */
+	/* A directory that is synced must be readable. */
 	f->dir_fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
 	if (f->dir_fd < 0)
 		return fail(f, err, f->dir_fd, SFR_PHASE_OPEN,
@@ -132,7 +127,7 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 	f->path = sfr__path_join(f->dir, f->temporary);
 	if (!f->path)
 		return fail(f, err, -ENOMEM, SFR_PHASE_OPEN, NULL);
-	/* Like any directory that mkdir() makes, subject to the umask. */
+	/* subject to the umask, like any directory */
 	if (sfr_sys.mkdir(f->dir_fd, f->temporary, 0777) < 0)
 		return fail(f, err, -errno, SFR_PHASE_OPEN,
 			    "the temporary directory next to the destination");
@@ -153,18 +148,18 @@ struct node {
 	char path[];
 };
 
-/* The walk through a tree that syncs its files. */
+/* A walk through a tree. */
 struct walk {
 	struct node *todo; /* directories whose entries were not visited yet */
 	struct node *seen; /* visited directories, each before its parent */
 	const char *dir;   /* the directory being visited */
-	size_t top_len;    /* length of the tree's own path, which messages leave out */
-	bool durable;      /* files are synced */
-	uint64_t nbytes;   /* the sum of the files' lengths so far */
+	size_t top_len;    /* length of the tree's path, which messages leave out */
+	bool durable;      /* sync the files */
+	uint64_t nbytes;   /* of all files so far */
 	struct sfr_err *err;
 };
 
-/* Sets *w->err, with the path inside the tree as its note, and returns `code`. */
+/* Sets *w->err with the path inside the tree, and returns `code`. */
 static int fail_walk(struct walk *w, int code, const char *path)
 {
 	const char *rest = path + w->top_len;
@@ -173,8 +168,7 @@ static int fail_walk(struct walk *w, int code, const char *path)
 	return code;
 }
 
-/* Syncs a file. Other programs write into the directory too, so the file may be unreadable, or gone
- * by now. Returns 0 or -errno. */
+/* Other programs write here too, so the file may be unreadable or gone. Returns 0 or -errno. */
 static int sync_file(const char *path)
 {
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
@@ -189,7 +183,6 @@ static int sync_file(const char *path)
 	return rc;
 }
 
-/* Puts a directory on the list of those to be visited. Returns 0 or -ENOMEM. */
 static int push_directory(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
@@ -203,8 +196,7 @@ static int push_directory(struct walk *w, const char *path)
 	return 0;
 }
 
-/* Puts a directory on the list, or syncs a file. Links and special files have no bytes to sync.
- * Returns 0 or -errno. */
+/* Lists a directory to be visited later, or syncs a file. Returns 0 or -errno. */
 static int visit(struct walk *w, const char *path)
 {
 	struct stat st;
@@ -232,7 +224,7 @@ static int visit_name(void *arg, const char *name)
 	return rc;
 }
 
-/* Visits every directory, each after its parent. Returns 0 or -errno, which is in w->err. */
+/* Visits every directory after its parent. Returns 0 or -errno, which is in w->err. */
 static int visit_all(struct walk *w)
 {
 	while (w->todo) {
@@ -280,8 +272,7 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 	free_nodes(w.todo);
 	free_nodes(w.seen);
 	if (rc < 0)
-		/* fail() does not replace an error that fail_walk has put into *err. Only the
-		 * -ENOMEM of the first push_directory is not there yet. */
+		/* *err usually has the error already, with its path */
 		return fail(f, err, rc, SFR_PHASE_SYNC, NULL);
 	*nbytes = w.nbytes;
 	f->state = SYNCED;
@@ -290,14 +281,12 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 
 /* ---- the commit ---- */
 
-/* Returns whether the error means that this file system cannot exchange two names. */
 static bool means_no_exchange(int code)
 {
 	return code == -EINVAL || code == -ENOSYS || code == -ENOTSUP;
 }
 
-/* Replaces the old directory by two renames, steps 4a and 4b above. Returns 0, or -errno, possibly
- * with a sentence in *note, which is constant. */
+/* Does steps 4a and 4b. Returns 0, or -errno, possibly with a constant sentence in *note. */
 static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 {
 	size_t len = strlen(f->tmp.name) + sizeof(".old-") + strlen(f->name);
@@ -314,15 +303,12 @@ static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 	if (sfr_sys.rename(f->dir_fd, f->temporary, f->name) == 0)
 		return 0;
 	rc = -errno;
-	if (sfr_sys.rename(f->dir_fd, f->aside, f->name) < 0) {
-		f->keeps_aside = true;
+	if (sfr_sys.rename(f->dir_fd, f->aside, f->name) < 0)
 		*note = "the old directory has a hidden name until the next save there";
-	}
 	return rc;
 }
 
-/* Puts the new directory in place: step 4 above. Returns 0, or -errno, possibly with a constant
- * sentence in *note. */
+/* Does step 4. Returns as replace_with_two_renames. */
 static int exchange_or_rename(struct sfr_folder *f, const char **note)
 {
 	struct stat st;
@@ -351,7 +337,7 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 	if (rc < 0)
 		return fail(f, err, rc, SFR_PHASE_RENAME, note);
 	rc = f->durable && sfr_sys.fsync(f->dir_fd) < 0 ? -errno : 0;
-	/* A file system that cannot sync a directory decides itself when the name is durable. */
+	/* These errors mean that the file system cannot sync directories. */
 	if (rc < 0 && rc != -EINVAL && rc != -ENOTSUP && rc != -ENOSYS)
 		return fail(f, err, rc, SFR_PHASE_SYNC_DIR, NULL);
 	f->state = DONE;
@@ -360,8 +346,7 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 
 /* ---- the end ---- */
 
-/* Removes a directory next to the destination. `name` is the name of the temporary directory, or of
- * the old one that was moved aside. Returns 0, or the code that it puts into `err`. */
+/* Removes the directory `name` next to the destination. Returns 0 or the code in `err`. */
 static int remove_hidden(const struct sfr_folder *f, const char *name, struct sfr_err *err)
 {
 	char *path = sfr__path_join(f->dir, name);
@@ -378,19 +363,17 @@ static int remove_hidden(const struct sfr_folder *f, const char *name, struct sf
 
 int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
 {
-	const bool placed = f->state == PLACED;
-	int rc = 0;
+	int rc = 0, aside_rc;
 
 	if (f->fork_generation != sfr_fork_generation() || f->state == CLEARED)
 		return 0;
-	/* The temporary name is that of the new directory or, after an exchange, of the old one. In
-	 * the state PLACED both directories stay: see the head of this file. */
-	if (f->path && !placed)
+	/* After an exchange the old directory has the temporary name. */
+	if (f->path && f->state != PLACED)
 		rc = remove_hidden(f, f->temporary, err);
-	if (f->aside && !placed && !f->keeps_aside && f->state == DONE) {
-		int other = remove_hidden(f, f->aside, err);
-
-		rc = rc < 0 ? rc : other;
+	if (f->aside && f->state == DONE) {
+		aside_rc = remove_hidden(f, f->aside, err);
+		if (rc == 0)
+			rc = aside_rc;
 	}
 	if (f->lock_fd >= 0)
 		/* if this fails, the next save removes it */
@@ -411,7 +394,7 @@ void sfr_folder_free(struct sfr_folder *f)
 
 	if (!f)
 		return;
-	(void)sfr_folder_clear(f, &err); /* the next save removes what is left */
+	(void)sfr_folder_clear(f, &err); /* the next save removes the rest */
 	sfr_sys.free(f->aside);
 	sfr_sys.free(f->path);
 	sfr_sys.free(f->name);

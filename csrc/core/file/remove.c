@@ -1,60 +1,48 @@
 /* Removes a file, a link, or a directory with its contents.
  *
- * The walk keeps a list of directories instead of recursing, so no tree is too deep for the stack,
- * and it has one directory open at a time. Each directory is visited twice: first its files are
- * removed and its subdirectories put before it on the list, then the empty directory itself is
- * removed. Links are removed, never followed. Paths are full paths, so a name whose path is longer
- * than PATH_MAX stays, with the error ENAMETOOLONG. Another process could replace a directory by a
- * link during the walk, and so have other files removed. This is accepted, because the directories
- * of checkpoints belong to the user who trains.
+ * The walk keeps a list of directories instead of recursing, and has one directory open at a time.
+ * Each directory is visited twice. First its files are removed and its subdirectories put before it
+ * on the list; then the empty directory is removed. Links are removed, never followed. The walk
+ * trusts other processes not to replace a directory by a link meanwhile.
  *
- * A temporary (file or directory) is kept if its writer is, or may be, alive. Removes run in the
- * order of submission, so the writer's save was submitted after the remove, and its file must stay.
- * The directories above it are kept without an error. sfr__file_remove_own keeps nothing: the maker
- * of a temporary directory removes the directory with it.
+ * A live temporary is kept: its save was submitted after the remove. sfr__file_remove_own keeps
+ * nothing.
  *
- * A directory with a file `.metadata`, which names the data files, is a checkpoint of
- * torch.distributed.checkpoint (DCP). In it `.metadata` is removed first, and the directory is
- * synced before the first data file is removed. So if the walk is interrupted at any moment, there
- * is a whole checkpoint or none, never one that lacks data files. If `.metadata` cannot be removed,
- * the directory stays as it is.
+ * A directory with a file `.metadata` is a checkpoint of torch.distributed.checkpoint (DCP). In it
+ * `.metadata` is removed first, and the directory is synced before its data files are removed. So
+ * an interruption leaves a whole checkpoint or none, never one that lacks data files.
  *
- * Apart from that a remove is not synced, and no caller waits for it to be durable. It runs only
- * when the save before it is durable. So if the machine dies and the removed name comes back, there
- * is one checkpoint too many, never one too few. A later save into the directory syncs the remove,
- * too. */
+ * Other removes are not synced. A remove runs only when the save before it is durable. So a name
+ * that comes back after a power failure is one checkpoint too many, never one too few. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
 
 #include "file/file.h"
 
-/* The most scans of one directory. Some file systems skip an entry while others are removed. */
+/* scans of one directory: some file systems skip an entry while others are removed */
 #define NR_SCANS 8
 
 /* A directory still to be removed. */
 struct node {
 	struct node *next;
-	unsigned nr_scans; /* how often it was visited, and its entries read */
+	unsigned nr_scans; /* how often its entries were read */
 	char path[];
 };
 
-/* The removal of one path. */
 struct walk {
 	struct node *todo;             /* a subdirectory comes before its parent */
-	bool kept;                     /* a live temporary was kept somewhere */
-	bool keeps_none;               /* live temporaries are removed too */
+	bool kept;                     /* a live temporary was kept */
+	bool keeps_none;               /* remove live temporaries too */
 	_Atomic uint64_t *answered_ns; /* gets the time before each name; or NULL */
-	struct sfr_err *err;
+	struct sfr_err *err;           /* the first error; the walk goes on */
 };
 
-/* Records an error of the walk, if it is the first. The walk goes on. */
 static void keep_error(struct walk *w, int code)
 {
 	sfr__err_set(w->err, code, SFR_PHASE_REMOVE, NULL);
 }
 
-/* Puts a directory on top of the list of those still to be removed. */
 static void push_directory(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
@@ -70,9 +58,8 @@ static void push_directory(struct walk *w, const char *path)
 	w->todo = node;
 }
 
-/* Removes a file or link, or puts a directory on the list. Keeps a live temporary. `name` is the
- * last component of `path`, or NULL for the path that the caller wants removed, which is never
- * kept. */
+/* Removes a file or link, or lists a directory. Keeps a live temporary. `name` is the last
+ * component of `path`; NULL for the tree itself, which is not kept. */
 static void remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
@@ -102,7 +89,7 @@ struct visit {
 	bool is_dcp; /* the directory is, or was, a checkpoint of DCP */
 };
 
-/* For sfr__dir_each: removes one entry of the visited directory. Returns 0 or -ENOMEM. */
+/* For sfr__dir_each. Returns 0 or -ENOMEM. */
 static int remove_entry(void *arg, const char *name)
 {
 	const struct visit *visit = arg;
@@ -115,7 +102,6 @@ static int remove_entry(void *arg, const char *name)
 	return 0;
 }
 
-/* Removes the contents of a directory, and puts its subdirectories on the list. */
 static void remove_contents(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
@@ -127,8 +113,7 @@ static void remove_contents(struct walk *w, const char *dir)
 
 /* ---- checkpoints of DCP ---- */
 
-/* Returns whether this is `.metadata`, or a name such as `__3.metadata`, which each rank writes if
- * it saves alone. */
+/* Also true for a name such as `__3.metadata`, which a rank writes if it saves alone. */
 static bool is_metadata_file(const char *name)
 {
 	if (strncmp(name, "__", 2) == 0) {
@@ -138,7 +123,7 @@ static bool is_metadata_file(const char *name)
 	return strcmp(name, ".metadata") == 0;
 }
 
-/* Returns whether this is the name of a data file of DCP, such as `__3_0.distcp`. */
+/* A data file of DCP has a name such as `__3_0.distcp`. */
 static bool is_data_file(const char *name)
 {
 	const char *dot = strrchr(name, '.');
@@ -146,7 +131,7 @@ static bool is_data_file(const char *name)
 	return dot && strcmp(dot, ".distcp") == 0;
 }
 
-/* Removes a file of a directory, if it is there. Returns 0 or -errno. */
+/* Returns 0 or -errno; 0 if there is no such file. */
 static int unlink_in(const char *dir, const char *name)
 {
 	char *path = sfr__path_join(dir, name);
@@ -159,19 +144,18 @@ static int unlink_in(const char *dir, const char *name)
 	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is not metadata */
 }
 
-/* For sfr__dir_each: removes an entry that is metadata, and finds out whether the directory is a
- * checkpoint of DCP. Returns 0 or -errno. */
+/* For sfr__dir_each: removes metadata, and finds out whether this is a checkpoint of DCP. */
 static int remove_if_metadata(void *arg, const char *name)
 {
 	struct visit *visit = arg;
 
-	/* Data files count too: their metadata may be removed but not yet on the disk. */
+	/* Data files count too: an earlier remove of their metadata may not be on the disk yet. */
 	visit->is_dcp = visit->is_dcp || is_metadata_file(name) || is_data_file(name);
 	return is_metadata_file(name) ? unlink_in(visit->dir, name) : 0;
 }
 
-/* If the directory is a checkpoint of DCP, removes its metadata and syncs, so that it is no
- * checkpoint any more. Returns false if that failed; then nothing else in it may be removed. */
+/* If the directory is a checkpoint of DCP, removes its metadata and syncs. Returns false if that
+ * failed; then nothing else in it may be removed. */
 static bool remove_metadata(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
@@ -186,15 +170,15 @@ static bool remove_metadata(struct walk *w, const char *dir)
 	return rc == 0;
 }
 
-/* Takes one step with the directory at the head of the list. The first visit removes the files in
- * the directory, a later visit the empty directory. If the directory is not empty after all, it is
- * scanned again, up to NR_SCANS times. */
+/* Visits the directory at the head of the list: removes its files at the first visit, the empty
+ * directory later. If it is not empty after all, scans it again, up to NR_SCANS times. */
 static void step_directory(struct walk *w)
 {
 	struct node *node = w->todo;
 	int code;
 
-	if (node->nr_scans++ == 0) {
+	if (node->nr_scans == 0) {
+		node->nr_scans = 1;
 		if (remove_metadata(w, node->path))
 			remove_contents(w, node->path);
 		return; /* subdirectories now on the list come first */
@@ -204,10 +188,11 @@ static void step_directory(struct walk *w)
 		if (code == -ENOENT)
 			break;
 		if (code == -ENOTEMPTY || code == -EEXIST) {
-			/* Another scan would not help: an entry was kept or cannot be removed. */
+			/* an entry was kept or cannot be removed */
 			if (w->kept || w->err->code)
 				break;
-			if (node->nr_scans++ < NR_SCANS) {
+			if (node->nr_scans < NR_SCANS) {
+				node->nr_scans++;
 				remove_contents(w, node->path);
 				if (w->todo != node)
 					return; /* the scan has found a subdirectory */
@@ -217,14 +202,14 @@ static void step_directory(struct walk *w)
 		keep_error(w, code);
 		break;
 	}
-	w->todo = node->next; /* the node is still the head: otherwise this line is not reached */
+	w->todo = node->next; /* the node is still the head of the list */
 	sfr_sys.free(node);
 }
 
-/* Removes `path` with everything in it. Returns 0, or the first error, which is also in `err`. */
+/* Returns 0 or the first error, which is also in `err`. */
 static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 {
-	/* The walk asks whether it has failed itself, and `err` may have an earlier error. */
+	/* `err` may have an earlier error, and the walk must know its own. */
 	struct sfr_err own = { .index = -1 };
 
 	walk->err = &own;

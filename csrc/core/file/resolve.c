@@ -1,9 +1,8 @@
 /* Finds out where a path leads, with all the file system calls that a save needs before it begins.
  *
- * The thread that asks for the save makes these calls, and a network file system may take any time
- * for each. So the binding releases the interpreter lock once around all of them. This code only
- * reports what exists. If something is missing or refused, Python examines the path again, to give
- * a good message. The save has failed by then, so the second examination delays nothing. */
+ * A network file system may take any time for each call. So the binding releases the interpreter
+ * lock once around all of them. After an error Python examines the path again, for a good message.
+ */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -11,7 +10,6 @@
 
 #include "file/file.h"
 
-/* Returns the last component of `path`. */
 static const char *last_of(const char *path)
 {
 	const char *slash = strrchr(path, '/');
@@ -19,14 +17,13 @@ static const char *last_of(const char *path)
 	return slash ? slash + 1 : path;
 }
 
-/* Returns whether a last component can be the name of a file: "", "." and ".." cannot. */
 static int is_name(const char *last)
 {
 	return last[0] != '\0' && strcmp(last, ".") != 0 && strcmp(last, "..") != 0;
 }
 
-/* Sets target->parent, fs and readable for the directory that the first `len` bytes of `path` name.
- * If `len` is 0, that is the current directory. Returns 0 or -errno. */
+/* Sets target->parent, fs and readable for the directory named by the first `len` bytes of `path`
+ * (0: the current directory). Returns 0 or -errno. */
 static int resolve_parent(const char *path, size_t len, struct sfr_target *target)
 {
 	char parent[SFR_PATH_MAX] = ".";
@@ -46,7 +43,7 @@ static int resolve_parent(const char *path, size_t len, struct sfr_target *targe
 	return S_ISDIR(st.st_mode) ? 0 : -ENOTDIR;
 }
 
-/* Sets target->mode to the mode of `parent`/`name`, or to 0 if there is nothing. 0 or -errno. */
+/* Sets target->mode. Returns 0 or -errno. */
 static int stat_name(struct sfr_target *target)
 {
 	char path[SFR_PATH_MAX + sizeof(target->name)];
@@ -72,7 +69,7 @@ int sfr_resolve(const char *path, int follow_link, struct sfr_target *target)
 	struct stat st;
 	int rc;
 
-	/* A path such as "a/.." gets its last component from the real path. */
+	/* a path such as "a/.." gets its last component from the real path */
 	if (!is_name(last) ||
 	    (follow_link && sfr_sys.lstat(AT_FDCWD, path, &st) == 0 && S_ISLNK(st.st_mode))) {
 		if (!sfr_sys.realpath(path, real))

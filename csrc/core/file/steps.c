@@ -1,13 +1,10 @@
 /* A list of directory changes: files written, synced, renamed, removed.
  *
- * Python decides how the checkpoint of many ranks is committed, because it knows which file refers
- * to which. But each system call made from Python releases the interpreter lock. While another
- * thread computes, getting the lock back takes 5 ms. Listing a directory from Python takes as long
- * for each name. So Python makes a list of changes, and the binding releases the lock once for the
- * whole list.
+ * Python decides how the checkpoint of many ranks is committed. But each system call made from
+ * Python releases the interpreter lock. While another thread computes, getting the lock back takes
+ * 5 ms. So Python makes a list of changes, and the binding releases the lock once for the list.
  *
- * The caller knows which order is safe and what to undo after a failure. This code only stops at
- * the first step that fails. */
+ * The caller knows which order is safe, and what to undo after a failure. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -17,7 +14,7 @@
 
 /* ---- steps ---- */
 
-/* Creates the file of a step that writes one. Returns 0 or -errno. */
+/* Returns 0 or -errno. */
 static int write_file(const struct sfr_step *step)
 {
 	int fd = sfr__fd_open(step->path, O_WRONLY | O_CREAT | O_EXCL, 0666), rc, closed;
@@ -28,12 +25,12 @@ static int write_file(const struct sfr_step *step)
 	rc = sfr__write_all(fd, step->bytes, step->len, 0, &done);
 	if (rc == 0 && step->kind == SFR_STEP_WRITE_SYNCED && sfr_sys.fsync(fd) < 0)
 		rc = -errno;
-	/* Without a sync, a network file system may report a full disk only here. */
+	/* without a sync, a network file system may report a full disk only here */
 	closed = sfr__fd_close(fd);
 	return rc < 0 ? rc : closed;
 }
 
-/* Makes the change of one step. Returns 0 or -errno; -EINVAL for an unknown kind. */
+/* Returns 0 or -errno; -EINVAL for an unknown kind. */
 static int take_step(const struct sfr_step *step)
 {
 	switch (step->kind) {
@@ -63,13 +60,13 @@ int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_don
 
 /* ---- names ---- */
 
-/* A growing list of names, stored one after the other, each with its final zero byte. */
+/* Names one after the other, each with its final zero byte. */
 struct name_list {
 	char *bytes;
 	size_t len, room;
 };
 
-/* Appends a name to the list. Returns 0 or -ENOMEM. */
+/* For sfr__dir_each. Returns 0 or -ENOMEM. */
 static int add_name(void *arg, const char *name)
 {
 	struct name_list *list = arg;

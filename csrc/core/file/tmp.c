@@ -1,32 +1,25 @@
 /* Temporaries: their names, their locks, and how to tell dead ones from live ones.
  *
- * A save writes to a temporary next to its destination. If its process dies, the temporary stays,
- * as large as a checkpoint, so the next save into the directory removes it (clean.c). But it must
- * never remove a temporary whose writer is alive. Three things together show whether it is alive:
+ * A save writes to a temporary next to its destination. If its process dies, the next save into the
+ * directory removes the temporary (clean.c). A temporary whose writer is alive must never be
+ * removed. Three things together show whether the writer is alive:
  *
  *   the name   .stillframe-<boot id>-<pid>-<serial>.tmp
- *              Hidden, with an ending that no glob for checkpoints finds. The
- *              boot id identifies the machine and its current start; locks and
- *              pids mean something only there. A temporary of another boot is
- *              never touched, only named in a notice: its writer may live on
- *              another machine that shares the directory.
- *   the lock   flock, held by the writer from the start until after the rename.
- *              The kernel releases it with the process, however that ends. Two
- *              opens conflict even within one process.
+ *              Locks and pids mean something only in one boot of one machine. A
+ *              temporary of another boot is only named in a notice, because its
+ *              writer may live on another machine.
+ *   the lock   flock, which the writer holds until after the rename. The kernel
+ *              releases it when the process ends.
  *   the list   of this process's own temporaries, entered before the file exists.
  *              It covers the moment between open and flock, and file systems
- *              without flock. The pid alone is not enough: two containers on one
- *              machine may both be pid 1.
+ *              without flock.
  *
- * A directory that replaces another one in a single step (folder.c) is a temporary too. A directory
- * cannot be locked on every file system, so a file of the usual name carries its lock. This file is
- * made before the directories and removed after them:
+ * A temporary may also be a directory (folder.c). Not every file system can lock a directory, so a
+ * file carries the lock. The file is made before the directories and removed after them:
  *
  *   .stillframe-...tmp            the lock
  *   .stillframe-...tmp.d          the new directory; once exchanged, the old one
  *   .stillframe-...tmp.old-NAME   the old directory NAME, where nothing can be exchanged
- *
- * So a directory without that file was left by a writer that has ended.
  *
  * Between a writer's open and its flock, a cleaner in another process may take the lock and unlink
  * the file. So each side checks again once it has the lock:
@@ -35,14 +28,11 @@
  *   cleaner   open          flock  links > 0 and path is this inode?  no: leave it
  *                                                                     yes: unlink
  *
- * Only one side can have the lock, and a process never uses a name twice, so the cleaner unlinks
- * exactly what it has locked.
+ * A process never uses a name twice, so the cleaner unlinks exactly the file that it has locked.
  *
- * A temporary is dead only if this process could take its lock, or if its name is gone. Its state
- * is unknown if the file system has no flock (ENOLCK, ENOSYS), no descriptor is left (EMFILE), or
- * opening it is not permitted (EACCES). Then it is kept, and a notice names it once per process.
- * The lock is taken on a writable descriptor if possible, because NFS turns flock into an fcntl
- * lock, and refuses that with EBADF on a read-only descriptor. */
+ * A temporary is dead if this process could take its lock, or if the file with the lock is gone. If
+ * the lock cannot be tried (no flock, descriptor or permission), the temporary is kept, and a
+ * notice names it. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -54,7 +44,7 @@
 
 #include "file/tmp.h"
 
-/* the components of a name; the head of this file shows how they follow each other */
+/* the components of a name */
 #define PREFIX ".stillframe-"
 #define SUFFIX ".tmp"
 #define NEW ".d"
@@ -63,12 +53,11 @@
 #define BOOT_ID_PATH "/proc/sys/kernel/random/boot_id"
 #define BOOT_LEN SFR__BOOT_LEN
 #define NR_TRIES 64  /* names tried before giving up */
-#define NR_NAMED 256 /* paths that sfr__tmp_remember can remember */
+#define NR_NAMED 256 /* the most paths that a process reports */
 
 static struct {
-	/* guards everything here; no system call and no other lock under it */
-	struct sfr__mutex mu;
-	struct sfr__tmp *live; /* this process's temporaries that are being written */
+	struct sfr__mutex mu;  /* guards everything here; no system call under it */
+	struct sfr__tmp *live; /* this process's temporaries */
 	uint64_t last_serial;
 	char boot[BOOT_LEN + 1];
 	atomic_bool boot_known;   /* set last: a forked child may find `boot` half written */
@@ -76,7 +65,6 @@ static struct {
 	unsigned nr_named;
 } temps = { .mu = SFR__MUTEX(SFR__LOCK_TMP) };
 
-/* Runs in a forked child. */
 static void forget(void)
 {
 	temps.live = NULL; /* the parent writes these files */
@@ -86,8 +74,7 @@ SFR__AT_FORK(forget)
 
 /* ---- names ---- */
 
-/* Reads the boot id into `boot`, without dashes or final zero. Returns false if it cannot be
- * read. */
+/* Reads the boot id into `boot`, without dashes or final zero. */
 static bool read_boot_id(char boot[BOOT_LEN])
 {
 	char text[64];
@@ -108,8 +95,7 @@ static bool read_boot_id(char boot[BOOT_LEN])
 	return nr == BOOT_LEN;
 }
 
-/* A failure to read the boot id is not remembered: this save removes no old temporaries, and the
- * next one tries again. */
+/* After a failure the next call tries again. */
 bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 {
 	if (!atomic_load(&temps.boot_known)) {
@@ -128,8 +114,7 @@ bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
 	return true;
 }
 
-/* Sets the kind and the target from `rest`, the end of the name after ".tmp". Returns false if the
- * names of temporaries do not end like this. */
+/* Parses `rest`, the end of the name after ".tmp". */
 static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 {
 	if (strncmp(rest, OLD, sizeof(OLD) - 1) == 0) {
@@ -142,8 +127,7 @@ static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 	return *rest == '\0' || strcmp(rest, NEW) == 0;
 }
 
-/* sscanf accepts more than these names, such as signs and leading zeros. So the name is made again
- * from the fields, and compared. */
+/* sscanf also accepts signs and leading zeros, so the name is made again and compared. */
 bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 {
 	char again[SFR__TMP_NAME_LEN];
@@ -160,7 +144,6 @@ bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 
 /* ---- the list of live temporaries ---- */
 
-/* Gives a temporary its serial number and adds it to the list. */
 static void add_live(struct sfr__tmp *tmp)
 {
 	sfr__lock(&temps.mu);
@@ -198,7 +181,7 @@ bool sfr__tmp_is_ours(const struct sfr__tmp_name *parsed)
 
 /* ---- locks ---- */
 
-/* Takes the lock of a file. Returns 0, SFR_EAGAIN if another process has it, or -errno. */
+/* Returns 0, -errno, or SFR_EAGAIN if another process has the lock. */
 static int try_lock(int fd)
 {
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
@@ -212,14 +195,12 @@ static int try_lock(int fd)
 	return -EINTR;
 }
 
-/* Returns whether the error of flock means that the file system has no locks. */
 static bool has_no_locks(int code)
 {
 	return code == -ENOLCK || code == -ENOTSUP || code == -ENOSYS;
 }
 
-/* Checks, once the lock is taken, that the name still leads to this file. Returns 0; -ENOENT if it
- * does not; or another -errno. */
+/* Checks that the name still leads to the locked file. Returns 0 or -errno; -ENOENT if not. */
 static int check_name(int fd, int dir, const char *name)
 {
 	struct stat held, there;
@@ -233,11 +214,10 @@ static int check_name(int fd, int dir, const char *name)
 	return held.st_dev == there.st_dev && held.st_ino == there.st_ino ? 0 : -ENOENT;
 }
 
-/* Opens a temporary of another process, for writing if possible. Returns a descriptor or -errno. */
+/* Opens for writing if possible, because NFS refuses flock on a read-only descriptor. */
 static int open_foreign(int dir, const char *name)
 {
-	/* By now the name may lead to a link, which must not be followed, or to a pipe, on which an
-	 * open may wait for another process. */
+	/* the name may lead to a link by now, or to a pipe, whose open would wait */
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
 	int fd = sfr__fd_openat(dir, name, O_RDWR | flags, 0);
 
@@ -269,16 +249,22 @@ enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int 
 	}
 	if (fd >= 0)
 		(void)sfr__fd_close(fd); /* nothing was written to it */
-	if (rc == SFR_EAGAIN)
+	switch (rc) {
+	case SFR_EAGAIN:
 		return SFR__TMP_ALIVE;
-	/* A link, a directory or a device of that name is not a temporary. */
-	return rc == -ENOENT || rc == -ELOOP || rc == -EISDIR || rc == -ENXIO ? SFR__TMP_GONE :
-										SFR__TMP_UNKNOWN;
+	case -ENOENT:
+	case -ELOOP: /* a link, a directory or a device is not a temporary */
+	case -EISDIR:
+	case -ENXIO:
+		return SFR__TMP_GONE;
+	default:
+		return SFR__TMP_UNKNOWN;
+	}
 }
 
 bool sfr__tmp_remember(const char *path)
 {
-	uint64_t hash = 14695981039346656037u; /* this and the factor below are those of FNV-1a */
+	uint64_t hash = 14695981039346656037u; /* FNV-1a */
 	bool is_new = true;
 
 	for (const char *p = path; *p; p++)
@@ -313,7 +299,7 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 		return false;
 	if (sfr__tmp_is_ours(&parsed))
 		return true;
-	/* the path of the file with the lock */
+	/* the path up to and with ".tmp" is that of the lock file */
 	len = strlen(path) - strlen(name) + parsed.len;
 	if (len >= sizeof(lock_path))
 		return true; /* too long to be examined */
@@ -329,8 +315,8 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 
 /* ---- making a temporary ---- */
 
-/* Makes and locks a temporary under a new name. Returns 0, SFR_EAGAIN if the caller has to try
- * again, or -errno. *phase names the step that failed. */
+/* Makes and locks a temporary under a new name. Returns 0, SFR_EAGAIN if the caller must try again,
+ * or -errno. *phase is the step that failed. */
 static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out,
 		    enum sfr_phase *phase)
 {
@@ -340,7 +326,7 @@ static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out
 	add_live(tmp);
 	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, boot,
 		       (intmax_t)getpid(), tmp->serial); /* tmp->name is long enough */
-	/* Like any file that open() makes, subject to the umask. */
+	/* subject to the umask, like any file */
 	fd = sfr__fd_openat(dir, tmp->name, O_WRONLY | O_CREAT | O_EXCL, 0666);
 	if (fd < 0) {
 		sfr__tmp_forget(tmp);
@@ -354,11 +340,11 @@ static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out
 		*fd_out = fd;
 		return 0;
 	}
-	/* A cleaner may have removed the file already. No other file has this name. */
+	/* A cleaner may have unlinked the file already. No other file has this name. */
 	(void)sfr_sys.unlink(dir, tmp->name);
 	sfr__tmp_forget(tmp);
 	(void)sfr__fd_close(fd);                /* nothing was written */
-	return rc == -ENOENT ? SFR_EAGAIN : rc; /* -ENOENT: a cleaner removed the file */
+	return rc == -ENOENT ? SFR_EAGAIN : rc; /* -ENOENT: a cleaner was first */
 }
 
 int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err)
@@ -370,7 +356,7 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 	(void)sfr__tmp_boot(boot); /* "noboot" is good enough for a name */
 	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
 		rc = try_name(dir, boot, tmp, fd_out, &phase);
-	if (rc == SFR_EAGAIN) /* every name was in use, or a cleaner took every file */
+	if (rc == SFR_EAGAIN) /* every name was in use, or cleaners took the files */
 		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;
 	if (rc < 0)
 		sfr__err_set(err, rc, phase, "the temporary file next to the destination");
