@@ -1,29 +1,28 @@
 /* Queues copies from or to a device in few calls.
  *
- * A call costs about 2 us for a single copy, and hardly more for a batch, so copies are queued in
- * batches. Small and large copies are in separate batches, because some drivers treat a whole batch
- * like its largest copy. The samples of a source are rows at equal distances, which one copy takes
- * together; such copies have batches of their own. Copies to or from unpinned memory are queued one
- * by one, and each such call returns only when its copy has run.
+ * A call costs about 2 us for one copy and hardly more for a batch. So copies are queued in
+ * batches:
  *
- * If a driver does not support batches, no further batch is tried. It may also refuse a single
- * batch, for example when memory consists of several segments. Then the copies of that batch are
- * queued one by one, and the next batch is tried as usual. Reports mention both cases.
+ *   small, large   in separate batches: some drivers treat a batch like its largest copy
+ *   rows           lines at equal distances, which are the samples of a source. One copy
+ *                  gathers them; such copies have batches of their own
+ *   unpinned       one by one; each call returns only when its copy has run
  *
- * Batches ask for the device's copy engines (PREFER_OVERLAP_WITH_COMPUTE), so that kernels can run
- * meanwhile. */
+ * If the driver refuses a batch, its copies are queued one by one. Unless the driver has no batches
+ * at all, the next batch is tried as usual.
+ *
+ * Batches ask for the copy engines (PREFER_OVERLAP_WITH_COMPUTE), so that kernels run meanwhile. */
 #include <errno.h>
 #include <stdio.h>
 
 #include "base/base.h"
 #include "device/lane.h"
 
-/* copies of rows in one call of the driver; their descriptions are on the stack */
+/* copies of rows in one call; the stack has room for so many */
 enum { ROWS_AT_A_TIME = 128 };
 
-/* If a batch failed with an error that its copies may not meet when they are queued one by one,
- * counts the refusal and returns true. Sets *unsupported (lane->no_batches or no_row_batches) if
- * the driver has no such batches at all. Logs the first refusal on a lane. */
+/* Returns whether to queue a failed batch's copies one by one. If so, counts the refusal and logs
+ * the lane's first. *unsupported: the driver has no such batches at all. */
 static bool note_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
 {
 	bool first;
@@ -60,8 +59,7 @@ void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
 	sfr__unlock(&lane->mu);
 }
 
-/* Returns whether this kind of batch is worth trying. `unsupported` is lane->no_batches or
- * no_row_batches, which are read under the lane's mutex. */
+/* `unsupported` is lane->no_batches or lane->no_row_batches. */
 static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 {
 	return sfr__under(&lane->mu, !*unsupported);
@@ -69,8 +67,7 @@ static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 
 /* ---- contiguous copies -------------------------------------------------------- */
 
-/* Queues one batch. Returns true if the copies are queued, or if they failed and *err is set.
- * Returns false if they must be queued one by one. */
+/* Returns false if the copies must be queued one by one. Any other failure is in *err. */
 static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, struct sfr_err *err)
 {
@@ -88,34 +85,35 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 		return false;
 	if (rc == CUDA_SUCCESS)
 		return true;
-	/* The driver may have queued some of the copies. Repeating them is harmless: they have the
-	 * same source and destination. */
+	/* Some of the copies may be queued already. Queueing them again is harmless. */
 	if (note_refusal(lane, rc, &lane->no_batches))
 		return false;
 	(void)sfr__cuda_note_failure(lane, "cuMemcpyBatchAsync", rc, err);
 	return true;
 }
 
-/* Queues `nr` copies that are all small or all large: as one batch if `batched` is set, else one by
- * one. */
+/* Queues copies that are all small or all large. */
 static void copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, bool batched, struct sfr_err *err)
 {
+	const char *call = lane->way == SFR__CUDA_OUT ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync";
 	CUresult rc = CUDA_SUCCESS;
 
 	if (nr > 1 && batched && copy_batch(lane, dst, src, len, nr, err))
 		return;
-	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++)
-		rc = lane->way == SFR__CUDA_OUT ?
-			     lane->cu->copy((void *)(uintptr_t)dst[i], src[i], len[i],
-					    lane->stream) :
-			     lane->cu->copy_to(dst[i], (const void *)(uintptr_t)src[i], len[i],
-					       lane->stream);
+	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++) {
+		void *host;
+
+		if (lane->way == SFR__CUDA_OUT) {
+			host = (void *)(uintptr_t)dst[i];
+			rc = lane->cu->copy(host, src[i], len[i], lane->stream);
+		} else {
+			host = (void *)(uintptr_t)src[i];
+			rc = lane->cu->copy_to(dst[i], host, len[i], lane->stream);
+		}
+	}
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_note_failure(lane,
-					     lane->way == SFR__CUDA_OUT ? "cuMemcpyDtoHAsync" :
-									  "cuMemcpyHtoDAsync",
-					     rc, err);
+		(void)sfr__cuda_note_failure(lane, call, rc, err);
 }
 
 static void swap_copies(struct sfr__cuda_batch *batch, size_t i, size_t j)
@@ -144,7 +142,7 @@ static size_t sort_by_size(struct sfr__cuda_batch *batch)
 
 int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len)
 {
-	/* `room` changes only when all three arrays have grown. */
+	/* `room` changes last: all three arrays must have grown */
 	if (batch->nr == batch->room) {
 		size_t room = batch->room ? batch->room * 2 : 64;
 		CUdeviceptr *to = sfr_sys.realloc(batch->dst, room * sizeof(*to));
@@ -194,13 +192,12 @@ void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *b
 
 /* ---- rows ----------------------------------------------------------------------- */
 
-/* Returns whether `nr` copies of rows can be queued in one call. */
 static bool can_batch_rows(const struct sfr__cuda *cu, size_t nr)
 {
 	return cu->batch_3d && nr > 1;
 }
 
-/* Queues copies of rows, up to ROWS_AT_A_TIME in one call. After an error some may be queued. */
+/* After an error some of the copies may be queued. */
 static CUresult copy_rows_batch(const struct sfr__cuda *cu, CUstream stream,
 				const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch)
 {

@@ -1,7 +1,7 @@
 /* A lane's events, its portions, and its errors.
  *
- * After an error that makes the context unusable, the device is dead for good. The error is logged
- * once, and every later failure on that device names it as the reason. */
+ * An error that makes the context unusable makes the device *dead*, for good. The error is logged
+ * once, and every later failure on that device names it. */
 #include <errno.h>
 #include <stdio.h>
 
@@ -47,7 +47,7 @@ bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream)
 	       (rc == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE);
 }
 
-/* Returns an event, new or reused, or NULL if the driver cannot make an event. */
+/* Returns an event, new or reused; NULL if the driver cannot make one. */
 static CUevent event_get(struct sfr__cuda_lane *lane)
 {
 	CUevent event = NULL;
@@ -67,7 +67,7 @@ static CUevent event_get(struct sfr__cuda_lane *lane)
 
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event)
 {
-	if (!event || lane->dead) /* nothing to keep; a dead context has freed its events */
+	if (!event || lane->dead) /* a dead context has freed its events */
 		return;
 	if (lane->nr_events < SFR__CUDA_EVENTS_KEPT)
 		lane->events[lane->nr_events++] = event;
@@ -87,7 +87,7 @@ bool sfr__cuda_check_query(struct sfr__cuda_lane *lane, const char *call, CUresu
 {
 	if (rc == CUDA_SUCCESS)
 		return true;
-	*failed = rc == CUDA_ERROR_NOT_READY ? 0 : *failed + 1; /* NOT_READY is an answer */
+	*failed = rc == CUDA_ERROR_NOT_READY ? 0 : *failed + 1;
 	if (!sfr__cuda_is_sticky(rc) && *failed < SFR__CUDA_FAILED_QUERIES)
 		return false;
 	sfr__cuda_mark_dead(lane, call, rc);
@@ -104,7 +104,7 @@ bool sfr__cuda_note_failure(struct sfr__cuda_lane *lane, const char *call, CUres
 		sfr__cuda_mark_dead(lane, call, rc);
 	dead = sfr__cuda_is_dead(lane);
 	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
-	/* On a dead device this call failed because of the earlier error, which says more. */
+	/* On a dead device the earlier error says more. */
 	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, dead ? lane->why : text);
 	return dead;
 }

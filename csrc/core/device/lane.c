@@ -4,25 +4,24 @@
  *                      ├────────────────▶ in flight (a list) ───────▶ the thread ───▶ transfers
  *   the lane's thread ─┘
  *
- * The thread never waits for the device inside the driver: it queries the oldest portion's event
- * every POLL_NS and sleeps in between. The driver's own waits spin or hold locks that training
- * needs, and host functions on the stream can serialise other streams. The thread's tasks queue
- * more copies only while few portions are in flight. The reason is that one copy engine serves all
- * streams in order: when training copies a loss to the host, that copy waits for the portions
- * before it. Once the gate waits for a save, the rest of the save's copies is queued at once. A
- * step may wait for this thread, so its priority is not lowered and its timer slack is small. At
+ * The thread queries the oldest portion's event every POLL_NS and sleeps in between. It never waits
+ * inside the driver, whose waits spin or hold locks that training needs.
+ *
+ * One copy engine serves all streams in order. When training copies a loss to the host, that copy
+ * waits for the portions before it. So few portions are in flight, until the gate waits for a save:
+ * then the rest of the save's copies is queued at once.
+ *
+ * A step may wait for this thread, so its priority is not lowered and its timer slack is small. At
  * nice 10 with two busy cores, one sleep of 50 us in ten took 2.8 ms.
  *
  *     alive ──an error after which no call in the context works──▶ dead
  *
- * On a dead device it cannot be known whether a copy still runs. The device's transfers fail, and
- * so do later copies, with the same reason. The engine goes on serving the host and other devices.
+ * On a dead device nobody knows whether a copy still runs. All its copies fail with the error that
+ * made it dead.
  *
- * Order. A thread that queues copies has the turn, and before it ends the turn it appends a portion
- * to the list. So the list has the stream's order, and every copy is followed by an event that the
- * lane's thread queries. The turn is not a lock: only threads that want to queue copies wait for
- * its end, while the gate and the lane's polling go on. A turn may take long, because a stream
- * holds about a thousand operations, and the next call blocks until earlier operations have run. */
+ * A thread that queues copies has the *turn*, and appends a portion to the list before it ends the
+ * turn. So the list has the stream's order. The turn is not a lock, because it may take long: when
+ * about a thousand operations are on a stream, the next call blocks until earlier ones have run. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -32,9 +31,8 @@
 
 #define POLL_NS UINT64_C(50000) /* the time between two queries of an event */
 
-/* Bounds on queued copies while no step waits for them: the bytes of a portion and the number of
- * portions in flight. Copies on other streams wait for the queued ones, at most 0.3 ms at 55 GB/s
- * with these values. sfr__cuda_tune changes them. */
+/* Bounds on queued copies while no step waits for them. Copies on other streams wait for the queued
+ * ones, at most 0.3 ms at 55 GB/s with these values. */
 uint64_t sfr__cuda_portion_bytes = 4 << 20;
 static uint64_t most_in_flight = 4;
 
@@ -78,9 +76,8 @@ void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portio
 	sfr__unlock(&lane->mu);
 }
 
-/* Queries the oldest portion's event. Returns whether the portion is to be removed, because its
- * copies have completed or the device is dead. Only the lane's thread, which calls this, removes
- * portions, so no lock is needed. */
+/* Returns whether the oldest portion has ended: its copies have completed, or the device is dead.
+ * Needs no lock, because only the calling thread, the lane's, removes portions. */
 static bool check_portion(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
 	const struct sfr__cuda *cu = lane->cu;
@@ -94,8 +91,7 @@ static bool check_portion(struct sfr__cuda_lane *lane, struct sfr__cuda_portion 
 				     &portion->failed);
 }
 
-/* Removes and returns the oldest portion in flight if its copies have completed or the device is
- * dead. Sets *copied to false if the device is dead. Returns NULL otherwise. */
+/* Removes and returns the oldest portion if it has ended, else returns NULL. */
 static struct sfr__cuda_portion *take_due_portion(struct sfr__cuda_lane *lane, bool *copied)
 {
 	struct sfr__cuda_portion *portion;
@@ -169,20 +165,20 @@ void *sfr__cuda_lane_main(void *arg)
 	struct sfr__cuda_scope scope;
 	struct sfr__task *task;
 
-	/* If this fails, the first call that needs the context fails, too, and its error is
-	 * reported. */
+	/* if this fails, so does the first call that needs the context, which reports the error */
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 	sfr__lock(&lane->mu);
 	for (;;) {
 		task = sfr__queue_pop(&lane->tasks);
-		if (task || lane->in_flight.head) {
+		if (task) {
 			sfr__unlock(&lane->mu);
-			if (task)
-				task->run(task);
-			else
-				sfr__cuda_poll(lane);
+			task->run(task);
 			sfr__lock(&lane->mu);
-			if (!task && lane->in_flight.head && !lane->tasks.head)
+		} else if (lane->in_flight.head) {
+			sfr__unlock(&lane->mu);
+			sfr__cuda_poll(lane);
+			sfr__lock(&lane->mu);
+			if (lane->in_flight.head && !lane->tasks.head)
 				(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(POLL_NS));
 		} else if (lane->stopping) {
 			break;

@@ -1,5 +1,4 @@
-/* The lanes of an engine: one for each device and direction, made at first use, ended with the
- * engine. */
+/* The lanes of an engine. They are made at first use and end with the engine. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -7,7 +6,6 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-/* Frees the lane's device resources. */
 static void fini_device(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_scope scope;
@@ -29,8 +27,7 @@ static void fini_device(struct sfr__cuda_lane *lane)
 	lane->context = NULL;
 }
 
-/* Frees the lane's memory. The lane's thread has ended and its device resources are freed, or it
- * never had a thread and such resources. */
+/* Frees the memory of a lane that has no thread and no device resources any more. */
 static void free_lane(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_portion *portion;
@@ -45,8 +42,7 @@ static void free_lane(struct sfr__cuda_lane *lane)
 	sfr_sys.free(lane);
 }
 
-/* Retains the device's context, makes the lane's stream and starts its thread. Returns 0, or -errno
- * with the reason in `why`. */
+/* Makes the lane's stream and starts its thread. Returns 0, or -errno with the reason in `why`. */
 static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 {
 	char name[16];
@@ -97,8 +93,6 @@ static int make_lane(uint32_t device, enum sfr__cuda_way way, struct sfr__cuda_l
 	return 0;
 }
 
-/* Ends the lane's thread, after its tasks and its portions in flight, and frees its device
- * resources. */
 static void stop_lane(struct sfr__cuda_lane *lane)
 {
 	sfr__lock(&lane->mu);
@@ -109,8 +103,7 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 	fini_device(lane);
 }
 
-/* Sets *out to the lane, or to NULL if there is none yet. Returns 0, or SFR_ECLOSED after
- * sfr__cuda_lanes_stop. */
+/* Sets *out to the lane, or to NULL if there is none yet. Returns 0 or SFR_ECLOSED. */
 static int find_lane_locked(const struct sfr__cuda_lanes *lanes, uint32_t device,
 			    enum sfr__cuda_way way, struct sfr__cuda_lane **out)
 {

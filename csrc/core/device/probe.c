@@ -1,23 +1,20 @@
 /* Probes of device memory, which find out whether a storage changes between two optimizer steps.
  *
- * The observer of an optimizer (csrc/python/observer) has to compare a storage's bytes after a step
- * with its bytes before the next step, and the host cannot read device memory. So three cache lines
- * of each storage are copied to the host at both times. The two copies are compared when both have
- * completed:
+ * The host cannot read device memory. So three cache lines of each storage are copied to the host,
+ * after a step and before the next. The two copies are compared when both have completed:
  *
  *     caller's stream   step | waits  forward, backward  | waits  step ...
  *     prober's stream          \ lines /                   \ lines /   done?  same?
  *
- * The caller's stream waits for the copies, but the host does not. The host asks later whether they
- * have completed, because the device runs some time after the host.
+ * The caller's stream waits for the copies; the host does not, and asks later whether they have
+ * completed.
  *
- * Each device of the process has one prober: the stream on which its lines are copied. A prober
- * lives as long as the process. One thread at a time uses a prober. A second thread does not wait,
- * because the first thread may be waiting for room on the stream: it gets SFR_EBUSY and probes
- * after its next step. The lock is not held during calls of the driver.
+ * Each device has one *prober*, which owns the stream for the copies and lives as long as the
+ * process. One thread at a time uses a prober. A second thread gets SFR_EBUSY, because the first
+ * may be waiting for room on the stream.
  *
- * A storage without a result is captured instead of deferred, which is only slower. So after an
- * error a prober is closed for good, and the error is logged. */
+ * After an error a prober is closed for good. Storages without a result are captured instead of
+ * deferred, which is only slower. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -28,31 +25,31 @@
 
 enum { LINES = 3, LINE = 64 }; /* cache lines of a storage; bytes of a line */
 
-/* The stream of a device's probes. */
 struct prober {
 	struct prober *next;
-	uint32_t device; /* constant, like the next four */
+
+	/* constant */
+	uint32_t device;
 	uint64_t fork_generation;
 	const struct sfr__cuda *cu;
 	CUcontext context;
 	CUstream stream;
-	/* guarded by probers.mu */
-	bool busy, closed;
-	/* probes that their users have freed, but to which a running copy may still write */
-	struct sfr_probe *tombstones;
+
+	/* guarded by probers.mu, which is not held during calls of the driver */
+	bool busy;                    /* a thread uses the prober */
+	bool closed;                  /* an error has occurred */
+	struct sfr_probe *tombstones; /* freed by their users; copies may still write to them */
 };
 
 struct sfr_probe {
 	struct sfr_probe *next; /* the next in the list of tombstones */
 	struct prober *prober;
-	/* `ready` is recorded on the caller's stream before the copies, and `done` on the prober's
-	 * stream after the copies */
-	CUevent ready, done;
-	/* LINES lines of each storage from the first round of copies, then from the second round */
-	struct sfr__cuda_store store;
-	struct sfr__cuda_rows *rows; /* the copies to queue */
-	uint32_t room, nr;           /* how many storages fit, and how many the current round has */
-	bool in_flight;              /* copies were queued and may not have completed */
+	CUevent ready;                /* on the caller's stream, before the copies */
+	CUevent done;                 /* on the prober's stream, after the copies */
+	struct sfr__cuda_store store; /* the lines of the first round, then those of the second */
+	struct sfr__cuda_rows *rows;  /* the copies to queue */
+	uint32_t room, nr;            /* storages that fit, and those of the current round */
+	bool in_flight;               /* copies were queued and may not have completed */
 };
 
 static struct {
@@ -67,8 +64,7 @@ static bool is_closed(struct prober *prober)
 	return sfr__under(&probers.mu, prober->closed);
 }
 
-/* Closes the prober for good after `call` has failed with `rc`. Only the first call logs the
- * error. */
+/* Logs the prober's first error. */
 static void close_prober(struct prober *prober, const char *call, CUresult rc)
 {
 	char text[160];
@@ -85,7 +81,6 @@ static void close_prober(struct prober *prober, const char *call, CUresult rc)
 				 text);
 }
 
-/* Makes the prober's stream. Returns 0 or -errno. */
 static int open_prober(struct prober *prober)
 {
 	char why[160];
@@ -97,7 +92,7 @@ static int open_prober(struct prober *prober)
 			      sizeof(why));
 }
 
-/* Returns the device's prober in this process, or NULL. Probers made before a fork do not count. */
+/* Returns NULL if there is none. Probers made before a fork do not count. */
 static struct prober *find_prober_locked(uint32_t device)
 {
 	for (struct prober *prober = probers.head; prober; prober = prober->next)
@@ -106,7 +101,7 @@ static struct prober *find_prober_locked(uint32_t device)
 	return NULL;
 }
 
-/* Sets *out to the device's prober, which is made at its first use. Returns 0 or -errno. */
+/* Gets or makes the device's prober. Returns 0 or -errno. */
 static int get_prober(uint32_t device, struct prober **out)
 {
 	struct prober *made;
@@ -143,7 +138,7 @@ static int get_prober(uint32_t device, struct prober **out)
 	return 0;
 }
 
-/* Takes the prober for this thread. Returns false if another thread uses it, or it is closed. */
+/* Returns false if another thread uses the prober, or it is closed. */
 static bool take_prober(struct prober *prober)
 {
 	bool free;
@@ -156,7 +151,6 @@ static bool take_prober(struct prober *prober)
 	return free;
 }
 
-/* Gives the prober back, so that another thread can take it. */
 static void give_prober(struct prober *prober)
 {
 	sfr__lock(&probers.mu);
@@ -164,14 +158,13 @@ static void give_prober(struct prober *prober)
 	sfr__unlock(&probers.mu);
 }
 
-/* ---- probes ------------------------------------------------------------------------ */
+/* ---- probes; the static functions need the prober's context ------------------------- */
 
-/* Frees a probe. The prober's context must be current. */
 static void destroy_probe(struct sfr_probe *probe)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
 
-	/* If this fails, nothing can be done. */
+	/* on failure an event is only lost */
 	if (probe->ready)
 		(void)cu->event_free(probe->ready);
 	if (probe->done)
@@ -181,8 +174,7 @@ static void destroy_probe(struct sfr_probe *probe)
 	sfr_sys.free(probe);
 }
 
-/* Asks the driver whether the probe's copies have completed, and returns the answer. Closes the
- * prober if the driver returns an error. The prober's context must be current. */
+/* Returns whether the probe's copies have completed. Closes the prober after an error. */
 static bool query_probe(struct sfr_probe *probe)
 {
 	CUresult rc = probe->in_flight ? probe->prober->cu->event_query(probe->done) : CUDA_SUCCESS;
@@ -194,8 +186,6 @@ static bool query_probe(struct sfr_probe *probe)
 	return rc == CUDA_SUCCESS;
 }
 
-/* Adds a probe that its user has freed to the tombstones, from which free_tombstones frees it
- * later. */
 static void add_tombstone(struct prober *prober, struct sfr_probe *probe)
 {
 	sfr__lock(&probers.mu);
@@ -204,8 +194,7 @@ static void add_tombstone(struct prober *prober, struct sfr_probe *probe)
 	sfr__unlock(&probers.mu);
 }
 
-/* Frees the tombstones whose copies have completed. The calling thread must have taken the prober,
- * and its context must be current. */
+/* Frees the tombstones whose copies have completed. */
 static void free_tombstones(struct prober *prober)
 {
 	struct sfr_probe *probe, *next;
@@ -248,8 +237,8 @@ void sfr_probe_free(struct sfr_probe *probe)
 		return;
 	prober = probe->prober;
 	add_tombstone(prober, probe);
-	/* If another thread has the prober, the next probe of the device frees this one. If the
-	 * prober is closed, a copy may still run, and the memory stays until the process ends. */
+	/* If another thread has the prober, the next probe frees this one. If the prober is closed,
+	 * a copy may run forever, so the memory stays. */
 	if (!take_prober(prober))
 		return;
 	if (sfr__cuda_enter(&scope, prober->cu, prober->context) == CUDA_SUCCESS) {
@@ -259,9 +248,7 @@ void sfr_probe_free(struct sfr_probe *probe)
 	give_prober(prober);
 }
 
-/* Makes memory and events for `nr` storages, unless the probe has them. The context must be
- * current, and no copy of the probe may be in flight. Returns the driver's error;
- * CUDA_ERROR_OUT_OF_MEMORY also if the memory cannot be pinned. */
+/* Makes memory and events for `nr` storages, unless the probe has them. No copy is in flight. */
 static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
@@ -280,16 +267,14 @@ static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 	if (!probe->rows ||
 	    sfr__cuda_store_new(cu, (size_t)nr * 2 * LINES * LINE, &probe->store) < 0)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	/* Queueing a copy to pageable memory returns only when the copy has run, so the host would
-	 * wait for the device. */
+	/* Queueing a copy to pageable memory would wait for the device. */
 	if (!probe->store.pinned)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	probe->room = nr;
 	return CUDA_SUCCESS;
 }
 
-/* Returns the host address to which the lines of storage `i` are copied, in the first round of
- * copies or, with `again`, in the second. */
+/* Returns where the lines of storage `i` go. `again`: in the second round. */
 static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 {
 	const size_t first = again ? probe->room : 0;
@@ -297,8 +282,8 @@ static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 	return (char *)probe->store.mem + (first + i) * LINES * LINE;
 }
 
-/* Sets up the copies of the first, middle and last line of each storage that is long enough. A copy
- * takes a storage's three lines as rows at equal distances. Returns the number of copies. */
+/* Sets up one copy for each storage that is long enough: its first, middle and last line, as rows
+ * at equal distances. Returns the number of copies. */
 static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_range *ranges,
 			    uint32_t nr, bool again)
 {
@@ -318,7 +303,7 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 	return nr_rows;
 }
 
-/* Queues the copies in one call, or one by one if the driver has no such call or refuses it. */
+/* Queues the copies in one call if the driver accepts that. */
 static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *rows, uint32_t nr)
 {
 	CUresult rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE, true);
@@ -328,8 +313,7 @@ static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *r
 	return rc;
 }
 
-/* Makes the prober's stream wait for the caller's stream, queues the copies on the prober's stream,
- * and makes the caller's stream wait for the copies. */
+/* Queues the copies on the prober's stream, between the caller's earlier and later work. */
 static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t nr_rows)
 {
 	struct prober *prober = probe->prober;
@@ -348,8 +332,7 @@ static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t 
 	return rc;
 }
 
-/* Queues one round of copies. The thread has taken the prober, and its context is current. Returns
- * as sfr_probe_copy does; after an error of the driver the prober is closed. */
+/* Queues one round of copies. Returns as sfr_probe_copy. */
 static int probe_once(struct sfr_probe *probe, CUstream stream,
 		      const struct sfr_probe_range *ranges, uint32_t nr, bool again)
 {

@@ -1,9 +1,8 @@
 /* Stores: host memory for samples of device memory.
  *
- * The memory should be pinned: the call that queues a copy to unpinned memory returns only when the
- * copy has run, and so waits for all earlier work on the stream. The driver allocates this memory,
- * because pool memory cannot always be pinned. If the driver refuses, ordinary memory is used. A
- * store is kept from save to save, because allocating pinned memory can block other streams. */
+ * The memory should be pinned: queueing a copy to unpinned memory waits for all earlier work on the
+ * stream. The driver allocates it, because pool memory cannot always be pinned. A lane keeps stores
+ * from save to save, because allocating pinned memory is slow and can block streams. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -27,9 +26,8 @@ int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda
 
 void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *store)
 {
-	/* Cannot fail on our own memory; if it does, the memory is only lost. */
 	if (store->mem && store->pinned)
-		(void)cu->host_free(store->mem);
+		(void)cu->host_free(store->mem); /* at worst the memory is leaked */
 	else if (store->mem)
 		(void)sfr_sys.munmap(store->mem, store->len);
 	*store = (struct sfr__cuda_store){ 0 };

@@ -1,8 +1,7 @@
 /* Measures the time between two points of one stream, with events that have timing.
  *
  * The events that order streams have no timing, because waiting for a timed event is slower. If
- * timing fails (no event, a failed device), the time is 0 and no error is reported, because only a
- * statistic depends on it. */
+ * timing fails, the time is 0 and no error is reported: only a statistic depends on it. */
 #include "device/lane.h"
 
 /* Makes and records an event; *event becomes NULL if that fails. */
@@ -50,7 +49,7 @@ bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *t
 		if (rc == CUDA_SUCCESS)
 			rc = lane->cu->event_elapsed(&ms, timer->begin, timer->end);
 		if (rc == CUDA_SUCCESS && ms > 0)
-			timer->ns = (uint64_t)((double)ms * 1e6); /* ns in a millisecond */
+			timer->ns = (uint64_t)((double)ms * 1e6);
 	}
 	sfr__cuda_timer_drop(lane, timer);
 	return true;

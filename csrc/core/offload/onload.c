@@ -3,18 +3,14 @@
  *     caller's stream   memory is free E │  layer l          waits S │ layer l-1
  *     inward lane                waits E │  copies of layer l-1    S │
  *
- * The event S follows all copies (stage/transfer.h). E marks the caller's stream before anything is
- * queued: earlier work on it may still use the destinations, which a stream-ordered allocator has
- * already reused. If the sources are still being copied from the device (a snapshot's memory), the
- * lane's stream also waits for those copies. So bytes can come back without a wait of the host.
+ * The event E comes first: earlier work on the caller's stream may still use the destinations,
+ * which a stream-ordered allocator has already reused. The event S follows all copies
+ * (stage/transfer.h). If the sources are still being copied from the device, the lane's stream
+ * waits for those copies, so the host need not.
  *
- * The copies of one onload are queued together. Ranges that are adjacent both in host memory and on
- * the device become one copy.
- *
- * The snapshot's memory is held from the start until the lane's thread sees the copies complete.
- * Only the caller drops an onload's references, so that a thread of the engine never drops the last
- * reference to the engine. Therefore sfr_onload_put waits for copies that still run, and does not
- * leave the end to the lane's thread. */
+ * The snapshot's memory is held until the lane's thread sees the copies complete. A thread of the
+ * engine must never drop the last reference to the engine. So sfr_onload_put waits for copies that
+ * still run, and the caller drops all references. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -23,16 +19,14 @@
 #include "stage/transfer.h"
 
 struct sfr_onload {
-	/* has no lane if the device had failed before: then nothing was queued */
-	struct sfr__transfer transfer;
-	struct sfr_engine *engine; /* a reference; constant, like the next */
+	struct sfr__transfer transfer; /* without a lane if the device had failed before */
+	struct sfr_engine *engine;     /* a reference */
 	uint64_t fork_generation;
-	/* a reference, and a hold until the copies have completed; NULL: none */
-	struct sfr_snapshot *from;
+	struct sfr_snapshot *from; /* a reference, and a hold until the copies end; or NULL */
 
-	/* used only by the caller's threads */
+	/* used only by the caller */
 	bool ordered;                   /* a stream was made to wait for the copies */
-	struct sfr__cuda_timer waiting; /* measures the wait of the first such stream */
+	struct sfr__cuda_timer waiting; /* measures the first such wait */
 };
 
 static bool is_foreign(const struct sfr_onload *onload)
@@ -40,28 +34,29 @@ static bool is_foreign(const struct sfr_onload *onload)
 	return onload->fork_generation != sfr_fork_generation();
 }
 
-/* Returns the copy at index *i and sets *i to the next copy. If all sources are in one lease
- * (`leased`), merges the copy with those after it that are adjacent in both memories. The padding
- * between them is copied along: in both memories it belongs to the same group of tensors. */
+/* Returns the copy at index *i and advances *i. If all sources are in one lease (`leased`), merges
+ * the copy with those after it that are adjacent in both memories. The padding between them is
+ * copied too; it belongs to the same tensors in both memories. */
 static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32_t nr, bool leased,
 				    uint32_t *i)
 {
 	struct sfr_onload_copy merged = copies[*i];
 
 	for (++*i; leased && *i < nr; ++*i) {
-		const uint64_t distance = copies[*i].src - merged.src;
+		const struct sfr_onload_copy *next = &copies[*i];
+		const uint64_t distance = next->src - merged.src;
 
-		if (copies[*i].dst - merged.dst != distance ||
+		if (next->dst - merged.dst != distance ||
 		    distance != sfr__round_up(merged.nbytes, SFR_COPY_ALIGN))
 			break;
-		merged.nbytes = distance + copies[*i].nbytes;
+		merged.nbytes = distance + next->nbytes;
 	}
 	return merged;
 }
 
 /* ---- start ------------------------------------------------------------------------- */
 
-/* Called when all copies have completed or, if !ok, when the device has died under them. */
+/* The copies have completed or, if !ok, the device has died. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr_onload *onload = sfr__container(tr, struct sfr_onload, transfer);
@@ -76,8 +71,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done };
 
-/* Makes the lane's stream wait for the copies that still run into the sources. Returns false if the
- * stream cannot wait for them. */
+/* Makes the lane's stream wait for copies into the sources. Returns false if it cannot. */
 static bool wait_for_sources(struct sfr_onload *onload)
 {
 	const struct sfr__cuda_lane *lane = onload->transfer.lane;
@@ -87,8 +81,7 @@ static bool wait_for_sources(struct sfr_onload *onload)
 	return !onload->from || sfr_snapshot_gate(onload->from, &stream, 1, 0) == 0;
 }
 
-/* Adds all copies to the transfer. 0, or -ENOMEM or SFR_EAGAIN, and then nothing is queued. A
- * device's error stays in the transfer, and 0 is returned. */
+/* Returns 0, -ENOMEM or SFR_EAGAIN. A device's error stays in the transfer. */
 static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy *copies,
 			uint32_t nr)
 {
@@ -110,7 +103,7 @@ static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy 
 	return tr->err.code; /* -ENOMEM or 0 */
 }
 
-/* Queues the copies between the events E and S. Results as sfr_onload_start. */
+/* Queues the copies between the events E and S. Returns as sfr_onload_start. */
 static int start_copies(struct sfr_onload *onload, uint32_t device, CUstream stream,
 			const struct sfr_onload_copy *copies, uint32_t nr)
 {
@@ -134,10 +127,10 @@ static void free_onload(struct sfr_onload *onload)
 	struct sfr_engine *engine = onload->engine;
 	struct sfr__cuda_scope scope;
 
-	/* A closed engine has released the device's context, so the events cannot be freed. */
+	/* A closed engine has released the device's context, with the events. */
 	if (onload->waiting.begin && !engine->closed) {
+		/* on failure only the events are lost */
 		(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
-		/* if the driver refuses the context, only the timer's events are lost */
 		sfr__cuda_timer_drop(lane, &onload->waiting);
 		sfr__cuda_leave(&scope);
 	}
@@ -148,8 +141,7 @@ static void free_onload(struct sfr_onload *onload)
 	sfr_engine_put(engine);
 }
 
-/* Makes an onload, which keeps the engine's pool and holds the snapshot's memory. 0, SFR_ECLOSED,
- * -ENOMEM, or an error of sfr_snapshot_hold. */
+/* Makes an onload, which keeps the engine's pool and holds the snapshot's memory. */
 static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
 		       struct sfr_onload **out)
 {
@@ -161,7 +153,7 @@ static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
 	sfr__lock(&engine->mu);
 	rc = engine->closing ? SFR_ECLOSED : 0;
 	if (rc == 0)
-		engine->nr_pool_users++; /* keeps the pool until the onload is freed */
+		engine->nr_pool_users++;
 	sfr__unlock(&engine->mu);
 	if (rc < 0) {
 		sfr_sys.free(onload);
@@ -206,8 +198,7 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 
 /* ---- waiting --------------------------------------------------------------------------- */
 
-/* Makes a stream wait for the copies. Returns false if the stream cannot wait. The first time, also
- * measures the wait with events before and after it; nothing else runs on the stream meanwhile. */
+/* Makes the stream wait for the copies, and measures the first wait. Returns false if it cannot. */
 static bool order_stream(struct sfr_onload *onload, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = onload->transfer.lane;
@@ -250,8 +241,8 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 	if (!sfr__transfer_is_over(&onload->transfer))
 		return SFR_EAGAIN;
 	if (onload->waiting.begin && !onload->engine->closed) {
-		known = sfr__cuda_enter(&scope, lane->cu, lane->context) != CUDA_SUCCESS ||
-			sfr__cuda_timer_read(lane, &onload->waiting);
+		if (sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS)
+			known = sfr__cuda_timer_read(lane, &onload->waiting);
 		sfr__cuda_leave(&scope);
 	}
 	*copying_ns = onload->transfer.copying.ns;
@@ -275,7 +266,7 @@ void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 		return;
 	*out = onload->transfer.err;
 	if (sfr__transfer_is_over(&onload->transfer) && onload->transfer.lost)
-		/* `why` is read without a lock: it is constant once the lane is dead */
+		/* needs no lock: `why` is constant once the lane is dead */
 		sfr__err_set(out, -EIO, SFR_PHASE_STAGE, onload->transfer.lane->why);
 }
 

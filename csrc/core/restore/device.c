@@ -4,21 +4,17 @@
  *   reader 1        read into C | send C | read into D | ...
  *   stream     E    copies from A   copies from C   copies from B ...
  *
- * "reader 0" and "reader 1" are threads of the restore's reader, and A to D are their buffers.
- *
- * A chunk is read into memory that the driver has pinned, its CRCs are computed there, and its data
- * are sent from there to their destinations. The processor copies nothing. However large the model
- * is, the only host memory needed is the buffers: two of 1 MiB for each thread. While one buffer is
- * being sent, its thread reads into the other.
+ * "reader 0" and "reader 1" are threads of the restore's reader, and A to D are their buffers. Each
+ * thread has two buffers of 1 MiB: it reads into one while the other is being sent. The buffers are
+ * pinned, and are the only host memory needed. CRCs are computed in them.
  *
  * Each buffer has a transfer (stage/transfer.h) to each device, for one chunk at a time. The lanes
- * are the restore's own, so it needs no engine and waits for no save. Before its first copy a lane
- * waits for the event E of the caller's stream, because torch may hand out memory that work on that
- * stream still uses. No stream waits for the lanes: bytes of a record count only when their copies
- * have completed, so a caller that has waited for the record may use it on any stream.
+ * are the restore's own, so it waits for no save. A lane first waits for the event E of the
+ * caller's stream: torch may hand out memory that work on that stream still uses. A record counts
+ * as read only when its copies have completed, so any stream may use it then.
  *
- * After a device has died, nobody knows whether its copies still run. So the buffers that these
- * copies read are never used again, nor freed. */
+ * After a device has died, its copies may still run. So their buffers are never used again, nor
+ * freed. */
 #include <errno.h>
 #include <stdio.h>
 
@@ -27,8 +23,7 @@
 
 static const struct sfr__transfer_ops ops = { .portion_done = NULL };
 
-/* Ends the reading with an error of a device; `why` is copied. The error belongs to no record, so
- * the first record is named. */
+/* Ends the reading with a device's error. It belongs to no record, so the first record is named. */
 static void device_failed(struct sfr_restore *r, const char *why)
 {
 	if (atomic_exchange(&r->has_why, true))
@@ -39,16 +34,15 @@ static void device_failed(struct sfr_restore *r, const char *why)
 
 /* ---- for the reader ----------------------------------------------------------- */
 
-/* Enters the context of the first device, in which pinned memory is allocated and freed. */
+/* Pinned memory is allocated and freed in the context of the first device. */
 static void enter_first_context(struct sfr_restore *r, struct sfr__cuda_scope *scope)
 {
 	*scope = (struct sfr__cuda_scope){ 0 };
-	/* if this fails, so does the next call of the driver, whose result is used */
+	/* if this fails, so does the next call of the driver */
 	(void)sfr__cuda_enter(scope, r->lane->cu, r->lane->context);
 }
 
-/* Lends memory that is pinned for all devices. The reader calls this, take_back, send_chunk and
- * finish: see struct sfr__reader_client. */
+/* This function, take_back, send_chunk and finish are those of struct sfr__reader_client. */
 static char *lend(void *self, size_t len)
 {
 	struct sfr_restore *r = self;
@@ -80,8 +74,7 @@ bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, ui
 	const unsigned k = r->destinations[index].device - 1;
 	struct sfr__transfer *tr = &r->transfers[buffer->number].to[k];
 
-	/* The first copy from a chunk begins a new transfer; that of the previous chunk is over. To
-	 * begin it cannot fail, because the lane exists. */
+	/* The first copy from a chunk begins a new transfer. This cannot fail: the lane exists. */
 	if (sfr__transfer_is_over(tr)) {
 		*tr = (struct sfr__transfer){ .ops = &ops };
 		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k], SFR__CUDA_IN);
@@ -94,7 +87,6 @@ bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, ui
 	return false;
 }
 
-/* Sends to each device the copies that sfr__restore_add_copy has added from this chunk. */
 static int send_chunk(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
@@ -116,8 +108,7 @@ static int send_chunk(void *self, struct sfr__buffer *buffer)
 	return rc;
 }
 
-/* Waits until the copies from a buffer have completed. If the device of a copy has died, it may
- * still read the buffer. Then the buffer's memory is given up, and never used again. */
+/* If a device has died, it may still read the buffer, whose memory is then given up. */
 static int finish(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
@@ -130,8 +121,7 @@ static int finish(void *self, struct sfr__buffer *buffer)
 			continue; /* this buffer was never copied to this device */
 		(void)sfr__transfer_wait(tr, SFR_FOREVER); /* always 0 */
 		if (tr->lost)
-			device_failed(r,
-				      tr->lane->why); /* which is constant once the lane is dead */
+			device_failed(r, tr->lane->why); /* constant once the lane is dead */
 		lost = lost || tr->lost;
 	}
 	if (lost)
@@ -141,7 +131,7 @@ static int finish(void *self, struct sfr__buffer *buffer)
 
 /* ---- for the caller ----------------------------------------------------------- */
 
-/* Returns the index in r->devices of the device with this number, or nr_devices if it has none. */
+/* Returns the index in r->devices, or nr_devices if the device is not there. */
 static unsigned find_device(const struct sfr_restore *r, uint32_t device)
 {
 	unsigned k = 0;
@@ -160,10 +150,10 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
-	/* One device too many, or a new one after the reader has got its buffers. */
+	/* too many devices, or a new one after the reader has got its buffers */
 	if (k == SFR__RESTORE_DEVICES || (k == r->nr_devices && sfr__reader_runs(r->reader)))
 		return -EOPNOTSUPP;
-	/* This transfer copies nothing. It only makes the lane wait for the caller's stream (E). */
+	/* This transfer only makes the lane wait for the caller's stream (E). */
 	rc = sfr__transfer_begin(&tr, &r->lanes, number, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
 	if (tr.lane)
 		sfr__transfer_end(&tr);

@@ -7,9 +7,9 @@
  *                         |
  *                         +----> nowhere: only their CRC is computed
  *
- * The restore keeps the check that has listed the records, to find records by their names. For a
- * file of another format, the caller gives a list of stretches instead. They are read as records
- * without headers, names and CRCs, which are called bare. */
+ * The records are listed by a check, which the restore keeps. For a file of another format the
+ * caller lists stretches instead. They are read as *bare* records, without headers, names and
+ * CRCs. */
 #include <errno.h>
 #include <string.h>
 
@@ -18,11 +18,10 @@
 #include "restore/restore_int.h"
 #include "base/base.h"
 
-/* Memory of at least this many bytes is mostly new, and sfr__populate saves its page faults. */
+/* Memory of so many bytes is mostly new, and sfr__populate saves its page faults. */
 #define WORTH_POPULATING (256u << 10)
 
-/* Brings bytes of a record to its destination. The reader calls this: struct sfr__reader_client has
- * the contract. */
+/* The reader's client function `put` (struct sfr__reader_client). */
 static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
 	       const char *bytes, size_t len, uint32_t *crc)
 {
@@ -60,8 +59,8 @@ static struct sfr_restore *new_restore(void)
 	return r;
 }
 
-/* Makes the reader, and for each record a destination that has no memory yet. `end` is the offset
- * where the records end. Returns 0, or an error of sfr__reader_new. */
+/* Makes the reader and the destinations, which have no memory yet. The records end at offset `end`.
+ * Returns 0, -ENOMEM or an error of sfr__reader_new. */
 static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned flags)
 {
 	struct sfr__reader_spec spec = {
@@ -100,7 +99,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	r->listing = &check->listing;
 	rc = make_reader(r, fd, check->end.dir_off, flags);
 	if (rc == SFR_EAGAIN)
-		r->check = NULL; /* the check stays the caller's, who calls again */
+		r->check = NULL; /* the caller keeps the check and calls again */
 	if (rc < 0)
 		sfr_restore_free(r);
 	else

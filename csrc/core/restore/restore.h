@@ -10,8 +10,8 @@
  *             ...;
  *     sfr_restore_free(restore);
  *
- * One thread at a time uses a restore; threads of its own read. After a fork the child may only
- * free it. */
+ * Threads of the restore read. One thread at a time calls these functions. After a fork the child
+ * may only free the restore. */
 #ifndef SFR_RESTORE_H
 #define SFR_RESTORE_H
 
@@ -27,49 +27,50 @@ struct sfr_restore;
 /* other processes read the file now: use the page cache, so that the disk reads it once */
 #define SFR_RESTORE_SHARED 2u
 
-/* Makes a restore of a file that was checked with SFR_CHECK_KEEP. The restore owns the check from
- * now on. After a failure the check has been freed, except after SFR_EAGAIN: bytes of the file are
- * still on their way, so call again with the same check. `fd` stays the caller's and must stay
- * open. -EOPNOTSUPP: the check found damage; or the file may be good, but the list of its records
- * is incomplete (listing.h), or they are not where torch and stillframe put them. -ENOMEM, -errno
- * of reading. */
+/* Makes a restore of a file that was checked with SFR_CHECK_KEEP. Takes the check, and frees it
+ * after any failure but SFR_EAGAIN. `fd` stays the caller's and must stay open. Returns 0, or:
+ *
+ *   SFR_EAGAIN        bytes of the file are still on their way: call again with the same check
+ *   -EOPNOTSUPP       the check found damage, the list of records is incomplete (listing.h), or
+ *                     the records are not where torch and stillframe put them
+ *   -ENOMEM, -errno   of reading */
 int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out);
 /* A stretch of a file. */
 struct sfr_stretch {
 	uint64_t off, len;
 };
-/* Makes a restore of a file of another format, whose records are the `nr` stretches in `v`. These
- * are in the order of the file, do not reach beyond offset `end`, and have no names and no CRCs.
- * -EINVAL: they overlap, or there is none; other errors as above. `v` stays the caller's. */
+/* Makes a restore of a file of another format, whose records are the `nr` stretches in `v`, in the
+ * order of the file and below offset `end`. They have no names and no CRCs. `v` stays the caller's.
+ * Returns as sfr_restore_new; -EINVAL: the stretches overlap, or there is none. */
 int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end, int fd,
 			 unsigned flags, struct sfr_restore **out);
-/* Return the number of records, and the length of one. Their indices are in the order of the
- * file. */
+/* Return the number of records, and a record's length. Indices are in the order of the file. */
 uint64_t sfr_restore_nr(const struct sfr_restore *r);
 uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index);
-/* Returns a record's name without the archive's own directory, not ended by a zero byte; *len gets
- * its length. The name of a bare record is empty. */
+/* Returns a record's name, without the archive's own directory and without a final zero byte. *len
+ * gets its length: 0 for a bare record. */
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len);
 /* Returns the index of the record of that name, or sfr_restore_nr if there is none. */
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len);
-/* Sets the destination of a record's bytes. The bytes of a record without a destination are only
- * checked. The memory stays the caller's, and is written to until a wait for the record has
- * returned 0 or the restore is freed. */
+/* Sets the destination of a record's bytes; without one they are only checked. The memory stays the
+ * caller's. The restore writes to it until a wait for the record has returned 0, or the restore is
+ * freed. */
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
-/* Prepares a device as a destination; `stream` is the caller's current stream on this device. The
- * work that is on the stream now ends before the restore writes to any destination that is set
- * after this call. The first call for a device comes before the first sfr_reader_allow. Returns 0;
- * -EOPNOTSUPP: too many devices, or too late; SFR_EFORK, SFR_ECAPTURING; -ENODEV or -EIO, with a
- * sentence in `why`. */
+/* Prepares a device, before the first sfr_reader_allow. `stream` is the caller's current stream on
+ * the device. Its present work ends before the restore writes to any destination that is set after
+ * this call. May be called again for the same device, at any time. Returns 0, or:
+ *
+ *   -EOPNOTSUPP       too many devices, or too late
+ *   -ENODEV, -EIO     `why` gets a sentence
+ *   SFR_EFORK, SFR_ECAPTURING */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
 		       size_t why_len);
-/* Does the same as sfr_restore_into with memory of that device, after sfr_restore_device. */
+/* Does the same as sfr_restore_into, with memory of a device that was prepared. */
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
-/* Returns the reader of the records, which lives as long as the restore. A record may be read once
- * it has its destination. The caller allows the records that have theirs with sfr_reader_allow. */
+/* Returns the reader, which lives as long as the restore. Once a record has its destination, the
+ * caller allows it to be read: sfr_reader_allow. */
 struct sfr_reader *sfr_restore_reader(struct sfr_restore *r);
-/* Ends the reading and frees the restore. Waits for the reads in flight, at most one of each
- * thread. NULL is allowed. */
+/* Ends the reading and frees the restore. Waits for the reads in flight. Accepts NULL. */
 void sfr_restore_free(struct sfr_restore *r);
 
 #endif

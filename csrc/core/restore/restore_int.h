@@ -13,7 +13,7 @@
 /* Where a record's bytes go; constant once the record may be read. */
 struct sfr__destination {
 	char *mem;       /* NULL: the bytes are only checked */
-	unsigned device; /* 0: host memory; n: the device devices[n - 1] of the restore */
+	unsigned device; /* 0: host memory; n: devices[n - 1] of the restore */
 };
 
 /* The copies from one buffer of the reader: to[k] is the transfer to the restore's device k. */
@@ -24,28 +24,28 @@ struct sfr__buffer_transfers {
 struct sfr_restore {
 	struct sfr_check *check;            /* NULL for bare records */
 	const struct sfr__listing *listing; /* the check's, or `bare` */
-	struct sfr__listing bare;           /* made of the stretches, see sfr_restore_new_bare */
+	struct sfr__listing bare;           /* made by sfr_restore_new_bare */
 	struct sfr_reader *reader;
 	struct sfr__reader_client client;      /* the functions that the reader calls */
 	struct sfr__destination *destinations; /* one for each record */
 	uint64_t fork_generation;
+
 	/* constant once the reader runs */
 	uint32_t devices[SFR__RESTORE_DEVICES]; /* the driver's numbers */
 	unsigned nr_devices;
-	struct sfr__cuda_lane *lane;  /* the lane of devices[0] */
+	struct sfr__cuda_lane *lane; /* the lane of devices[0] */
+
 	struct sfr__cuda_lanes lanes; /* has a lock of its own */
-	/* transfers[n] is used only by the reader's thread that has the buffer with number n */
+	/* one for each buffer of the reader; used only by the thread that has the buffer */
 	struct sfr__buffer_transfers transfers[SFR__READER_THREADS * SFR__READER_BUFFERS];
-	/* the error of a device, written by the first that has one */
-	atomic_bool has_why;
-	char why[160];
+	atomic_bool has_why; /* set by the thread that writes `why` */
+	char why[160];       /* the first error of a device */
 };
 
 /* ---- device.c ---- */
 
-/* Adds a copy to the buffer's transfer: of `len` bytes from `from`, in the buffer, to `to`, in the
- * device memory of record `index`. The copy begins when the reader calls the client's `send`.
- * Returns false after a failure, which sfr__reader_fail has recorded. */
+/* Adds a copy from the buffer (`from`) to the device memory of a record (`to`). The reader's `send`
+ * begins it. Returns false after a failure, which sfr__reader_fail has recorded. */
 bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index,
 			   char *to, const char *from, size_t len);
 

@@ -202,7 +202,7 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 		nr_blocks++;
 	*end = block;
 	block->next = NULL;
-	if (tr->slowly || nr_blocks == BLOCKS_PER_PORTION || tr->err.code)
+	if (tr->throttled || nr_blocks == BLOCKS_PER_PORTION || tr->err.code)
 		sfr__transfer_send(tr);
 }
 
@@ -428,8 +428,8 @@ static void stage_deferred(struct sfr__task *task)
 	tr->seq = t->seq;
 	while (blk < dev->deferred->all_blocks && (rc == 0 || rc == SFR_EAGAIN) &&
 	       !sfr__ticket_failing(t) && !tr->err.code) {
-		tr->slowly = !sfr__cuda_is_rushed(lane, t->seq);
-		if (tr->slowly)
+		tr->throttled = !sfr__cuda_is_rushed(lane, t->seq);
+		if (tr->throttled)
 			sfr__cuda_throttle(lane, t->seq);
 		else
 			sfr__cuda_poll(lane);

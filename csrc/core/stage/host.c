@@ -1,19 +1,18 @@
 /* Hands out chunks of a copy to threads, and finds when the copy is over. host.h has the rules.
  *
- * A waiting thread should not depend on a thread of low priority, which other processes may keep
- * from running, and a thread cannot raise its priority again without privileges. So chunks are
- * small, and a waiter waits at most for the chunk that the lane is copying. */
+ * Other processes may keep the lane, whose priority is low, from running, and a thread cannot raise
+ * its priority again. So chunks are small: a waiting thread takes the chunks itself, and waits at
+ * most for the one that the lane is copying. */
 #include "stage/host.h"
 #include "trace/trace.h"
 
-/* The longest wait for a block before a thread checks again whether the copy was given up. */
+/* the longest wait for a block before a thread checks whether the copy was given up */
 #define FETCH_SLICE_NS (UINT64_C(50) * 1000 * 1000)
 
-/* Constant except in tests. */
+/* constant except in tests */
 static struct {
-	size_t chunk; /* bytes */
-	/* bytes; copiers do not help with a smaller copy, which would end before they wake up */
-	uint64_t help_from;
+	size_t chunk;       /* bytes */
+	uint64_t help_from; /* bytes; a smaller copy ends before copiers wake up */
 } tuned = { 1 << 20, 4 << 20 };
 
 void sfr__host_tune(size_t chunk, uint64_t help_from)
@@ -35,7 +34,6 @@ void sfr__host_prefetch(const char *src, uint64_t nbytes)
 
 /* ---- one chunk, one block -------------------------------------------------------------- */
 
-/* Returns whether the copy has chunks to hand out. */
 static bool has_chunks_locked(struct sfr__host_copy *copy)
 {
 	return copy->blk < copy->nr_blocks && !copy->ops->is_failing_locked(copy);
@@ -46,63 +44,62 @@ static bool may_lease_locked(struct sfr__host_copy *copy)
 	return copy->ops->may_lease_locked == NULL || copy->ops->may_lease_locked(copy, copy->blk);
 }
 
-/* Returns the state of the block whose chunks are handed out. */
+/* Returns the block whose chunks are handed out. */
 static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
 {
 	return copy->ops->block(copy, copy->blk);
 }
 
-/* Leases a block with `need` bytes of memory. *waited gets the time spent waiting, in ns. Returns 0
- * or an error of sfr__pool_get: SFR_EAGAIN if there was no block within the slice. */
+/* Returns as sfr__pool_get. *waited_ns gets the time spent waiting. */
 static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
-		 struct sfr__block **block, uint64_t *waited)
+		 struct sfr__block **block, uint64_t *waited_ns)
 {
 	struct sfr__pool *pool = copy->engine->pool;
 	int rc = sfr__pool_get(pool, copy->seq, need, 0, block);
 	uint64_t start;
 
-	*waited = 0;
+	*waited_ns = 0;
 	if (rc != SFR_EAGAIN)
 		return rc;
 	SFR__TRACE(SFR_TRACE_POOL_WAIT, copy->number, 0);
 	start = sfr__now_ns();
 	rc = sfr__pool_get(pool, copy->seq, need, slice_ns, block);
-	*waited = sfr__now_ns() - start;
+	*waited_ns = sfr__now_ns() - start;
 	return rc;
 }
 
-/* Gets memory for the next block. Releases the mutex meanwhile. Returns as `lease`. */
+/* Gets memory for the next block; releases the mutex meanwhile. Returns as `lease`. */
 static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 {
 	const uint32_t blk = copy->blk;
 	size_t need = copy->ops->block_len(copy, blk);
 	struct sfr__host_block *next = next_block(copy);
 	struct sfr__block *block;
-	uint64_t waited;
+	uint64_t waited_ns;
 	int rc;
 
 	copy->fetching = true;
 	sfr__unlock(&copy->engine->mu);
-	rc = lease(copy, need, slice_ns, &block, &waited);
+	rc = lease(copy, need, slice_ns, &block, &waited_ns);
 	sfr__lock(&copy->engine->mu);
 	copy->fetching = false;
-	copy->wait_ns += waited;
+	copy->wait_ns += waited_ns;
 	if (rc == 0) {
 		copy->ops->leased_locked(copy, blk, block);
 		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
 	}
-	/* Other threads can copy to the memory now or, if there is none, try to get it. */
 	sfr__shared_wake_locked(copy->engine);
 	return rc;
 }
 
-/* Copies the next chunk of the current block, which has memory. Releases the mutex meanwhile. */
+/* Copies the next chunk of a block that has memory; releases the mutex meanwhile. */
 static void copy_next_locked(struct sfr__host_copy *copy)
 {
 	const uint32_t blk = copy->blk;
 	struct sfr__host_block *block = next_block(copy);
 	size_t all = copy->ops->block_len(copy, blk);
-	size_t off = block->begun, len = all - off < tuned.chunk ? all - off : tuned.chunk;
+	size_t off = block->begun, rest = all - off;
+	size_t len = rest < tuned.chunk ? rest : tuned.chunk;
 	bool hurried = !copy->is_deferred || copy->engine->nr_awaiting != 0;
 	int64_t torn;
 
@@ -111,7 +108,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 		copy->blk++;
 	copy->nr_copying++;
 	sfr__unlock(&copy->engine->mu);
-	{ /* the span of the trace ends before the thread waits for the mutex */
+	{ /* the trace's span ends before the wait for the mutex */
 		SFR__TRACE(SFR_TRACE_COPY, copy->number, len);
 		torn = copy->ops->copy(copy, blk, off, len, hurried);
 		sfr__copy_fence();
@@ -127,9 +124,8 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 		pthread_cond_broadcast(&copy->engine->cv_state);
 }
 
-/* Returns whether the copy is over: it hands out no more chunks, and no thread is copying one, so
- * nobody reads the sources. Takes the copy off the list when it hands out no more, and passes on
- * the block that a failed copy has left unfinished. */
+/* Returns whether the copy is over: nobody reads the sources any more. Takes the copy off the list
+ * when it hands out no more chunks. Passes on a block that a failed copy has left unfinished. */
 static bool end_if_over_locked(struct sfr__host_copy *copy)
 {
 	if (has_chunks_locked(copy))
@@ -138,19 +134,17 @@ static bool end_if_over_locked(struct sfr__host_copy *copy)
 	if (copy->nr_copying != 0 || copy->fetching)
 		return false;
 	if (copy->blk < copy->nr_blocks) {
-		const uint32_t blk = copy->blk;
+		const uint32_t unfinished = copy->blk;
 
 		copy->blk = copy->nr_blocks;
-		/* With memory, the block is partly copied, and nobody has passed it on. */
-		if (copy->ops->block(copy, blk)->mem)
-			copy->ops->filled_locked(copy, blk);
+		if (copy->ops->block(copy, unfinished)->mem)
+			copy->ops->filled_locked(copy, unfinished);
 	}
 	return true;
 }
 
-/* Makes memory for a later block. Copiers do this while another thread gets memory for the next
- * block: in a new pool, making memory takes longer than copying. Releases the mutex meanwhile, so
- * the copy may be over afterwards. Returns whether memory was made. */
+/* Makes memory for a later block, because in a new pool this takes longer than copying. Releases
+ * the mutex meanwhile, so the copy may be over afterwards. Returns whether memory was made. */
 static bool make_memory_locked(struct sfr_engine *engine)
 {
 	bool made;
@@ -163,8 +157,7 @@ static bool make_memory_locked(struct sfr_engine *engine)
 
 /* ---- deferred ---------------------------------------------------------------------------- */
 
-/* Does one step of a copy: copies a chunk, gets memory for a block (which may wait, and so is done
- * only with `may_wait`), or ends the copy. Returns false if this thread can do nothing now. */
+/* The step of struct sfr__shared: copies a chunk, gets memory for a block, or ends the copy. */
 static bool step_locked(struct sfr__shared *work, bool may_wait)
 {
 	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);
@@ -192,15 +185,16 @@ static bool step_locked(struct sfr__shared *work, bool may_wait)
 	return true;
 }
 
-/* Starts the copiers if enough is left to copy that waking them pays. Returns whether it does. */
+/* Starts the copiers if enough is left to copy. Returns whether it is enough. */
 static bool start_copiers_locked(struct sfr__host_copy *copy)
 {
 	uint64_t left = copy->blk < copy->nr_blocks ? copy->ops->block_len(copy, copy->blk) : 0;
 
-	left *= copy->nr_blocks - copy->blk; /* all blocks but the last have this length */
-	if (left >= tuned.help_from)
-		sfr__copiers_start_locked(copy->engine);
-	return left >= tuned.help_from;
+	left *= copy->nr_blocks - copy->blk; /* all blocks but the last are equally long */
+	if (left < tuned.help_from)
+		return false;
+	sfr__copiers_start_locked(copy->engine);
+	return true;
 }
 
 void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
@@ -208,12 +202,12 @@ void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
 	copy->is_deferred = true;
 	copy->shared.step_locked = step_locked;
 	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
-	(void)start_copiers_locked(copy); /* they help if a thread waits for the copy later */
+	(void)start_copiers_locked(copy); /* they help if a thread waits later */
 	sfr__shared_push_locked(copy->engine, &copy->shared);
 }
 
-/* Does one step towards the end of a copy. Copies a chunk of it or, if it has no memory, does a
- * step of the oldest copy that needs blocks. Returns false if there is nothing to do now. */
+/* Copies a chunk of the copy. If the copy has no memory, does a step of the oldest copy that needs
+ * blocks. Returns false if there is nothing to do now. */
 static bool help_locked(struct sfr__host_copy *copy)
 {
 	struct sfr__shared *work = &copy->shared;
@@ -247,8 +241,7 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 
 /* ---- in the call ------------------------------------------------------------------------- */
 
-/* Takes the copy off the list, and waits until no other thread copies a chunk. Then the caller may
- * return, and its caller may change the sources. */
+/* Takes the copy off the list, and waits until no other thread reads the sources. */
 static void drain_locked(struct sfr__host_copy *copy)
 {
 	sfr__shared_remove_locked(copy->engine, &copy->shared);
@@ -276,7 +269,7 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 	drain_locked(copy);
 	if (rc < 0 && rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		copy->ops->fail_locked(copy, rc, -1);
-	(void)end_if_over_locked(copy); /* passes on a block that a cancel has left unfinished */
+	(void)end_if_over_locked(copy); /* passes on an unfinished block after a cancel */
 	sfr__unlock(&copy->engine->mu);
 	return rc;
 }

@@ -4,11 +4,10 @@
 
 #include "stage/samples.h"
 
-/* Each line is a cache miss. Prefetching this many lines ahead makes the misses overlap. */
+/* Each line is a cache miss. Prefetching so many lines ahead makes the misses overlap. */
 enum { PREFETCH_AHEAD = 64 };
 
-/* Advances a linear congruential generator (with Knuth's constants), and returns its upper bits,
- * which are random enough to vary which lines are sampled. */
+/* A linear congruential generator with Knuth's constants. Its upper bits are the random ones. */
 static uint64_t next_random(uint64_t *random)
 {
 	*random = *random * 6364136223846793005u + 1442695040888963407u;
@@ -17,36 +16,38 @@ static uint64_t next_random(uint64_t *random)
 
 /* ---- in host memory ---- */
 
-/* Returns the index of the i-th of n sampled lines, in a source of nr_lines lines. The first and
- * the last line are sampled and, if n is odd, the middle one. The others are random, one in each
- * n-th of the source, so that no stride of writes is missed every time. */
+/* Returns which line is the i-th of n samples, in a source of nr_lines lines. The first line, the
+ * last and (if n is odd) the middle one are sampled. Each other n-th of the source has one at
+ * random, so that no stride of writes is missed every time. */
 static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
+	const uint64_t middle = nr_lines / 2;
 	uint64_t from, to;
 
 	if (n >= nr_lines)
 		return i;
 	if (n == 1)
-		return nr_lines / 2;
+		return middle;
 	if (i == 0)
 		return 0;
 	if (i == n - 1)
 		return nr_lines - 1;
 	if (n % 2 == 1 && i == n / 2)
-		return nr_lines / 2;
+		return middle;
 	from = nr_lines * i / n;
 	to = nr_lines * (i + 1) / n;
 	return from + next_random(random) % (to > from ? to - from : 1);
 }
 
-/* Half of the samples are divided equally among the sources, so that small ones get some too. The
- * other half are divided by bytes, so that the samples of a large source are not far apart. */
+/* Half of the samples are divided equally, so that small sources get some too. The other half are
+ * divided by bytes, so that the samples of a large source are not far apart. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most)
 {
-	uint64_t even = nr_sources ? most / 2 / nr_sources : 0, by_bytes = 0;
+	const uint64_t half = most / 2;
+	uint64_t even = nr_sources ? half / nr_sources : 0, by_bytes = 0;
 
-	if (nr_sources < most / 2 && total != 0)
-		by_bytes = (uint64_t)((double)(most / 2) * ((double)nbytes / (double)total));
+	if (nr_sources < half && total != 0)
+		by_bytes = (uint64_t)((double)half * ((double)nbytes / (double)total));
 	return even + by_bytes > 1 ? even + by_bytes : 1;
 }
 
@@ -59,7 +60,6 @@ static uint64_t bytes_of(const struct sfr__sampled *sources, uint32_t nr)
 	return total;
 }
 
-/* Returns the most samples that all sources, with `total` bytes, can have together. */
 static uint64_t most_samples_of(const struct sfr__sampled *sources, uint32_t nr, uint64_t total)
 {
 	uint64_t all = 0;
@@ -80,7 +80,7 @@ uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__
 		uint64_t line = line_of(j, n, nr_lines, random), off, left;
 
 		if (j > 0 && line <= last)
-			line = last + 1; /* no line is sampled twice */
+			line = last + 1; /* not the same line twice */
 		if (line >= nr_lines)
 			break;
 		last = line;
@@ -94,8 +94,7 @@ uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__
 	return nr;
 }
 
-/* Returns the address of a sample's line. Callers pass samples in ascending order, so the search
- * for the sample's source begins at *source, and sets *source to it. */
+/* Returns the address of a sample's line, and moves *source forward to the sample's source. */
 static const char *line_address(const struct sfr__sample *sample,
 				const struct sfr__sampled **source)
 {
@@ -107,8 +106,8 @@ static const char *line_address(const struct sfr__sample *sample,
 int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *sources, uint32_t nr,
 		      uint64_t seed)
 {
-	/* The sources of the line that is copied, and of the one that is fetched into the cache. */
-	const struct sfr__sampled *source = sources, *ahead = sources;
+	const struct sfr__sampled *source = sources; /* of the line that is copied */
+	const struct sfr__sampled *ahead = sources;  /* of the line that is prefetched */
 	const uint64_t total = bytes_of(sources, nr);
 
 	samples->nr = 0;
@@ -143,7 +142,7 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 {
 	const struct sfr__sample *s = samples->items, *end = s + samples->nr;
 
-	/* Skip to the first sample that ends after the beginning of the range. */
+	/* skip to the first sample that ends after the beginning of the range */
 	s += sfr__lower_bound(k, 0, samples->nr,
 			      s[k].entry < entry ||
 				      (s[k].entry == entry && s[k].off + s[k].len <= off));
@@ -162,44 +161,50 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 /* the largest distance between two rows, in bytes; devices allow twice as much */
 #define MOST_PITCH ((uint64_t)1 << 30)
 
-uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t each)
+/* Returns how many rows a source needs so that their distance is at most MOST_PITCH. */
+static uint64_t least_rows_of(uint64_t nbytes)
 {
-	uint64_t least = nbytes / MOST_PITCH + 2;
-
-	return each > least ? each : least;
+	return nbytes / MOST_PITCH + 2;
 }
 
-/* Returns the number of rows of a source of nbytes, at most its share `each`. The number is reduced
- * at random, so that the rows' distance changes and no stride of writes is missed every time. It is
- * made odd, so that one row is in the middle. But a source longer than MOST_PITCH gets so many rows
- * that their distance is at most MOST_PITCH, even if that is more than its share. */
-static uint64_t rows_of(uint64_t nbytes, uint64_t each, uint64_t *random)
+uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t share)
 {
-	uint64_t most = nbytes / SFR__SAMPLE_LEN, n = each < most ? each : most;
+	uint64_t least = least_rows_of(nbytes);
+
+	return share > least ? share : least;
+}
+
+/* Returns the number of rows of a source. The number is reduced at random, so that no stride of
+ * writes is missed every time. It is made odd, so that one row is in the middle. Only a source
+ * longer than MOST_PITCH may get more rows than its share. */
+static uint64_t rows_of(uint64_t nbytes, uint64_t share, uint64_t *random)
+{
+	const uint64_t most = nbytes / SFR__SAMPLE_LEN, least = least_rows_of(nbytes);
 	const uint64_t any = next_random(random);
+	uint64_t n = share < most ? share : most;
 
 	if (n > 8)
-		n -= any % (n / 4);
+		n -= any % (n / 4); /* up to a quarter less */
 	if (nbytes > MOST_PITCH)
-		n = n > nbytes / MOST_PITCH + 2 ? n : nbytes / MOST_PITCH + 2;
+		n = n > least ? n : least;
 	else if (n > 2 && n % 2 == 0)
 		n--;
 	return n > 1 ? n : 1;
 }
 
 uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr__sampled *source,
-				     uint64_t each, uint64_t *random, uint64_t *pitch)
+				     uint64_t share, uint64_t *random, uint64_t *pitch)
 {
 	const uint64_t nbytes = source->nbytes;
 	uint64_t len = nbytes < SFR__SAMPLE_LEN ? nbytes : SFR__SAMPLE_LEN;
-	uint64_t n = rows_of(nbytes, each, random);
-	uint64_t off = 0; /* offset of the first row */
+	uint64_t n = rows_of(nbytes, share, random);
+	uint64_t off = 0; /* of the first row */
 
 	*pitch = 0;
 	if (nbytes == 0)
 		return 0;
 	if (n == 1)
-		off = (*random >> 33) % (nbytes - len + 1); /* rows_of has advanced it */
+		off = (*random >> 33) % (nbytes - len + 1); /* rows_of has advanced *random */
 	else
 		*pitch = (nbytes - len) / (n - 1);
 	for (uint64_t i = 0; i < n; i++)
@@ -230,9 +235,9 @@ size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__
 	samples->nr = 0;
 	for (uint32_t i = 0; i < nr; i++) {
 		struct sfr__sample *first = samples->items + samples->nr;
-		uint64_t pitch,
-			each = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_ROWS);
-		uint32_t n = sfr__samples_choose_rows_of(first, &sources[i], each, &seed, &pitch);
+		uint64_t share = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_ROWS);
+		uint64_t pitch;
+		uint32_t n = sfr__samples_choose_rows_of(first, &sources[i], share, &seed, &pitch);
 
 		if (n == 0)
 			continue;

@@ -1,8 +1,6 @@
-/* Queues a client's copies on a device's lane, and calls the client when they have completed.
- * transfer.h describes the life of a transfer.
- *
- * A thread queues copies only in a *turn* of the lane, which one thread at a time can have: from
- * sfr__cuda_turn_begin to sfr__cuda_turn_end (device/lane.h). */
+/* Queues a client's copies on a device's lane, and calls the client when they have completed. See
+ * transfer.h for the life of a transfer, and device/lane.h for the *turn* in which a thread
+ * queues. */
 #include <errno.h>
 
 #include "base/base.h"
@@ -11,7 +9,7 @@
 
 /* ---- users --------------------------------------------------------------------------- */
 
-/* Gives the event S back to the lane, unless a thread is about to use it. */
+/* Gives the event S back to the lane, unless a thread is about to wait for it. */
 static void drop_staged_locked(struct sfr__transfer *tr)
 {
 	if (tr->nr_waits != 0)
@@ -20,9 +18,7 @@ static void drop_staged_locked(struct sfr__transfer *tr)
 	tr->staged = NULL;
 }
 
-/* Counts one user less. The last user ends the transfer: it gives back what the transfer has from
- * the lane, sets the count to 0, and calls `over`. Only a user can add users, so none is added
- * meanwhile. */
+/* Counts one user less. The last user ends the transfer; only a user can add users. */
 static void drop_user(struct sfr__transfer *tr)
 {
 	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
@@ -39,8 +35,7 @@ static void drop_user(struct sfr__transfer *tr)
 	if (!last)
 		return;
 	sfr__cuda_store_put(lane, &tr->store);
-	/* the time can be read, because the copies have ended */
-	(void)sfr__cuda_timer_read(lane, &tr->copying);
+	(void)sfr__cuda_timer_read(lane, &tr->copying); /* cannot be too early */
 	sfr__lock(&lane->mu);
 	drop_staged_locked(tr);
 	tr->nr_users = 0; /* a client without `over` may free the transfer from here on */
@@ -50,8 +45,6 @@ static void drop_user(struct sfr__transfer *tr)
 		over(tr);
 }
 
-/* Called on the lane's thread when the copies of a portion have completed or, if !ok, when the
- * device has died. */
 static void portion_done(struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__transfer *tr = portion->transfer;
@@ -83,7 +76,7 @@ bool sfr__transfer_died(struct sfr__transfer *tr)
 	bool dead = sfr__cuda_is_dead(tr->lane);
 
 	if (dead)
-		/* `why` is read without a lock: it is constant once the lane is dead */
+		/* needs no lock: `why` is constant once the lane is dead */
 		sfr__err_set(&tr->err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	return dead;
 }
@@ -105,13 +98,12 @@ void sfr__transfer_leave(struct sfr__transfer *tr)
 }
 
 /* Makes `stream` wait for the event `after`, and gives the event back. The event can be reused at
- * once: the wait is for its last recording before this call, whatever is recorded later. If `after`
- * is NULL, because it could not be recorded, nothing happens. */
+ * once, because the wait is for its last recording before this call. */
 static void make_stream_wait(struct sfr__transfer *tr, CUstream stream, CUevent after)
 {
 	CUresult rc;
 
-	if (!after)
+	if (!after) /* it could not be recorded */
 		return;
 	rc = tr->lane->cu->stream_wait(stream, after, 0);
 	if (rc != CUDA_SUCCESS)
@@ -171,7 +163,7 @@ struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr)
 	return tr->portion;
 }
 
-/* Queues the copies that were added. Called within a turn of the lane. */
+/* Queues the copies that were added. Called in a turn. */
 static void queue_added(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -190,8 +182,7 @@ static void queue_added(struct sfr__transfer *tr)
 	tr->pinned.nr = tr->unpinned.nr = 0;
 }
 
-/* Puts the portion in flight: its event follows all copies that are queued so far. Called within a
- * turn of the lane. */
+/* Puts the portion in flight, after all copies that are queued so far. Called in a turn. */
 static void launch_portion(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -216,8 +207,7 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
 	queue_added(tr);
-	/* A portion with memory is sent even if nothing was queued (its blocks contain no tensor
-	 * bytes, or there was an error): the client then passes the memory on. */
+	/* A portion with memory is sent in any case: the client then passes the memory on. */
 	unused = !tr->has_queued && (!portion->memory || sfr__transfer_died(tr));
 	if (!unused)
 		launch_portion(tr);
@@ -232,9 +222,8 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 	tr->bytes = 0;
 }
 
-/* Sends the portion with the copies that were added so far, and waits until few portions are in
- * flight. If there is no memory for the next portion, it returns at once and sends nothing. Later
- * copies are then added to the same portion. */
+/* Sends the portion, and waits until few portions are in flight. Sends nothing if there is no
+ * memory for the next portion: later copies are then added to this one. */
 static void send_some(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_portion *next = sfr__cuda_portion_get(tr->lane);
@@ -252,15 +241,13 @@ static void send_some(struct sfr__transfer *tr)
 void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
 		       bool pinned)
 {
-	/* While tr->slowly is set, the copy is divided, so that a portion is sent whenever it has
-	 * sfr__cuda_portion_bytes. A portion that could not be sent (see send_some) has that many
-	 * already. It gets at most as many again before the next attempt. */
 	for (uint64_t done = 0, now; done < len && !tr->err.code; done += now) {
 		const uint64_t most = sfr__cuda_portion_bytes;
+		/* a portion that send_some could not send is full, and gets as many bytes again */
 		const uint64_t room = most > tr->bytes ? most - tr->bytes : most;
 
 		now = len - done;
-		if (tr->slowly && now > room)
+		if (tr->throttled && now > room)
 			now = room;
 		if (!sfr__transfer_portion(tr))
 			return;
@@ -268,7 +255,7 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
 					src + done, (size_t)now) < 0)
 			sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
 		tr->bytes += now;
-		if (tr->slowly && tr->bytes >= most)
+		if (tr->throttled && tr->bytes >= most)
 			send_some(tr);
 	}
 }
@@ -287,7 +274,7 @@ bool sfr__transfer_prepare_pin(const struct sfr__transfer *tr, struct sfr__pool 
 void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
 			      uint64_t src, uint64_t len)
 {
-	/* the end of the copy that is in host memory */
+	/* whichever of the two is in host memory */
 	const char *host = (const char *)(uintptr_t)(tr->lane->way == SFR__CUDA_OUT ? dst : src);
 
 	for (uint64_t off = 0, now; off < len; off += now) {
@@ -320,7 +307,7 @@ bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__sampled
 void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
 			  uint64_t seed)
 {
-	/* One more than needed, because an allocation of no bytes may return NULL. */
+	/* One more than needed: an allocation of no bytes may return NULL. */
 	struct sfr__cuda_rows *rows = sources ? sfr_sys.malloc((nr + 1) * sizeof(*rows)) : NULL;
 	size_t nr_rows;
 
@@ -347,8 +334,7 @@ bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len)
 	sfr__transfer_add(tr, (uint64_t)(uintptr_t)tr->store.mem, src, len, tr->store.pinned);
 	sfr__transfer_send(tr);
 	sfr__lock(&lane->mu);
-	/* One user is this thread, the others are portions in flight. */
-	while (tr->nr_users > 1)
+	while (tr->nr_users > 1) /* this thread is one; the others are portions in flight */
 		(void)sfr__cond_wait(&lane->cv_wait, &lane->mu, SFR_FOREVER);
 	sfr__unlock(&lane->mu);
 	return !sfr__transfer_died(tr) && tr->err.code == 0;
@@ -377,7 +363,7 @@ void sfr__transfer_mark_staged(struct sfr__transfer *tr)
 	if (sfr__cuda_is_dead(lane))
 		return;
 	sfr__cuda_turn_begin(lane);
-	/* Without an event the gate waits on the host. */
+	/* without an event the gate waits on the host */
 	event = sfr__cuda_record(lane, lane->stream, &err);
 	sfr__cuda_turn_end(lane);
 	sfr__lock(&lane->mu);
@@ -398,8 +384,6 @@ void sfr__transfer_end(struct sfr__transfer *tr)
 
 /* ---- the gate ----------------------------------------------------------------------------- */
 
-/* Makes the stream wait for the event. Returns false if the stream captures a graph, or if the
- * driver refuses. */
 static bool insert_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent event)
 {
 	struct sfr__cuda_scope scope;
