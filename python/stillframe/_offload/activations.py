@@ -3,9 +3,9 @@
     forward    saved: a_1 is copied out   a_2 is copied out   ...   a_n stays (`keep_last`)
     backward   a_n is there, a_(n-1) is prefetched   then a_(n-2) is prefetched   ...
 
-A storage is copied once, even if several views of it are saved, and parameters stay where they are.
-Small tensors, tensors of other devices and tensors that the caller excludes are passed on to the
-enclosing saved-tensor hooks.
+A storage is copied once, even if several views of it are saved. Parameters, small tensors, tensors
+of other devices and tensors that the caller excludes are passed on to the enclosing saved-tensor
+hooks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from stillframe._base import device as _device
 from stillframe._offload import graph
 from stillframe._offload.device_pool import OffloadStats
+from stillframe._offload.layout import spanned
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.saved import Kept, SavedHooks, View, check_version
 from stillframe._offload.ticket import Ticket
@@ -30,31 +31,27 @@ from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
 _AHEAD = 4  # how many saved tensors are prefetched before backward asks for them
-_SLOTS = 2 * _AHEAD  # the slots of each device's Offloader: all prefetches, and as many to spare
+_SLOTS = 2 * _AHEAD  # the slots of each device's Offloader
 
 
 class _Saved:
-    """The bytes of one storage, or of a small range of a large storage. They are either
+    """Bytes that autograd saves: a whole storage, or a small range of a large storage.
 
-    - on the device, as they were saved: `tensor` is set,
-    - in the pool: `ticket` is set, or
-    - on the device again, until backward has asked for every saved view: both are set.
-
-    Args:
-        tensor: The tensor with these bytes.
-        number: Its position in the order in which autograd saved the bytes of this device.
+    - on the device, as they were saved: only `tensor` is set
+    - in the pool: only `ticket` is set
+    - on the device again, until backward has asked for every view: both are set
     """
 
     def __init__(self, tensor: Tensor, number: int) -> None:
-        self.number = number
+        self.number = number  # counts the saved bytes of this device, in the order of the saves
         self.nr_views = 0  # how many saved tensors are views of these bytes
         self.ticket: Ticket | None = None
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
-        self._asked = 0  # how many of the views this backward has asked for
+        self._nr_asked = 0  # how many of the views this backward has asked for
 
     def changed(self) -> bool:
-        """Return whether the bytes were written to on the device since they were saved."""
+        """Return whether bytes on the device were written to since they were saved."""
         return self.tensor is not None and self.tensor._version != self._version
 
     def check(self) -> None:
@@ -64,11 +61,11 @@ class _Saved:
             check_version(self.tensor, self._version, what)
 
     def note_unpacked(self) -> None:
-        """Record that backward has asked for one of the views. After the last view, drop the bytes
-        on the device if they are in the pool. Then count from 0 again, for another backward."""
-        self._asked += 1
-        if self._asked == self.nr_views:
-            self._asked = 0
+        """Record that backward has asked for a view. After the last view, drop the tensor if the
+        bytes are in the pool."""
+        self._nr_asked += 1
+        if self._nr_asked == self.nr_views:
+            self._nr_asked = 0  # another backward may follow
             if self.ticket is not None:
                 self.tensor = None
 
@@ -81,7 +78,6 @@ class _SavedView(NamedTuple):
     view: View
 
     def unpack(self) -> Tensor:
-        """Return the saved tensor on the device, for backward."""
         tensor = self.view.of(self.owner._bring(self.saved))
         self.saved.note_unpacked()
         return tensor
@@ -94,26 +90,25 @@ class _SavedOnDevice:
         self.offloader = offloader
         self._keep_last = keep_last
         self._staying: deque[weakref.ref[_Saved]] = deque()  # not offloaded yet, oldest first
-        # All bytes that backward may still need, by their number.
+        # All bytes that backward may still need, by number.
         self._all: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        # The `_Saved` of each storage or range. The key has the address of the StorageImpl, which
-        # no other storage can get while the weak reference to the storage exists.
+        # The `_Saved` of each storage or range. A key has the address of the StorageImpl; the
+        # StorageWeakRef makes sure that no other storage gets this address.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
-        self._next = 0  # the number of the next `_Saved`
+        self._next_number = 0  # the number of the next `_Saved`
 
     def save(self, tensor: Tensor) -> tuple[_Saved, View]:
-        """Register the bytes of a tensor, unless they are registered already; return their `_Saved`
-        and the view."""
+        """Return the `_Saved` of a tensor's bytes, which is made if needed, and the view of it."""
         whole, begin = _range_to_offload(tensor)
         storage = tensor.untyped_storage()
-        # With the version in the key, a tensor that is saved again after a write gets a new entry.
+        # The version is in the key, so a tensor that is saved again after a write gets a new entry.
         key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
         view = View(tensor.shape, tensor.stride(), begin, tensor.dtype)
         known = self._known.get(key)
         saved = None if known is None else known[1]()
         if saved is None:
-            saved = _Saved(whole, self._next)
-            self._next += 1
+            saved = _Saved(whole, self._next_number)
+            self._next_number += 1
             self._all[saved.number] = saved
             self._known[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
             self._staying.append(weakref.ref(saved))
@@ -122,15 +117,15 @@ class _SavedOnDevice:
         return saved, view
 
     def _offload_older(self) -> None:
-        """Offload all but the `keep_last` newest tensors. Also drop entries of `_known` whose bytes
-        are gone, once there are too many of them."""
+        """Offload all but the `keep_last` newest tensors."""
         while len(self._staying) > self._keep_last:
-            saved = self._staying.popleft()()
-            # A tensor that was written to after it was saved is not offloaded, so that backward
-            # reports the write.
+            reference = self._staying.popleft()
+            saved = reference()
+            # A changed tensor stays, so that backward reports the write.
             if saved is not None and saved.tensor is not None and not saved.changed():
                 saved.ticket = self.offloader.offload([saved.tensor])
                 saved.tensor = None
+        # Now and then, drop the entries whose bytes are gone.
         if len(self._known) > 2 * len(self._all) + 64:
             alive = {key: each for key, each in self._known.items() if each[1]() is not None}
             self._known = alive
@@ -141,10 +136,9 @@ class _SavedOnDevice:
         if saved.tensor is None:
             assert saved.ticket is not None
             [saved.tensor] = self.offloader.onload(saved.ticket)
-            # The slot is free now. The memory stays as long as tensors over it exist.
-            self.offloader.release([saved.tensor])
+            self.offloader.release([saved.tensor])  # the tensor keeps its memory without the slot
         nr_ahead = 0
-        # Some of the tensors before are gone or on the device, so more than `_AHEAD` are examined.
+        # Look further back than `_AHEAD`: some of the bytes are gone, or on the device.
         first = max(saved.number - 4 * _AHEAD + 1, 0)
         for number in reversed(range(first, saved.number)):
             earlier = self._all.get(number)
@@ -195,8 +189,7 @@ class OffloadedActivations:
         if not self._is_wanted(tensor):
             return None
         if graph.task() != graph.NO_TASK:
-            # Activation checkpointing repeats a forward inside backward, which uses the saved
-            # tensor soon. So the tensor stays on the device.
+            # Activation checkpointing repeats a forward. Backward uses the tensor soon.
             return Kept(tensor.detach(), tensor._version)
         all_saved = self._by_device.get(tensor.device)
         if all_saved is None:
@@ -206,9 +199,8 @@ class OffloadedActivations:
         return _SavedView(self, saved, view)
 
     def _is_wanted(self, tensor: Tensor) -> bool:
-        """Return whether a tensor that autograd saves is to be offloaded."""
         if tensor.layout is not torch.strided or type(tensor) is not Tensor:
-            return False  # parameters and other subclasses are not offloaded
+            return False  # a parameter, or an unusual tensor
         if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):
             return False
         if self._device is None:
@@ -216,7 +208,7 @@ class OffloadedActivations:
                 return False
         elif tensor.device != self._device:
             return False
-        # Views of parameters, and other leaves that get gradients, are not offloaded.
+        # No views of parameters, and no leaves that get gradients.
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, Parameter) or (base.is_leaf and base.requires_grad):
             return False
@@ -239,17 +231,16 @@ def _range_to_offload(tensor: Tensor) -> tuple[Tensor, int]:
     """Return the tensor to offload for a saved tensor, and the offset in bytes at which the saved
     tensor begins in it.
 
-    The tensor to offload has the whole storage. But if the saved tensor spans less than half of the
-    storage, the tensor to offload has only that span.
+    The tensor to offload has the whole storage, or only the span of the saved tensor if that is
+    less than half of the storage.
     """
     tensor = tensor.detach()
-    # in elements; `rest` is the number of bytes after the last whole element
-    length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
     first = int(tensor.storage_offset())
-    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if rest or 2 * span < length:
-        return tensor.as_strided((span,), (1,), first), 0
-    return tensor.as_strided((length,), (1,), 0), first * tensor.itemsize
+    nr_spanned = spanned(tensor)
+    nr_elements, odd_bytes = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
+    if odd_bytes or 2 * nr_spanned < nr_elements:
+        return tensor.as_strided((nr_spanned,), (1,), first), 0
+    return tensor.as_strided((nr_elements,), (1,), 0), first * tensor.itemsize
 
 
 def offload_activations(
@@ -269,11 +260,10 @@ def offload_activations(
 
     Args:
         min_bytes: Smaller tensors stay on the device.
-        keep_last: How many of the tensors that were saved last stay on the device, because backward
-            needs them first.
-        predicate: Called with every tensor that would be copied out; if it returns False, the
+        keep_last: How many of the last tensors stay on the device. Backward needs them first.
+        predicate: Called with every tensor that would be copied out. If it returns False, the
             tensor stays.
-        device: Copy out only tensors on this device; by default, those on any CUDA device.
+        device: Copy out only tensors on this device; by default, on any CUDA device.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
@@ -283,8 +273,8 @@ def offload_activations(
         TypeError: `min_bytes` or `keep_last` is not an integer, or `predicate` cannot be called.
         ValueError: `min_bytes` or `keep_last` is negative.
 
-    Inside the block, an operation raises `StillframeError` or `PoolExhaustedError` if a tensor that
-    it saves cannot be offloaded. If a saved tensor is written to, backward raises autograd's error
+    Inside the block, an operation raises `StillframeError` or `PoolExhaustedError` if its saved
+    tensor cannot be offloaded. If a saved tensor was written to, backward raises autograd's error
     as usual, or `TornSnapshotError` if the write came during the copy.
     """
     for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):

@@ -14,17 +14,13 @@ from stillframe.errors import StillframeError
 
 offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules in all offloaded layers
 
-# The names of torch's classes that reduce gradients when autograd adds them on the device.
-# Gradients of offloaded weights are added on the CPU, so the reduction would never run.
+# torch's classes that reduce gradients when autograd adds them on the device. Gradients of
+# offloaded weights are added on the CPU, so the reduction would never run.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
-    """Check the arguments and return the modules in the order given.
-
-    Raises:
-        TypeError, ValueError: As `offload_layers`.
-    """
+    """Return the modules in the order given. For the errors raised see `offload_layers`."""
     order = _listed(modules)
     if isinstance(keep, bool) or not isinstance(keep, int):
         raise TypeError(f"keep takes a number of layers, not a {type(keep).__name__}")
@@ -39,7 +35,6 @@ def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
 
 
 def _listed(modules: object) -> list[nn.Module]:
-    """Return the modules in a list. Raise TypeError or ValueError if that is not possible."""
     if isinstance(modules, nn.Module):
         _refuse_wrapper(modules)
     if not isinstance(modules, Iterable) or isinstance(modules, nn.ModuleDict):
@@ -59,12 +54,6 @@ def _listed(modules: object) -> list[nn.Module]:
 
 
 def _check_each(unique: list[nn.Module]) -> None:
-    """Refuse modules that cannot be offloaded, or cannot be offloaded together.
-
-    Raises:
-        TypeError: A module reduces gradients.
-        ValueError: A module is offloaded already, or is inside another of these modules.
-    """
     for module in unique:
         for inner in module.modules():
             _refuse_wrapper(inner)
@@ -80,7 +69,6 @@ def _check_each(unique: list[nn.Module]) -> None:
 
 
 def _refuse_wrapper(module: nn.Module) -> None:
-    """Raise TypeError if a module is an object of one of the classes in `_WRAPPERS`."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
             raise TypeError(
@@ -91,11 +79,8 @@ def _refuse_wrapper(module: nn.Module) -> None:
 
 
 def refuse_reduction(layer: Layer) -> None:
-    """Refuse a forward under `DistributedDataParallel`, which would wait for gradients forever.
-
-    Raises:
-        StillframeError: Such a forward has reached a layer that requires gradients.
-    """
+    """Raise StillframeError if a `DistributedDataParallel` runs this forward: it would wait for the
+    layer's gradients forever."""
     parallel = nn.parallel.DistributedDataParallel
     if getattr(parallel, "_active_ddp_module", None) is None or not torch.is_grad_enabled():
         return
@@ -108,25 +93,21 @@ def refuse_reduction(layer: Layer) -> None:
 
 
 def mark_shared(layers: list[Layer]) -> None:
-    """Set `partners` and `relatives` of each layer (see `Layer`).
-
-    Partners share a buffer or a module: while one of them computes, a tensor of the other changes
-    or is on the device.
-    """
+    """Set `partners` and `relatives` of each layer (see `Layer`)."""
     _mark(layers, _changing, "partners")
     _mark(layers, lambda layer: set(map(id, layer.tensors)), "relatives")
 
 
 def _mark(layers: list[Layer], ids_of: Callable[[Layer], set[int]], name: str) -> None:
-    """Set the attribute `name` of each layer to the list of other layers that share an object with
-    it. `ids_of(layer)` returns the ids of the layer's objects that count."""
+    """Set the attribute `name` of each layer to the other layers that have one of its objects.
+    `ids_of` returns the ids of a layer's objects."""
     users: dict[int, list[Layer]] = {}
     for layer in layers:
-        for each in ids_of(layer):
-            users.setdefault(each, []).append(layer)
+        for number in ids_of(layer):
+            users.setdefault(number, []).append(layer)
     for layer in layers:
-        found = dict.fromkeys(chain(*(users[each] for each in ids_of(layer))))
-        setattr(layer, name, [each for each in found if each is not layer])
+        found = dict.fromkeys(chain(*(users[number] for number in ids_of(layer))))
+        setattr(layer, name, [other for other in found if other is not layer])
 
 
 def _changing(layer: Layer) -> set[int]:

@@ -1,7 +1,7 @@
 """A device, the pool of host memory that its groups are offloaded to, and the counters of both.
 
-A *group* is a list of tensors that is copied as a whole. In the *outward* stream copies leave the
-device, and in the *inward* stream they come back.
+A *group* is a list of tensors that is copied as a whole. Copies leave the device in the *outward*
+stream and come back in the *inward* stream.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class OffloadStats(TypedDict):
     onload_gb_per_s: float
     stream_waited_s: float  # time that current streams waited for onloaded groups
     share_hidden: float  # share of onload_copy_s in which the device did other work as well
-    # Waits of the calling thread: for memory of the pool, for copies to complete at the end of a
-    # backward or a step, and for copies for which a stream cannot wait by an event.
+    # Waits of the calling thread: for memory of the pool, for copies at the end of a backward or a
+    # step, and for copies that a stream cannot wait for.
     host_waits: int
     host_waited_s: float
     slots: int
@@ -84,11 +84,6 @@ def with_rates(counted: OffloadStats) -> OffloadStats:
 class DevicePool:
     """A device, together with the pool that its groups use.
 
-    Attributes:
-        core: The core's engine, whose pool is used.
-        number: 0 for the host, n for CUDA device n - 1.
-        stats: The counters; the rates in it are computed by `with_rates`.
-
     Raises:
         ValueError: The device is neither a CUDA device nor the CPU.
         RuntimeError: There is no such device.
@@ -98,38 +93,33 @@ class DevicePool:
     def __init__(self, device: torch.device | str | int, engine: Engine, slots: int) -> None:
         self.device = _device_of(device)
         self.engine = engine
-        self.core = core_of(engine)
-        self.number = _device.number_of(self.device)
+        self.core = core_of(engine)  # the core's engine, whose pool is used
+        self.number = _device.number_of(self.device)  # 0: the host; n: CUDA device n - 1
         if self.number < 0:
             raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
         if self.number:
-            _device.make_context(self.number - 1)  # makes torch's context, which the core uses
-        if self.number and (why := self.core.use_device(self.number - 1)):
-            raise StillframeError(f"nothing can be brought to {self.device}: {why}")
-        self.stats = new_stats(slots)
+            _device.make_context(self.number - 1)  # torch's context, which the core uses
+            why_not = self.core.use_device(self.number - 1)
+            if why_not:
+                raise StillframeError(f"nothing can be brought to {self.device}: {why_not}")
+        self.stats = new_stats(slots)  # without the rates that `with_rates` computes
         self._waits = threading.local()  # .inside: the thread is in a block of `waiting`
-        self._counting = threading.Lock()  # protects the two counters of waits
+        self._counting = threading.Lock()  # protects `host_waits` and `host_waited_s`
 
     def stream(self) -> tuple[int, int]:
-        """Return the driver's number of the device (-1 for the host), and the handle of its current
-        stream (0 for the host)."""
-        number = self.number - 1
-        return number, _device.current_stream(number) if self.number else 0
+        """Return the driver's number of the device and the handle of its current stream. Return
+        -1 and 0 for the host."""
+        if self.number == 0:
+            return -1, 0
+        return self.number - 1, _device.current_stream(self.number - 1)
 
     def lease(self, core: _core.Snapshot, nbytes: int) -> _core.SnapshotMemory:
-        """Lease the memory of a group from the pool. Wait for memory that comes back by itself,
-        such as that of saves.
-
-        Args:
-            core: The core's snapshot, which will hold the group.
-            nbytes: The length of the group, for the message.
-
-        Raises:
-            PoolExhaustedError: Tickets and snapshots hold too much of the pool.
-        """
+        """Lease memory of the pool for the group of `nbytes` in a snapshot of the core. Wait for
+        memory that running saves return. Raise PoolExhaustedError if tickets and snapshots hold too
+        much of the pool."""
         note_use(self.engine)
         try:
-            return core.lease(0.0)  # does not wait, so it does not count as a wait
+            return core.lease(0.0)  # without a wait
         except PoolExhaustedError:
             pass
         with self.waiting():
@@ -143,8 +133,7 @@ class DevicePool:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Add the time that the calling thread spends in the block to the waits of the host; nested
-        blocks count once."""
+        """Count the time in the block as a wait of the host. Nested blocks count once."""
         outermost = not getattr(self._waits, "inside", False)
         self._waits.inside = True
         began = time.perf_counter()
@@ -159,7 +148,7 @@ class DevicePool:
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:
-    """Return the device that an argument names; a CUDA device always with an index."""
+    """Return the device that an argument names, with an index if it is a CUDA device."""
     wanted = torch.device(device)
     if wanted.type != "cuda":
         return wanted

@@ -1,14 +1,11 @@
 """Copies gradients of weights that live on the CPU from the device while backward continues.
 
-A layer's gradients are offloaded together, and a thread adds them to the parameters' `grad` when
-their copies have completed. If a parameter has no `grad` yet, the offloaded tensor becomes its
-`grad` without another copy. Additions have the same order as autograd's: if several layers use a
-parameter, the gradients of one backward are summed first, and the sum is added to the existing
-`grad`.
+The gradients of a layer are offloaded together. When their copies have completed, a thread adds
+them to the parameters' `grad`, in autograd's order: if several layers use a parameter, their
+gradients are summed first, and the sum is added to the existing `grad`.
 
-The end of a backward waits on the host for all of this, so every `grad` is complete then. Nothing
-later could wait: the code that reads a `grad` next, such as `clip_grad_norm_`, calls no function of
-this module.
+The end of a backward waits for this on the host, because the code that reads a `grad` next, such as
+`clip_grad_norm_`, calls no function of this module.
 """
 
 from __future__ import annotations
@@ -37,29 +34,20 @@ class Gradient(NamedTuple):
 
 
 class Gradients:
-    """Sends gradients from the device to the CPU.
-
-    Args:
-        most: How many layers' gradients may be in flight. A backward that sends more first waits
-            for the oldest.
-    """
+    """Sends gradients from the device to the CPU."""
 
     def __init__(self, offloader: Offloader, most: int) -> None:
         self._offloader = offloader
-        self._most = most
+        self._most = most  # how many layers' gradients may be in flight
         self._thread: ThreadPoolExecutor | None = None  # one thread, started when it is needed
         self._under_way: deque[Future[None]] = deque()  # additions, one for each layer
-        self._ending: list[Future[None]] = []  # calls of `_end`, for backwards inside another one
-        # By the number of a backward: the sum so far for each parameter that will get more
-        # gradients.
+        self._ending: list[Future[None]] = []  # the calls of `_end` that `finish` has queued
+        # By the number of a backward: the incomplete sum of each parameter.
         self._sums: dict[int, dict[Tensor, Tensor]] = {}
 
     def send(self, task: int, gradients: Sequence[Gradient]) -> None:
-        """Start to copy a layer's gradients, after the work queued on the current stream.
-
-        Args:
-            task: The number of the backward that computed them (`graph.task`).
-        """
+        """Start to copy a layer's gradients, after the work queued on the current stream. `task` is
+        the number of the backward."""
         if not gradients:
             return
         if self._thread is None:
@@ -73,7 +61,7 @@ class Gradients:
         self._under_way.append(self._thread.submit(self._add_up, task, ticket, owners))
 
     def _wait_for_first(self) -> None:
-        """Wait until the gradients that were sent first are added; raise the error, if any."""
+        """Wait until the oldest gradients are added. Raise their error, if any."""
         first = self._under_way.popleft()
         if not first.done():
             with self._offloader._waiting():
@@ -81,24 +69,18 @@ class Gradients:
         first.result()
 
     def fetch(self, gradients: Sequence[Gradient]) -> list[Tensor]:
-        """Copy gradients that autograd itself needs to the CPU. Wait for the copies and return
-        them."""
+        """Return copies on the CPU of gradients that autograd itself needs."""
         if not gradients:
             return []
         ticket = self._offloader.offload(
             [fitting(each.value, each.parameter) for each in gradients]
         )
-        return [
-            came.to(each.parameter.dtype)
-            for came, each in zip(ticket.tensors(), gradients, strict=True)
-        ]
+        pairs = zip(ticket.tensors(), gradients, strict=True)
+        return [value.to(gradient.parameter.dtype) for value, gradient in pairs]
 
     def join(self, task: int, succeeded: bool = True) -> None:
-        """Wait until all gradients of a backward have been added; raise the first error of the
-        additions.
-
-        The sums that are left of a failed backward are dropped, as autograd drops them.
-        """
+        """Wait until all gradients of a backward have been added. Raise the first error. Drop the
+        incomplete sums of a failed backward, as autograd does."""
         ending = [*self._under_way, *self._ending]
         self._under_way, self._ending = deque(), []
         added = False
@@ -109,19 +91,14 @@ class Gradients:
             self._end(task, succeeded and added)
 
     def finish(self, task: int, succeeded: bool) -> None:
-        """Have the thread end a backward that ran inside another one. Do not wait for the thread.
-
-        The thread first adds all gradients that this backward sent. The `join` of the outer
-        backward waits for the end.
-
-        Args:
-            succeeded: False drops the sums that are left.
-        """
+        """End a backward that ran inside another one, on the thread. Do not wait: the `join` of the
+        outer backward does."""
         if self._thread is not None:
             self._ending.append(self._thread.submit(self._end, task, succeeded))
 
     def _end(self, task: int, succeeded: bool) -> None:
-        """Add the remaining sums of a backward to the parameters' `grad`, or drop them."""
+        """Add the remaining sums of a backward to the parameters' `grad`. Drop them after a
+        failure."""
         sums = self._sums.pop(task, {})
         if succeeded:
             with torch.no_grad():
@@ -129,8 +106,8 @@ class Gradients:
                     _add(parameter, total)
 
     def join_all(self) -> None:
-        """Wait until all gradients that were sent have been added; raise the first error."""
-        # The first join waits for everything. The others add the sums that are left.
+        """Wait until all gradients have been added. Raise the first error."""
+        # The first join waits. The others add the remaining sums.
         run_all(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])
 
     def close(self) -> None:
@@ -140,16 +117,12 @@ class Gradients:
             self._thread = None
 
     def _add_up(self, task: int, ticket: Ticket, owners: list[tuple[Tensor, bool]]) -> None:
-        """Wait for the copies of a layer's gradients, and add them to the sums of their parameters.
-        Add a sum to `grad` if it is complete. Runs on the thread.
-
-        Args:
-            owners: Each gradient's parameter, and whether this gradient completes its sum.
-        """
+        """Add a layer's gradients to the sums of their parameters, and complete sums to `grad`.
+        Runs on the thread. `owners`: each gradient's parameter, and whether the sum is complete."""
         sums = self._sums.setdefault(task, {})
         with torch.no_grad():
-            for (parameter, last), came in zip(owners, ticket.tensors(), strict=True):
-                total = came.to(parameter.dtype)
+            for (parameter, last), value in zip(owners, ticket.tensors(), strict=True):
+                total = value.to(parameter.dtype)
                 before = sums.pop(parameter, None)
                 if before is not None:
                     total = before.add_(total)
@@ -160,14 +133,13 @@ class Gradients:
 
 
 def fitting(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with its parameter's strides, which autograd would also give to `grad`."""
+    """Return a gradient with the parameter's strides, which autograd gives to a `grad`."""
     if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _add(parameter: Tensor, total: Tensor) -> None:
-    """Add the sum of a backward's gradients to a parameter's `grad`."""
     if parameter.grad is None:
         parameter.grad = total
     elif parameter.grad.layout is torch.strided:

@@ -1,8 +1,7 @@
 """Manages one layer whose parameters and buffers live on the CPU and are copied to the device.
 
-While a forward runs, the module has tensors on the device in place of its parameters. An autograd
+While a forward runs, the module has tensors on the device in place of its own tensors. An autograd
 node (`_Onload` in `layers.py`) makes them from the parameters, which stay leaves on the CPU.
-Optimizers, hooks and saves find the parameters there, even after an error.
 """
 
 from __future__ import annotations
@@ -33,14 +32,12 @@ class TensorRef(NamedTuple):
     number: int  # index of the tensor in Layer.tensors
 
 
-Former = list[tuple[TensorRef, Any]]  # references, each with the tensor that it had before
+Replaced = list[tuple[TensorRef, Any]]  # references, each with the tensor that it had before
 
-# CPU tensors whose copies on the device were written to by a forward. For each: the number of
-# forwards whose writes are not copied back yet.
+# The number of forwards whose writes to a tensor's copy on the device are not copied back yet.
 _written: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
-# The reason why torch must not compile the hooks. torch's error has this text if a layer is
-# compiled with fullgraph=True.
+# A part of torch's error if a layer is compiled with fullgraph=True.
 _WHY_NOT_COMPILED = (
     "offloaded layers get their weights between compiled graphs: compile them before"
     " offload_layers, or without fullgraph=True"
@@ -48,11 +45,8 @@ _WHY_NOT_COMPILED = (
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the version counter that a tensor would have without offloading.
-
-    A write by a forward on the device counts from the end of that forward on, although it is copied
-    back later.
-    """
+    """Return the version counter that a tensor would have without offloading. Writes on the device
+    count before they are copied back."""
     return tensor._version + _written.get(tensor, 0)
 
 
@@ -61,74 +55,62 @@ class _Write(NamedTuple):
 
     ticket: Ticket
     targets: list[Tensor]  # the tensors on the CPU
-    nr_counted: int  # copying back changes the version of the first `nr_counted` targets only
+    nr_counted: int  # only the first `nr_counted` targets get another version
 
     def copy_back(self) -> None:
         """Wait for the copies, and write them to the tensors on the CPU."""
-        came = self.ticket.tensors()
+        values = self.ticket.tensors()
         with torch.no_grad():
-            for number, target in enumerate(self.targets):
+            for index, target in enumerate(self.targets):
+                is_counted = index < self.nr_counted
                 # A write through `.data` does not change the version.
-                to = target.detach() if number < self.nr_counted else target.data
-                to.copy_(came[number])
+                alias = target.detach() if is_counted else target.data
+                alias.copy_(values[index])
 
 
 class Layer:
-    """One of the modules that are offloaded, with its tensors.
-
-    Args:
-        name: The layer's name in messages.
-        dtype: The type that floating-point parameters have on the device; None for their own.
-
-    Attributes:
-        tensors: The parameters, then the buffers, each once.
-        nr_parameters: How many of `tensors` are parameters.
-        references: Every reference of the layer's modules to one of `tensors`.
-        changing: Indices of tensors that forwards in training mode change without a change of
-            version.
-        partners: Layers that share buffers or modules with this one. Their forwards may change the
-            shared buffers, so a layer with partners is neither prefetched nor kept.
-        relatives: Layers that share any tensor with this one.
-        uses: The `LayerUse` of each forward whose backward may still run.
-    """
+    """One of the modules that are offloaded, with its tensors."""
 
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
         self.module = module
-        self.name = name
+        self.name = name  # in messages
+        # Layers that share buffers or modules with this layer. Their forwards may change the
+        # buffers, so a layer with partners is neither prefetched nor kept.
         self.partners: list[Layer] = []
-        self.relatives: list[Layer] = []
-        self._dtype = dtype
-        self._sources: list[Tensor] | None = None  # what `sources` returned last
+        self.relatives: list[Layer] = []  # layers that share any tensor with this layer
+        self._dtype = dtype  # of floating-point parameters on the device; None: their own
+        self._sources: list[Tensor] | None = None  # the last result of `sources`
         self._writes: list[_Write] = []  # not copied back yet, oldest first
+        # The `LayerUse` of each forward whose backward may still run.
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()
         self.find_tensors()
 
     # ---- the layer's tensors ----
 
     def find_tensors(self) -> None:
-        """Find the module's tensors. Called again after other code has replaced one of them."""
+        """Find the module's tensors. Called again after other code has replaced a tensor."""
         self._sources = None
         indices: dict[int, int] = {}
-        self.tensors: list[Tensor] = []
-        self.references: list[TensorRef] = []
-        self.changing: set[int] = set()
+        self.tensors: list[Tensor] = []  # the parameters, then the buffers, each once
+        self.references: list[TensorRef] = []  # of the layer's modules to `tensors`
+        # Indices of tensors that forwards in training mode write to without a change of version.
+        self.silently_written: set[int] = set()
         modules = list(self.module.modules())
         for module in modules:
             self._add_tensors_of(module, module._parameters, indices)
         self.nr_parameters = len(self.tensors)
         for module in modules:
             self._add_tensors_of(module, module._buffers, indices)
-            # A forward in training mode writes to these without a change of version.
             if isinstance(module, _NormBase) and module.track_running_stats:
                 for name in ("running_mean", "running_var", "num_batches_tracked"):
                     if module._buffers.get(name) is not None:
-                        self.changing.add(indices[id(module._buffers[name])])
+                        self.silently_written.add(indices[id(module._buffers[name])])
 
     def _add_tensors_of(
         self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]
     ) -> None:
-        """Add the tensors in `entries`, each once, and every reference to them. `indices` has the
-        index in `tensors` of each tensor found so far, by its id."""
+        """Add the tensors in `entries` and the references to them. `indices`: the index in
+        `tensors` of each tensor found so far, by id."""
         for name, tensor in entries.items():
             if tensor is None:
                 continue
@@ -165,20 +147,20 @@ class Layer:
 
     def sources(self, fresh: bool) -> Sequence[Tensor]:
         """Return the tensors to copy to the device: `tensors`, with parameters converted to
-        `dtype`. Without `fresh`, they may be those that the last call returned."""
+        `dtype`. Without `fresh`, the last result may be returned again."""
         self.settle()
-        # Find the tensors again if other code has replaced one of them.
-        if any(
+        is_replaced = any(
             reference.entries.get(reference.name) is not self.tensors[reference.number]
             for reference in self.references
-        ):
+        )
+        if is_replaced:
             self.find_tensors()
         for index, tensor in enumerate(self.tensors):
             if tensor.device.type != "cpu":
                 self._check(tensor, self.name_of(index))
         if self._sources is None or fresh:
             with torch.no_grad():
-                self._sources = [self.lowered(i, t) for i, t in enumerate(self.tensors)]
+                self._sources = [self.for_device(i, t) for i, t in enumerate(self.tensors)]
         return self._sources
 
     def fingerprint(self) -> Fingerprint:
@@ -186,38 +168,36 @@ class Layer:
         self.settle()
         return Fingerprint([reference.entries[reference.name] for reference in self.references])
 
-    def lowered(self, index: int, tensor: Tensor) -> Tensor:
-        """Return a tensor as it is copied to the device: a parameter converted to `dtype`."""
+    def for_device(self, index: int, tensor: Tensor) -> Tensor:
+        """Return a tensor as it is copied to the device: a parameter is converted to `dtype`."""
         if self._dtype is None or index >= self.nr_parameters or not tensor.is_floating_point():
             return tensor.detach()
         return tensor.detach().to(self._dtype)
 
     # ---- replacing the CPU's tensors by the device's ----
 
-    def swap(self, values: Sequence[Tensor]) -> Former:
-        """Replace the layer's tensors in its modules by `values`. Return the references with the
-        tensors that they had before."""
-        former: Former = []
+    def swap(self, values: Sequence[Tensor]) -> Replaced:
+        """Replace the layer's tensors in the modules by `values`. Return what was replaced."""
+        replaced: Replaced = []
         for reference in self.references:
-            former.append((reference, reference.entries[reference.name]))
+            replaced.append((reference, reference.entries[reference.name]))
             reference.entries[reference.name] = values[reference.number]
         self._renew_rnn_weights()
-        return former
+        return replaced
 
-    def swap_back(self, former: Former, values: Sequence[Tensor]) -> Former:
-        """Undo `swap`. Return the references that other code has changed meanwhile, with the
-        tensors that it has put there."""
-        moved: Former = []
-        for reference, tensor in former:
+    def swap_back(self, replaced: Replaced, values: Sequence[Tensor]) -> Replaced:
+        """Undo `swap`. Return the references that the forward has changed, with its tensors."""
+        changed: Replaced = []
+        for reference, tensor in replaced:
             found = reference.entries.get(reference.name)
             if found is not values[reference.number]:
-                moved.append((reference, found))
+                changed.append((reference, found))
             reference.entries[reference.name] = tensor
         self._renew_rnn_weights()
-        return moved
+        return changed
 
     def _renew_rnn_weights(self) -> None:
-        """Make the list of weights again that torch's RNN modules keep besides their parameters."""
+        """Renew the list of weights that torch's RNN modules keep besides their parameters."""
         for reference in self.references:
             if isinstance(reference.module, nn.RNNBase):
                 reference.module._flat_weights = [
@@ -228,35 +208,31 @@ class Layer:
     # ---- copying changes of a forward back ----
 
     def write_back(self, group: Group, offloader: Offloader, *, stays: bool) -> None:
-        """Start to copy back the tensors that a forward has changed on the device.
+        """Start to copy back the tensors that a forward has changed on the device. Raise
+        StillframeError if a changed tensor has a lower precision there.
 
         Args:
             group: The layer's tensors on the device.
-            stays: The group stays on the device. A repeated forward may write to it again, so a
-                copy of it is offloaded.
-
-        Raises:
-            StillframeError: The changed tensor has a lower precision on the device.
+            stays: The group stays on the device.
         """
-        # Indices of the tensors that were changed: `counted` with a change of version, `silent`
-        # without one.
+        # Indices of changed tensors: `counted` with another version, `silent` with the same.
         counted = [index for index in range(len(self.tensors)) if group.changed(index)]
         silent = [
             index
-            for index in sorted(self.changing.difference(counted))
-            if any(p.module.training for p in self.references if p.number == index)
+            for index in sorted(self.silently_written.difference(counted))
+            if any(each.module.training for each in self.references if each.number == index)
         ]
         changed = counted + silent
         if not changed:
             return
-        lowered = [i for i in changed if group.tensors[i].dtype != self.tensors[i].dtype]
-        if lowered:
+        converted = [i for i in changed if group.tensors[i].dtype != self.tensors[i].dtype]
+        if converted:
             raise StillframeError(
-                f"{self.name_of(lowered[0])} was changed by its module's forward, on a copy of"
+                f"{self.name_of(converted[0])} was changed by its module's forward, on a copy of"
                 " low precision: such a layer cannot be offloaded with dtype="
             )
         tensors = [group.tensors[index] for index in changed]
-        if stays:
+        if stays:  # a repeated forward may write to the group
             tensors = [tensor.detach().clone() for tensor in tensors]
         targets = [self.tensors[index] for index in changed]
         self._writes.append(_Write(offloader.offload(tensors), targets, len(counted)))
@@ -265,19 +241,17 @@ class Layer:
         group.note_versions()  # later, only new changes are copied back
 
     def settle(self) -> None:
-        """Wait until the tensors on the CPU have every change that a forward has made, also changes
-        by other layers that share them."""
+        """Wait until the tensors on the CPU have every change by a forward of any layer."""
         for layer in (self, *self.relatives):
             if layer is self or layer._writes_to(self.tensors):
                 layer._settle()
 
     def _writes_to(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a change that is not copied back yet concerns one of these tensors."""
+        """Return whether a write that is not copied back yet changes one of these tensors."""
         targets = {id(target) for write in self._writes for target in write.targets}
         return bool(targets) and not targets.isdisjoint(map(id, tensors))
 
     def _settle(self) -> None:
-        """Copy the changes of forwards back to the CPU's tensors, oldest first."""
         while self._writes:
             write = self._writes.pop(0)
             for target in write.targets[: write.nr_counted]:
@@ -303,8 +277,8 @@ class Layer:
 
 
 class Hook:
-    """A hook of an offloaded module, which calls `function(layer, *args)`. In a copy of the module,
-    or a pickle, a function that does nothing takes its place."""
+    """A hook of an offloaded module, which calls `function(layer, *args)`. In copies and pickles of
+    the module, the hook does nothing."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
         self._function = torch.compiler.disable(function, reason=_WHY_NOT_COMPILED)  # type: ignore[no-untyped-call]
@@ -323,23 +297,23 @@ class Hook:
 class ApplyGuard:
     """Replaces `_apply` of an offloaded module, so that moving the model leaves the layer alone.
 
-    A copy of the module gets the `_apply` of its class back.
+    In copies and pickles of the module, `_apply` is the method of the class.
     """
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
 
     def __call__(self, function: Any, recurse: bool = True) -> nn.Module:
-        made = function(torch.empty(1))  # shows to which dtype it converts tensors
-        if made.dtype != torch.float32:
+        dtype = function(torch.empty(1)).dtype
+        if dtype != torch.float32:
             raise StillframeError(
-                f"{self._layer.name} is offloaded: its parameters cannot be made {made.dtype}."
+                f"{self._layer.name} is offloaded: its parameters cannot be made {dtype}."
                 " Convert them before, or give offload_layers a dtype"
             )
         return self._layer.module
 
     def __deepcopy__(self, memo: Any) -> Any:
-        copy = memo[id(self._layer.module)]  # the copy of the module is there already
+        copy = memo[id(self._layer.module)]
         return copy.__class__._apply.__get__(copy)
 
     def __reduce__(self) -> Any:
@@ -347,7 +321,6 @@ class ApplyGuard:
 
 
 def _no_hook() -> Any:
-    """Return the function that replaces a pickled hook when it is unpickled."""
     return _nothing
 
 
@@ -356,9 +329,10 @@ def _nothing(*args: Any) -> None:
 
 
 def _has_memory_of_its_own(tensor: Tensor) -> bool:
-    """Return whether no other tensor is known to share the tensor's memory, so that it can be
-    replaced."""
+    """Return whether the tensor has its storage for itself, so that the storage can be replaced."""
     storage = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.element_size()
-    # Two references: the tensor's, and that of the storage object made here.
-    return storage.nbytes() == nbytes > 0 and torch._C._storage_Use_Count(storage._cdata) <= 2
+    if nbytes == 0 or storage.nbytes() != nbytes:
+        return False
+    # One reference is the tensor's, and one is that of `storage`.
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)

@@ -1,9 +1,8 @@
 """Describes a group of tensors as ranges of memory, and the tensors as views of those ranges.
 
-Only the bytes that a tensor spans are copied, not its whole storage: for one row of a large matrix,
-only that row. Tensors of a group that share bytes share them at the destination too, so views stay
-views and no byte is copied twice. A tensor whose strides leave gaps is made contiguous first. If a
-dimension is expanded, so that all its rows are the same memory, one row is copied.
+Only the bytes that a tensor spans are copied, not its whole storage. Tensors of a group that share
+bytes also share them at the destination, so views stay views and no byte is copied twice. A tensor
+whose strides leave gaps is made contiguous first. Of an expanded dimension, one row is copied.
 """
 
 from __future__ import annotations
@@ -31,23 +30,22 @@ class Source(NamedTuple):
     nbytes: int
 
     def bytes(self) -> torch.Tensor:
-        """Return the bytes as a tensor of uint8 over the same memory."""
+        """Return a tensor of uint8 over the same memory."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return whole.set_(self.storage, self.offset, (self.nbytes,), (1,))
 
     def address(self) -> int:
-        """Return the address of the first byte, as the host sees it."""
         return self.storage.data_ptr() + self.offset
 
     def device_address(self) -> int:
-        """Return the address of the first byte, as the device's driver sees it."""
+        """Return the address for the device's driver."""
         return _device.address_of(self.storage) + self.offset
 
 
 class View(NamedTuple):
-    """A tensor of the group, as a view of one of its sources."""
+    """A tensor of the group, as a view of one of the sources."""
 
-    source: int  # the source's index; -1: the tensor has no bytes
+    source: int  # the index of the source; -1: the tensor has no bytes
     offset: int  # in the source, in bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,35 +53,26 @@ class View(NamedTuple):
 
 
 class Layout:
-    """The sources and views of a group.
-
-    Args:
-        tensors: Tensors that `check` has accepted.
-
-    Attributes:
-        sources: The ranges of memory to copy; empty after `let_go`.
-        views: The tensors, as views of the sources, in the order given.
-        lengths: The length of each source in bytes.
-        nbytes: The sum of the lengths.
-        room: The length in bytes of a buffer for all sources, each rounded up to 512 bytes.
-        offsets: The offset of each source in that buffer.
-    """
+    """The sources and views of a group of tensors that `check` has accepted."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         spans = [_Span(tensor) for tensor in tensors]
+        # The ranges of memory to copy (none after `let_go`), and the tensors in the order given.
         self.sources, self.views = _arrange(spans)
-        self._tensors = [span.tensor for span in spans]  # their versions are compared
+        self._tensors = [span.tensor for span in spans]  # to compare their versions
         self.lengths = [source.nbytes for source in self.sources]
         self.nbytes = sum(self.lengths)
+        # The length of a buffer for all sources, and the offset of each source there.
+        self.buffer_nbytes = 0
         self.offsets: list[int] = []
-        self.room = 0
         for nbytes in self.lengths:
-            self.offsets.append(self.room)
-            self.room += -(-nbytes // _core.COPY_ALIGN) * _core.COPY_ALIGN
+            self.offsets.append(self.buffer_nbytes)
+            nr_units = -(-nbytes // _core.COPY_ALIGN)  # rounded up
+            self.buffer_nbytes += nr_units * _core.COPY_ALIGN
 
     def rows(self, device: int) -> bytearray:
-        """Return the sources as rows (`struct sfr_source`) for a `_core.Snapshot`, all of them to
-        be captured. `device` is 0 for the host, n for CUDA device n - 1."""
+        """Return the sources as rows (`struct sfr_source`) for a `_core.Snapshot`. `device` is 0
+        for the host, n for CUDA device n - 1."""
         out = bytearray()
         for source in self.sources:
             address = source.device_address() if device else source.address()
@@ -91,32 +80,29 @@ class Layout:
         return out
 
     def let_go(self) -> None:
-        """Drop the tensors and their memory; the views stay."""
+        """Drop the references to the tensors and their memory. The views stay."""
         self.sources = []
         self._tensors = []
 
     def versions(self) -> list[int]:
-        """Return the version counters of the tensors whose bytes are copied."""
         return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
 
     def changed(self, since: list[int]) -> list[int]:
-        """Return the indices of the tensors that were written to since `versions` returned
-        `since`."""
+        """Return the indices of the tensors that were written to since `versions()` was `since`."""
         return [i for i, now in enumerate(self.versions()) if now != since[i]]
 
     def views_on(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
-        """Return the tensors as views of one storage that holds the sources at `offsets`."""
-        return self._make([(storage, offset) for offset in self.offsets], storage.device)
+        """Return the tensors as views of one storage, which has the sources at `offsets`."""
+        return self._views([(storage, offset) for offset in self.offsets], storage.device)
 
     def views_on_each(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
-        """Return the tensors as views of one storage for each source."""
-        return self._make([(storage, 0) for storage in storages], torch.device("cpu"))
+        """Return the tensors as views of CPU storages, one for each source."""
+        return self._views([(storage, 0) for storage in storages], torch.device("cpu"))
 
-    def _make(
+    def _views(
         self, bases: Sequence[tuple[torch.UntypedStorage, int]], device: torch.device
     ) -> list[torch.Tensor]:
-        """Return the tensors as views. `bases` has, for each source, the storage with its bytes and
-        its offset in that storage."""
+        """Return the tensors as views. `bases`: for each source, a storage and the offset in it."""
         made = []
         for view in self.views:
             tensor = torch.empty(0, dtype=view.dtype, device=device)
@@ -130,14 +116,16 @@ class Layout:
         return made
 
 
-def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
-    """Return the rows of a `_core.Onload`, which describe copies from host memory to the device.
+def spanned(tensor: torch.Tensor) -> int:
+    """Return the number of elements from a tensor's first element to its last, gaps included. The
+    tensor has elements."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1
 
-    Args:
-        addresses: The address of each source in host memory.
-        base: The address of the buffer on the device, which gets each source at its offset.
-        layout: The layout of the sources.
-    """
+
+def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
+    """Return the rows of a `_core.Onload`: copies from the sources, at `addresses` in host memory,
+    to a buffer at address `base` on the device."""
     out = bytearray()
     for address, offset, nbytes in zip(addresses, layout.offsets, layout.lengths, strict=True):
         out += _COPY.pack(address, base + offset, nbytes)
@@ -149,18 +137,15 @@ def sources_in(
 ) -> list[Source]:
     """Return the copies of a layout's sources in memory of the pool, each as a storage of its own.
     `offsets` are the offsets of the copies in the memory."""
-    return [
-        Source(
-            torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=nbytes).untyped_storage(),
-            0,
-            nbytes,
-        )
-        for at, nbytes in zip(offsets, layout.lengths, strict=True)
-    ]
+    sources = []
+    for offset, nbytes in zip(offsets, layout.lengths, strict=True):
+        copy = torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=nbytes)
+        sources.append(Source(copy.untyped_storage(), 0, nbytes))
+    return sources
 
 
 def check(tensors: object, device: torch.device, what: str) -> list[torch.Tensor]:
-    """Check the tensors given to a call and return them as a list.
+    """Check the tensors given to a call, and return them in a list.
 
     Args:
         device: The device that the tensors must be on.
@@ -192,38 +177,28 @@ def check(tensors: object, device: torch.device, what: str) -> list[torch.Tensor
 
 
 class _Span:
-    """The range of bytes that a tensor spans.
-
-    A tensor whose elements do not fill that range is cloned.
-
-    Attributes:
-        tensor: The tensor that is copied.
-        storage, begin, end: Its storage, and the range of bytes in it.
-        shape, strides, dtype: The shape, strides and dtype of a copy of the tensor.
-    """
+    """The range of bytes, `begin` to `end` of `storage`, that a tensor spans. A tensor with gaps is
+    cloned. `shape`, `strides` and `dtype` are those of a copy of the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach().resolve_conj().resolve_neg()
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        # All rows of an expanded dimension are the same memory: copy one.
+        # All rows of an expanded dimension are the same memory. Copy one of them.
         strides = tensor.stride()
-        repeated = [
-            size > 1 and stride == 0 for size, stride in zip(self.shape, strides, strict=True)
-        ]
-        for dim, again in enumerate(repeated):
-            if again:
-                tensor = tensor.narrow(dim, 0, 1)
+        expanded = [dim for dim, size in enumerate(self.shape) if size > 1 and strides[dim] == 0]
+        for dim in expanded:
+            tensor = tensor.narrow(dim, 0, 1)
         if not is_dense(tensor):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self.strides = tuple(
-            0 if again else stride for again, stride in zip(repeated, tensor.stride(), strict=True)
+            0 if dim in expanded else stride for dim, stride in enumerate(tensor.stride())
         )
         self.storage = tensor.untyped_storage()
         self.begin = int(tensor.storage_offset()) * tensor.itemsize
         self.end = self.begin + tensor.numel() * tensor.itemsize
         self.tensor = tensor
 
-    def apart(self) -> None:
+    def clone(self) -> None:
         """Replace the tensor by a copy with memory of its own."""
         self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
         self.storage, self.begin = self.tensor.untyped_storage(), 0
@@ -234,14 +209,17 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
     """Return the sources and the view of each span. Spans that share bytes become one source."""
     views: list[View | None] = [None] * len(spans)
     sources: list[Source] = []
-    # By storage and offset, so that spans that share bytes follow each other.
+    # Spans that share bytes follow each other.
     order = sorted(range(len(spans)), key=lambda i: (spans[i].storage._cdata, spans[i].begin))
     for index in order:
         span = spans[index]
         number, offset = -1, 0
         if span.end > span.begin:
-            last = sources[-1] if sources else None
-            if last is not None and _join_or_move(span, last):
+            last = sources[-1] if sources and _begins_in(span, sources[-1]) else None
+            if last is not None and (span.begin - last.offset) % span.dtype.itemsize:
+                span.clone()  # the elements would not be aligned in the joined source
+                last = None
+            if last is not None:
                 offset = span.begin - last.offset
                 end = max(last.offset + last.nbytes, span.end)
                 sources[-1] = Source(last.storage, last.offset, end - last.offset)
@@ -252,15 +230,7 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
     return sources, [view for view in views if view is not None]
 
 
-def _join_or_move(span: _Span, last: Source) -> bool:
-    """Return True if a span begins inside the source before it; then the caller joins the two.
-
-    If the span's elements would not be aligned in the joined source, move the span to memory of its
-    own and return False.
-    """
-    if span.storage._cdata != last.storage._cdata or span.begin >= last.offset + last.nbytes:
+def _begins_in(span: _Span, source: Source) -> bool:
+    if span.storage._cdata != source.storage._cdata:
         return False
-    if (span.begin - last.offset) % span.dtype.itemsize:
-        span.apart()
-        return False
-    return True
+    return span.begin < source.offset + source.nbytes

@@ -5,16 +5,16 @@
     inward                                        waits E' | weights of l-1 are copied | D
 
 Each direction has a stream of its own, on which the core queues the copies (`snapshot/device.c`
-outward, `offload/onload.c` inward). The events E, E' and D order the copies and the stream that is
-current at the call. The outward stream waits for E before it reads the sources. The inward stream
-waits for E' before it writes to the destination. The current stream waits for D before it uses the
-group. The host does not wait.
+outward, `offload/onload.c` inward). Three events order the streams, so the host does not wait:
+
+    E     the outward stream waits for it before it reads the sources
+    E'    the inward stream waits for it before it writes to the destination
+    D     the current stream waits for it before it uses the group
 
 A *group*, the tensors of one call, is copied into a *slot*: one allocation of torch's allocator.
-The slot is freed when the last tensor over it is freed, in the order of the stream on which it was
-made. So no group is overwritten while a tensor can still read it. A slot that is released early no
-longer counts, but its memory is freed only when no tensor refers to it. At most `slots` groups are
-in use or on their way in, and at most `slots` groups have sources that wait to be copied out.
+The memory is freed when the last tensor over it is freed, also if the slot is released earlier. At
+most `slots` groups are in use or on their way in. The sources of at most `slots` groups wait to be
+copied out.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Offloader:
     Args:
         device: A CUDA device, or the CPU. On the CPU everything is copied by the calling thread,
             with the same results.
-        slots: How many groups may be on the device or on their way there at a time. Also, how many
-            may be on their way out before the current stream waits for the first of them. With two,
-            the device can compute with one group while the next is copied.
+        slots: How many groups may be on the device or on their way there. With two, the device can
+            compute with one group while the next is copied. Also, how many groups may be on their
+            way out before the current stream waits for the first of them.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     As a context manager it closes itself on exit, but not the engine. Any thread may use it.
@@ -82,8 +82,8 @@ class Offloader:
         # Re-entrant, because a signal handler may interrupt a call and make another.
         self._lock = threading.RLock()
         self._slots: list[Slot] = []  # the slots that count: prefetched, or in use
-        self._released: list[Slot] = []  # released slots to whose memory tensors still refer
-        self._coming: list[Slot] = []  # slots whose copies still run, even if they were released
+        self._released: list[Slot] = []  # released slots whose memory is still in use
+        self._coming: list[Slot] = []  # slots whose copies still run, released or not
         # Groups on their way out whose sources are kept until they are copied, oldest first.
         self._leaving: deque[Leaving] = deque()
         self._sent: list[Leaving] = []  # groups whose copying time is not in the statistics yet
@@ -104,22 +104,21 @@ class Offloader:
     def offload(self, tensors: Sequence[torch.Tensor], *, reuse: bool = False) -> Ticket:
         """Copy tensors of the device into the pool, after the work queued on the current stream.
 
-        You may drop the tensors at once: their memory is kept until it is read. A write to them in
-        place before that makes the copy torn. torch's version counters detect it, and the ticket
-        then raises `TornSnapshotError`.
+        You may drop the tensors at once: their memory is kept until it is read. A write in place
+        before that makes the copy torn. torch's version counters detect the write, and the ticket
+        raises `TornSnapshotError`.
 
         Args:
-            tensors: Tensors or parameters on `device`, with plain strided memory. Bytes that
-                several of them share are copied once.
-            reuse: Make the current stream wait for the copies, so that work queued on the stream
-                from now on may write to the tensors.
+            tensors: Tensors or parameters on `device`, with plain strided memory. Shared bytes are
+                copied once.
+            reuse: Make the current stream wait for the copies. Then work that is queued on the
+                stream from now on may write to the tensors.
 
         Returns:
-            The group's ticket. The host has waited only if the pool was full.
+            The group's ticket. The host waits only if the pool is full.
 
         Raises:
-            PoolExhaustedError: The group does not fit into the pool besides the memory that tickets
-                and snapshots hold.
+            PoolExhaustedError: Tickets and snapshots hold too much of the pool.
             TypeError, ValueError: An element is no tensor with plain memory on `device`.
             StillframeError: The offloader or its engine is closed; the device failed; a CUDA graph
                 is being captured.
@@ -142,8 +141,8 @@ class Offloader:
             return ticket
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> Ticket:
-        """Copy CPU tensors into the pool, where the device can read them directly. The copy is made
-        in the call. The ticket takes no slot and is not in the statistics.
+        """Copy CPU tensors into the pool, where the device can read them directly. The call makes
+        the copy. The ticket takes no slot and is not in the statistics.
 
         Args:
             tensors: As for `offload`, but on the CPU.
@@ -156,8 +155,8 @@ class Offloader:
             return self._start_to_offload(Layout(_layout.check(tensors, HOST, "adopt")), 0)
 
     def _start_to_offload(self, layout: Layout, number: int) -> Ticket:
-        """Start to copy a group into the pool, from device `number` - 1 or, if `number` is 0, from
-        the host."""
+        """Start to copy a group into the pool. `number` is 0 for the host, n for CUDA device
+        n - 1."""
         core = _core.Snapshot(self._pool.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, layout.nbytes)
         leaving = Leaving(core, layout, self._pool.stream() if number else None)
@@ -168,37 +167,36 @@ class Offloader:
         return Ticket(layout, leaving, memory, self.device)
 
     def _release_oldest(self) -> None:
-        """Have the current stream wait for the copies of the oldest groups, so that at most `slots`
-        groups keep their sources. Add the time of copies that have ended to the statistics."""
+        """Release the sources of the oldest groups, so that at most `slots` groups keep theirs. Add
+        the time of copies that have ended to the statistics."""
         while self._leaving and self._leaving[0].is_over:
             self._leaving.popleft()
         for leaving in [each for each in self._sent if each.is_over]:
             self._sent.remove(leaving)
             self._stats["offload_copy_s"] += leaving.copy_s
         while len(self._leaving) > self._most:
-            # Sources of another stream are kept until they are copied. If they were freed now, work
-            # of that stream could get their memory without waiting for the copies.
-            early = self._leaving.popleft()
-            if early.stream == self._pool.stream():
-                early.order()
+            # Sources of another stream are kept until they are copied, because work of that stream
+            # does not wait for the copies.
+            oldest = self._leaving.popleft()
+            if oldest.stream == self._pool.stream():
+                oldest.order()
 
     # ---- in ---------------------------------------------------------------------------
 
     def onload(self, what: Ticket | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy a group to the device, or take one that `prefetch` has started to copy.
+        """Copy a group to the device, or take a group that `prefetch` has started to copy.
 
         The current stream waits for the copies, the host does not. The returned tensors are new,
         require no gradient, and share one allocation. They take a slot until all of them are gone
         or given to `release`.
 
         Args:
-            what: A ticket, or CPU tensors, whose order is kept. If all of them are in pinned memory
-                or in the pool, they are copied directly. Otherwise the call copies the group into
-                the pool first.
+            what: A ticket, or CPU tensors. Tensors in pinned memory or in the pool are copied
+                directly. If any tensor is elsewhere, the call copies all into the pool first.
 
         Raises:
-            StillframeError: Every slot is taken by a group in use; the ticket was released; the
-                offloader or its engine is closed; the device failed.
+            StillframeError: Every slot is in use; the ticket was released; the offloader or its
+                engine is closed; the device failed.
             TornSnapshotError: A source of the ticket was written to before it was copied.
             torch.OutOfMemoryError: The device has no room for the group.
             PoolExhaustedError, TypeError, ValueError, ForkError: As `offload`.
@@ -214,7 +212,7 @@ class Offloader:
                 tensors = slot.take()
             except BaseException:
                 slot.given_up = True
-                self._slots.remove(slot)  # `_coming` keeps its memory until its copies have ended
+                self._slots.remove(slot)  # `_coming` keeps the memory until the copies have ended
                 raise
             self._stats["groups_onloaded"] += 1
             self._stats["bytes_onloaded"] += slot.nbytes
@@ -229,7 +227,7 @@ class Offloader:
             Whether the group is on its way.
 
         Raises:
-            StillframeError: As `onload`, except when every slot is taken.
+            StillframeError: As `onload`, except if every slot is in use.
             TornSnapshotError, PoolExhaustedError, TypeError, ValueError, ForkError: As `onload`.
         """
         with inside(), self._lock:
@@ -249,12 +247,12 @@ class Offloader:
         """Free the slot of a group. Work that is queued on the current stream so far may still use
         the group.
 
-        The device's memory is freed once nothing refers to the tensors, so drop them;
+        Drop the tensors too: the device's memory is freed once nothing refers to them.
         `stats()["bytes_lingering"]` shows how many bytes are still referred to. If the group was
         only prefetched, the prefetch is given up.
 
         Args:
-            what: A ticket, to free the slots of all groups that were copied from it, or tensors
+            what: A ticket, to free the slots of all groups that were copied from it; or tensors
                 that `onload` returned.
 
         Raises:
@@ -273,21 +271,20 @@ class Offloader:
                 self._give_up(slot)
 
     def _give_up_prefetch(self, what: Ticket | Sequence[torch.Tensor]) -> None:
-        """Give up the prefetch of a group. Do nothing if the prefetch no longer has a slot."""
+        """Give up the prefetch of a group, if it still has a slot."""
         with inside(), self._lock:
             self._refuse()
             for slot in [slot for slot in self._slots if not slot.taken and slot.is_for(what)]:
                 self._give_up(slot)
 
     def _give_up(self, slot: Slot) -> None:
-        """Release a slot, which no longer counts from now on."""
         slot.give_up()
         self._slots.remove(slot)
         self._released.append(slot)
 
     def _forget_finished(self) -> None:
-        """Give up prefetches whose ticket no longer exists. Forget slots whose memory was freed,
-        and sources that are copied."""
+        """Forget slots whose memory was freed, and sources that are copied. Give up prefetches
+        whose ticket no longer exists."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
         self._coming = [slot for slot in self._coming if not slot.try_to_finish()]
@@ -296,8 +293,8 @@ class Offloader:
         self._release_oldest()
 
     def _prefetched(self, what: Ticket | Sequence[torch.Tensor]) -> Slot | None:
-        """Return the slot with a prefetch of the group. Return None if there is none, or if the
-        group has changed since: then that prefetch is given up."""
+        """Return the slot with a prefetch of the group; None if there is none. Give up the prefetch
+        if the group has changed since."""
         for slot in self._slots:
             if slot.taken or not slot.is_for(what):
                 continue
@@ -337,7 +334,7 @@ class Offloader:
         """
         self._forget_finished()
         if len(self._slots) >= self._most and all(slot.taken for slot in self._slots):
-            gc.collect()  # tensors may be kept by reference cycles only
+            gc.collect()  # only reference cycles may keep tensors alive
             self._forget_finished()
         if len(self._released) > self._most:
             self._warn(
@@ -356,13 +353,12 @@ class Offloader:
 
     def _warn(self, text: str) -> None:
         """Log a warning, but only the first of each kind."""
-        kind = text[-30:]  # numbers, which differ, are at the beginning of the texts
+        kind = text[-30:]  # the beginning of a text has numbers that differ
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
 
     def _count_stale(self) -> None:
-        """Count a prefetch that its caller has found to be out of date."""
         self._stats["groups_stale"] += 1
 
     def wait_read(self) -> None:
@@ -370,18 +366,16 @@ class Offloader:
         with inside(), self._lock:
             self._coming = [slot for slot in self._coming if not slot.try_to_finish()]
             if self._coming:
-                self._refuse()  # only now: without copies this is allowed even after `close`
+                self._refuse()  # without copies, `wait_read` is allowed even after `close`
                 with self._waiting():
                     for slot in self._coming:
                         slot.finish()
             self._coming = []
 
     def _is_reading(self) -> bool:
-        """Return whether tensors given to `onload` or `prefetch` may still be read."""
         return bool(self._coming)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Count the time spent inside as one wait of the host."""
         return self._pool.waiting()
 
     # ---- the rest -----------------------------------------------------------------------

@@ -1,16 +1,17 @@
 """Implements `offload_optimizer_state`: state lives in the pool, and is on the device for a step.
 
-Steps of `torch.optim` handle one parameter group after the other, and begin a group with lookups of
-the state of its parameters. So the optimizer's `state` is replaced by a dict that notices lookups.
-When a step looks up the first parameter of a group, the group's state is copied to the device. At
-that moment the state of the group before it is copied out, and that of the group after it is
-prefetched. Outside a step the whole state is in the pool, where `state_dict()` and saves find it.
-State that comes back from a step gets new memory of the pool, so tensors that a user took earlier
-are not overwritten.
+Steps of `torch.optim` handle one parameter group after the other, and look up the state of a
+group's parameters first. So the optimizer's `state` is replaced by a dict that notices lookups. The
+first lookup in a group copies the state of the group to the device, sends that of the group before
+back, and prefetches that of the group after. Outside a step the whole state is in the pool, where
+`state_dict()` and saves find it.
 
     step    look up group 0   update 0   look up group 1       update 1   ...   end
     in      0, then 1 .....................    2 .................
     out                                  0 ....                  1              all are in the pool
+
+State that comes back from a step gets new memory of the pool, so tensors that a user took earlier
+are not overwritten.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from stillframe._save.engine import Engine
 from stillframe._watch import memory_owners, steps
 from stillframe._watch.step_hooks import eager
 
-_MIN_BYTES = 4096  # smaller tensors, such as step counts, stay where the optimizer made them
+_MIN_BYTES = 4096  # smaller tensors, such as step counts, are not offloaded
 
 
 class _Item(NamedTuple):
     """The position of a tensor in the state."""
 
     entries: dict[Any, Any]  # the state of one parameter
-    key: Any  # of the tensor in it, such as "exp_avg"
+    key: Any  # the key of the tensor there, such as "exp_avg"
 
 
 class _State(defaultdict[Any, Any]):
-    """An optimizer's state that calls `owner._looked_up` for every lookup of a parameter. Copies of
-    it, and pickles, are ordinary dicts."""
+    """An optimizer's state that calls `owner._looked_up` for every lookup of a parameter. Copies
+    and pickles are ordinary dicts."""
 
     def __init__(self, owner: OffloadedOptimizerState, state: dict[Any, Any]) -> None:
         super().__init__(dict, state)
@@ -63,14 +64,13 @@ class _State(defaultdict[Any, Any]):
 class _StateOwner:
     """The owner of the state's memory in the pool, for saves; see `MemoryOwner`.
 
-    Saves may defer the state if only steps change it. This is learned by observation, as for state
-    that is not offloaded (`_watch/ownership.py`): the state is deferred once no version counter has
-    changed in two intervals between steps. After a change outside a step it is never deferred
-    again.
+    Saves may defer the state if only steps change it. The state is deferred after two intervals
+    between steps in which no version counter has changed. After a change outside a step, the state
+    is never deferred again.
     """
 
     def __init__(self) -> None:
-        self._intervals = 0  # how many intervals between steps were observed
+        self._nr_intervals = 0  # how many intervals between steps were observed
         self._noted: list[tuple[Tensor, int]] = []  # tensors in the pool, with their versions
         self._ended = False  # the state is never deferred again
         memory_owners.register(self)
@@ -80,15 +80,15 @@ class _StateOwner:
         self._noted = [(pooled, pooled._version) for pooled in tensors_in_pool]
 
     def compare(self) -> None:
-        """Compare the versions with the noted ones, when a step begins or offloading ends. A
-        difference shows a write outside a step."""
+        """Look for writes outside a step. Called when a step begins or offloading ends."""
         noted, self._noted = self._noted, []
-        self._ended = self._ended or any(pooled._version != version for pooled, version in noted)
+        if any(pooled._version != version for pooled, version in noted):
+            self._ended = True
         if noted:
-            self._intervals += 1
+            self._nr_intervals += 1
 
     def defer(self, marks: memory_owners.Marks) -> None:
-        if self._intervals >= 2 and not self._ended:
+        if self._nr_intervals >= 2 and not self._ended:
             _core.Observer.defer_memory_owner([pooled for pooled, _ in self._noted], marks)
 
     def distrust(self, why: str) -> None:
@@ -96,21 +96,19 @@ class _StateOwner:
 
 
 class OffloadedOptimizerState:
-    """The handle that `offload_optimizer_state` returns.
-
-    As a context manager it calls `remove()` on exit.
-    """
+    """The handle of `offload_optimizer_state`. As a context manager it calls `remove()` on exit."""
 
     def __init__(self, optimizer: Optimizer, offloader: Offloader) -> None:
         self._optimizer = optimizer
         self._offloader = offloader
         # The tensors of each group in the pool, by the group's number in `param_groups`.
         self._pooled: dict[int, list[tuple[_Item, Tensor]]] = {}
-        self._group_of: dict[Any, int] = {}  # by parameter, the number of its group
-        self._on_device: int | None = None  # the group that is on the device
-        self._onloaded: list[Tensor] = []  # tensors of that group on the device
-        self._ahead: list[Tensor] = []  # the pool's tensors of the group that is prefetched
-        self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # groups on their way to the pool
+        self._group_of: dict[Any, int] = {}  # the number of each parameter's group
+        self._on_device: int | None = None  # the number of the group on the device
+        self._onloaded: list[Tensor] = []  # the tensors of that group on the device
+        self._prefetched: list[Tensor] = []  # the tensors in the pool of the prefetched group
+        # The groups on their way to the pool, by number.
+        self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}
         # (parameter, key, value) of the large tensors that `_before_load` has set aside.
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False  # a step runs
@@ -143,7 +141,7 @@ class OffloadedOptimizerState:
         for number in list(self._pooled):
             onloaded = self._onload(number)
             for item, _ in self._pooled[number]:
-                # Each tensor gets memory of its own, as if the optimizer had made it.
+                # Each tensor gets memory of its own.
                 item.entries[item.key] = item.entries[item.key].clone()
             self._offloader.release(onloaded)
         self._optimizer.state = defaultdict(dict, self._optimizer.state)
@@ -174,23 +172,23 @@ class OffloadedOptimizerState:
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state_dict without the large tensors, so that torch does not load them to the
-        device. Set these aside for `_loaded`."""
+        device. Set the large tensors aside for `_loaded`."""
         self._return_to_pool()
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        # Not strict, because torch refuses a state_dict of the wrong length later.
-        of_number = dict(zip(numbers, parameters, strict=False))
+        # Not strict: torch refuses a state_dict of the wrong length later.
+        parameter_of = dict(zip(numbers, parameters, strict=False))
         self._loading = []
-        rest: dict[Any, Any] = {}
+        small: dict[Any, Any] = {}
         for number, entries in state_dict["state"].items():
-            parameter = of_number.get(number)
-            rest[number] = entries
+            parameter = parameter_of.get(number)
+            small[number] = entries
             if parameter is None or not isinstance(entries, dict):
                 continue
             big = [key for key, value in entries.items() if _is_big(value) and key != "step"]
-            rest[number] = {key: value for key, value in entries.items() if key not in big}
+            small[number] = {key: value for key, value in entries.items() if key not in big}
             self._loading += [(parameter, key, entries[key]) for key in big]
-        return {**state_dict, "state": rest}
+        return {**state_dict, "state": small}
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Move the loaded state, and the tensors that were set aside, into the pool."""
@@ -201,13 +199,12 @@ class OffloadedOptimizerState:
             own = [each for each in loading if self._group_of[each[0]] == number]
             if not own:
                 continue
-            # The same conversion as torch's, except for the device.
-            cast = [
+            # torch converts the values in the same way, but loads them to the device.
+            values = [
                 value.to("cpu", p.dtype if p.is_floating_point() else None) for p, _, value in own
             ]
-            for (parameter, key, _), pooled in zip(
-                own, self._offloader.adopt(cast).tensors(), strict=True
-            ):
+            in_pool = self._offloader.adopt(values).tensors()
+            for (parameter, key, _), pooled in zip(own, in_pool, strict=True):
                 entries = dict.__getitem__(optimizer.state, parameter)
                 entries[key] = pooled
                 self._pooled.setdefault(number, []).append((_Item(entries, key), pooled))
@@ -215,7 +212,7 @@ class OffloadedOptimizerState:
     # ---- in and out ----
 
     def _take_over(self) -> None:
-        """Replace the optimizer's state by one that reports lookups, and move it into the pool."""
+        """Replace the optimizer's state by a `_State`, and move it into the pool."""
         self._pooled = {}
         self._optimizer.state = _State(self, self._optimizer.state)
         self._note_groups()
@@ -224,7 +221,6 @@ class OffloadedOptimizerState:
             self._wait_until_pooled(number)
 
     def _note_groups(self) -> None:
-        """Record the group of each parameter, because a group may have been added."""
         self._group_of = {
             parameter: number
             for number, group in enumerate(self._optimizer.param_groups)
@@ -232,23 +228,22 @@ class OffloadedOptimizerState:
         }
 
     def _looked_up(self, key: Any) -> None:
-        """Handle a lookup of `key`, usually a parameter. In a step, copy its group to the device,
-        and prefetch the next group. Outside a step, only wait until the group is in the pool."""
+        """Handle a lookup of `key`, usually a parameter. In a step, copy the parameter's group to
+        the device, and prefetch the next group. Otherwise wait until the group is in the pool."""
         number = self._group_of.get(key)
         if number is None or number == self._on_device:
             return
         self._wait_until_pooled(number)
         if not self._stepping:
             return
-        self._leave()
+        self._send_back()
         self._onloaded = self._onload(number)
         self._on_device = number
         following = self._sources(number + 1)
         if following and self._offloader.prefetch(following):
-            self._ahead = following
+            self._prefetched = following
 
     def _sources(self, number: int) -> list[Tensor]:
-        """Return the tensors of a group in the pool."""
         return [pooled for _, pooled in self._pooled.get(number, [])]
 
     def _onload(self, number: int) -> list[Tensor]:
@@ -257,21 +252,20 @@ class OffloadedOptimizerState:
         if not tensors_in_pool:
             return []
         sources = self._sources(number)
-        if list(map(id, sources)) != list(map(id, self._ahead)):
+        if list(map(id, sources)) != list(map(id, self._prefetched)):
             self._give_up_prefetch()
         tensors = self._offloader.onload(sources)
-        self._ahead = []
+        self._prefetched = []
         for (item, _), tensor in zip(tensors_in_pool, tensors, strict=True):
             item.entries[item.key] = tensor
         return tensors
 
     def _give_up_prefetch(self) -> None:
-        """Give up the prefetch, if any."""
-        ahead, self._ahead = self._ahead, []
-        if ahead:
-            self._offloader._give_up_prefetch(ahead)
+        prefetched, self._prefetched = self._prefetched, []
+        if prefetched:
+            self._offloader._give_up_prefetch(prefetched)
 
-    def _leave(self) -> None:
+    def _send_back(self) -> None:
         """Send the group that is on the device back to the pool."""
         number, self._on_device = self._on_device, None
         if number is not None:
@@ -281,23 +275,23 @@ class OffloadedOptimizerState:
             self._onloaded = []
 
     def _offload(self, number: int) -> None:
-        """Start to copy the tensors of a group that are on the device into the pool."""
+        """Start to copy a group's tensors on the device into the pool."""
         device = self._offloader.device
         in_pool = {id(pooled) for _, pooled in self._pooled.get(number, [])}
         state = self._optimizer.state
         items: list[_Item] = []
         for parameter in self._optimizer.param_groups[number]["params"]:
             if parameter in state:
-                entries = dict.__getitem__(state, parameter)  # `_looked_up` is not called
+                entries = dict.__getitem__(state, parameter)  # does not call `_looked_up`
                 for key, value in entries.items():
-                    # With the CPU as the device, the tensors in the pool are on it too.
+                    # If the device is the CPU, tensors in the pool are on it, too.
                     if _is_big(value) and value.device == device and id(value) not in in_pool:
                         items.append(_Item(entries, key))
         if not items:
             return
         ticket = self._offloader.offload([item.entries[item.key] for item in items])
         self._leaving[number] = ticket, items
-        # Forget the old values of these items in the pool; the other tensors stay.
+        # Forget the old values of these items in the pool.
         sent = {(id(item.entries), item.key) for item in items}
         self._pooled[number] = [
             (item, pooled)
@@ -318,9 +312,9 @@ class OffloadedOptimizerState:
     def _return_to_pool(self) -> None:
         """End the step: wait until the whole state is in the pool."""
         self._stepping = False
-        self._leave()
+        self._send_back()
         self._give_up_prefetch()  # a failed step may have left a prefetch
-        if self._leaving:  # wait here, because code that reads the tensors later does not
+        if self._leaving:  # code that reads the tensors later does not wait
             with self._offloader._waiting():
                 for number in list(self._leaving):
                     self._wait_until_pooled(number)
@@ -338,20 +332,20 @@ def _is_big(value: Any) -> bool:
 def offload_optimizer_state(
     optimizer: Optimizer, *, engine: Engine | None = None
 ) -> OffloadedOptimizerState:
-    """Keep an optimizer's state in the pool; a step copies one parameter group after the other to
+    """Keep an optimizer's state in the pool. A step copies one parameter group after the other to
     the device.
 
-    Give the optimizer several parameter groups, such as one for each layer: the state of two groups
-    is on the device at a time. `state_dict()` and `load_state_dict()` work as usual, on the CPU.
+    Give the optimizer several parameter groups, such as one for each layer: two groups are on the
+    device at a time. `state_dict()` and `load_state_dict()` work as usual, on the CPU.
 
     Args:
         optimizer: An optimizer of `torch.optim`, or of a class given to
-            `stillframe.register_optimizer` whose step handles one group after the other. Its
+            `stillframe.register_optimizer` whose step handles one group after the other. All
             parameters must be on one device.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
-        A handle whose `remove()` brings the state to the device for good; as a context manager it
+        A handle whose `remove()` brings the state to the device for good. As a context manager it
         does so on exit.
 
     Raises:

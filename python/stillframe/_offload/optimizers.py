@@ -1,12 +1,9 @@
 """Makes an optimizer's step wait for copies that still read the weights that it writes.
 
-A step waits only for layers that have its own parameters: copies of other layers may take long, or
-belong to a device that has failed. So a step that a CUDA graph captures does not wait: it writes to
-device memory, where no weight of an offloaded layer is.
-
-A step also makes earlier prefetches of these layers expire, because fused steps write without a
-change of version counters. A step inside a backward does neither: it writes weights that the
-backward does not need any more.
+A step waits only for layers that have its parameters: copies of other layers may take long, or
+belong to a device that has failed. A step also makes earlier prefetches of these layers expire,
+because fused steps write without a change of version counters. A step inside a backward does
+neither: it writes weights that the backward does not need any more.
 """
 
 from __future__ import annotations
@@ -45,14 +42,13 @@ _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
 def watch(reader: Reader) -> None:
-    """Have optimizers' steps wait for the reader and expire its prefetches, as long as it lives."""
+    """Have steps wait for the reader and expire its prefetches, as long as the reader lives."""
     _readers.add(reader)
     _install()
     gate.readers_changed()
 
 
 def unwatch(reader: Reader) -> None:
-    """Undo `watch`."""
     _readers.discard(reader)
     gate.readers_changed()
 
@@ -87,7 +83,7 @@ def _reading(optimizer: Optimizer) -> Iterator[Reader]:
 
 
 class _Readers:
-    """The readers of this module, as the gate sees them."""
+    """All readers of this module, as one implementation of `gate.Readers`."""
 
     def wait(self, optimizer: Optimizer) -> None:
         for reader in _reading(optimizer):
@@ -104,7 +100,6 @@ class _Readers:
 
 @functools.cache
 def _install() -> None:
-    """Make the gate ask the readers; once in a process, because of the cache."""
+    """Have the gate ask the readers. The cache makes this run once in a process."""
     gate.add_readers(_Readers())
-    # In a forked child nothing reads the weights of the parent's readers.
     os.register_at_fork(after_in_child=_readers.clear)

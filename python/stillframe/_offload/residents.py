@@ -1,17 +1,12 @@
 """Decides which layers' weights are on the device: prefetched early, released as soon as possible.
 
-There are few slots, and each holds one layer: while a layer computes, the next one is copied into
-another slot.
+Each slot holds one layer: while a layer computes, the next layer is copied into another slot.
 
-A prefetch reads the weights before they are used, and they may change in between. So each prefetch
-has a fingerprint of the weights. If the weights have another fingerprint when the layer is used,
-they are copied again. They are also copied again if `expire_prefetches` was called in between, for
-instance by an optimizer's step.
-
-The fingerprint detects most writes without reading every byte. Most writes change a tensor's
-version counter, and replacing a tensor's memory changes its address. Writes through `.data` change
-neither. But most writes through `.data` change the whole tensor, so the fingerprint also has a few
-elements of each tensor, spread evenly.
+The weights may change between a prefetch and the use. So each prefetch has a fingerprint of the
+weights: the address and the version counter of each tensor. Writes through `.data` change neither,
+but most of them change the whole tensor. So the fingerprint also has a few elements of each tensor,
+spread evenly. A layer is copied again if the fingerprint is another when the layer is used, or if
+`expire_prefetches` was called in between, for instance by an optimizer's step.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
+from stillframe._offload.layout import spanned
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.run_all import run_all
 
@@ -31,10 +27,8 @@ _ELEMENTS = 16  # about how many elements of each tensor a fingerprint has
 
 
 class Fingerprint:
-    """A fingerprint of tensors in host memory.
-
-    Two fingerprints are equal if no write between them was detected.
-    """
+    """A fingerprint of tensors in host memory. Two fingerprints are equal if no write between them
+    was detected."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._known = [(id(each), each.data_ptr(), each._version) for each in tensors]
@@ -58,27 +52,20 @@ class Fingerprint:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return a view of a few evenly spread elements of a tensor that has elements."""
-    span = tensor.numel() - 1  # from the first element to the last, in elements
-    if not tensor.is_contiguous():
-        span = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    step = max(span // _ELEMENTS, 1)
-    return tensor.as_strided((span // step + 1,), (step,), tensor.storage_offset())
+    last = spanned(tensor) - 1  # in elements, counted from the first element
+    step = max(last // _ELEMENTS, 1)
+    return tensor.as_strided((last // step + 1,), (step,), tensor.storage_offset())
 
 
 class LayerTensors(Protocol):
-    """A layer whose tensors can be brought to the device.
+    """A layer whose tensors can be brought to the device."""
 
-    Attributes:
-        tensors: Its tensors on the CPU: parameters, then buffers, which a forward may write to.
-        nr_parameters: How many of them are parameters.
-    """
-
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # on the CPU: parameters, then buffers
     nr_parameters: int
 
     def sources(self, fresh: bool) -> Sequence[Tensor]:
-        """Return the CPU tensors to copy. With `fresh` they have the present values. Otherwise they
-        may be the tensors that the last call returned."""
+        """Return the CPU tensors to copy. Without `fresh`, the last result may be returned again,
+        with older values."""
 
     def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the tensors as they are now."""
@@ -89,24 +76,17 @@ class _Prefetch(NamedTuple):
 
     what: Sequence[Tensor]  # the tensors on the CPU that are copied
     generation: int  # `Residents._generation` when the prefetch was started
-    fingerprint: Fingerprint  # the layer's, when the prefetch was started
+    fingerprint: Fingerprint  # of the layer, when the prefetch was started
 
 
 class Group:
-    """One layer's tensors on the device.
-
-    Args:
-        brought: The copied tensors, over one storage.
-        nr_parameters: How many of them are parameters; the others are buffers.
-
-    Attributes:
-        tensors: The same tensors, but each buffer has a storage object of its own (see `_apart`).
-        versions: Their version counters at the last call of `note_versions`.
-    """
+    """One layer's tensors on the device."""
 
     def __init__(self, brought: list[Tensor], nr_parameters: int) -> None:
-        self.brought = brought
-        self.tensors = [*brought[:nr_parameters], *map(_apart, brought[nr_parameters:])]
+        self.brought = brought  # over one storage: parameters, then buffers
+        # The same tensors, but each buffer has a storage object of its own.
+        buffers = map(_with_own_storage, brought[nr_parameters:])
+        self.tensors = [*brought[:nr_parameters], *buffers]
         self.note_versions()
 
     def changed(self, index: int) -> bool:
@@ -114,11 +94,10 @@ class Group:
         return self.tensors[index]._version != self.versions[index]
 
     def now(self) -> list[int]:
-        """Return the present version counters of `tensors`."""
+        """Return the present version counters."""
         return [tensor._version for tensor in self.tensors]
 
     def note_versions(self) -> None:
-        """Record the present version counters, with which `changed` compares."""
         self.versions = self.now()
 
 
@@ -134,21 +113,18 @@ class Residents:
         self._generation = 0  # how often `expire_prefetches` was called
 
     def expire_prefetches(self) -> None:
-        """Make sure that no prefetch is used that was started before this call. Any thread may call
-        this."""
+        """Expire all prefetches that were started before this call. Any thread may call this."""
         self._generation += 1
 
     def all(self) -> list[Tensor]:
-        """Return the tensors of all layers."""
         return [tensor for layer in self._layers for tensor in layer.tensors]
 
     def reads(self) -> list[Tensor]:
-        """Return the tensors of all layers if a copy may be reading some of them, or a layer is
-        prefetched; otherwise an empty list."""
+        """Return the tensors of all layers if a copy may be reading tensors or a layer is
+        prefetched. Otherwise return []."""
         return self.all() if self._coming or self._offloader._is_reading() else []
 
     def wait(self) -> None:
-        """Wait until no copy reads the tensors any more."""
         self._offloader.wait_read()
 
     def get(self, layer: LayerTensors) -> Group | None:
@@ -159,37 +135,29 @@ class Residents:
         return layer in self._groups or layer in self._coming
 
     def bring(self, layer: LayerTensors, fresh: bool) -> Group:
-        """Return a layer's tensors on the device. Copy them there, unless they are there already or
-        a good prefetch has begun to copy them. The current stream waits for copies that still run.
-
-        Args:
-            fresh: See `LayerTensors.sources`.
-        """
+        """Return a layer's tensors on the device. Copy them there if needed (for `fresh` see
+        `LayerTensors.sources`). The current stream waits for copies that still run."""
         group = self._groups.get(layer)
-        if group is None:
-            coming = self._coming.get(layer)
-            if coming is not None and not self._is_good(layer, coming):
-                self._offloader._count_stale()
-                self.give_up(layer)
-                coming, fresh = None, True
-            if coming is None:
-                self._make_room()
-                what = layer.sources(fresh)
-            else:
-                what = coming.what
-            # Tensors made in inference mode cannot be saved for a backward.
-            with torch.inference_mode(False), torch.no_grad():
-                group = self._groups[layer] = Group(self._onload(what), layer.nr_parameters)
-            self._coming.pop(layer, None)
+        if group is not None:
+            return group
+        coming = self._coming.get(layer)
+        if coming is not None and not self._is_good(layer, coming):
+            self._offloader._count_stale()
+            self.give_up(layer)
+            coming, fresh = None, True
+        if coming is None:
+            self._make_room()
+            what = layer.sources(fresh)
+        else:
+            what = coming.what
+        # Tensors made in inference mode cannot be saved for a backward.
+        with torch.inference_mode(False), torch.no_grad():
+            group = self._groups[layer] = Group(self._onload(what), layer.nr_parameters)
+        self._coming.pop(layer, None)
         return group
 
     def prefetch(self, layer: LayerTensors | None, fresh: bool) -> None:
-        """Start to copy a layer to the device, if a slot is free. Give up expired prefetches.
-
-        Args:
-            layer: None only gives up prefetches.
-            fresh: See `LayerTensors.sources`.
-        """
+        """Give up expired prefetches. Then start to copy a layer, if any, if a slot is free."""
         self._give_up_expired()
         if layer is None or self.has(layer):
             return
@@ -202,7 +170,7 @@ class Residents:
                 self._coming[layer] = _Prefetch(what, self._generation, fingerprint)
 
     def give_up(self, layer: LayerTensors) -> None:
-        """Release a layer's slot, if it has one, after the work queued on the current stream."""
+        """Release the layer's slot, if any, after the work queued on the current stream."""
         coming = self._coming.pop(layer, None)
         if coming is not None:
             self._offloader._give_up_prefetch(coming.what)
@@ -211,41 +179,35 @@ class Residents:
             self._offloader.release(group.brought)
 
     def give_up_others(self, keep: Iterable[LayerTensors | None]) -> None:
-        """Release the slots of all layers except these."""
         kept = set(keep)
         others = [layer for layer in (*self._coming, *self._groups) if layer not in kept]
         run_all(functools.partial(self.give_up, layer) for layer in others)
 
     def _onload(self, what: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of CPU tensors on the device."""
         if _has_bytes(what):
             return self._offloader.onload(what)
         # Tensors without bytes take no slot.
         return [tensor.to(self._offloader.device, copy=True) for tensor in what]
 
     def _is_good(self, layer: LayerTensors, coming: _Prefetch) -> bool:
-        """Return whether a prefetch has copied the values that the weights have now."""
+        """Return whether a prefetch has the present values of the weights."""
         return coming.generation == self._generation and coming.fingerprint == layer.fingerprint()
 
     def _give_up_expired(self) -> None:
-        """Release the slots of expired prefetches."""
         for layer, coming in list(self._coming.items()):
             if coming.generation != self._generation:
                 self.give_up(layer)
 
     def _make_room(self) -> None:
-        """Release slots until one is free: first of prefetches, then of the oldest layers."""
+        """Release slots until one is free: first those of prefetches, then of the oldest layers."""
         self._give_up_expired()
         while len(self._groups) + len(self._coming) >= self._slots:
             self.give_up(next(iter(self._coming or self._groups)))
 
 
-def _apart(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory, but with another storage object, which keeps the
-    original alive.
-
-    torch's compilers refuse a tensor that is written to and shares its storage with others.
-    """
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory with another storage object."""
+    # torch's compilers refuse a tensor that is written to and shares its storage with others.
     try:
         shared = dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
     except (BufferError, RuntimeError):  # DLPack does not support the dtype
@@ -257,5 +219,4 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def _has_bytes(tensors: Sequence[Tensor]) -> bool:
-    """Return whether there are bytes to copy. Some layers, such as activations, have no tensors."""
     return any(tensor.numel() for tensor in tensors)

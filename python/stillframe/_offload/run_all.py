@@ -6,12 +6,8 @@ from collections.abc import Callable, Iterable
 
 
 def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
-    """Run each step, even if steps before it raised. Then raise the first error, to which the other
-    errors are added as notes.
-
-    Args:
-        error: An error that the caller has caught before; it counts as the first.
-    """
+    """Run each step, even if earlier steps have raised. Then raise the first error, with the other
+    errors as notes. `error` is an error from before the steps."""
     errors = [] if error is None else [error]
     for step in steps:
         try:
@@ -26,4 +22,4 @@ def run_all(steps: Iterable[Callable[[], object]], error: BaseException | None =
                 errors[0].add_note(f"and then: {other}")
         raise errors[0]
     finally:
-        errors.clear()  # breaks the cycle: their tracebacks refer to this frame
+        errors.clear()  # breaks a reference cycle: tracebacks refer to this frame

@@ -1,12 +1,11 @@
 """Saved-tensor hooks that save references to weights, so that autograd does not keep their memory.
 
-An autograd node that needs a weight for its backward would keep the weight's memory on the device
-until then. So a reference is saved instead: which weight, and which view of it. Under autocast the
-node needs a cast of the weight. Backward then repeats the cast, which gives the same bytes.
+Autograd would keep a weight on the device from forward to backward. So a reference is saved
+instead: which weight, and which view of it. If autocast has cast the weight, backward repeats the
+cast.
 
-torch calls only the innermost pair of saved-tensor hooks. Our pair passes tensors that are not
-weights on to the enclosing pair. So `torch.utils.checkpoint` and other users of such hooks work
-around an offloaded layer as well as inside it.
+torch calls only the innermost pair of saved-tensor hooks. Our pair passes other tensors on to the
+enclosing pair. So `torch.utils.checkpoint` and other users of hooks work around an offloaded layer.
 """
 
 from __future__ import annotations
@@ -20,27 +19,26 @@ from torch import Tensor
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
-# Nodes whose output is a view of their input.
+# The names of autograd nodes whose output is a view of their input.
 _VIEWS = frozenset(
     f"{name}Backward{number}"
     for name in ("T", "Transpose", "Permute", "View", "Expand", "Squeeze", "Unsqueeze", "Select")
     for number in (0, 1)
 )
-# A view of a cast of a weight is recognised behind at most this many nodes of `_VIEWS`.
-_MOST_VIEWS = 4
+_MOST_VIEWS = 4  # between a cast of a weight and the saved tensor
 
 
 class WeightUse(Protocol):
-    """One forward of a layer, whose weights return to the device when backward asks for them."""
+    """One forward of a layer. `number` is the index of a weight in the layer."""
 
     def version(self, number: int) -> int:
-        """Return the version of the weight with this index in its layer, on the device."""
+        """Return the version of the weight on the device."""
 
     def check(self, number: int, version: int) -> None:
         """Raise autograd's error if the weight was written to since it was saved with `version`."""
 
     def weight(self, number: int) -> Tensor:
-        """Return the weight on the device, with the value that it has on the CPU."""
+        """Bring the weight to the device, and return it there."""
 
 
 class View(NamedTuple):
@@ -48,7 +46,7 @@ class View(NamedTuple):
 
     size: torch.Size
     stride: tuple[int, ...]
-    begin: int  # its first byte, counted from the first byte of the other tensor
+    begin: int  # the offset in bytes from the first byte of the other tensor
     dtype: torch.dtype
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -64,23 +62,24 @@ class _WeightView(NamedTuple):
     """A reference to a view of a weight, or of a cast of a weight."""
 
     use: WeightUse
-    number: int  # the weight's index in its layer's tensors
+    number: int  # the index of the weight in its layer
     version: int  # of the weight on the device, when autograd saved the view
     view: View
-    cast: bool  # the view is of a cast to the view's dtype
+    is_cast: bool  # the view is of a cast to the view's dtype
 
     def unpack(self) -> Tensor:
         self.use.check(self.number, self.version)
         weight = self.use.weight(self.number)
-        return self.view.of(weight.to(self.view.dtype) if self.cast else weight)
+        if self.is_cast:
+            weight = weight.to(self.view.dtype)
+        return self.view.of(weight)
 
 
 class Kept(NamedTuple):
-    """A tensor that is saved as it is. Its version is saved too, because torch checks only the
-    versions of tensors that no hook has packed."""
+    """A tensor that is saved as it is."""
 
     tensor: Tensor
-    version: int
+    version: int  # torch checks no versions of tensors that a hook has packed
 
     def unpack(self) -> Tensor:
         check_version(
@@ -93,14 +92,14 @@ class _Passed(NamedTuple):
     """An object that the enclosing saved-tensor hooks have packed."""
 
     packed: Any
-    back: Callable[[Any], Tensor]  # the unpack hook of the same pair
+    unpack_hook: Callable[[Any], Tensor]
 
     def unpack(self) -> Tensor:
-        return self.back(self.packed)
+        return self.unpack_hook(self.packed)
 
 
 def check_version(tensor: Tensor, version: int, what: str, now: int | None = None) -> None:
-    """Raise autograd's error if a saved tensor was written to before backward has used it.
+    """Raise autograd's error if a saved tensor was written to before backward.
 
     Args:
         version: The version when the tensor was saved.
@@ -116,26 +115,22 @@ def check_version(tensor: Tensor, version: int, what: str, now: int | None = Non
 
 
 class _WeightRange(NamedTuple):
-    """A weight on the device: its range of bytes in its storage, and its index in the layer."""
+    """A weight on the device."""
 
-    begin: int
+    begin: int  # the range of bytes in the storage
     end: int
-    number: int
+    number: int  # the index of the weight in its layer
 
 
 class Weights:
     """The weights that are on the device while their layers' forwards run."""
 
     def __init__(self) -> None:
-        # By the address of a StorageImpl, the forward that uses it and the weights in it.
+        # By the address of a StorageImpl: the forward that uses the storage, and the weights there.
         self._uses: dict[int, tuple[WeightUse, list[_WeightRange]]] = {}
 
     def add(self, use: WeightUse, tensors: Sequence[Tensor]) -> None:
-        """Have views of these tensors saved as references, until `drop`.
-
-        Args:
-            tensors: The tensors of the use's layer on the device, in the layer's order.
-        """
+        """Have views of a layer's tensors on the device saved as references, until `drop`."""
         for index, tensor in enumerate(tensors):
             begin = int(tensor.storage_offset()) * tensor.itemsize
             end = begin + tensor.numel() * tensor.itemsize
@@ -143,7 +138,6 @@ class Weights:
             ranges.append(_WeightRange(begin, end, index))
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
-        """Undo `add`."""
         for tensor in tensors:
             self._uses.pop(tensor.untyped_storage()._cdata, None)
 
@@ -152,17 +146,17 @@ class Weights:
         if not self._uses or tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return None
         if tensor.is_conj() or tensor.is_neg():
-            return None  # its values differ from those of the weight's bytes
+            return None
         begin = int(tensor.storage_offset()) * tensor.itemsize
         use, ranges = self._uses.get(tensor.untyped_storage()._cdata, (None, []))
         for each in ranges:
             if use is not None and each.begin <= begin < each.end:
                 view = _view(tensor, begin - each.begin)
-                return _WeightView(use, each.number, tensor._version, view, cast=False)
+                return _WeightView(use, each.number, tensor._version, view, is_cast=False)
         use, number = _cast_of(tensor)
         if use is None:
             return None
-        return _WeightView(use, number, use.version(number), _view(tensor, begin), cast=True)
+        return _WeightView(use, number, use.version(number), _view(tensor, begin), is_cast=True)
 
 
 def _view(tensor: Tensor, begin: int) -> View:
@@ -173,16 +167,16 @@ weights = Weights()
 
 
 class Onloading:
-    """The base class of the autograd function whose outputs are weights on the device (see
-    `layers.py`). Each of its nodes has these attributes."""
+    """The base class of the autograd function whose outputs are weights on the device. Each node
+    has these attributes."""
 
-    use: WeightUse  # the forward that the weights are for
+    use: WeightUse  # the forward that uses the weights
     indices: list[int]  # output i is the weight with index `indices[i]` in its layer
 
 
 def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
-    """Return the use and the index of a weight, if the tensor is autocast's cast of it, or a view
-    of the cast. Otherwise return None and 0."""
+    """Return the use and the index of a weight if the tensor is autocast's cast of the weight, or a
+    view of the cast. Otherwise return None and 0."""
     node = tensor.grad_fn
     for _ in range(_MOST_VIEWS):
         if node is None or node.name() not in _VIEWS:
@@ -191,30 +185,30 @@ def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
     if node is None or node.name() != "ToCopyBackward0":
         return None, 0
     source, output = node.next_functions[0]
-    # The node of a Python autograd function has a class of its own, which refers to the function.
-    made: Any = source
-    function = getattr(type(made), "_forward_cls", None)
+    # The class of the node refers to the autograd function.
+    onload: Any = source
+    function = getattr(type(onload), "_forward_cls", None)
     if function is None or not issubclass(function, Onloading):
         return None, 0
-    return made.use, made.indices[output]
+    return onload.use, onload.indices[output]
 
 
 def innermost() -> Hooks | None:
-    """Return the innermost pair of saved-tensor hooks in force on this thread; None without any."""
+    """Return the innermost pair of saved-tensor hooks of this thread, if any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class SavedHooks:
     """A pair of saved-tensor hooks.
 
-    Weights are saved as references. Any other tensor is passed to `take`, which may return an
-    object to save instead. If it returns None, the tensor is passed on to the enclosing hooks.
+    Weights are saved as references. Other tensors are passed to `take`, which returns an object to
+    save instead. If `take` returns None, the tensor is passed on to the enclosing hooks.
     """
 
     def __init__(self, take: Callable[[Tensor], Any] = lambda tensor: None) -> None:
         self._take = take
         self._around: Hooks | None = None
-        # Compiled functions call this too; the compiler must not trace it.
+        # The compiler must not trace the hook.
         pack = functools.partial(_uncompiled(SavedHooks._pack), self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
@@ -226,7 +220,8 @@ class SavedHooks:
         self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> Any:
-        """Return the object that autograd saves in place of a tensor; its `unpack` returns it."""
+        """Return the object that autograd saves in place of a tensor. The object has a method
+        `unpack`, which returns the tensor."""
         taken = weights.find(tensor)
         if taken is None:
             taken = self._take(tensor)
@@ -235,13 +230,12 @@ class SavedHooks:
         if self._around is not None:
             pack, unpack = self._around
             return _Passed(pack(tensor), unpack)
-        # Detached, because a node that saves its own output would never be freed.
+        # Detached: otherwise a node that saves its own output would never be freed.
         return Kept(tensor.detach(), tensor._version)
 
 
 @functools.cache
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as one that torch's compiler does not trace."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -4,10 +4,8 @@
     TAKEN    the caller's tensors own the memory; the slot has a weak reference to the storage
     GONE     the storage was freed
 
-A slot that is given up drops its memory if it is COMING. If it is TAKEN, the tensors keep it.
-
-The sources stay alive until the copies have completed: the core holds memory of the pool, and the
-slot holds other tensors.
+A slot that is given up drops its memory if it is COMING. If it is TAKEN, the tensors keep the
+memory. The sources stay alive until the copies have completed.
 """
 
 from __future__ import annotations
@@ -31,21 +29,14 @@ from stillframe.errors import StillframeError
 
 
 class Slot:
-    """One group on the device; creating it starts the copy.
-
-    Args:
-        pool: The device to copy to, and its pool.
-        what: A ticket, or CPU tensors.
-
-    Raises:
-        torch.OutOfMemoryError: The device has no room for the group.
-    """
+    """One group on the device. The constructor starts the copies from `what`, a ticket or CPU
+    tensors, or raises torch.OutOfMemoryError if the device has no room."""
 
     def __init__(self, pool: DevicePool, what: Ticket | Sequence[torch.Tensor]) -> None:
-        self.taken = self.given_up = False  # whether `take` or `give_up` was called
+        self.taken = False  # `take` was called
+        self.given_up = False  # `give_up` was called
         self._pool = pool
-        # The core's copies. None if the pool is on the host, or when their times have been added to
-        # the statistics.
+        # The core's copies; None on the host, and once their times are in the statistics.
         self._core: _core.Onload | None = None
         self._ticket: weakref.ref[Ticket] | None = None
         self._given: list[torch.Tensor] = []  # the CPU tensors, if there is no ticket
@@ -57,14 +48,14 @@ class Slot:
             self._given = _layout.check(what, HOST, "onload")
             self._layout = Layout(self._given)
             sources = self._layout.sources
-        self._versions = self._source_versions(what)  # of the sources, when the copy was started
+        self._versions = self._source_versions(what)  # when the copies were started
         self.nbytes = self._layout.nbytes
-        self._stream = pool.stream()  # on which the memory is allocated
-        flat = _allocate(pool.device, self._layout.room)
+        self._stream = pool.stream()  # the stream on which the memory is allocated
+        flat = _allocate(pool.device, self._layout.buffer_nbytes)
         storage = flat.untyped_storage()
         self.storage = storage._cdata  # the address of the StorageImpl
         self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._flat: torch.Tensor | None = flat  # owns the memory until it is taken or given up
+        self._flat: torch.Tensor | None = flat  # the memory; None once it is taken or given up
         if pool.number:
             self._start(what, sources, _device.address_of(storage))
         else:
@@ -78,17 +69,9 @@ class Slot:
     def _start(
         self, what: Ticket | Sequence[torch.Tensor], sources: list[Source], base: int
     ) -> None:
-        """Queue the copies to the device.
-
-        CPU tensors that are not all in pinned memory are copied into the pool first, because the
-        device can read only pinned memory directly.
-
-        Args:
-            what, sources: The ticket or the CPU tensors, and the ranges of memory to copy.
-            base: The address of the slot's device memory.
-        """
+        """Queue the copies of `sources` to the slot's device memory at address `base`."""
         pool = self._pool
-        # The core's snapshot that owns the sources; None if they are in memory of the CPU tensors.
+        # The core's snapshot that owns the sources; None if the CPU tensors own them.
         core = what._leaving.core if isinstance(what, Ticket) else None
         if core is None and any(map(self._is_pageable, self._given)):
             core, sources = self._stage()
@@ -103,15 +86,11 @@ class Slot:
 
     def _is_pageable(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in memory that the device cannot read directly."""
-        return not (self._pool.core.has_pinned(tensor.data_ptr()) or tensor.is_pinned())
+        return not self._pool.core.has_pinned(tensor.data_ptr()) and not tensor.is_pinned()
 
     def _stage(self) -> tuple[_core.Snapshot, list[Source]]:
-        """Copy the sources into the pool.
-
-        Returns:
-            The core's snapshot, which owns the copies until they are on the device; the ranges of
-            memory of the copies.
-        """
+        """Copy the sources into the pool. Return the core's snapshot, which owns the copies, and
+        the ranges of memory of the copies."""
         core = _core.Snapshot(self._pool.core, self._layout.rows(0), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, self.nbytes)
         core.start(())
@@ -130,11 +109,8 @@ class Slot:
         )
 
     def is_for_or_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
-        """Return whether `what` belongs to this slot.
-
-        A ticket does if the slot was made from it. Tensors do if the slot was made from them and
-        `take` was not called yet, or if one of them is a tensor that `take` returned.
-        """
+        """Return whether the slot was made from `what`, or `take` has returned one of its tensors.
+        Once `take` was called, the given CPU tensors do not count."""
         if isinstance(what, Ticket):
             return self.is_for(what)
         if not self.taken and self.is_for(what):
@@ -145,12 +121,11 @@ class Slot:
         )
 
     def is_stale(self) -> bool:
-        """Return whether the sources were written to since the copy was started."""
+        """Return whether the sources were written to since the copies were started."""
         what = self._ticket() if self._ticket is not None else self._given
         return what is not None and self._source_versions(what) != self._versions
 
     def is_gone(self) -> bool:
-        """Return whether the group's device memory was freed."""
         return bool(self._weak.expired())  # type: ignore[no-untyped-call]
 
     def is_orphan(self) -> bool:
@@ -158,7 +133,7 @@ class Slot:
         return not self.taken and self._ticket is not None and self._ticket() is None
 
     def _source_versions(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
-        """Return a list that differs after a write to the sources: addresses and versions."""
+        """Return a list that differs after a write to the sources."""
         if isinstance(what, Ticket):
             return what._writes()
         return [
@@ -167,11 +142,8 @@ class Slot:
         ]
 
     def take(self) -> list[torch.Tensor]:
-        """Return the tensors, and make the current stream wait for their copies.
-
-        Raises:
-            StillframeError: The copies have failed.
-        """
+        """Return the tensors, and have the current stream wait for the copies. Raise
+        StillframeError if the copies have failed."""
         flat = self._flat
         assert flat is not None, "a group is taken once"
         self._order(self._pool.stream())
@@ -183,8 +155,7 @@ class Slot:
         return tensors
 
     def _order(self, stream: tuple[int, int]) -> None:
-        """Have a stream, given as (device, handle), wait for the copies. If that is not possible,
-        wait on the host."""
+        """Have a stream (device, handle) wait for the copies. If that fails, wait on the host."""
         core = self._core
         if core is None or core.order(stream[1]):
             return
@@ -192,44 +163,40 @@ class Slot:
             core.wait(None)
 
     def _note_use(self, flat: torch.Tensor) -> None:
-        """Tell torch's allocator if the current stream, which uses the memory, is not the one on
-        which the memory was allocated."""
+        """Tell torch's allocator that the current stream uses the memory, if the memory was
+        allocated on another stream."""
         if flat.device.type == "cuda" and self._pool.stream() != self._stream:
             flat.record_stream(torch.cuda.current_stream(flat.device))
 
     def give_up(self) -> None:
-        """Give up the group: work that is queued on the current stream from now on does not use it.
-
-        The device's memory is freed when the last tensor over it is freed, after the work that is
-        on the stream now.
-        """
+        """Give up the group. Work that is queued on the current stream so far may still use the
+        group, later work may not."""
         flat, self._flat = self._flat, None
         self.given_up = True
         if flat is not None:
             self._order(self._pool.stream())
         elif self._pool.stream() != self._stream and not self.is_gone():
-            # The caller's tensors own the memory. A new tensor over it is enough to note the use.
-            # `storage` is None if the caller's tensors have been freed since `is_gone`.
+            # The caller's tensors own the memory. Note the use through a new tensor over it.
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-            if storage is not None:
+            if storage is not None:  # the caller's tensors still exist
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if flat is not None:
             self._note_use(flat)
 
     def try_to_finish(self) -> bool:
-        """Release the sources if the copies have completed. Return True if the time of the copies
-        is in the statistics too, so that nothing is left to do."""
+        """Release the sources if the copies have completed, and count the time of the copies. Call
+        this again if it returns False."""
         if self._core is not None and not self._core.wait(0.0):
             return False
         if self._ticket is None:
-            self._layout.let_go()  # frees contiguous clones of the sources, if any
+            self._layout.let_go()  # frees the clones of tensors with gaps
         if self.taken:
             self._given = []
         return self._count()
 
     def _count(self) -> bool:
-        """Add the times of the copies to the statistics, and return True. Return False if they are
-        not known yet, or if a stream may still have to wait for the copies."""
+        """Add the times of the copies to the statistics. Return False if the times are not known
+        yet, or if a stream may still have to wait for the copies."""
         core = self._core
         if core is None:
             return True
@@ -242,14 +209,12 @@ class Slot:
         return True
 
     def finish(self) -> None:
-        """Wait until the copies have completed, and release the sources (`try_to_finish`)."""
         if self._core is not None:
             self._core.wait(None)
         self.try_to_finish()
 
 
 def _allocate(device: torch.device, nbytes: int) -> torch.Tensor:
-    """Allocate `nbytes` on the device. If the device is full, add a note to torch's error."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:

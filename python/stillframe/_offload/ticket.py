@@ -3,11 +3,10 @@
     LEAVING  the copies are queued or running; `Leaving` keeps the sources alive
     HERE     every byte is in the pool
 
-The sources are released in one of two ways. The completion thread releases them when the copies
-have completed. An `Offloader` that offloads further groups may release them before: it has the
-sources' stream wait for the copies. If the allocator then gives the memory to later work of that
-stream, this work writes only after the copies have read. So the memory of the sources is bounded,
-although the host runs far ahead of the device.
+The completion thread releases the sources when the copies have completed. An `Offloader` may
+release them earlier (`Leaving.order`): the sources' stream then waits for the copies, so later work
+on the stream may get the memory. This bounds the memory of the sources, although the host runs far
+ahead of the device.
 """
 
 from __future__ import annotations
@@ -35,25 +34,19 @@ class Leaving:
 
     Args:
         core: The core's snapshot, not started yet.
-        layout: The layout of the sources.
         stream: The sources' device and the handle of their stream; None on the host.
-
-    Attributes:
-        error: Why the copies are unusable; None if nothing is known against them.
-        is_over: The copies have ended.
-        copy_s: How long they took, in seconds; 0 before they have ended.
     """
 
     def __init__(
         self, core: _core.Snapshot, layout: Layout, stream: tuple[int, int] | None
     ) -> None:
         self.core, self.stream = core, stream
-        self.error: StillframeError | None = None
-        self.is_over = False
-        self.copy_s = 0.0
+        self.error: StillframeError | None = None  # why the copies are unusable
+        self.is_over = False  # the copies have ended
+        self.copy_s = 0.0  # the seconds that the copies took
         self._layout: Layout | None = layout  # None once the sources are released
         self._versions = layout.versions()
-        # Re-entrant, because a signal handler may wait in the middle of another wait.
+        # Re-entrant, because a signal handler may interrupt a wait and wait too.
         self._lock = threading.RLock()
 
     def start(self) -> None:
@@ -70,7 +63,7 @@ class Leaving:
             self.core.start((self.stream,))
         finally:
             # The entry in `copying` keeps the sources alive until the core's notice of the end,
-            # even if Ctrl-C ends this call. There is no notice if the copies have ended already.
+            # even after Ctrl-C. There is no notice if the copies have ended already.
             if self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.settle()
@@ -86,7 +79,7 @@ class Leaving:
             self._let_go()
 
     def after_copy(self) -> None:
-        """Handle the end of the copies; called on the completion thread."""
+        """Handle the end of the copies, on the completion thread."""
         self.settle()
 
     def settle(self) -> None:
@@ -104,20 +97,21 @@ class Leaving:
             self._let_go()
 
     def poll(self) -> None:
-        """Look for writes to the sources, unless these are released."""
+        """Look for writes to the sources, unless the sources are released."""
         with self._lock:
-            self._compare()
+            self._find_writes()
 
     def _let_go(self) -> None:
-        """Look for writes to the sources, and release them."""
-        self._compare()
+        self._find_writes()
         layout, self._layout = self._layout, None
         if layout is not None:
             layout.let_go()
 
-    def _compare(self) -> None:
+    def _find_writes(self) -> None:
         """Set and log an error if the version of a source has changed since the start."""
-        changed = self._layout.changed(self._versions) if self._layout is not None else []
+        if self._layout is None:
+            return
+        changed = self._layout.changed(self._versions)
         if changed and self.error is None:
             self.error = TornSnapshotError(
                 f"tensors {changed} of a group were written to while it was on its way into the"
@@ -131,8 +125,8 @@ class Leaving:
 class Ticket:
     """A group of tensors in the pool's memory, made by `Offloader.offload`.
 
-    The memory is kept until the ticket is released or freed and its tensors are gone. In a child
-    of fork every use raises `ForkError`.
+    The memory is kept until the ticket is released or freed and the tensors are gone. In a child of
+    fork every use raises `ForkError`.
     """
 
     def __init__(
@@ -145,12 +139,12 @@ class Ticket:
         self._layout, self._leaving, self._memory = layout, leaving, memory
         self._birth = Birth("this Ticket")
         self._tensors: list[torch.Tensor] | None = None
-        self._made: list[int] = []  # the versions of `_tensors` when they were made
+        self._first_versions: list[int] = []  # the versions of `_tensors` when they were made
         self._released = False
         self.device = device
         """The device that the tensors were on."""
         self.nbytes = layout.nbytes
-        """Bytes that were copied; bytes that several tensors share count once."""
+        """The bytes that were copied. Shared bytes count once."""
 
     def __repr__(self) -> str:
         state = "here" if self.done() else "leaving"
@@ -162,8 +156,8 @@ class Ticket:
         """Return the group as CPU tensors over the pool's memory, in the order given.
 
         Wait until the copies have completed. Every call returns the same tensors. They keep the
-        memory alive even without the ticket. They may be written to: a later copy to the device
-        reads the values that they have then.
+        memory alive even without the ticket. You may write to them: a later copy to the device
+        reads the new values.
 
         Raises:
             TornSnapshotError: A source was written to before it was copied.
@@ -173,7 +167,7 @@ class Ticket:
         self._refuse_released()
         if self._tensors is None:
             self._tensors = self._layout.views_on_each([each.storage for each in self._sources()])
-            self._made = [tensor._version for tensor in self._tensors]
+            self._first_versions = [tensor._version for tensor in self._tensors]
         return list(self._tensors)
 
     def done(self) -> bool:
@@ -182,7 +176,7 @@ class Ticket:
         return self._leaving.core.wait(0)[0]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every byte is in the pool; the sources may be written to from then on.
+        """Wait until every byte is in the pool. Then the sources may be written to.
 
         Raises:
             TimeoutError: `timeout` seconds passed.
@@ -195,8 +189,8 @@ class Ticket:
         self._raise_if_failed()
 
     def release(self) -> None:
-        """Give the memory back to the pool, once its tensors are gone and no copy to a device
-        reads it.
+        """Give the memory back to the pool, once the tensors are gone and no copy to a device reads
+        the memory.
 
         Raises:
             StillframeError: The ticket was released before.
@@ -207,10 +201,11 @@ class Ticket:
         self._tensors = self._memory = None
 
     def _writes(self) -> list[int]:
-        """Return how often each tensor that `tensors` returns was written to since it was made."""
+        """Return how often each tensor of `tensors()` was written to since it was made."""
         if self._tensors is None:
             return [0] * len(self._layout.views)
-        return [now._version - then for now, then in zip(self._tensors, self._made, strict=True)]
+        pairs = zip(self._tensors, self._first_versions, strict=True)
+        return [tensor._version - first for tensor, first in pairs]
 
     def _refuse_released(self) -> None:
         if self._released:
@@ -222,13 +217,8 @@ class Ticket:
             raise error
 
     def _sources(self) -> list[Source]:
-        """Return the group's bytes in the pool, for a copy to a device. Some of them may still be
-        on their way from the device.
-
-        Raises:
-            StillframeError: The ticket was released, or its copies failed.
-            TornSnapshotError: A source was written to before it was copied.
-        """
+        """Return the group's bytes in the pool. Some of them may still be on their way there. For
+        the errors raised see `tensors`."""
         self._birth.refuse_child()
         self._refuse_released()
         self._leaving.poll()
@@ -239,7 +229,7 @@ class Ticket:
 
 
 def _finish_at_exit() -> None:
-    """Wait for running copies, because the interpreter is about to free their sources."""
+    """Wait for running copies, because the interpreter is about to free the sources."""
     for leaving in list(completion.copying.values()):
         if isinstance(leaving, Leaving):
             with contextlib.suppress(Exception):
