@@ -1,21 +1,19 @@
 """Has all ranks stop at the same boundary of their training loops, without a collective.
 
-A *boundary* is a call of `should_stop` or `save`, or the end of an optimizer's step: a rank can
-stop there. Each rank counts its boundaries. One thread on each rank talks to the others through the
-store of the process group, so a training step costs nothing:
+A *boundary* is a point at which a rank can stop: a call of `should_stop` or `save`, or the end of
+an optimizer's step. Each rank counts its boundaries. One thread on each rank talks to the others
+through the store of the process group, so a training step costs nothing:
 
     a rank that gets a signal  posts "asked"
     every rank                 makes its loop wait at its next boundary, and posts its counts
     rank 0                     posts the decision: the first boundary that no rank has passed
     every rank                 lets its loop go on to that boundary, and stops there
 
-The thread posts a rank's counts. The training loop could not, because it may be inside a collective
-with a rank that already waits at its boundary.
+The training loop cannot post the counts: it may be inside a collective with a waiting rank.
 
-If rank 0 is silent, another rank decides. Only the first decision in the store counts
-(`compare_set`), so no two ranks stop at different boundaries. A rank that does not answer in time
-is left out. If such a rank has already passed the decided boundary when it answers, it ends and
-saves nothing.
+If rank 0 is silent, another rank decides. The store keeps only the first decision, so all ranks
+stop at the same boundary. A rank that does not answer in time is left out. If it answers after it
+has passed the boundary, it ends and saves nothing.
 """
 
 from __future__ import annotations
@@ -36,53 +34,43 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NEVER = 1 << 62  # a number that no count reaches
-_INTERVAL_S = 0.2  # the time between a rank's queries to the store; longer if there are many ranks
-_MOST_QUERIES = 5000  # the most queries to the store in one second, by all ranks together
+_INTERVAL_S = 0.2  # the time between a rank's queries to the store, with few ranks
+_MOST_QUERIES = 5000  # to the store in one second, by all ranks together
 _MOST_WAIT_S = 5.0  # the longest wait for the answers of all ranks
 
 
 class Counts(NamedTuple):
-    """How many boundaries of each kind a rank has passed or reached.
+    """How many boundaries of each kind a rank has reached. A *limit* has the same fields: the
+    counts at which a rank stops."""
 
-    `next_boundary` returns a *limit* in the same form: the counts at which a rank stops.
-
-    Attributes:
-        stops: Calls of `should_stop`.
-        steps: Ends of an optimizer's step.
-        saves: Calls of `save`.
-        registered: `steps` at the last call of `save`; -1 before the first call, and in a limit.
-    """
-
-    stops: int
-    steps: int
-    saves: int
-    registered: int
+    stops: int  # calls of `should_stop`
+    steps: int  # ends of an optimizer's step
+    saves: int  # calls of `save`
+    registered: int  # `steps` at the last call of `save`; -1 before the first call, and in a limit
 
     def reaches(self, limit: Counts) -> bool:
-        """Return whether a rank with these counts has reached a limit."""
         return self.stops >= limit.stops or self.steps >= limit.steps or self.saves >= limit.saves
 
 
 def next_boundary(counts: list[Counts]) -> Counts:
-    """Return the first boundary that no rank has passed, from the counts of all ranks. A rank stops
-    when any of its counts reaches the count of the same name in the result.
+    """Return the first boundary that no rank has passed, as a limit.
 
-    The boundaries are the loop's calls of `should_stop`, if there were any. Otherwise they are its
-    calls of `save`. If it has called `save` only once, to register what to save, the end of an
-    optimizer's step is a boundary too. The first step after that call is an exception, because a
-    second call of `save` could follow it.
+    The boundaries depend on what the loop has called so far:
+    - `should_stop`: its calls
+    - only `save`, more than once: its calls
+    - only `save`, once: its calls, and the ends of optimizer steps. The first step after that call
+      does not count, because a second call of `save` could follow.
     """
     stops = max(each.stops for each in counts)
     steps = max(each.steps for each in counts)
     saves = max(each.saves for each in counts)
     registered = max(each.registered for each in counts)
-    by_steps = stops == 0 and saves < 2 and registered >= 0
-    return Counts(
-        stops + 1,
-        max(steps + 1, registered + 2) if by_steps else NEVER,  # not the step after registering
-        max(saves + 1, 2) if stops == 0 else NEVER,  # the first call of `save` only registers
-        -1,
-    )
+    next_step = next_save = NEVER
+    if stops == 0:
+        next_save = max(saves + 1, 2)  # the first call of `save` only registers
+        if saves < 2 and registered >= 0:
+            next_step = max(steps + 1, registered + 2)
+    return Counts(stops + 1, next_step, next_save, -1)
 
 
 class Agreement:
@@ -90,15 +78,10 @@ class Agreement:
 
     Args:
         store: The store of the process group.
-        rank, size: This rank, and how many there are.
         deadline_s: How long a preemption may take.
-        on_stop: Called as `on_stop(signum, moment)` on the thread of this object, when this rank or
-            another is asked to stop. It must make the training loop wait at its next boundary.
+        on_stop: Called as `on_stop(signum, moment)` on another thread when any rank is asked to
+            stop. It must make the training loop wait at its next boundary.
         counts: Returns this rank's counts.
-
-    Attributes:
-        limit: The boundary to stop at; None until the ranks have agreed.
-        failed: Why this rank has no part in the agreement; None if it has.
     """
 
     def __init__(
@@ -111,42 +94,37 @@ class Agreement:
         on_stop: Callable[[int, float], object],
         counts: Callable[[], Counts],
     ) -> None:
-        # The store may have keys of earlier blocks. Each rank enters equally many blocks, so the
-        # number of this block is the same on all ranks.
+        # The store keeps the keys of earlier blocks. All ranks get the same number for this block.
         number = store.add(f"stillframe/preemption/entered/{rank}", 1)
         self._prefix = f"stillframe/preemption/{number}"
-        # A connection of its own, because a call that waits may block that of the process group.
-        self._store = store.clone()
+        self._store = store.clone()  # a call that waits blocks its connection
         self._rank, self._size = rank, size
         self._wait_s = min(_MOST_WAIT_S, deadline_s / 4)  # leaves most of the time to the saves
         self._on_stop, self._counts = on_stop, counts
-        # Elements: (signal, moment), or None to end the thread. A signal handler may interrupt
-        # `put` and call it too, which only this class of queues allows.
+        # Elements: (signal, moment), or None to end the thread. Only a SimpleQueue allows that a
+        # signal handler interrupts `put` and calls `put`.
         self._asked: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
         self._silent: set[int] = set()  # ranks that did not answer in time
-        self.limit: Counts | None = None
-        self.failed: str | None = None
+        self.limit: Counts | None = None  # the boundary to stop at, once the ranks have agreed
+        self.failed: str | None = None  # why this rank is left out
         self._thread = threading.Thread(target=self._run, name="sf-preempt-ranks", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         threads.start(self._thread)
 
     def ask(self, signum: int, moment: float) -> None:
-        """Ask all ranks to stop. `moment` is when signal `signum` came, by `time.monotonic()`."""
+        """Ask all ranks to stop. `moment` is the `time.monotonic()` at which the signal came."""
         self._asked.put((signum, moment))
 
     def leave(self, until: float | None) -> None:
-        """End this rank's part. Wait for the other ranks until the moment `until`, or leave at once
-        if it is None.
+        """Wait until the moment `until` for the other ranks to leave; None: do not wait.
 
-        The end of one rank may end the others, because torchrun then ends all of them, and because
-        the store is in one of the processes.
+        The end of one rank may end the others: torchrun ends all, and one rank has the store.
         """
         self._asked.put(None)
         try:
             if until is None:
-                # This rank reaches no more boundaries. Others may still wait for its counts.
+                # Other ranks may wait for this rank's counts. It reaches no more boundary.
                 over = Counts(NEVER, NEVER, NEVER, -1)
                 self._store.set(f"{self._prefix}/counts/{self._rank}", json.dumps(over))
                 self._store.set(f"{self._prefix}/done/{self._rank}", "1")
@@ -158,8 +136,7 @@ class Agreement:
     # ---- the thread ----
 
     def _run(self) -> None:
-        """Wait until a rank is asked to stop, agree with the others, and set `limit` or `failed`.
-        Runs on the thread."""
+        """Wait until a rank is asked to stop, agree with the others, set `limit` or `failed`."""
         try:
             asked = self._wait_until_asked()
             if asked is None:
@@ -175,11 +152,8 @@ class Agreement:
             self.failed = f"the store of the process group failed: {error}"
 
     def _wait_until_asked(self) -> tuple[int, float] | None:
-        """Wait until this or another rank is asked to stop. Return the signal and the moment, or
-        None if this rank leaves the block.
-
-        The clocks of two machines cannot be compared. So a rank posts how long ago the signal came.
-        """
+        """Wait until any rank is asked to stop. Return the signal and the moment, or None if this
+        rank leaves the block."""
         asked_key = f"{self._prefix}/asked"
         interval_s = max(_INTERVAL_S, self._size / _MOST_QUERIES)
         while True:
@@ -192,6 +166,7 @@ class Agreement:
                 return signum, time.monotonic() - since_s
             if asked is not None:
                 signum, moment = asked
+                # Clocks of two machines differ, so post how long ago the signal came.
                 self._store.set(asked_key, json.dumps((signum, time.monotonic() - moment)))
             return asked
 
@@ -202,58 +177,55 @@ class Agreement:
         decide: Callable[[Mapping[int, str]], str],
         wait_s: float,
     ) -> str:
-        """Post this rank's value `mine`, and return the decision that `decide` makes from the
-        values of all ranks. In the store, the decision has the key `name`.
+        """Post this rank's value `mine`. Return the decision that one rank makes with `decide` from
+        the values of all ranks, and posts under the key `name`.
 
-        Rank 0 decides when all ranks have answered or `wait_s` seconds have passed. If rank 0 has
-        not decided after twice that time, another rank does. A rank that has failed to answer once
-        is not waited for again.
+        Rank 0 decides when all ranks have answered or `wait_s` seconds have passed. If it has not
+        decided after twice that time, another rank does. Silent ranks are not waited for again.
         """
-        name = f"{self._prefix}/{name}"
-        self._store.set(f"{name}/{self._rank}", mine)
-        keys = {rank: f"{name}/{rank}" for rank in range(self._size)}
-        if self._rank != 0 and 0 not in self._silent and self._wait([name], 2 * wait_s):
-            return str(self._store.get(name).decode())
+        decision_key = f"{self._prefix}/{name}"
+        keys = {rank: f"{decision_key}/{rank}" for rank in range(self._size)}
+        self._store.set(keys[self._rank], mine)
+        if self._rank != 0 and 0 not in self._silent and self._wait([decision_key], 2 * wait_s):
+            return str(self._store.get(decision_key).decode())
         self._wait([key for rank, key in keys.items() if rank not in self._silent], wait_s)
         answers = {
             rank: self._store.get(key).decode()
             for rank, key in keys.items()
             if self._store.check([key])
         }
-        if silent := keys.keys() - answers.keys() - self._silent:
+        silent = keys.keys() - answers.keys() - self._silent
+        if silent:
             self._silent |= silent
             log.warning(
                 "stillframe: no answer from rank %s: the others stop without it",
                 ", ".join(map(str, sorted(silent))),
             )
-        return str(self._store.compare_set(name, "", decide(answers)).decode())
+        return str(self._store.compare_set(decision_key, "", decide(answers)).decode())
 
     def _wait(self, keys: list[str], wait_s: float) -> bool:
-        """Wait until the store has all keys; return False after `wait_s`."""
+        """Wait until the store has all keys. Return False after `wait_s`."""
         return distributed.poll(lambda: self._store.check(keys), wait_s)
 
 
 def _decide(answers: Mapping[int, str]) -> str:
-    """Return the boundary to stop at, as JSON, from the counts that ranks have posted."""
-    return json.dumps(next_boundary([Counts(*json.loads(each)) for each in answers.values()]))
+    """Return the boundary to stop at, from the counts of the ranks; both are JSON."""
+    counts = [Counts(*json.loads(each)) for each in answers.values()]
+    return json.dumps(next_boundary(counts))
 
 
 def join(
     deadline_s: float, on_stop: Callable[[int, float], object], counts: Callable[[], Counts]
 ) -> Agreement | None:
-    """Make an agreement with the other ranks of the default process group, and start its thread.
-    Return None if there are no other ranks.
-
-    Raises:
-        StillframeError: The group has no store.
-    """
+    """Start an agreement with the other ranks of the default process group. Return None without
+    other ranks. Raise StillframeError if the group has no store."""
     if not distributed.is_initialized() or dist.get_world_size() == 1:
         return None
     try:
         store = dist.distributed_c10d._get_default_store()
     except Exception as error:
         raise StillframeError(f"the ranks cannot agree where to stop: no store ({error})") from None
-    made = Agreement(
+    started = Agreement(
         store,
         dist.get_rank(),
         dist.get_world_size(),
@@ -261,5 +233,5 @@ def join(
         on_stop=on_stop,
         counts=counts,
     )
-    made.start()
-    return made
+    started.start()
+    return started

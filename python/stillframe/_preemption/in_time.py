@@ -1,10 +1,8 @@
 """Saves that have to be durable by a given moment, because the process is killed soon after it.
 
-How long a save takes is estimated from the process's own last saves. If the time does not suffice
-for all, the newest save is chosen first, because it holds the most training. Then come older saves
-that still fit into the time. The other saves are given up: their old files stay, and a line in the
-log says why. If no save of a similar size was measured, there is no estimate, and all saves are
-tried.
+The time of a save is estimated from the process's last saves. If there is not enough time for all,
+the newest save is chosen first, and then the older saves that fit. The other saves are given up:
+their old files stay, and a line in the log says why. A save without an estimate is tried.
 
 An integration calls `finish` where its framework ends after a signal. Moments are those of
 `time.monotonic()`.
@@ -34,29 +32,25 @@ from stillframe._tree import skeleton
 
 log = logging.getLogger("stillframe")
 
-# Saves that were given up. They may still take a while to end.
+# Saves that were given up, and may not have ended yet.
 _given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()
-# A measured save gives an estimate only for saves that are at most this many times as large.
-_SIMILAR = 4
+# A measured save gives an estimate for saves that are at most this many times as large.
+_MOST_TIMES_LARGER = 4
 
 
 def save(make_state: Callable[[], object], path: Path, until: float) -> SaveReport | None:
-    """Save the object that `make_state` returns, and wait for it until the moment `until`. An error
-    is logged.
-
-    Returns:
-        The save's report, or None if it was given up or failed. The old file is then untouched.
+    """Save the object that `make_state` returns, and wait for the save until the moment `until`.
+    Return None if the save was given up or has failed: the log says why, and the old file stays.
     """
     try:
         state = make_state()
         under_way = _under_way()
         if under_way:
-            tree = skeleton.build(state)  # only to learn how many bytes the save writes
+            tree = skeleton.build(state)  # to learn how many bytes the save writes
             nbytes = len(tree.data) + sum(each.nbytes() for each in tree.storages)
             del tree
             if not _choose(under_way, until, (str(path), nbytes)):
                 return None
-        # Deferring would gain nothing, because this thread waits for the save anyway.
         options = SaveOptions(overlap=False, wait_for_slot=True)
         handle = submit(engine_or_default(None), state, path, options)
         try:
@@ -73,7 +67,7 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
 
 def finish(until: float) -> None:
     """Wait for all saves and removes under way. At the moment `until`, give up the saves that have
-    not ended. The exit of the process will wait for uploads until that moment only."""
+    not ended. The exit of the process waits for uploads until then, too."""
     uploads.finish_by(until)
     with inside():
         _choose(_under_way(), until)
@@ -83,8 +77,7 @@ def finish(until: float) -> None:
 
 
 def give_up() -> bool:
-    """Give up the saves under way, because their time is over. Return False if none was under
-    way."""
+    """Give up the saves under way, because time is up. Return False if there were none."""
     under_way = _under_way()
     for handle in under_way:
         _give_up(handle, _too_late(handle))
@@ -92,16 +85,12 @@ def give_up() -> bool:
 
 
 def is_given_up(handle: object) -> bool:
-    """Return whether a save was given up. If so, the log already has a line about it."""
+    """Return whether a save was given up, and so has a line in the log."""
     return handle in _given_up
 
 
 def refuse_deadline(deadline: object) -> float:
-    """Return a deadline in seconds.
-
-    Raises:
-        TypeError, ValueError: `deadline` is not a positive number.
-    """
+    """Return a deadline in seconds. Raise TypeError or ValueError if it is no positive number."""
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
         raise TypeError(f"deadline has to be a number of seconds, not {deadline!r}")
     most_s = float(deadline)
@@ -111,14 +100,8 @@ def refuse_deadline(deadline: object) -> float:
 
 
 def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
-    """Choose the saves to finish; return a bool for each.
-
-    If no save fits into the time, the save that needs the least time is tried.
-
-    Args:
-        needs_s: The seconds that each save needs, the newest save first.
-        left_s: The seconds that are left for all of them.
-    """
+    """Return for each save whether to finish it, in `left_s` seconds for all. If none fits, choose
+    the shortest. `needs_s`: the seconds for each save, the newest save first."""
     kept, spent_s = [], 0.0
     for need_s in needs_s:
         fits = spent_s + need_s <= left_s
@@ -130,12 +113,12 @@ def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
 
 
 def estimate_s(nbytes: int) -> float | None:
-    """Return how many seconds a save of so many bytes takes, judging by this process's last saves.
-    Return None if none of these saves was of a similar size."""
-    # The time of a smaller save is scaled up, and the time of a larger save is taken as it is.
-    durations = [
-        took_s * max(1.0, nbytes / size) for size, took_s in measured if size * _SIMILAR >= nbytes
-    ]
+    """Return how many seconds a save of `nbytes` probably takes; None without an estimate."""
+    durations = []
+    for size, took_s in measured:
+        if size * _MOST_TIMES_LARGER >= nbytes:
+            scale = max(1.0, nbytes / size)
+            durations.append(took_s * scale)
     return statistics.median(durations) if durations else None
 
 
@@ -149,47 +132,42 @@ def _under_way() -> list[InFlight]:
 
 
 def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None = None) -> bool:
-    """Give up the saves for which there is not enough time.
+    """Give up the saves for which there is not enough time. Return whether to make the new save.
 
     Args:
         under_way: The saves under way, oldest first.
-        until: When they have to be durable.
         new: The path and the bytes of a save that is about to be made.
-
-    Returns:
-        Whether to make the new save.
     """
     left_s = until - time.monotonic()
-    # Pairs, newest first: a save or the path of the new save; and how many bytes are to be written.
-    all_of_them: list[tuple[InFlight | str, int]] = [new] if new is not None else []
+    # Newest first: a save, or the path of the new save, and the bytes that are still to be written.
+    candidates: list[tuple[InFlight | str, int]] = [] if new is None else [new]
     for handle in reversed(under_way):
         written, total = handle.progress()
-        all_of_them.append((handle, total - written))
-    # A save without an estimate counts as one that needs no time, so it is tried.
-    needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in all_of_them]
+        candidates.append((handle, total - written))
+    needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in candidates]
     kept = chosen(needs_s, left_s)
-    for (each, nbytes), need_s, keep in zip(all_of_them, needs_s, kept, strict=True):
+    for (save_or_path, nbytes), need_s, keep in zip(candidates, needs_s, kept, strict=True):
         if not keep:
             why = (
                 f"{sizes.decimal(nbytes)} need about {need_s:.2g} s,"
                 f" and {max(0.0, left_s):.2g} s are left for everything"
             )
-            _give_up(each, why)
+            _give_up(save_or_path, why)
     return new is None or kept[0]
 
 
 def _too_late(handle: InFlight) -> str:
-    """Return the reason for giving up a save when the time is over."""
     written, total = handle.progress()
     return f"{sizes.decimal(written)} of {sizes.decimal(total)} were written when time was up"
 
 
 def _give_up(save: InFlight | str, why: str) -> None:
-    """Cancel a save and log why; a string is the path of a save that is not made at all."""
+    """Cancel a save and log why. A string is the path of a save that is not made at all."""
+    path = save if isinstance(save, str) else save.path
     if not isinstance(save, str):
         _given_up.add(save)
-    if isinstance(save, str) or save.cancel():
-        path = save if isinstance(save, str) else save.path
-        log.warning("stillframe: %s is given up, and the old file stays: %s", path, why)
-    elif not save.done():  # its rename has begun, or code that cannot be stopped writes it
-        log.warning("stillframe: %s was not durable when time was up: %s", save.path, why)
+        if not save.cancel():
+            if not save.done():  # the rename has begun, or the writing code cannot be stopped
+                log.warning("stillframe: %s was not durable when time was up: %s", path, why)
+            return
+    log.warning("stillframe: %s is given up, and the old file stays: %s", path, why)

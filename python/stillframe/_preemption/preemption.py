@@ -7,11 +7,11 @@
 A *boundary* is a point at which training can stop: a call of `should_stop` or `save`, or the end of
 an optimizer's step.
 
-The signal handlers run on the main thread and only set flags, so they may interrupt any call into
-stillframe. The training loop, on the same thread, reads the flags at its boundaries. A thread of
-the block (`_watch`) keeps the time. It learns of signals at once, through Python's wake-up
-descriptor, even while the main thread computes in C. Shortly before the deadline the thread gives
-up the saves, and at the deadline it ends a process that is still in the block.
+The signal handlers run on the main thread and only set flags, so they may interrupt any code. The
+training loop reads the flags at its boundaries. A thread of the block (`_watch`) keeps the time.
+Python's wake-up descriptor tells it of signals at once, even while the main thread computes in C.
+Shortly before the deadline the thread gives up the saves. At the deadline it ends a process that is
+still in the block.
 
 Several ranks agree on one boundary (`agreement.py`), and leave the block together.
 """
@@ -46,10 +46,8 @@ log = logging.getLogger("stillframe")
 MakeState = Callable[[], object]
 Event = Literal["stop", "step", "save"]
 
-# A signal that comes so soon after the first does not count as a second one.
-_REPEATED_S = 0.1
-# The same under torchrun, which passes on each signal that it receives: the copy may come later.
-_PASSED_ON_S = 2.0
+_REPEATED_S = 0.1  # a signal that comes so soon after the first is ignored
+_PASSED_ON_S = 2.0  # the same under torchrun, which passes on the signals that it receives
 _POLL_S = 0.005  # how often the main thread checks whether the ranks have agreed
 _CHECK_S = 1.0  # how often the watching thread checks whether another rank was asked to stop
 _OVER = 0  # the byte that ends the watching thread: no signal has this number
@@ -67,7 +65,7 @@ def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.
                     stillframe.save(state(), "last.pt")
                     break
 
-    Or register once what to save, and call `should_stop` only:
+    Or register once what to save, and then only call `should_stop`:
 
         with stillframe.preemption() as p:
             p.save(state, "last.pt")
@@ -76,15 +74,15 @@ def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.
                 if p.should_stop():
                     break
 
-    The block installs handlers and restores the previous ones at its end. After a signal it waits
-    at its end until the saves under way are durable. Then it calls the previous handler, and ends
-    the process with status 128 + signal (`SystemExit`). A second signal ends the process at once.
-    See docs/preemption.md.
+    The block installs handlers and restores the previous ones at its end. After a signal, the end
+    of the block waits until the saves under way are durable. Then it calls the previous handler,
+    and ends the process with status 128 + signal (`SystemExit`). A second signal ends the process
+    at once. See docs/preemption.md.
 
     Args:
         signals: The signals that announce the end.
         deadline: Seconds from the first signal to the end of the process. A save that cannot be
-            durable by then is given up: the old file stays, and a line in the log says why.
+            durable in time is given up: the old file stays, and a line in the log says why.
 
     Raises:
         TypeError, ValueError: A signal that cannot be handled, or an unusable deadline.
@@ -93,43 +91,41 @@ def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.
 
 
 class _End(SystemExit):
-    """The exception with which a block ends the process; no other SystemExit has this class."""
+    """The exception with which a block ends the process."""
 
 
 class Preemption:
-    """One block: see `preemption`.
-
-    Attributes:
-        signals: The numbers of the signals that announce the end.
-    """
+    """One block: see `preemption`."""
 
     def __init__(self, signals: Iterable[int], deadline: float) -> None:
         self.signals = _numbers(signals)
+        """The numbers of the signals that announce the end."""
         self._deadline_s = in_time.refuse_deadline(deadline)
-        # The last seconds before the deadline are for the end of the block after the saves.
-        self._reserve_s = min(1.0, self._deadline_s / 5)
+        self._reserve_s = min(1.0, self._deadline_s / 5)  # from the end of saves to the deadline
         self._birth = Birth("this preemption")
-        # One bound method object, so that it can be compared with the installed handler.
-        self._handler = self._on_signal
+        self._handler = self._on_signal  # one object, to compare with the installed handler
         self._previous: dict[int, Any] = {}  # the handlers before the block, by signal
-        self._entered = self._inside = False  # the block was entered; it is running
-        self._leaving = False  # the saves of the block's end are made, and the block only waits
+        self._entered = False  # the block was entered
+        self._inside = False  # the block is running
+        self._leaving = False  # the block only waits for saves
+
         # Signals.
         self._pipe = (-1, -1)  # the read end and the write end, for numbers of signals
-        self._wakes = False  # Python writes each signal's number to the pipe
+        self._is_wakeup_fd = False  # Python writes each signal's number to the pipe
         self._received: int | None = None  # the signal that this process got itself
-        # The first signal that any rank got, and when it came (`time.monotonic()`).
+        # The first signal that any rank got, and the `time.monotonic()` at which it came.
         self._asked: tuple[int, float] | None = None
-        self._raise = False  # the next call of the handler raises `_End`, after `_give_up`
+        self._must_raise = False  # the next call of the handler raises `_End`
+
         # Boundaries.
         self._must_check = True  # the next boundary must check whether to stop
         self._joined = False  # `_join` has found out whether there are other ranks
-        self._ranks: agreement.Agreement | None = None
-        self._stops = self._steps = self._saves = 0  # how many there were; see `agreement.Counts`
+        self._ranks: agreement.Agreement | None = None  # None without other ranks
+        self._stops = self._steps = self._saves = 0  # the fields of `agreement.Counts`
         self._saved_at = -1  # `_steps` at the last call of `save`; -1 before the first
         self._stopping = False  # the boundary at which training stops was reached
-        self._registered: dict[str, MakeState] = {}  # by path
-        # By path: the report of its save, and `_stops` and `_steps` at that time.
+        self._registered: dict[str, MakeState] = {}  # the functions given to `save`, by path
+        # By path: the report of the save, and `_stops` and `_steps` at that time.
         self._saved: dict[str, tuple[SaveReport | None, int, int]] = {}
 
     @property
@@ -138,10 +134,10 @@ class Preemption:
         return self._asked is not None
 
     def should_stop(self) -> bool:
-        """Return whether to stop at this step boundary; call it once at the end of each step.
+        """Return whether to stop training now. Call this once at the end of each step.
 
-        The state that `save` has registered is durable when this returns True. With several ranks
-        all get True at the same call, so each must call it equally often.
+        When this returns True, the state that `save` has registered is durable. All ranks get True
+        at the same call, so all ranks must call this equally often.
         """
         self._stops += 1
         return self._must_check and self._reach_boundary("stop")
@@ -150,18 +146,19 @@ class Preemption:
         """Save the object that `make_state()` returns to `path`, at the step boundary where
         training stops.
 
-        Before a signal, a call registers this save, and one call suffices. The save is made by the
-        call of `should_stop` that returns True, or at the end of the block. In a loop that never
-        calls `should_stop`, the end of an optimizer's step is the boundary, and the process ends
-        there. After a signal, a call saves at once (with several ranks: at the boundary at which
-        all stop).
+        Before a signal, a call only registers the save. One call is enough. The save is made by the
+        call of `should_stop` that returns True, or at the end of the block. If the loop never calls
+        `should_stop`, the save is made at the end of an optimizer's step, and the process ends
+        there. After a signal, a call saves at once; with several ranks, at the boundary at which
+        all stop.
 
         Args:
             make_state: Called without arguments on the main thread.
             path: As for `stillframe.save`.
 
         Returns:
-            The report of the save; None if it was registered, or given up.
+            The report of the save; None if the save was only registered, has failed or was given
+            up.
 
         Raises:
             TypeError, ValueError: `make_state` is not callable, or `path` is not a local path.
@@ -176,8 +173,7 @@ class Preemption:
             self._registered[name] = make_state
             return None
         if name in self._saved and not self._stopping and self._stops == 0:
-            # The loop calls `save` at each step and never `should_stop`. The call before this one
-            # has saved after the signal, so the block ends here.
+            # A loop that only calls `save` has saved after the signal, and goes on: end it.
             raise _End(self._status())
         self._registered[name] = make_state
         self._save_registered("save")
@@ -211,8 +207,8 @@ class Preemption:
             for number in self.signals:
                 self._previous[number] = signal.signal(number, self._handler)
             before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            self._wakes = before < 0  # no other code had set a wake-up descriptor
-            if not self._wakes:  # an event loop has set one, so leave it in place
+            self._is_wakeup_fd = before < 0
+            if not self._is_wakeup_fd:  # keep the descriptor of an event loop
                 signal.set_wakeup_fd(before)
         except BaseException:
             self._restore()
@@ -231,8 +227,7 @@ class Preemption:
             self._restore()
         if self._asked is not None and not self._leaving:  # the signal has come just now
             self._finish(error)
-        # If only another rank got a signal, the program goes on after the block. An error or an
-        # exit status of the block stays as it is.
+        # If only another rank got a signal, the program goes on after the block.
         if self._received is None or not _is_plain_end(error):
             return
         previous = self._previous[self._received]
@@ -241,7 +236,7 @@ class Preemption:
         raise _End(self._status()) from None
 
     def _finish(self, error: BaseException | None) -> None:
-        """Make the saves of the block's end, and wait for all saves."""
+        """Make the registered saves, and wait for all saves."""
         if not isinstance(error, _End) and _is_plain_end(error):
             self._save_registered(None)  # the end of the loop is a boundary too
         self._leaving = True
@@ -256,11 +251,11 @@ class Preemption:
         """
         children.unwatch(self)
         _blocks.pop(id(self), None)
-        if self._wakes:
-            self._wakes = False
-            other = signal.set_wakeup_fd(-1)
-            if other not in (-1, self._pipe[1]):  # other code has set its own descriptor since
-                signal.set_wakeup_fd(other)
+        if self._is_wakeup_fd:
+            self._is_wakeup_fd = False
+            current = signal.set_wakeup_fd(-1)
+            if current not in (-1, self._pipe[1]):  # other code has set its own descriptor
+                signal.set_wakeup_fd(current)
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handler:
                 signal.signal(number, previous)
@@ -270,9 +265,9 @@ class Preemption:
                 os.write(self._pipe[1], bytes([_OVER]))
 
     def forget(self) -> None:
-        """Restore the handlers in a forked child, which has no part in the block."""
-        self._inside = self._must_check = self._raise = False
-        if self._wakes:
+        """Restore the handlers in a forked child."""
+        self._inside = self._must_check = self._must_raise = False
+        if self._is_wakeup_fd:
             signal.set_wakeup_fd(-1)
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handler:
@@ -284,53 +279,55 @@ class Preemption:
     # ---- signals ----
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal. This may interrupt any line of the main thread, so it only sets
-        flags."""
-        # A handler that was installed inside the block may still call this one after the block.
+        """Record a signal. This may interrupt any line of the main thread."""
+        # A handler that was installed inside the block may call this one after the block.
         if not self._inside:
             previous = self._previous.get(number)
             if callable(previous):
                 previous(number, frame)
             return
-        if self._raise:
-            self._raise = False
+        if self._must_raise:
+            self._must_raise = False
             raise _End(self._status())
-        if not self._wakes:
+        if not self._is_wakeup_fd:
             with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier signals
                 os.write(self._pipe[1], bytes([number]))
         self._receive(number)
 
     def _receive(self, number: int) -> None:
-        """Record the first signal that this process gets, and pass it on to the other ranks."""
-        if self._received is None:
-            self._received = number
-            now = time.monotonic()
-            self._ask(number, now)
-            if self._ranks is not None:
-                self._ranks.ask(number, now)
+        """Record the first signal that this process gets, and tell the other ranks."""
+        if self._received is not None:
+            return
+        self._received = number
+        now = time.monotonic()
+        self._ask(number, now)
+        if self._ranks is not None:
+            self._ranks.ask(number, now)
 
     def _ask(self, number: int, moment: float) -> None:
-        """Have the next boundary check whether to stop, because some rank got a signal."""
-        self._asked = self._asked or (number, moment)
+        """Have the next boundary check whether to stop. Called when any rank got a signal."""
+        if self._asked is None:
+            self._asked = (number, moment)
         self._must_check = True
 
     def _watch(self) -> None:
         """Give up the saves shortly before the deadline. End the process at the deadline or at a
-        second signal. This runs on the block's own thread."""
+        second signal. Runs on the block's thread."""
         repeated_s = _PASSED_ON_S if "TORCHELASTIC_RUN_ID" in os.environ else _REPEATED_S
-        first: float | None = None  # when this process got its first signal
+        first_s: float | None = None  # when this process got its first signal
         given_up = False
         while True:
             number = self._next_signal(given_up)
             now = time.monotonic()
             if number == _OVER:
                 break
-            # After `_give_up` a signal does not count, because `_give_up` itself sends one.
+            # `_give_up` itself sends a signal.
             if number is not None and not given_up:
                 self._receive(number)
-                if first is not None and now - first > repeated_s:
+                if first_s is None:
+                    first_s = now
+                elif now - first_s > repeated_s:
                     self._end_now("a second signal came")
-                first = now if first is None else first
             if self._asked is None:
                 continue
             if now >= self._last_moment() and not given_up:
@@ -345,7 +342,7 @@ class Preemption:
 
     def _next_signal(self, given_up: bool) -> int | None:
         """Wait for a byte from the pipe, and return it: one of `signals`, or `_OVER`. Return None
-        when it is time to check the clock or the other ranks, and no byte has come."""
+        when it is time to check the clock or the other ranks."""
         poll = select.poll()  # select() refuses descriptors above 1023
         poll.register(self._pipe[0], select.POLLIN)
         while True:
@@ -354,7 +351,7 @@ class Preemption:
                 end = self._asked[1] + self._deadline_s if given_up else self._last_moment()
                 left_s = max(0.0, end - time.monotonic())
             elif self._ranks is not None or not self._joined:
-                left_s = _CHECK_S  # another rank may have been asked to stop
+                left_s = _CHECK_S
             if not poll.poll(None if left_s is None else 1000 * left_s):
                 return None
             (number,) = os.read(self._pipe[0], 1)
@@ -362,7 +359,7 @@ class Preemption:
                 return int(number)
 
     def _give_up(self) -> None:
-        """Give up the saves under way, and have the main thread leave the block by `_End`."""
+        """Give up the saves under way, and have the main thread leave the block."""
         if self._leaving or not self._inside:
             return
         if not in_time.give_up() and not self._stopping:
@@ -372,7 +369,8 @@ class Preemption:
                 time.monotonic() - self._moment(),
                 _name(self._signal()),
             )
-        self._raise = True  # the signal below makes the main thread run the handler, which raises
+        self._must_raise = True
+        # Python's handlers run on the main thread: the handler raises `_End` there.
         main = threading.main_thread().ident
         if main is not None:
             signal.pthread_kill(main, self.signals[0])
@@ -391,8 +389,8 @@ class Preemption:
     # ---- boundaries ----
 
     def _reach_boundary(self, event: Event) -> bool:
-        """Handle a boundary: return whether training stops there. If it does, save what is
-        registered, except at a call of `save`, which does that itself."""
+        """Return whether training stops at this boundary. If so, save what is registered, except at
+        a call of `save`, which does that itself."""
         if self._stopping:
             return True
         if not self._joined:
@@ -403,22 +401,19 @@ class Preemption:
         self._must_check = True  # if training goes on, the next boundary has to check too
         if not self._is_last(event):
             return False
-        # For one rank a call of `save` does not set `_stopping`, because the loop may still call
-        # `should_stop`.
+        # Without other ranks, the loop may still call `should_stop` after `save`.
         self._stopping = event != "save" or self._ranks is not None
         if event != "save":
             self._save_registered(event)
         return True
 
     def _is_last(self, event: Event) -> bool:
-        """Return whether training stops at this boundary, which comes after a signal. With several
-        ranks, wait first until they have agreed. Raise `_End` if they have agreed without this
-        rank."""
+        """Return whether training stops at this boundary after a signal. With several ranks, wait
+        until they have agreed. Raise `_End` if they have agreed without this rank."""
         if self._ranks is None:
             if event != "step":
                 return True
-            # The end of a step is not always a boundary. It is one if, before this step, it was the
-            # next boundary.
+            # The end of a step counts if it was the next boundary when the step began.
             before = self._counts()._replace(steps=self._steps - 1)
             return self._counts().reaches(agreement.next_boundary([before]))
         while self._ranks.limit is None and self._ranks.failed is None:
@@ -435,37 +430,30 @@ class Preemption:
             return
         self._steps += 1
         if self._must_check and not self._stopping and self._reach_boundary("step"):
-            # If only other ranks got a signal, this process ends without an error.
+            # Without a signal of its own, this process ends without an error.
             raise _End(self._status() if self._received is not None else 0)
 
     def _save_registered(self, event: Event | None) -> None:
-        """Make the registered saves, except those that were made since the last step.
-
-        Args:
-            event: The boundary; None at the end of the block.
-        """
+        """Make the registered saves, except those that were made since the last step. `event` is
+        the boundary; None at the end of the block."""
         for name, make_state in list(self._registered.items()):
             _, stops, steps = self._saved.get(name, (None, -1, -1))
-            # A call of `should_stop` may follow the end of the optimizer's step at which the same
-            # state was saved.
-            is_done = steps == self._steps and (
-                stops == self._stops or (steps > 0 and event == "stop")
-            )
-            if not is_done:
+            # The state may have been saved at the end of the step, before this `should_stop`.
+            saved_by_step = steps > 0 and event == "stop"
+            is_saved = steps == self._steps and (stops == self._stops or saved_by_step)
+            if not is_saved:
                 report = in_time.save(make_state, name, self._until())
                 self._saved[name] = report, self._stops, self._steps
 
     def _join(self) -> None:
-        """Join the other ranks, if there is a process group by now."""
+        """Join the other ranks, if there is a process group. Without one, the first boundary calls
+        this again, because the group may be made inside the block."""
         self._ranks = agreement.join(self._deadline_s, self._ask, self._counts)
-        # A process group may be made inside the block. So if there is none when the block is
-        # entered, the first boundary calls this once more, and that result is final.
         self._joined = self._inside or self._ranks is not None
         if self._ranks is not None and self._asked is not None:
             self._ranks.ask(*self._asked)
 
     def _counts(self) -> agreement.Counts:
-        """Return the boundaries that this rank has reached."""
         return agreement.Counts(self._stops, self._steps, self._saves, self._saved_at)
 
     # ---- the signal and its deadlines ----
@@ -475,7 +463,7 @@ class Preemption:
         return self.signals[0] if self._asked is None else self._asked[0]
 
     def _moment(self) -> float:
-        """Return when the first signal came, by `time.monotonic()`."""
+        """Return the `time.monotonic()` at which the first signal came."""
         return time.monotonic() if self._asked is None else self._asked[1]
 
     def _until(self) -> float:
@@ -483,12 +471,10 @@ class Preemption:
         return self._moment() + self._deadline_s - self._reserve_s
 
     def _last_moment(self) -> float:
-        """Return the moment by which the main thread has to leave the block. Its waits for saves
-        end before that, at `_until()`."""
+        """Return the moment by which the main thread has to leave the block, after `_until()`."""
         return self._until() + self._reserve_s / 4
 
     def _status(self) -> int:
-        """Return the exit status of the process."""
         return 128 + (self._received or self._signal())
 
 
@@ -498,8 +484,8 @@ _blocks: dict[int, Preemption] = {}  # the blocks that are running, by their ids
 
 
 class _Steps:
-    """Tells the running blocks when an optimizer's step ends. It has the interface `gate.Readers`,
-    but makes no step wait."""
+    """Tells the running blocks when an optimizer's step ends; an implementation of `gate.Readers`
+    that makes no step wait."""
 
     def wait(self, optimizer: Optimizer) -> None:
         pass
@@ -516,7 +502,6 @@ _reader: _Steps | None = None  # registered with the gate once for all blocks
 
 
 def _count_steps_of(block: Preemption) -> None:
-    """Have `block.stepped` called at the end of each optimizer's step from now on."""
     global _reader
     if _reader is None:
         _reader = _Steps()
@@ -528,8 +513,7 @@ def _count_steps_of(block: Preemption) -> None:
 
 
 def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
-    """Return the numbers of the signals, each once. Raise TypeError or ValueError for a signal that
-    cannot be handled."""
+    """Return each signal once. Raise TypeError or ValueError for an invalid signal."""
     if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
         raise TypeError(f"signals has to be a tuple of signals, not {signals!r}")
     numbers = tuple(dict.fromkeys(signals))
@@ -552,8 +536,6 @@ def _name(number: int) -> str:
 
 def _is_plain_end(error: BaseException | None) -> bool:
     """Return whether the block ended neither by an error nor by `sys.exit` with a status."""
-    return (
-        error is None
-        or isinstance(error, _End)
-        or (isinstance(error, SystemExit) and error.code is None)
-    )
+    if error is None or isinstance(error, _End):
+        return True
+    return isinstance(error, SystemExit) and error.code is None
