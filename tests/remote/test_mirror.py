@@ -261,7 +261,7 @@ def test_pauses_between_tries_grow_up_to_a_bound(monkeypatch):
     pauses = []
     for _ in range(9):
         uploader._failed(entry, OSError("no"))
-        pauses.append(uploader._failures["stub:///"][1])
+        pauses.append(uploader._failures["stub:///"].next_try_s)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
@@ -308,7 +308,7 @@ def test_prefix_that_has_failed_is_not_tried_again_at_exit(store, run):
     leave(run, store.url, "a.pt", b"left")
     uploader = mirror._Uploader()
     uploader._directories[str(run)] = None
-    uploader._failures[store.url] = 1, 0.0
+    uploader._failures[store.url] = mirror._Failures(1, 0.0)
     uploader._ending = True
     assert uploader._next() != 0.0 and store.puts("begin") == []
     uploader._ending = False

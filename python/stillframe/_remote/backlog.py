@@ -1,4 +1,4 @@
-"""`Backlog`: how much still has to be uploaded to mirrors, to which mirrors, and since when."""
+"""`Backlog`: a summary of the uploads to mirrors that are not done yet."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from stillframe._remote.journal import Entry
 
 
 class Backlog(NamedTuple):
-    """Uploads that are due, because their saves have ended (`Entry.is_due`).
+    """Uploads that are due; see `Entry.is_due`."""
 
-    Attributes:
-        uploads: The number of uploads.
-        nbytes: The bytes of the files to upload.
-        oldest_s: The time of the oldest save, in seconds since 1970.
-        prefixes: The URLs of the mirrors.
-    """
-
-    uploads: int
-    nbytes: int
-    oldest_s: float
-    prefixes: list[str]
+    uploads: int  # the number of uploads
+    nbytes: int  # the bytes of the files to upload
+    oldest_s: float  # the time of the oldest save, in seconds since 1970
+    prefixes: list[str]  # the URLs of the mirrors
 
     def __str__(self) -> str:
         uploads = "1 upload" if self.uploads == 1 else f"{self.uploads} uploads"
@@ -33,21 +26,19 @@ class Backlog(NamedTuple):
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Backlog | None:
-        """Return the backlog that the due entries make; None if no entry is due."""
-        left = [each for each in entries if each.is_due()]
-        if not left:
+        """Return the backlog of the due entries; None if no entry is due."""
+        due = [each for each in entries if each.is_due()]
+        if not due:
             return None
-        nbytes = sum(_nbytes(path) for path in {each.local for each in left})
-        oldest_s = min(each.made_s for each in left)
-        return cls(len(left), nbytes, oldest_s, sorted({each.prefix for each in left}))
+        files = {each.local for each in due}
+        nbytes = sum(_nbytes(path) for path in files)
+        oldest_s = min(each.made_s for each in due)
+        return cls(len(due), nbytes, oldest_s, sorted({each.prefix for each in due}))
 
 
 def backlog(directory: str) -> Backlog | None:
-    """Return what is to be uploaded from a directory, not counting saves under way.
-
-    Raises:
-        OSError: Its journal cannot be listed.
-    """
+    """Return what is to be uploaded from a directory, not counting saves under way. Raise OSError
+    if the directory's journal cannot be listed."""
     return Backlog.of(journal.entries(directory))
 
 

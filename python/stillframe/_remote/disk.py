@@ -1,7 +1,6 @@
-"""A store that is read as if it were a disk, with directories.
+"""`RemoteDisk`: a store that is read as if it were a disk with directories.
 
-The first question about a directory lists all objects below it, and the list is kept for later
-questions. `of_path` returns the local disk for a path, and such a store for a URL.
+The first question about a directory lists all objects below it. Later questions use that list.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ _Directory: TypeAlias = "dict[str, Found | _Directory]"
 
 def of_path(path: object, storage_options: Mapping[str, Any] | None = None) -> tuple[Disk, str]:
     """Return the disk of a path or URL, and the path to give to the disk and to show in messages.
-
-    The disk is a context manager; its end closes what was opened.
+    The disk is a context manager, which closes the files at the end.
 
     Raises:
-        TypeError, ValueError: `path` is no path, or the options are wrong: a local path takes none.
+        TypeError, ValueError: `path` is no path, or the options are wrong.
         StillframeError: No client for such a URL is installed.
     """
     if urls.is_remote(path):
@@ -37,11 +35,7 @@ def of_path(path: object, storage_options: Mapping[str, Any] | None = None) -> t
 
 
 class RemoteDisk(Disk):
-    """The store of a URL. Paths are URLs without credentials, as `urls.shown` returns them.
-
-    Raises:
-        Exception: See `open_store`.
-    """
+    """The store of a URL. Its paths are URLs without credentials. For errors see `open_store`."""
 
     is_remote = True
 
@@ -50,8 +44,8 @@ class RemoteDisk(Disk):
         shown = urls.shown(url)
         self._root = shown.removesuffix(urls.Url.parse(shown).path)
         self._fetcher = Fetcher()
-        self._listed: dict[str, _Directory] = {}  # by the key of the directory
-        self._found: dict[str, Found] = {}  # by key
+        self._listed: dict[str, _Directory] = {}  # the listed directories, by key
+        self._found: dict[str, Found] = {}  # the objects that were looked up or listed, by key
 
     def __exit__(self, *error: object) -> None:
         self._fetcher.end()
@@ -77,8 +71,6 @@ class RemoteDisk(Disk):
         return self._find(self._key(path)).nbytes
 
     def _find(self, key: str) -> Found:
-        """Return what the store knows of an object. The store is asked only once, and again after
-        `forget`."""
         if key not in self._found:
             self._found[key] = self._store.find(key)
         return self._found[key]
@@ -106,8 +98,7 @@ class RemoteDisk(Disk):
         return True
 
     def names(self, path: str) -> list[str]:
-        """Return the names in a directory. A store has no empty directories, so an empty result is
-        no error."""
+        """Return the names in a directory; [] if there is none."""
         return [*self._directory(self._key(path))]
 
     def names_without_links(self, path: str) -> Iterator[str]:
@@ -133,8 +124,8 @@ class RemoteDisk(Disk):
         return path.removeprefix(self._root).strip("/")
 
     def _known(self, key: str) -> _Directory | None:
-        """Return a directory if it was listed already, by itself or with a directory above it; None
-        if it was not. A directory without objects is empty."""
+        """Return a directory that was listed already, alone or with a directory above it. Return
+        None if it was not listed."""
         if key in self._listed:
             return self._listed[key]
         if not key:
@@ -144,7 +135,6 @@ class RemoteDisk(Disk):
         return inside if isinstance(inside, dict) else None
 
     def _directory(self, key: str) -> _Directory:
-        """Return a directory; list it if it is not known yet."""
         directory = self._known(key)
         if directory is None:
             directory = self._listed[key] = {}
@@ -157,13 +147,12 @@ class RemoteDisk(Disk):
 
 
 def _add(directory: _Directory, path: list[str], found: Found) -> None:
-    """Add an object to a directory, with the directories in between. `path` is the object's path
-    below the directory, divided at the slashes."""
+    """Add an object to a directory. `path` is its path below the directory, split at slashes."""
     *above, name = path
     for each in above:
         inside = directory.setdefault(each, {})
         if not isinstance(inside, dict):
-            return  # an object has the name, and hides what is below it
+            return  # an object of this name hides what is below it
         directory = inside
     if name:
         directory.setdefault(name, found)

@@ -1,14 +1,13 @@
 """A remote object, or a range of one, as an open file for the code that reads checkpoints.
 
-The core makes a file in memory, of the right length and still without its bytes (`_core.Arrivals`).
-A reader waits for the bytes that it needs. Threads of this module ask the core which bytes a reader
-waits for or will need soon, and fetch them.
+The core makes a file in memory whose bytes are still missing (`_core.Arrivals`). Threads of this
+module ask the core which bytes a reader needs, and fetch them.
 
     the core's readers --> Arrivals.next --> Store.get, on a few threads --> Arrivals.put
 
-If an object is replaced meanwhile, the load raises an error and never mixes two versions: each
+If an object is replaced meanwhile, the load raises an error and never mixes two versions. Each
 request names the version that was found first. If the client knows no versions, the object is
-looked up once more at the end.
+looked up again at the end.
 """
 
 from __future__ import annotations
@@ -33,29 +32,19 @@ PATIENCE_S = 1.0  # how long `Fetcher.end` waits for requests under way
 
 
 class Object:
-    """An object that is read.
-
-    Args:
-        found: The size and version of the object when it was found.
-
-    Attributes:
-        failure: The error of the first request that failed; None if none has.
-    """
+    """An object that is read."""
 
     def __init__(self, store: Store, found: Found) -> None:
-        self.found = found
-        self.failure: Exception | None = None
+        self.found = found  # the object's size and version before the first request
+        self.failure: Exception | None = None  # the first error of a request
         self._store = store
 
     def get(self, start: int, end: int) -> Buffer:
-        """Return the bytes from `start` to `end`.
-
-        Raises:
-            OSError: The store refused, or the object was replaced.
-        """
+        """Return the bytes from `start` to `end`. Raise OSError if the object was replaced."""
         begun = time.monotonic()
         data = self._store.get(self.found.key, start, end, self.found.version)
-        if (took_s := time.monotonic() - begun) > SLOW_S:  # no client reports its own retries
+        took_s = time.monotonic() - begun
+        if took_s > SLOW_S:  # no client reports its own retries
             log.info(
                 "stillframe: %s: bytes %d to %d took %.0f s; failed requests are tried again",
                 *(self._store.shown(self.found.key), start, end, took_s),
@@ -63,24 +52,19 @@ class Object:
         return data
 
     def refuse_changed(self) -> None:
-        """Raise OSError if the client knows no versions and the object was replaced since it was
-        found. With versions, the requests themselves notice that."""
+        """Raise OSError if the object was replaced. With versions, the requests notice that."""
         if not self.found.version and self._store.find(self.found.key) != self.found:
             words = "the object was replaced while it was read: read it again"
             raise OSError(errno.ESTALE, words, self._store.shown(self.found.key))
 
 
 class Range(NamedTuple):
-    """The bytes of an object, from `start` to `end`, that a file in memory is to hold.
-
-    Attributes:
-        chunk_bytes: The length of a request, a multiple of a page.
-    """
+    """The bytes from `start` to `end` of an object, for a file in memory."""
 
     item: Object
     start: int
     end: int
-    chunk_bytes: int
+    chunk_bytes: int  # the length of a request, a multiple of a page
 
     @property
     def nr_requests(self) -> int:
@@ -88,7 +72,7 @@ class Range(NamedTuple):
 
 
 class Fetcher:
-    """The threads that fetch the bytes of some objects; they start when they are needed."""
+    """Threads that fetch the bytes of objects. They start when they are needed."""
 
     def __init__(self) -> None:
         self._arrivals = _core.Arrivals()
@@ -99,18 +83,16 @@ class Fetcher:
         self._arrivals.end()
 
     def open(self, wanted: Range) -> tuple[int, int]:
-        """Open a file in memory for some bytes; return its number, for `close`, and its descriptor.
+        """Open a file in memory. Return its number, which `close` takes, and its descriptor.
 
         Bytes are fetched when the core wants them. Before other code reads the descriptor, call
         `_core.arrive`, which waits for all bytes.
-
-        Raises:
-            OSError: The system refuses a file in memory, or a thread.
         """
         number, fd = self._arrivals.open(wanted.end - wanted.start, wanted.chunk_bytes)
         self._ranges[number] = wanted
         if len(self._threads) < THREADS:
-            self._start(min(THREADS, sum(each.nr_requests for each in self._ranges.values())))
+            nr_requests = sum(each.nr_requests for each in self._ranges.values())
+            self._start(min(THREADS, nr_requests))
         return number, fd
 
     def close(self, number: int) -> None:
@@ -118,10 +100,7 @@ class Fetcher:
         self._ranges.pop(number, None)
 
     def end(self) -> None:
-        """Close all files and end the threads.
-
-        A thread in a request ends when the request is answered.
-        """
+        """Close all files and end the threads. A thread in a request ends after the answer."""
         self._arrivals.end()
         deadline = time.monotonic() + PATIENCE_S
         for thread in self._threads:
@@ -130,7 +109,7 @@ class Fetcher:
     def _start(self, number: int) -> None:
         """Start threads until there are `number` of them."""
         while len(self._threads) < number:
-            # The thread must not keep this object alive, because `__del__` is what ends the thread.
+            # The thread must not refer to this object: only its `__del__` ends the thread.
             arguments = self._arrivals, self._ranges
             thread = threading.Thread(target=_fetch, args=arguments, name="sf-fetch", daemon=True)
             try:
@@ -138,7 +117,7 @@ class Fetcher:
             except OSError:
                 if not self._threads:
                     raise
-                return  # fewer threads are only slower
+                return  # go on with fewer threads
             self._threads.append(thread)
 
 
@@ -158,13 +137,11 @@ def _fetch(arrivals: _core.Arrivals, ranges: dict[int, Range]) -> None:
 
 
 class RemoteFile:
-    """A remote object that is open to read; a context manager.
-
-    If a request failed, the end of the block raises the error of that request, in place of the
-    errors that follow from it.
+    """A remote object that is open to read; a context manager. If a request failed, the end of the
+    block raises its error in place of later errors.
 
     Args:
-        peek: Little is read until `rest` is called, so requests are short.
+        peek: Make short requests until `rest` is called.
     """
 
     def __init__(self, fetcher: Fetcher, item: Object, *, peek: bool = False) -> None:
@@ -176,13 +153,12 @@ class RemoteFile:
         self._opened: tuple[int, int] | None = fetcher.open(first)
 
     def fileno(self) -> int:
-        """Return the descriptor. After `rest` this is a new one."""
         if self._opened is None:
             self._opened = self._fetcher.open(self._range)
         return self._opened[1]
 
     def rest(self) -> None:
-        """Give back the memory; bytes that are read later are fetched again."""
+        """Give back the memory. Bytes that are read later are fetched again."""
         opened, self._opened = self._opened, None
         if opened is not None:
             self._fetcher.close(opened[0])

@@ -23,23 +23,20 @@ T = TypeVar("T")
 log = logging.getLogger("stillframe")
 
 _TEMPORARY = ".stillframe-tmp"
-_STALE_S = 24 * 3600.0  # an upload that began so long ago has lost its process
+_STALE_S = 24 * 3600.0  # the process of an older upload was killed
 
 
 class FsspecStore(Store):
     """A store behind fsspec.
 
-    An object is written under a temporary name next to its final name. Then it gets the final name,
-    by a rename or by a copy in the store. The first upload to a directory removes the temporaries
-    that killed processes have left there.
-
-    Args:
-        given: The URL as the user gave it.
+    An object is written under a temporary name, and then renamed, or copied in the store. The first
+    upload to a directory removes the temporaries that killed processes have left there.
     """
 
     client = "fsspec"
 
     def __init__(self, url: Url, options: Mapping[str, Any], given: str) -> None:
+        """`given` is the URL as the user gave it."""
         super().__init__(url, options)
         host = f"{url.user}@{url.bucket}" if url.user else url.bucket
         if url.account:  # az://container@account.dfs.core.windows.net/...
@@ -48,55 +45,49 @@ class FsspecStore(Store):
         self._query = f"?{url.query}" if url.query else ""
         self._fs = self._open(options)
         self._cleaned: set[str] = set()  # directories without stale temporaries
-        # The lock for file systems that take one call at a time, such as FTP with one connection.
+        # A lock for file systems that take one call at a time, such as FTP.
         self._one_call = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
 
     def _open(self, options: Mapping[str, Any]) -> Any:
-        """Return fsspec's file system for the URL."""
         import fsspec
 
-        # Errors are raised outside the handlers, so that they do not refer to fsspec's error, whose
-        # text may hold credentials.
-        kind: type[Exception] = StillframeError
+        # Errors are raised outside the handlers. So they do not refer to fsspec's error, which may
+        # hold credentials.
+        failed: Exception
         try:
             url = f"{self._base}/{self._query}"
             return fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)[0]
         except ImportError as error:
-            cause = redact(str(error), self._secrets)
+            failed = StillframeError(f"{self._root}: {redact(str(error), self._secrets)}")
         except (TypeError, ValueError) as error:
-            cause, kind = redact(str(error), self._secrets), ValueError
+            failed = ValueError(f"{self._root}: {redact(str(error), self._secrets)}")
         except Exception as error:
             failed = failure("opening the store", self._root, error, self._secrets)
-            cause = ""  # because `failed` is complete
-        if not cause:
-            raise failed
-        raise kind(f"{self._root}: {cause}")
+        raise failed
 
     def _call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call fsspec, alone if the file system takes one call at a time."""
         with self._one_call:
             return function(*args, **options)
 
     def _path(self, key: str) -> str:
-        """Return fsspec's path of an object."""
         return str(self._fs._strip_protocol(f"{self._base}/{key}{self._query}"))
 
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
         path = self._path(key)
         temporary = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
         parent = self._fs._parent(path)
-        with contextlib.suppress(Exception):  # a store without directories
+        with contextlib.suppress(Exception):  # the store has no directories
             self._call(self._fs.makedirs, parent, exist_ok=True)
         if parent not in self._cleaned:
             self._cleaned.add(parent)
-            with contextlib.suppress(Exception):  # this is no reason to refuse the upload
+            with contextlib.suppress(Exception):  # upload all the same
                 self._remove_stale(parent)
         try:
             file = self._call(self._fs.open, temporary, "wb", block_size=part_bytes(nbytes))
             try:
                 for piece in feed:
                     self._call(file.write, piece)
-                    del piece  # the next one may need its memory
+                    del piece  # the next piece may need its memory
             finally:
                 self._call(file.close)
             self._move(temporary, path)
@@ -106,11 +97,10 @@ class FsspecStore(Store):
             raise
 
     def _remove_stale(self, directory: str) -> None:
-        """Remove the temporaries of uploads that began a day ago or earlier."""
         for info in self._call(self._fs.ls, directory, detail=True):
             found = _of_info(info, info["name"])
-            # A store without times says 0.
-            is_stale = 0 < found.modified_s < time.time() - _STALE_S
+            has_time = found.modified_s > 0
+            is_stale = has_time and found.modified_s < time.time() - _STALE_S
             if is_stale and found.key.endswith(_TEMPORARY):
                 self._call(self._fs.rm_file, found.key)
                 log.info("stillframe: removed %s, left by a killed process", found.key)
@@ -119,7 +109,8 @@ class FsspecStore(Store):
         """Move an object in the store, by a rename if the file system can, else by a copy."""
         from fsspec import AbstractFileSystem
 
-        if type(self._fs).mv is not AbstractFileSystem.mv:  # the file system can rename
+        can_rename = type(self._fs).mv is not AbstractFileSystem.mv
+        if can_rename:
             self._call(self._fs.mv, source, target)
             return
         # The default `mv` would take brackets in a name for a pattern.
@@ -156,8 +147,8 @@ class FsspecStore(Store):
 
 
 def _of_info(info: Mapping[str, Any], key: str) -> Found:
-    """Return the `Found` for fsspec's description of an object. Each file system names the time in
-    its own way."""
+    """Return the `Found` for fsspec's description of an object."""
+    # Each file system has its own name for the time.
     names = ("mtime", "LastModified", "last_modified", "modified", "created")
     modified = next((info[name] for name in names if info.get(name)), 0.0)
     if isinstance(modified, datetime):

@@ -1,24 +1,21 @@
 """The journal of a mirror: which files of one directory still have to be uploaded.
 
 The journal is a hidden directory next to the checkpoints. It has a small file for each upload, the
-*entry*. The ending of the entry's name tells the state of the upload:
+*entry*. The ending of its name tells the state of the upload:
 
     a save begins ──▶ NAME.save ──durable──▶ NAME.due ──uploaded──▶ removed
                           ╰───── failed or cancelled ─────────────────╯
 
-NAME begins with the time, so names sort in the order of the saves. An entry is written under a
-third ending (.new) and renamed, and its content does not change afterwards. So a process that is
-killed leaves no incomplete .save or .due. A power failure may leave an entry without content, which
-is removed.
+NAME begins with the time, so names sort in the order of the saves. An entry is written as NAME.new
+and renamed, so a killed process leaves no incomplete .save or .due. A power failure may leave an
+entry without content. Such an entry is removed.
 
-Locks are flocks and end with the process; csrc/core/file/tmp.c has the rules. A save holds the lock
-of its entry. If nobody holds the lock of a .save, the save's process was killed, maybe after the
-save's rename, so the entry counts as due. A process that uploads holds the file `lock`, so a
-directory has one upload at a time.
+Locks are flocks, which end with the process. A save locks its entry. A .save without a lock belongs
+to a killed process, and counts as due. A process that uploads locks the file `lock`.
 
-On a file system without locks, a .save may look like that of a killed process. Another process may
-then upload the old file and remove the entry. So a save whose entry is missing at its end writes
-the entry again: a file may be uploaded twice there, but none is lost.
+On a file system without locks, another process may take a .save for that of a killed process,
+upload the old file and remove the entry. So a save that misses its entry at the end writes a new
+entry. A file may be uploaded twice, but none is lost.
 """
 
 from __future__ import annotations
@@ -38,32 +35,31 @@ NAME = ".stillframe-mirror"
 
 _ENTRY = re.compile(r"\d{20}-\d+\.(new|save|due)")
 _LOCK = "lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-_TRIES = 100  # each may fail because another process removes the journal or takes the same name
-_LARGEST = 1 << 16  # the most bytes that are read of an entry, which another program may have made
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a file system without locks
+_TRIES = 100  # a try fails if another process removes the journal or takes the same name
+_MOST_BYTES = 1 << 16  # the most bytes to read of an entry: another program may have made the file
 
-# The paths of the files that this process has locked, by descriptor. A forked child closes them.
+# The paths of the files that this process has locked, by descriptor.
 _locked: dict[int, str] = {}
 _last_ns = 0  # the last result of `_now_ns`
-# The entries of each directory by file name, as they were read last: their content does not change.
+# The entries of each directory, by file name. The content of an entry never changes.
 _known: dict[str, dict[str, Entry]] = {}
 
 
 class Lock:
-    """A file that this process has locked, or is about to lock, through its descriptor."""
+    """A file that this process has locked, or is about to lock."""
 
     def __init__(self, path: str, fd: int) -> None:
-        self._fds = [fd]  # a list, so that only one caller of `_take` gets the descriptor
+        self._fds = [fd]  # empty after `_take`
         _locked[fd] = path
 
     def release(self) -> None:
-        """Give the lock back. May be called again."""
         fd = self._take()
         if fd is not None:
             _unlock(fd)
 
     def _take(self) -> int | None:
-        """Return the descriptor to the first caller, and None to others, in an atomic operation."""
+        """Return the descriptor to the first caller and None to others; atomic."""
         try:
             return self._fds.pop()
         except IndexError:
@@ -71,8 +67,8 @@ class Lock:
 
 
 def _lock(path: str, flags: int = 0) -> Lock | None:
-    """Lock a file; return None if that is not possible now."""
-    if path in _locked.values():  # this process has locked the file
+    """Lock a file. Return None if that is not possible now."""
+    if path in _locked.values():
         return None
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
@@ -89,17 +85,18 @@ def _lock(path: str, flags: int = 0) -> Lock | None:
 
 
 def _unlock(fd: int) -> None:
-    """Unlock and close a descriptor. In a forked child, do nothing for a descriptor of the parent,
-    which `_forked` has closed."""
-    if _locked.pop(fd, None) is not None:
-        with contextlib.suppress(OSError):  # a child may share the lock: end it for both
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+    """Unlock and close a descriptor, except one that `_forked` has closed."""
+    if fd not in _locked:
+        return
+    del _locked[fd]
+    with contextlib.suppress(OSError):  # unlock, because a child may share the descriptor
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _flock(fd: int) -> bool:
-    """Lock a file without a wait. Return False if it is locked already, and True otherwise, also on
-    a file system without locks."""
+    """Lock a file without waiting. Return False if it is locked already. On a file system without
+    locks return True."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -111,21 +108,13 @@ def _flock(fd: int) -> bool:
 
 
 class Entry(NamedTuple):
-    """One upload.
+    """One upload."""
 
-    Attributes:
-        directory: The directory of the local file.
-        path: The name of the local file, or directory, in `directory`.
-        prefix: The URL of the mirror, with a slash at its end and without credentials.
-        name: The object's name below the prefix.
-        file: The name of the entry in the journal; "" before it has one.
-    """
-
-    directory: str
-    path: str
-    prefix: str
-    name: str
-    file: str = ""
+    directory: str  # the directory of the local file
+    path: str  # the name of the local file, or directory, in `directory`
+    prefix: str  # the URL of the mirror, with a slash at the end and without credentials
+    name: str  # the object's name below the prefix
+    file: str = ""  # the name of the entry; "" before the entry is in the journal
 
     @property
     def local(self) -> str:
@@ -142,12 +131,10 @@ class Entry(NamedTuple):
 
     @property
     def own_path(self) -> str:
-        """The path of the entry itself."""
         return os.path.join(self.directory, NAME, self.file)
 
     def is_due(self) -> bool:
-        """Return whether to upload the file, because its save is durable or its save's process was
-        killed."""
+        """Return whether the file's save is over: durable, or its process was killed."""
         if self.file.endswith(".due"):
             return True
         lock = _lock(self.own_path)
@@ -156,8 +143,7 @@ class Entry(NamedTuple):
         return lock is not None
 
     def is_of_killed_save(self) -> bool:
-        """Return whether a due entry is due because the save's process was killed. Then the local
-        file may not exist."""
+        """Return whether a due entry belongs to a killed process. Its file may not exist."""
         return self.file.endswith(".save")
 
     def remove(self) -> None:
@@ -173,54 +159,41 @@ class Pending(Lock):
         self.entry = entry
 
     def make_due(self, *, durable: bool) -> None:
-        """Record that the local file is there, so that it is uploaded. Any thread may call this,
-        and call it again.
-
-        Args:
-            durable: Sync the entry before the return.
-
-        Raises:
-            OSError: The entry could not be synced or renamed.
-        """
+        """Have the local file uploaded. Any thread may call this, and again. Raise OSError if the
+        entry cannot be synced or renamed."""
         if durable:
             with contextlib.suppress(FileNotFoundError):
                 self.sync()
         fd = self._take()
         if fd is None:
-            return  # another thread does this, or has done so
+            return  # another call has taken over
         path = self.entry.own_path
         try:
             os.rename(path, path.removesuffix(".save") + ".due")
-        except FileNotFoundError:  # a process on a file system without locks has removed the entry
+        except FileNotFoundError:  # without locks, another process may have removed the entry
             _unlock(fd)
             add_due(self.entry, durable=durable)
         except BaseException:
-            self._fds.append(fd)  # a later call tries again
+            self._fds.append(fd)  # so that a later call tries again
             raise
         else:
             _unlock(fd)
 
     def remove(self) -> None:
-        """Remove the entry and give its lock back."""
         self.entry.remove()
         self.release()
 
     def sync(self) -> None:
-        """Sync the entry and the journal."""
         paths.sync_file(self.entry.own_path)
         paths.sync_directory(os.path.dirname(self.entry.own_path))
 
 
 def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
-    """Write an entry, and return it locked. Nothing is synced.
+    """Write an entry without a sync, and return it locked.
 
     Args:
-        entry: The upload; its `file` is not used.
-        made: A list to which the entry is appended before it is in the journal, so that the caller
-            has it even if Ctrl-C comes before the return.
-
-    Raises:
-        OSError: The entry could not be written.
+        made: The entry is appended to this list before it is in the journal. So the caller has the
+            entry even if Ctrl-C comes before the return.
     """
     content = json.dumps({"path": entry.path, "prefix": entry.prefix, "name": entry.name}).encode()
     for _ in range(_TRIES):
@@ -243,7 +216,7 @@ def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
                 os.rename(new, pending.entry.own_path)
                 return pending
         except FileNotFoundError:
-            pass  # `unlock` of another process has removed the .new before it was locked
+            pass  # another process has removed the .new before it was locked
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(new)
@@ -254,11 +227,7 @@ def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
 
 
 def add_due(entry: Entry, *, durable: bool) -> None:
-    """Write the entry of a local file that is already there, and make it due.
-
-    Raises:
-        OSError: The entry could not be written.
-    """
+    """Write the entry of a local file that is already there, and make it due."""
     pending = add(entry)
     if durable:
         paths.sync_directory(entry.directory)  # the journal may be new
@@ -266,15 +235,9 @@ def add_due(entry: Entry, *, durable: bool) -> None:
 
 
 def entries(directory: str) -> list[Entry]:
-    """Return the entries of a directory's journal, the oldest first.
-
-    Each entry is read only once, because each call of `stillframe.remove` asks for all entries, and
-    there may be hundreds. A list of names that is made during a rename may have neither the old nor
-    the new name. So a list counts only if the next list is the same.
-
-    Raises:
-        OSError: The journal cannot be listed.
-    """
+    """Return the entries of a directory's journal, the oldest first. Raise OSError if the journal
+    cannot be listed."""
+    # Each entry is read only once: each `stillframe.remove` asks for all of them.
     known = _known.get(directory, {})
     names = _names(directory)
     for _ in range(_TRIES):
@@ -284,6 +247,7 @@ def entries(directory: str) -> list[Entry]:
                 entry = _read(directory, file)
                 if entry is not None:
                     found[file] = entry
+        # A list that is made during a rename may have neither the old name nor the new name.
         before, names = names, _names(directory)
         if names == before:
             break
@@ -305,13 +269,9 @@ def _names(directory: str) -> list[str]:
 
 
 def _read(directory: str, file: str) -> Entry | None:
-    """Return an entry; None if its content is incomplete or invalid, or if its name ends with .new.
-
-    Raises:
-        OSError: The entry is not there, or not readable.
-    """
+    """Return an entry; None if it is invalid or a .new. Raise OSError if it cannot be read."""
     with open(os.path.join(directory, NAME, file), "rb") as stream:
-        text = stream.read(_LARGEST)
+        text = stream.read(_MOST_BYTES)
     try:
         content = json.loads(text)
         entry = Entry(directory, content["path"], content["prefix"], content["name"], file)
@@ -325,24 +285,21 @@ def _read(directory: str, file: str) -> Entry | None:
 
 
 def lock(directory: str) -> Lock | None:
-    """Take the right to upload from a directory; return None if another process has it."""
+    """Take the right to upload from a directory. Return None if another process has it."""
     return _lock(os.path.join(directory, NAME, _LOCK), os.O_CREAT)
 
 
 def unlock(directory: str, right: Lock) -> None:
-    """Give the right back. Before that, remove entries that `_read` refuses, and an empty journal.
-
-    Another process may have opened the removed file `lock` meanwhile. `_lock` notices that its name
-    is gone.
-    """
+    """Give the right back. Before that, remove invalid entries, and the journal if it is empty."""
     known = _known.get(directory, {})
     for file in [each for each in _names(directory) if each not in known]:
         entry = Entry(directory, "", "", "", file)
         with contextlib.suppress(OSError):
             if _read(directory, file) is None and entry.is_due():
                 entry.remove()
-    with contextlib.suppress(OSError):  # the journal has another file, or a new entry
+    with contextlib.suppress(OSError):  # there are other files, or a new entry
         if not _names(directory):
+            # A process that has opened the file `lock` meanwhile notices that the name is gone.
             os.unlink(os.path.join(directory, NAME, _LOCK))
             os.rmdir(os.path.join(directory, NAME))
     right.release()
@@ -356,7 +313,7 @@ def _now_ns() -> int:
 
 
 def _forked() -> None:
-    """Close the parent's locks in a forked child, and leave them locked."""
+    """Close the descriptors of the parent's locks in a forked child. The parent keeps the locks."""
     for fd in _locked:
         with contextlib.suppress(OSError):
             os.close(fd)

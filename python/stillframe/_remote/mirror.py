@@ -4,17 +4,16 @@
     the save's end           syncs the entry and makes it due
     the thread `sf-mirror`   uploads the files of due entries (sending.py), one at a time
 
-The oldest entry goes first. An entry's *prefix* is the URL of its mirror. If an upload fails, later
-entries of its prefix wait, and those of other prefixes go on. The upload is tried again after a
-pause, as long as the process lives. While another process uploads from a directory, all entries
-there wait. Entries that other processes have left in a directory are uploaded too, once this
-process has saved there with a mirror or has called `MirrorUpload.resume`.
+The oldest entry goes first. An entry's *prefix* is the URL of its mirror. After a failure all
+entries of the prefix wait for a pause, and then the upload is tried again. While another process
+uploads from a directory, all entries there wait.
 
-An entry is dropped when a later entry of the same file is due. An upload reads an open descriptor,
-so a save that replaces the file meanwhile does not disturb the upload, and has an entry of its own.
+Other processes may have left entries in a directory. They are uploaded too, once this process has
+saved there with a mirror or has called `MirrorUpload.resume`. An entry is dropped when a later
+entry of the same file is due.
 
-The journal holds no credentials. The thread uses the URL and the options that this process has
-given for the prefix, or else those for its bucket, or else the credentials of the environment.
+The journal holds no credentials. The thread uses the options that this process has given for the
+prefix, or else those for its bucket, or else the credentials of the environment.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import queue
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from stillframe._base import paths, threads, urls
 from stillframe._base.event import Event
@@ -39,7 +38,7 @@ from stillframe._remote.stores import check_store, open_store
 log = logging.getLogger("stillframe")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between two tries of an upload that fails
-_POLL_S = 1.0  # the pause before a journal is read again that another process may have changed
+_POLL_S = 1.0  # how often a journal is read again, for changes by other processes
 _GIVEN_UP_S = 5.0  # the longest wait for the thread after `give_up`
 
 Options = Mapping[str, Any]
@@ -52,8 +51,8 @@ class MirrorUpload:
         local: The path of the file or directory. Its parent is a real path.
         mirror: The URL of a directory in a store.
         storage_options: See `open_store`.
-        durable: Have `end` sync the entry, so that it survives a power failure.
-        create_parents: The save makes missing directories, so `begin` makes them for the journal.
+        durable: `end` syncs the entry.
+        create_parents: `begin` makes missing directories.
 
     Raises:
         ValueError: The URL or an option makes no sense, or the file's name is not UTF-8.
@@ -70,7 +69,9 @@ class MirrorUpload:
         create_parents: bool = False,
     ) -> None:
         path, mark, query = mirror.partition("?")
-        url = f"{path if path.endswith('/') else f'{path}/'}{mark}{query}"
+        if not path.endswith("/"):
+            path += "/"
+        url = path + mark + query
         check_store(url, storage_options)
         directory, name = os.path.split(local)
         name.encode()  # raises UnicodeEncodeError, a ValueError
@@ -81,7 +82,7 @@ class MirrorUpload:
         uploader.learn(url, dict(storage_options or {}))
 
     def begin(self) -> None:
-        """Write the entry, without a sync. The save begins after this call. An error is logged."""
+        """Write the entry, without a sync; log an error. Called before the save begins."""
         try:
             if self._create_parents:
                 paths.make_directories(self.entry.directory, self._durable)
@@ -91,13 +92,13 @@ class MirrorUpload:
         uploader.look_at(self.entry.directory)
 
     def resume(self) -> None:
-        """Upload the files of due entries in the directory, without a save."""
+        """Upload what is due in the directory, without a save."""
         if os.path.isdir(os.path.join(self.entry.directory, journal.NAME)):
             uploader.look_at(self.entry.directory)
 
     def end(self, good: bool) -> None:
-        """Make the entry due if the save succeeded (`good`), else remove it. May be called again.
-        An error is logged."""
+        """Make the entry due if the save succeeded, else remove it. Log an error. May be called
+        again."""
         for pending in self._pending:
             try:
                 if good:
@@ -116,54 +117,54 @@ class MirrorUpload:
 
 
 class _GivenUpError(Exception):
-    """Raised inside an upload to break it off, because the exit does not wait any longer."""
+    """Raised inside an upload to stop it, because the process exits."""
+
+
+class _Failures(NamedTuple):
+    """Uploads to one prefix that have failed in a row."""
+
+    number: int
+    next_try_s: float  # by time.monotonic()
 
 
 class _Uploader:
     """Uploads what is in the journals that this process has used.
 
-    It has no lock, because a signal handler may start a save in the middle of any call, and would
-    wait forever for a lock of the interrupted code.
-
-    Attributes:
-        until: When the exit stops waiting, by time.monotonic(); None waits as long as it takes.
+    It has no lock: a signal handler that saves would wait forever for a lock of the code that it
+    has interrupted.
     """
 
-    until: float | None = None
+    until: float | None = None  # the time.monotonic() at which the exit stops waiting
 
     def __init__(self) -> None:
-        # The directories whose journals are read. A dict serves as a set with an order.
-        self._directories: dict[str, None] = {}
+        self._directories: dict[str, None] = {}  # an ordered set, whose journals are read
         # The URL and the options of each mirror, as this process gave them, by `urls.key`.
         self._targets: dict[bytes, tuple[str, Options]] = {}
-        # By prefix: how often its oldest upload has failed, and the monotonic time of the next try.
-        self._failures: dict[str, tuple[int, float]] = {}
+        self._failures: dict[str, _Failures] = {}  # by prefix
         self._unreadable: set[Entry] = set()  # entries whose local files cannot be read
-        # Functions to call when nothing at or below a path is to be uploaded.
+        # A path, and a function to call when nothing at or below the path is to be uploaded.
         self._followers: list[tuple[str, Callable[[], object]]] = []
-        self._ending = self._given_up = False  # whether `finish` and `give_up` were called
-        self._told = False  # `finish` has said what is left
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an element wakes the thread
+        self._ending = False  # `finish` was called
+        self._given_up = False  # `give_up` was called
+        self._reported = False  # `finish` has said what is left
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # an element wakes the thread
         self._thread = threads.SingleThread(self._run, "sf-mirror")
 
     def is_used(self) -> bool:
-        """Return whether this process has saved with a mirror."""
         return bool(self._targets)
 
     def learn(self, prefix: str, options: Options) -> None:
-        """Record the URL and the options of a mirror."""
         name = urls.key(prefix.partition("?")[0])
         self._targets.pop(name, None)
         self._targets[name] = prefix, options  # the latest is the last
 
     def look_at(self, directory: str) -> None:
-        """Have the thread read the journal of a directory, which may have changed."""
+        """Have the thread read the journal of a directory."""
         self._directories[directory] = None
-        self._tell()
+        self._wake()
 
-    def _tell(self) -> None:
-        """Wake the thread up, or start it."""
-        self._news.put(None)
+    def _wake(self) -> None:
+        self._wakes.put(None)
         try:
             self._thread.start()
         except OSError as error:
@@ -174,10 +175,10 @@ class _Uploader:
     def has(self, path: str) -> bool:
         """Return whether `path`, or anything below it, is still to be uploaded."""
         parent, name = os.path.split(path)
+        if any(each.path == name for each in _entries_of([parent])):
+            return True
         below = [each for each in list(self._directories) if each.startswith(f"{path}/")]
-        return any(each.path == name for each in _entries_of([parent])) or bool(
-            _entries_of([path, *below])
-        )
+        return bool(_entries_of([path, *below]))
 
     def follow(self, path: str, function: Callable[[], object]) -> None:
         """Have the thread call `function` when nothing at or below `path` is to be uploaded."""
@@ -186,14 +187,13 @@ class _Uploader:
             self.look_at(directory)
 
     def wait(self, timeout: float | None) -> Backlog | None:
-        """Wait until nothing is to be uploaded, and return None. After `timeout` seconds, return
-        what is left. Do the same if no thread runs, because the interpreter is exiting or the
-        system refused to start one."""
+        """Wait until nothing is to be uploaded, and return None. Return what is left after
+        `timeout` seconds, or if the thread does not run."""
         if not self._directories:
             return None
         over = Event()
         self._followers.append(("", over.set))  # every path is below ""
-        self._tell()
+        self._wake()
         end_s = float("inf") if timeout is None else time.monotonic() + timeout
         while not over.wait(min(_POLL_S, end_s - time.monotonic())):
             if time.monotonic() >= end_s or not self._thread.is_alive():
@@ -201,29 +201,26 @@ class _Uploader:
         return None
 
     def left(self) -> Backlog | None:
-        """Return what is still to be uploaded; None if nothing is."""
         return Backlog.of(_entries_of(list(self._directories)))
 
     def finish(self, quiet_s: float, say: Callable[[str], object]) -> None:
-        """Wait until the thread has uploaded what is due and has ended; say what is left. May be
-        called again. Uploads that have failed are not tried again, and stay in the journal.
+        """Wait until the thread has uploaded what is due and has ended. Say what is left. Failed
+        uploads are not tried again and stay in the journal. May be called again.
 
-        Args:
-            quiet_s: A shorter wait is not announced.
-            say: Called with each line to print.
+        A wait of up to `quiet_s` is not announced. `say` prints a line.
         """
         if not self._thread.is_started:
             return
         self._ending = True
-        self._news.put(None)
+        self._wakes.put(None)
         if not self._given_up:
             self._join(quiet_s)
             left = self.left() if self._thread.is_alive() and not self._is_late() else None
             if left is not None:
                 say(f"stillframe: waiting for {left}; Ctrl-C twice leaves it to the next process")
             self._join(None)
-        if not self._told and (left := self.left()) is not None:
-            self._told = True
+        if not self._reported and (left := self.left()) is not None:
+            self._reported = True
             say(f"stillframe: left to the next process that saves there with a mirror: {left}")
 
     def _is_late(self) -> bool:
@@ -231,46 +228,48 @@ class _Uploader:
 
     def _join(self, most_s: float | None) -> None:
         """Wait until the thread has ended, at most `most_s` seconds and at most until `until`."""
-        left_s = None if self.until is None else max(0.0, self.until - time.monotonic())
-        self._thread.join(
-            min([each for each in (most_s, left_s) if each is not None], default=None)
-        )
+        limits = [] if most_s is None else [most_s]
+        if self.until is not None:
+            limits.append(max(0.0, self.until - time.monotonic()))
+        self._thread.join(min(limits, default=None))
 
     def give_up(self) -> None:
-        """Break off the upload under way; its entry stays."""
+        """Stop the upload under way. Its entry stays."""
         self._given_up = True
-        self._news.put(None)
+        self._wakes.put(None)
         if self._thread.is_started:
             self._thread.join(_GIVEN_UP_S)
 
     # ---- on the thread ----
 
     def _run(self) -> None:
-        """Upload what is due whenever there are news or a pause is over, until the process
-        exits."""
+        """Upload what is due after each wake and each pause, until the process exits."""
         pause: float | None = 0.0
         while not self._given_up:
             with contextlib.suppress(queue.Empty):
-                self._news.get(timeout=pause)
+                self._wakes.get(timeout=pause)
                 while True:
-                    self._news.get_nowait()
+                    self._wakes.get_nowait()
             try:
                 pause = self._next()
             except Exception:
                 log.exception("stillframe: the mirror failed")
                 pause = _LONGEST_PAUSE_S
-            if self._ending and pause != 0.0:  # 0.0: more may be due
+            more_may_be_due = pause == 0.0
+            if self._ending and not more_may_be_due:
                 return
 
     def _next(self) -> float | None:
         """Upload one entry. Return the seconds to wait before the next call; None if nothing is
-        left to upload, so that the thread waits for news only."""
+        left to upload."""
         entries = _entries_of(list(self._directories))
         now_s = time.monotonic()
-        # When each prefix whose last upload failed is tried again, by `time.monotonic()`.
-        again_s = {prefix: at_s for prefix, (_, at_s) in self._failures.items()}
-        # At exit an upload that has failed is not tried again.
-        paused = {prefix for prefix, at_s in again_s.items() if self._ending or now_s < at_s}
+        # At exit a failed upload is not tried again.
+        paused = {
+            prefix
+            for prefix, failures in self._failures.items()
+            if self._ending or now_s < failures.next_try_s
+        }
         for directory in dict.fromkeys(each.directory for each in entries):
             if self._upload_from(directory, entries, paused):
                 return 0.0
@@ -282,14 +281,16 @@ class _Uploader:
             if not any(_is_at(each, path) for each in left):
                 self._followers.remove(follower)
                 function()
-        # The rest is paused, or belongs to another process or to a save that has not ended.
-        pauses = [
-            again_s[each.prefix] - now_s if each.prefix in paused else _POLL_S for each in left
-        ]
-        return min(pauses, default=None)
+        pauses_s = []
+        for entry in left:
+            if entry.prefix in paused:
+                pauses_s.append(self._failures[entry.prefix].next_try_s - now_s)
+            else:  # it waits for another process, or for the end of a save
+                pauses_s.append(_POLL_S)
+        return min(pauses_s, default=None)
 
     def _forget(self, directory: str) -> None:
-        """Stop reading a journal without entries, and remove its file if it is still empty."""
+        """Stop reading a journal without entries, and remove the journal if it is still empty."""
         right = journal.lock(directory)
         if right is not None:
             journal.unlock(directory, right)  # removes the journal if it is empty
@@ -298,13 +299,9 @@ class _Uploader:
             self._directories[directory] = None
 
     def _upload_from(self, directory: str, entries: list[Entry], paused: set[str]) -> bool:
-        """Upload the oldest due entry of a directory. Return False if no entry is due, or another
-        process uploads from there.
-
-        Args:
-            entries: The entries found before the lock was taken, to avoid needless locks.
-            paused: Prefixes to leave out.
-        """
+        """Upload the oldest due entry of a directory, except those of prefixes in `paused`. Return
+        False if there is none, or if another process uploads from the directory. `entries` were
+        read without the lock."""
 
         def is_next(entry: Entry) -> bool:
             return entry.prefix not in paused and entry not in self._unreadable and entry.is_due()
@@ -315,7 +312,7 @@ class _Uploader:
         if right is None:
             return False
         try:
-            now = _entries_of([directory])  # another process may have uploaded some
+            now = _entries_of([directory])  # another process may have changed them
             latest = {(each.local, each.url): each for each in now if each.is_due()}
             for entry in filter(is_next, now):
                 if latest[entry.local, entry.url] == entry:
@@ -327,7 +324,7 @@ class _Uploader:
             journal.unlock(directory, right)
 
     def _upload(self, entry: Entry) -> None:
-        """Upload the file of an entry and remove the entry; after an error arrange the next try."""
+        """Upload the file of an entry and remove the entry."""
         began_s = time.monotonic()
         try:
             store, base = open_store(*self._target(entry.prefix))
@@ -347,46 +344,47 @@ class _Uploader:
             log.info("stillframe: %s was uploaded to %s: %s", entry.local, entry.url, took)
 
     def _check(self) -> None:
-        """Break off the upload under way if the exit has given up."""
         if self._given_up:
             raise _GivenUpError
 
     def _target(self, prefix: str) -> tuple[str, Options]:
-        """Return the URL and the options to open the store of a prefix with."""
+        """Return the URL and the options with which to open the store of a prefix."""
         known = self._targets.get(urls.key(prefix))
         if known is not None:
             return known
         root = urls.Url.parse(prefix).root
-        same = [
-            each for url, each in list(self._targets.values()) if urls.Url.parse(url).root == root
-        ]
-        return prefix, same[-1] if same else {}
+        latest: Options = {}
+        for url, options in list(self._targets.values()):
+            if urls.Url.parse(url).root == root:
+                latest = options
+        return prefix, latest
 
     def _could_not_read(self, entry: Entry, cause: BaseException | None) -> None:
-        """Remove an entry whose local file is gone, pause its prefix, or leave it out from now on.
-        `cause` is the error with which the file could not be read."""
+        """Handle `cause`, the error with which a local file could not be read."""
         if not isinstance(cause, FileNotFoundError):
             self._unreadable.add(entry)
             log.error("stillframe: %s cannot be read to upload it: %s", entry.local, cause)
-        elif not os.path.lexists(entry.local):
+            return
+        if not os.path.lexists(entry.local):
             entry.remove()
             if not entry.is_of_killed_save():
                 log.warning("stillframe: %s is gone, and was not uploaded", entry.local)
-        elif not any(
+            return
+        # The directory changed. If a later save has replaced it, the entry of that save counts.
+        has_later = any(
             each.local == entry.local and each.file > entry.file
             for each in _entries_of([entry.directory])
-        ):
+        )
+        if not has_later:
             self._failed(entry, cause)
-        # Otherwise a later save has replaced the directory meanwhile, and its entry is uploaded.
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
-        """Log the failure of an upload, and pause the entry's prefix. The pauses double, and are
-        random so that many ranks do not try again at the same moment."""
-        before = self._failures.get(entry.prefix, (0, 0.0))[0]
-        # The inner `min` only keeps the number small: 2**16 s are far more than the longest pause.
+        """Log the failure of an upload, and pause the entry's prefix."""
+        before = self._failures[entry.prefix].number if entry.prefix in self._failures else 0
+        # Each pause is twice the last. min(before, 16) keeps the power small.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(before, 16))
-        pause_s *= random.uniform(0.5, 1.0)
-        self._failures[entry.prefix] = before + 1, time.monotonic() + pause_s
+        pause_s *= random.uniform(0.5, 1.0)  # many ranks should not try again at one moment
+        self._failures[entry.prefix] = _Failures(before + 1, time.monotonic() + pause_s)
         if before:
             log.info(
                 "stillframe: try %d to upload %s to %s failed; the next follows in %.1f s: %s",
@@ -403,7 +401,7 @@ class _Uploader:
 
 
 def _entries_of(directories: Iterable[str]) -> list[Entry]:
-    """Return the entries of these directories' journals, the oldest first."""
+    """Return the entries in the journals of these directories, the oldest first."""
     found: list[Entry] = []
     for directory in {*directories}:
         with contextlib.suppress(OSError):  # the next call reads the journal again
@@ -412,7 +410,6 @@ def _entries_of(directories: Iterable[str]) -> list[Entry]:
 
 
 def _is_at(entry: Entry, path: str) -> bool:
-    """Return whether an entry's file is `path`, or below it."""
     return entry.local == path or entry.local.startswith(f"{path}/")
 
 

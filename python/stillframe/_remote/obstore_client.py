@@ -1,8 +1,6 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
-obstore retries a failed request with growing pauses, `RETRIES` times within `RETRY_S`. Its last
-error says how often it tried, but obstore has no log or hook for single retries. So `Feed` logs
-long waits instead.
+obstore retries failed requests itself and does not report each retry. So `Feed` logs long waits.
 """
 
 from __future__ import annotations
@@ -33,17 +31,16 @@ log = logging.getLogger("stillframe")
 
 PARTS_AT_A_TIME = 4  # the parts of one object that are sent at the same time
 ONE_REQUEST_BYTES = MIB  # an object up to this size is not uploaded in parts
-# How often, for how long and with which pauses a failed request is tried again.
+# Limits for the retries of one request, with pauses that grow.
 RETRIES = 10
 RETRY_S = 180.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
 REQUEST_S = 120.0  # the time limit of a request of PART_BYTES; larger requests get more
 
-# The field of an object's metadata that names the upload that made the object. The field's name has
-# only letters, because not every proxy passes other characters.
+# A metadata field with the id of the upload that made the object. Some proxies pass only letters.
 _MARK = "stillframeupload"
-# `_core.fork_generation()` of the process that has obstore's threads; a forked child has another.
+# `_core.fork_generation()` of the process that has obstore's threads; None: not used yet.
 _used_in: int | None = None
 
 
@@ -70,18 +67,17 @@ class ObstoreStore(Store):
             self._config.values.setdefault("account_name", url.account)
         self._secrets |= secrets_of(self._config.values, "")
         self._clients: dict[int, Any] = {}  # obstore's clients, by their timeouts in seconds
-        self._client(PART_BYTES)  # raises for wrong options
+        self._client(PART_BYTES)  # raises an error for wrong options
         _used_in = self._generation
 
     def _client(self, part: int = 0) -> Any:
-        """Return the client for requests of up to `part` bytes: its timeout is long enough."""
+        """Return a client for requests of up to `part` bytes."""
         seconds = round(REQUEST_S * max(1.0, part / PART_BYTES))
-        if seconds not in self._clients:  # two threads may both make it, which does no harm
+        if seconds not in self._clients:
             self._clients[seconds] = self._open(seconds)
         return self._clients[seconds]
 
     def _open(self, seconds: int) -> Any:
-        """Return a new client whose requests time out after `seconds`."""
         pauses = {
             "init_backoff": timedelta(seconds=FIRST_PAUSE_S),
             "max_backoff": timedelta(seconds=LONGEST_PAUSE_S),
@@ -99,7 +95,7 @@ class ObstoreStore(Store):
             )
         except Exception as error:
             cause = redact(str(error), self._secrets)
-        # Raised outside the handler, so that it does not refer to an error with credentials.
+        # Raised outside the handler, so that it does not refer to obstore's error with credentials.
         raise ValueError(f"storage_options of {self._root}: {cause}")
 
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
@@ -122,12 +118,11 @@ class ObstoreStore(Store):
         except Exception:
             if not feed.ended or not self._has_mark(key, mark):
                 raise
-            # The store has carried out the last request, and only the answer was lost.
+            # Only the store's answer to the last request was lost.
             log.info("stillframe: %s is there, although the upload failed", self.shown(key))
 
     def _has_mark(self, key: str, mark: str) -> bool:
-        """Return whether the upload with this mark has made the object; False if the store cannot
-        tell."""
+        """Return whether the upload with this mark made the object. Return False after an error."""
         with contextlib.suppress(Exception):
             found = _obstore().get(self._client(), key, options={"head": True})
             return bool(found.attributes.get(_MARK) == mark)
@@ -155,7 +150,7 @@ class ObstoreStore(Store):
         try:
             obstore.delete(self._client(), [*keys])
         except FileNotFoundError:
-            for key in keys:  # obstore stops at a missing object, so delete each by itself
+            for key in keys:  # obstore stopped at a missing object
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._client(), key)
 

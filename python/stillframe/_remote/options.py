@@ -1,4 +1,4 @@
-"""The configuration of an obstore client, made from `storage_options` that have fsspec's names."""
+"""The configuration of an obstore client, made from fsspec's `storage_options`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# obstore's names of options, by the names that s3fs has for them.
+# The next four tables translate names into obstore's names.
+
+# Options of s3fs.
 _S3 = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -17,7 +19,7 @@ _S3 = {
     "endpoint_url": "endpoint",
     "requester_pays": "request_payer",
 }
-# The same for what s3fs takes in `client_kwargs`. AWS's files use the names with aws_ too.
+# Options of s3fs in `client_kwargs`. AWS's files use the names with aws_ too.
 _S3_CLIENT = {
     "endpoint_url": "endpoint",
     "region_name": "region",
@@ -25,19 +27,19 @@ _S3_CLIENT = {
     "aws_secret_access_key": "secret_access_key",
     "aws_session_token": "session_token",
 }
-# obstore's names of the fields of an Azure connection string, which are in lower case here.
+# Fields of an Azure connection string, in lower case here.
 _AZURE_CONNECTION = {
     "accountname": "account_name",
     "accountkey": "account_key",
     "sharedaccesssignature": "sas_key",
     "blobendpoint": "endpoint",
 }
-# Variables that give or name credentials. If one is set, AWS's files are read only for a `profile`.
+# If one of these variables is set, AWS's files are read only for an explicit `profile`.
 _OTHER_CREDENTIALS = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
-# Options, and for each scheme variables, that name an endpoint.
+# Options that name an endpoint, and environment variables that do so, by scheme.
 _ENDPOINTS = ("endpoint", "aws_endpoint_url_s3", "base_url")
 _ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -48,25 +50,18 @@ _ENDPOINT_VARIABLES = {
 
 @dataclass(repr=False)
 class Config:
-    """Arguments of an obstore client.
+    """Arguments of an obstore client."""
 
-    Attributes:
-        values: Its configuration, with obstore's names.
-        client: Options of its HTTP client.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    client: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # with obstore's names
+    client: dict[str, Any] = field(default_factory=dict)  # options of the HTTP client
 
 
 def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
-    """Return the configuration for a scheme of `Url`: "s3", "gs" or "az".
+    """Return the configuration for a scheme: "s3", "gs" or "az". Raise ValueError if an option of
+    fsspec has no counterpart in obstore.
 
-    Options with other names than fsspec's go to obstore as they are. obstore refuses unknown names,
-    and takes missing options from the environment.
-
-    Raises:
-        ValueError: obstore has nothing that corresponds to an option.
+    Other options go to obstore unchanged. obstore refuses unknown names, and takes missing options
+    from the environment.
     """
     config = Config()
     rest = {name: value for name, value in options.items() if value is not None}
@@ -75,7 +70,7 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
         config.values["skip_signature"] = True
     {"s3": _s3, "gs": _gs, "az": _az}[scheme](rest, config)
     config.values.update(rest)
-    # The endpoints in the order of precedence; only the first one is used.
+    # obstore uses the first endpoint.
     endpoints = [config.values[name] for name in _ENDPOINTS if name in config.values]
     endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES[scheme] if os.environ.get(name)]
     if endpoints and str(endpoints[0]).startswith("http://"):
@@ -84,21 +79,21 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
 
 
 def _move(source: dict[str, Any], names: Mapping[str, str], target: dict[str, Any]) -> None:
-    """Move the options in `names` from `source` to `target`, and rename them as `names` says."""
+    """Move options from `source` to `target` and rename them, both as `names` says."""
     for name in names.keys() & source.keys():
         target[names[name]] = source.pop(name)
 
 
 def _mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
-    """Remove an option that is a dict, and return it; {} if it is not given."""
+    """Remove and return an option that is a dict; {} if it is not given."""
     value = rest.pop(name, {})
     if not isinstance(value, Mapping):
         raise ValueError(f"storage_options: {name} has to be a dict, not {type(value).__name__}")
     return dict(value)
 
 
-# Each of the next functions serves one kind of store. It moves the options that have fsspec's names
-# from `rest` into `config`; the options that stay in `rest` have obstore's names.
+# Each of the next functions serves one scheme: it moves fsspec's options from `rest` into `config`.
+# The options that stay in `rest` have obstore's names.
 
 
 def _s3(rest: dict[str, Any], config: Config) -> None:
@@ -115,10 +110,8 @@ def _s3(rest: dict[str, Any], config: Config) -> None:
 
 
 def _read_files(profile: str | None, values: dict[str, Any]) -> None:
-    """Add the credentials of a profile in AWS's files, which obstore does not read, to `values`.
-
-    If `profile` is None, credentials in the environment come first, and none need be in the files.
-    """
+    """Add the credentials in AWS's files, which obstore does not read, to `values`. If `profile` is
+    None, credentials in the environment come first."""
     if profile is None and any(map(os.environ.get, _OTHER_CREDENTIALS)):
         return
     name = profile or os.environ.get("AWS_PROFILE") or "default"
@@ -139,27 +132,26 @@ def _read_files(profile: str | None, values: dict[str, Any]) -> None:
 
 
 def _section(variable: str, default: str, *names: str) -> dict[str, str]:
-    """Return the first section in `names` that one of AWS's files has; {} if it has none of them.
-
-    Args:
-        variable: The environment variable that may name the file.
-        default: The file's usual path.
-    """
+    """Return the first of the sections `names` of a file; {} if it has none of them. The path of
+    the file is in the environment variable, or else is `default`."""
     parser = configparser.RawConfigParser()
     file = os.path.expanduser(os.environ.get(variable, default))
     try:
         parser.read(file)
+        is_valid = True
     except configparser.Error:
-        # This error quotes a line of the file, which may be a secret. So ValueError is raised after
-        # this block, where it does not refer to this error.
-        pass
-    else:
-        return next((dict(parser[each]) for each in names if parser.has_section(each)), {})
-    raise ValueError(f"storage_options: {file} is not a file of AWS's settings")
+        is_valid = False
+    # Raised outside the handler: configparser's error quotes a line, which may be a secret.
+    if not is_valid:
+        raise ValueError(f"storage_options: {file} is not a file of AWS's settings")
+    for name in names:
+        if parser.has_section(name):
+            return dict(parser[name])
+    return {}
 
 
 def _gs(rest: dict[str, Any], config: Config) -> None:
-    rest.pop("project", None)  # no request for objects needs a project
+    rest.pop("project", None)  # not needed for objects
     _move(rest, {"endpoint_url": "base_url"}, config.values)
     token = rest.pop("token", "google_default")
     if token == "anon":

@@ -1,4 +1,4 @@
-"""Errors of clients, without the credentials that their texts may hold."""
+"""Removes credentials from the errors of clients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from urllib.parse import quote, quote_plus, urlsplit
 from stillframe.errors import StillframeError
 
 HIDDEN = "***"
-_LONGEST = 400  # letters; a longer text of an error is cut off
-_SHORTEST = 4  # letters; a shorter text is no secret, and to hide it would garble messages
+_LONGEST = 400  # characters; a longer text is cut off
+_SHORTEST = 4  # characters; a shorter text is not treated as a secret
 
-# Names of options and variables whose values are credentials. Variables that name a file or a URL
-# are not among them.
+# Names of options whose values are credentials.
 _SECRET = re.compile(r"key|secret|token|sas|sig$|passw|credential|connection_string", re.IGNORECASE)
+# Environment variables of clients, except those that name a file or a URL.
 _VARIABLES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|HF)_.*(?<!_FILE)(?<!_CREDENTIALS)(?<!_UR[IL])$")
 _WORDS = ("anon", "cloud", "google_default")  # values of gcsfs's option `token` that are no secrets
-# Credentials that are not options: in a URL, in a header, and in a quoted signed request.
+# Credentials in URLs, headers and signed requests, each with the text to show instead.
 _PATTERNS = (
     (re.compile(r"(?<=://)[^/@\s]+@"), f"{HIDDEN}@"),
     (re.compile(r"(?<=\S)\?[\w.-]+=\S*"), f"?{HIDDEN}"),
@@ -33,30 +33,28 @@ _REQUEST = re.compile(
     r"(?:, after (?P<retries>\d+) retries\b.*?)?\s+- (?P<cause>.*)",
     re.DOTALL,
 )
-# Parts of an error: the HTTP status, the store's answer in XML, and the number of an upload's part.
+# In a client's error: the HTTP status, the store's answer in XML, and the number of a part.
 _STATUS = re.compile(r"status code: (\d+)")
 _ANSWER = re.compile(r"<(Code|Message)>(.*?)</\1>", re.DOTALL)
 _PART = re.compile(r"[?&]partNumber=(\d+)")
 
 
 def secrets_of(options: Mapping[str, Any], user: str) -> frozenset[str]:
-    """Return the texts that no message may contain: secret options, secrets of the environment, and
-    the user info of a URL."""
+    """Return the texts that no message may contain. `user` is the user info of the URL."""
     variables = {name: os.environ[name] for name in os.environ if _VARIABLES.match(name)}
     found = {user, *user.split(":"), *_secrets(options), *_secrets(variables)}
     return frozenset(each for each in found if len(each) >= _SHORTEST and each not in _WORDS)
 
 
 def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
-    """Yield the credentials in a value, or below it if it is a mapping. `secret` tells that the
-    name of the value, or of a mapping around it, is that of a credential."""
+    """Yield the credentials in a value, which may be a mapping. `secret`: it has a secret name."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, secret or _SECRET.search(str(name)) is not None)
     elif secret and isinstance(value, (str, bytes)):
         text = os.fsdecode(value)
         yield text
-        for each in re.split(r"[;&?]", text):  # a connection string, or a shared access signature
+        for each in re.split(r"[;&?]", text):  # Azure's connection strings and signatures
             name, _, inner = each.partition("=")
             if _SECRET.search(name):
                 yield inner
@@ -83,8 +81,7 @@ def redact(text: str, secrets: Iterable[str]) -> str:
 
 
 def _without_quotes(text: str) -> str:
-    """Return the code and the message of a store's answer in XML. The other parts of the answer may
-    quote the request with its signature."""
+    """Return a store's answer in XML without its parts that may quote the signed request."""
     found = dict(_ANSWER.findall(text))
     if not found:
         return text.partition("<?xml")[0].partition("<Error>")[0].rstrip(" :")
@@ -92,24 +89,23 @@ def _without_quotes(text: str) -> str:
 
 
 def failure(doing: str, shown: str, error: BaseException, secrets: Iterable[str]) -> Exception:
-    """Return the error to raise in place of a client's error: a FileNotFoundError, a
-    PermissionError or another OSError. A StillframeError stays as it is.
-
-    Args:
-        doing: The operation that failed, for instance "reading bytes 0 to 100".
-        shown: The object's URL, without credentials.
-    """
+    """Return the error to raise in place of a client's error, as `Store` describes it. `doing` is
+    the operation, such as "reading bytes 0 to 100", and `shown` the URL."""
     if isinstance(error, StillframeError):
         return error
-    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
     cause = redact(text, secrets) or type(error).__name__
-    if part := _PART.search(text):
+    part = _PART.search(text)
+    if part is not None:
         doing = f"{doing} (part {part[1]})"
-    status = found[1] if (found := _STATUS.search(text)) else ""
+    found = _STATUS.search(text)
+    status = "" if found is None else found[1]
     sentence = f"{doing} failed: {cause}"
     if isinstance(error, FileNotFoundError) or status == "404":
-        # Another code than NoSuchKey, such as NoSuchBucket, stays in the message.
-        if "NoSuchKey" in text or "Code>" not in text:
+        is_other = "Code>" in text and "NoSuchKey" not in text  # for example NoSuchBucket
+        if not is_other:
             sentence = "no such object"
         return FileNotFoundError(errno.ENOENT, sentence, shown)
     if isinstance(error, PermissionError) or status in ("401", "403"):

@@ -1,9 +1,8 @@
-"""Uploads one local file, or the files of a directory and a marker after them.
+"""Uploads one local file, or the files of a directory and then a marker.
 
-The marker is one more object below the directory's key: JSON with the names of the files and their
-sizes. It is written last and deleted first. So if the marker exists, all files are there and belong
-together. Before the marker is written, objects that the local directory does not have are deleted:
-they are left from an older directory of the same name.
+The marker is an object with the names and sizes of the files as JSON. It is written last and
+deleted first. So if the marker exists, all files are there and belong together. Objects of an older
+directory of the same name are deleted before the marker is written.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from io import FileIO
 from stillframe._base.file_kinds import MARKER
 from stillframe._remote.store import Store
 
-_OURS = ".stillframe"  # names of temporaries, journals and markers begin so: not uploaded
+_OURS = ".stillframe"  # the beginning of names that are not uploaded
 _LAST = ".metadata"  # torch.distributed.checkpoint takes a directory with this file for complete
-_PIECE = 4 << 20  # bytes that are read at a time
+_PIECE = 4 << 20  # the bytes that are read at a time
 
 
 class LocalError(Exception):
@@ -28,14 +27,14 @@ class LocalError(Exception):
 
 
 def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
-    """Upload a file to the key, or a directory to keys below it; return the bytes sent.
+    """Upload a file to the key, or a directory to keys below it. Return the bytes sent.
 
     Args:
-        check: Called before each piece of a file; an exception that it raises ends the upload.
+        check: Called before each piece of a file. An exception that it raises ends the upload.
 
     Raises:
         LocalError: The file or directory cannot be read.
-        OSError: The store's errors, see `Store`.
+        OSError: The store refused; see `Store`.
     """
     with _reading():
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
@@ -45,7 +44,7 @@ def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
 
 
 def send_file(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
-    """Upload one file; for arguments, result and errors see `send`."""
+    """Upload one file, as `send` does."""
     with _reading():
         file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
     with file:
@@ -55,8 +54,7 @@ def send_file(store: Store, key: str, path: str, check: Callable[[], object]) ->
 
 
 def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[memoryview]:
-    """Yield the first `nbytes` bytes of a file; raise LocalError if it has fewer. For `check` see
-    `send`."""
+    """Yield the first `nbytes` bytes of a file. Raise LocalError if it has fewer."""
     left = nbytes
     while left:
         check()
@@ -70,11 +68,11 @@ def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[
 
 
 def _send_directory(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
-    """Upload a directory; for arguments, result and errors see `send`."""
+    """Upload a directory, as `send` does."""
     files = files_of(path)
     marker = f"{key}/{MARKER}"
     last = [f"{key}/{name}" for name in files if os.path.basename(name) == _LAST]
-    # Without the marker and .metadata, nobody takes objects of two versions for a checkpoint.
+    # Without the marker and .metadata, nobody takes a mix of old and new files for a checkpoint.
     store.delete([marker])
     store.delete(last)
     for name in files:
@@ -84,44 +82,32 @@ def _send_directory(store: Store, key: str, path: str, check: Callable[[], objec
         send_file(store, where, os.path.join(path, name), check)
     _refuse_changed(path, files)
     sizes = {name: info.st_size for name, info in files.items()}
-    listed = [each.key for each in store.list(key)]
-    store.delete(each for each in listed if each.removeprefix(f"{key}/") not in sizes)
+    present = [each.key for each in store.list(key)]
+    store.delete(each for each in present if each.removeprefix(f"{key}/") not in sizes)
     put_marker(store, marker, sizes)
     return sum(sizes.values())
 
 
 def put_marker(store: Store, key: str, sizes: dict[str, int]) -> None:
-    """Make several objects one checkpoint: write the object with their names and sizes.
-
-    Args:
-        key: The key of the marker itself.
-        sizes: The bytes of each object, by its name below the checkpoint's prefix.
-    """
+    """Write the marker of a checkpoint. `sizes`: the bytes of each object, by its name below the
+    checkpoint's prefix."""
     content = json.dumps({"files": sizes}).encode()
     store.put(key, [content], len(content))
 
 
 def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:
-    """Refuse a directory that has changed since `files_of` returned `files`.
+    """Raise LocalError if the directory has changed since `files_of` returned `files`."""
 
-    Raises:
-        LocalError: A file was added, removed or changed.
-    """
-    versions = [
-        {name: (info.st_ino, info.st_size, info.st_mtime_ns) for name, info in each.items()}
-        for each in (files, files_of(path))
-    ]
-    if versions[0] != versions[1]:
+    def versions(infos: dict[str, os.stat_result]) -> dict[str, tuple[int, int, int]]:
+        return {name: (info.st_ino, info.st_size, info.st_mtime_ns) for name, info in infos.items()}
+
+    if versions(files) != versions(files_of(path)):
         raise LocalError from FileNotFoundError("the directory changed while it was uploaded")
 
 
 def files_of(path: str) -> dict[str, os.stat_result]:
-    """Return the files of a directory by their relative names, in the order of their upload.
-    Symbolic links are left out.
-
-    Raises:
-        LocalError: The directory cannot be read, or a name is not UTF-8.
-    """
+    """Return the files to upload of a directory, by relative name, in the order of the upload.
+    Raise LocalError if the directory cannot be read, or a name is not UTF-8."""
     found: dict[str, os.stat_result] = {}
 
     def refuse(error: OSError) -> None:
@@ -134,17 +120,15 @@ def files_of(path: str) -> dict[str, os.stat_result]:
                 full = os.path.join(above, name)
                 info = os.lstat(full)
                 if stat.S_ISREG(info.st_mode) and not name.startswith(_OURS):
-                    full.encode()
+                    full.encode()  # raises UnicodeError
                     found[os.path.relpath(full, path)] = info
-    return {
-        name: found[name]
-        for name in sorted(found, key=lambda each: (os.path.basename(each) == _LAST, each))
-    }
+    names = sorted(found, key=lambda each: (os.path.basename(each) == _LAST, each))
+    return {name: found[name] for name in names}
 
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Raise errors of the local file as LocalError, to distinguish them from the store's."""
+    """Raise errors of the local file as LocalError."""
     try:
         yield
     except (OSError, UnicodeError) as error:

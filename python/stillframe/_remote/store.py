@@ -1,4 +1,4 @@
-"""`Store`: one interface and one kind of errors for the stores of all clients."""
+"""`Store`: one interface, with the same errors, to the stores of all clients."""
 
 from __future__ import annotations
 
@@ -32,39 +32,29 @@ SLOW_S = 10.0  # a longer wait for the store is logged
 
 
 class Found(NamedTuple):
-    """An object in a store.
-
-    Attributes:
-        modified_s: The time of its last change in seconds since 1970; 0.0 if the store has none.
-        version: The ETag, which every change of the object changes; "" if the client has none.
-    """
+    """An object in a store."""
 
     key: str
     nbytes: int
-    modified_s: float
-    version: str = ""
+    modified_s: float  # the time of the last change in seconds since 1970; 0.0: not known
+    version: str = ""  # the ETag, which every change changes; "": not known
 
 
 def part_bytes(nbytes: int | None) -> int:
-    """Return the size of an object's parts in bytes, a multiple of a MiB.
-
-    Args:
-        nbytes: The size of the object; None if it is not known.
-    """
-    least = -(-(nbytes or 0) // MOST_PARTS)  # -(-a // b) is a / b rounded up
-    return max(PART_BYTES, -(-least // MIB) * MIB)
+    """Return the size of the parts of an object of `nbytes` (None: not known), a multiple of a
+    MiB."""
+    least_mib = -(-(nbytes or 0) // (MOST_PARTS * MIB))  # rounded up
+    return max(PART_BYTES, least_mib * MIB)
 
 
 class Store(ABC):
-    """A bucket, or another root of objects, with its options. Several threads may use it.
+    """A bucket, or another root of objects. Several threads may use it.
 
     An error of the store is a FileNotFoundError, a PermissionError or another OSError. It names the
-    URL, the operation and the reason, without credentials. In the main thread, Ctrl-C ends the wait
-    for every operation at once. `put` is an exception: it notices Ctrl-C only when the client takes
-    the next piece.
+    URL, the operation and the reason, without credentials.
 
-    Attributes:
-        client: The library behind it: "obstore" or "fsspec".
+    In the main thread, Ctrl-C ends every wait at once. Only `put` notices Ctrl-C later, when the
+    client takes the next piece.
     """
 
     client: Client
@@ -78,23 +68,24 @@ class Store(ABC):
         """Upload an object: all of `pieces`, or nothing.
 
         The calling thread iterates over `pieces`, which must not start another upload. obstore does
-        not copy a piece, but holds it until the store has acknowledged it: at most five parts.
+        not copy a piece: it holds the piece until the store has acknowledged it, at most five parts
+        at a time.
 
         Args:
             pieces: Contiguous buffers of bytes.
-            nbytes: The size of the object, if it is known: large objects need larger parts.
+            nbytes: The size of the object in bytes, if it is known.
 
         Raises:
             Exception: What `pieces` raises, unchanged. The object is the old one.
-            OSError: The store refused; see the class. The object is the old one, except if only the
-                answer to the last request was lost and the store cannot be asked again.
+            OSError: The store refused. The object is the old one, except if the answer to the last
+                request was lost and the store cannot be asked again.
         """
         feed = Feed(pieces, self.shown(key))
         _this_thread.uploads += 1
         try:
             self._do("the upload", key, lambda: self._put(key, feed, nbytes))
         except BaseException:
-            if feed.error is None:  # otherwise the client reports the error of `pieces`
+            if feed.error is None:
                 raise
         finally:
             _this_thread.uploads -= 1
@@ -106,8 +97,10 @@ class Store(ABC):
         """Return the bytes from `start` to `end`, exactly `end - start` of them.
 
         Args:
-            version: The object's version, from `find`; "" if it is not known. If the object has
-                another version, OSError with the errno ESTALE is raised.
+            version: The object's version, from `find`; "" if it is not known.
+
+        Raises:
+            OSError: The store refused, or the object has another version (errno ESTALE).
         """
         if end <= start:
             return b""
@@ -123,7 +116,6 @@ class Store(ABC):
         return self._do("looking it up", key, lambda: apart(partial(self._find, key)))
 
     def exists(self, key: str) -> bool:
-        """Return whether there is an object."""
         try:
             self.find(key)
         except FileNotFoundError:
@@ -131,8 +123,7 @@ class Store(ABC):
         return True
 
     def list(self, prefix: str) -> Iterator[Found]:
-        """Yield the objects below a prefix, which is a directory: "a/b" is below "a", but "ab" is
-        not."""
+        """Yield the objects below a directory: "a/b" is below the prefix "a", "ab" is not."""
         pages = self._list(prefix.strip("/"))
         while True:
             page = self._do("listing", prefix, lambda: apart(partial(next, pages, None)))
@@ -147,10 +138,10 @@ class Store(ABC):
             self._do("deleting", some[0], lambda: apart(partial(self._delete, some)))
 
     def shown(self, key: str) -> str:
-        """Return an object's URL for messages, without credentials."""
+        """Return the object's URL without credentials."""
         return f"{self._root}/{key}"
 
-    # The next methods call the client, and may raise its own errors. `_list` yields pages.
+    # The next methods call the client and may raise its errors. `_list` yields pages.
 
     @abstractmethod
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None: ...
@@ -168,13 +159,7 @@ class Store(ABC):
     def _delete(self, keys: Iterable[str]) -> None: ...
 
     def _do(self, doing: str, key: str, call: Callable[[], T]) -> T:
-        """Call the client, and translate its error.
-
-        The raised error has no reference to the client's error, whose text may hold credentials.
-
-        Args:
-            doing: The operation, for the message.
-        """
+        """Call the client and translate its error. `doing` names the operation in the message."""
         if self._generation != _core.fork_generation():
             raise fork_error()
         try:
@@ -184,33 +169,26 @@ class Store(ABC):
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             failed = failure(doing, self.shown(key), error, self._secrets)
+        # Raised outside the handler, so that it does not refer to an error with credentials.
         raise failed
 
 
 class Feed:
-    """The pieces of an object, which a client takes one after the other.
-
-    Attributes:
-        error: The exception that the iterator of the pieces raised; None if it raised none.
-        ended: The client has taken the last piece.
-    """
+    """The pieces of an object, which a client takes one after the other."""
 
     def __init__(self, pieces: Iterable[Buffer], shown: str) -> None:
         self._iterator = iter(pieces)
         self._shown = shown
-        # The monotonic time at which the client took the last piece; before the first piece `inf`,
-        # so that no wait is counted.
-        self._given_at = math.inf
-        self.error: BaseException | None = None
-        self.ended = False
+        self._given_s = math.inf  # when the client took the last piece, by time.monotonic()
+        self.error: BaseException | None = None  # the exception that the iterator raised
+        self.ended = False  # the client has taken the last piece
 
     def __iter__(self) -> Iterator[Buffer]:
         return self
 
     def __next__(self) -> Buffer:
-        waited_s = time.monotonic() - self._given_at
-        if waited_s > SLOW_S:
-            # This is logged here because no client reports the requests that it retries.
+        waited_s = time.monotonic() - self._given_s
+        if waited_s > SLOW_S:  # no client reports its own retries
             log.info(
                 "stillframe: %s: the store acknowledged no part for %.0f s; failed requests are"
                 " tried again",
@@ -219,7 +197,7 @@ class Feed:
             )
         try:
             piece = next(self._iterator)
-            self._given_at = time.monotonic()
+            self._given_s = time.monotonic()
             return piece
         except StopIteration:
             self.ended = True
@@ -229,14 +207,14 @@ class Feed:
             raise
 
     def close(self) -> None:
-        """End the iterator, if it is a generator, so that it releases its pieces."""
+        """Close a generator, so that it releases its pieces."""
         close = getattr(self._iterator, "close", None)
         if close is not None:
             close()
 
 
 class _ThisThread(threading.local):
-    uploads = 0  # the number of calls of `Store.put` that this thread is in
+    uploads = 0  # the calls of `Store.put` that this thread is in
 
 
 _this_thread = _ThisThread()
@@ -245,10 +223,12 @@ _this_thread = _ThisThread()
 def apart(call: Callable[[], T]) -> T:
     """Make a call, on another thread if needed, and return its result.
 
-    Another thread is needed in the main thread, so that Ctrl-C ends the wait at once. It is also
-    needed inside an upload: obstore cannot be called on a thread on which it is asking for a piece.
+    Another thread is needed:
+    - in the main thread, so that Ctrl-C ends the wait at once
+    - inside an upload, because obstore cannot be called while it asks this thread for a piece
     """
-    if threading.current_thread() is not threading.main_thread() and not _this_thread.uploads:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main and not _this_thread.uploads:
         return call()
     over = Event()
     results: list[T] = []
@@ -273,7 +253,6 @@ def apart(call: Callable[[], T]) -> T:
 
 
 def fork_error() -> ForkError:
-    """Return the error for a client whose threads are in the parent process."""
     return ForkError(
         "the process that this one was forked from has used object stores, and the threads of their"
         " client do not exist here. Start this process with multiprocessing's 'spawn' or"

@@ -1,4 +1,4 @@
-"""Opens the store of a URL: obstore for S3, Google Cloud Storage and Azure, else fsspec."""
+"""Opens the store of a URL, through obstore or fsspec."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ __all__ = ["Found", "Store", "open_store"]
 STORES_KEPT = 8
 
 _OBSTORE = ("s3", "gs", "az")  # the schemes that obstore serves
-# The `STORES_KEPT` stores that were opened last, each after the arguments and the environment with
-# which it was opened. They are kept for their connections and tokens. There is no lock, because a
-# signal handler may open a store too. So two threads may open the same store twice.
+# (arguments and environment, store) of the stores that were opened last, kept for their connections
+# and tokens. There is no lock, because a signal handler may open a store too.
 _kept: list[tuple[object, Store]] = []
 
 
@@ -30,8 +29,8 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     """Return the store of a URL, and the object's key in it.
 
     Args:
-        storage_options: Options as fsspec's file systems take them, or in obstore's names. Missing
-            options come from the environment, for instance AWS_ACCESS_KEY_ID.
+        storage_options: Options with fsspec's or obstore's names. Missing options come from the
+            environment, for instance AWS_ACCESS_KEY_ID.
 
     Raises:
         ValueError: The URL cannot name an object, or an option is unknown.
@@ -55,12 +54,7 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
 
 
 def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raise the errors of `open_store`, except those of this process alone (ForkError). Make no
-    connection.
-
-    Raises:
-        ValueError, StillframeError: See `open_store`.
-    """
+    """Raise the errors that `open_store` would raise, except ForkError. Make no connection."""
     scheme = Url.parse(url).scheme
     if scheme not in _OBSTORE or importlib.util.find_spec("obstore") is None:
         import fsspec
@@ -73,7 +67,7 @@ def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> N
 
 
 def _refuse_misread(url: Url, key: str) -> None:
-    """Raise ValueError for a URL that obstore would misread, or a part of which it would ignore."""
+    """Raise ValueError for a URL that obstore would misread or ignore in part."""
     reason = ""
     if url.user:
         reason = "give credentials as storage_options or in the environment, not in the URL"
@@ -81,14 +75,14 @@ def _refuse_misread(url: Url, key: str) -> None:
         reason = "a URL of this scheme has no query"
     elif not url.bucket:
         reason = "the URL names no bucket"
-    elif {"", ".", ".."} & {*key.split("/")} and key:
+    elif key and {"", ".", ".."} & {*key.split("/")}:
         reason = "a key has no empty component, and none that is . or .."
     if reason:
         raise ValueError(f"{url.root}/{key}: {reason}")
 
 
 def _open(url: Url, options: Mapping[str, Any], given: str) -> Store:
-    """Return a new store; `given` is the URL as the user gave it."""
+    """Return a new store. `given` is the URL as the user gave it."""
     if url.scheme not in _OBSTORE:
         return FsspecStore(url, options, given)
     if importlib.util.find_spec("obstore") is not None:
