@@ -7,21 +7,15 @@ import numbers
 
 
 def refuse_unclear(**switches: object) -> None:
-    """Refuse unclear values of boolean arguments.
-
-    Args:
-        **switches: The arguments, by their names.
-
-    Raises:
-        TypeError: An argument is None or a string.
-    """
+    """Raise TypeError if a boolean argument is None or a string. `switches` has the arguments by
+    name."""
     for name, value in switches.items():
         if value is None or isinstance(value, str):
             raise TypeError(f"{name} has to be True or False, not {value!r}")
 
 
 def seconds(timeout: object) -> float | None:
-    """Return a timeout in seconds, checked before the wait begins; None waits forever.
+    """Return `timeout` as a float, or None for an endless wait.
 
     Raises:
         TypeError: `timeout` is neither a number nor None.

@@ -1,7 +1,4 @@
-"""Text on the terminal: printable text, folded lines, and a progress bar for slow work.
-
-Without a terminal there is no bar.
-"""
+"""Text on the terminal: printable text, folded lines, and a progress bar for slow work."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Update = Callable[[int, int], object]  # moves a bar: takes the bytes done and the bytes in all
+Update = Callable[[int, int], object]  # moves a bar: update(bytes done, bytes in all)
 
 _QUIET_S = 1.0  # shorter work shows no bar
-_EVERY_S = 0.1  # the time between two updates of the bar
+_UPDATE_EVERY_S = 0.1
 
 
 def on_terminal() -> bool:
@@ -49,14 +46,10 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
 
 @contextmanager
 def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
-    """Show a bar of the block's progress, once the block has lasted a second.
+    """Show a bar of the block's progress on a terminal, once the block has lasted a second.
 
-    The bar ends with the block, or when `done` raises ValueError because its object is closed.
-
-    Args:
-        done: Returns the bytes so far; called on another thread.
-        path: The file that the bar names.
-        nbytes: The bytes in all.
+    `done` returns how many of the `nbytes` bytes are done, on another thread. Its ValueError ends
+    the bar.
     """
     if not on_terminal():
         yield
@@ -68,9 +61,9 @@ def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
             return
         try:
             with bar(path, nbytes) as update:
-                while not end.wait(_EVERY_S):
+                while not end.wait(_UPDATE_EVERY_S):
                     update(done(), nbytes)
-        except ValueError:
+        except ValueError:  # the object that `done` asks is closed
             pass
 
     thread = threading.Thread(target=show, name="sf-progress", daemon=True)
@@ -85,15 +78,12 @@ def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
 def folded(text: str, width: int, indent: str = "    ", break_after: str = " /") -> list[str]:
     """Break `text` into lines of at most `width` letters.
 
-    Lines break only after one of the letters in `break_after`, so the components of a path stay
-    whole. A component that is wider than a line gets its own line.
-
-    Args:
-        indent: The beginning of every line but the first.
+    A line breaks only after one of the letters in `break_after`. A wider part gets its own line.
+    `indent` begins every line but the first.
     """
     lines: list[str] = []
     line = ""
-    # Each part ends with a letter to break after and the spaces that follow, or with the text.
+    # Each part reaches to a letter to break after and the spaces that follow, or to the end.
     for part in re.findall(rf"[^{break_after}]*(?:[{break_after}]\s*|$)", text):
         if line.strip() and len(line) + len(part.rstrip()) > width:
             lines.append(line.rstrip())

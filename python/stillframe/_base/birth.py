@@ -1,4 +1,4 @@
-"""The process that an object belongs to: the process that made it, and not its forked children."""
+"""`Birth`: finds out whether an object was made before a fork, by the parent process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from stillframe.errors import ForkError
 
 
 class Birth:
-    """A mark of the process that made an object. A forked child lacks the object's threads or
-    memory, and so must not use the object.
-
-    Args:
-        what: The words for the object in the error, such as "this Engine".
-    """
+    """The process that made an object. A forked child must not use the object, because the child
+    lacks the object's threads or memory. `what` names the object in the error, such as "this
+    Engine"."""
 
     __slots__ = ("_generation", "_what")
 
@@ -21,15 +18,11 @@ class Birth:
         self._generation = _core.fork_generation()
 
     def foreign(self) -> bool:
-        """Return whether this process is a forked child of the one that made the object."""
+        """Return whether this process is a forked child of the process that made the object."""
         return self._generation != _core.fork_generation()
 
     def refuse_child(self) -> None:
-        """Raise an error in a forked child.
-
-        Raises:
-            ForkError: This process is a forked child of the one that made the object.
-        """
+        """Raise ForkError in a forked child."""
         if self.foreign():
             raise ForkError(
                 f"{self._what} was made before fork() and belongs to the parent process. A forked"

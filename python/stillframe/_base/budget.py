@@ -2,18 +2,17 @@
 
     budget = (what the system leaves + what our pools hold already) / 2 / local ranks
 
-"What the system leaves" is the least of these numbers: MemAvailable of the machine and, for the
-process's memory cgroup and each of its parents (v1 and v2), limit - usage + inactive file pages.
-The kernel reclaims those pages before memory runs short, and a machine that writes checkpoints has
-many of them. The memory that our own pools hold is added back, because the system counts it as
-used. Otherwise that memory would be subtracted twice for a second engine: here, and when the core
-subtracts what other pools have.
+"What the system leaves" is the least of these numbers:
 
-A limit of address space (`ulimit -v`, which batch systems set) works differently. Reserved
-addresses count against the limit even if no memory is used, and the limit applies to this process
-alone. One pool gets at most half of the address space that is left.
+    MemAvailable of the machine
+    limit - usage + inactive file pages, of the process's memory cgroup (v1 or v2)
+    the same of each parent of this cgroup
 
-The core gives each pool what the other pools have left of the budget (`csrc/core/memory/budget.c`).
+The kernel reclaims inactive file pages before memory runs short. The memory of our pools is added
+back, because the system counts it as used, and the core subtracts it again from the budget.
+
+With a limit of address space (`ulimit -v`), one pool gets at most half of the addresses left.
+
 A missing or unexpected file under /proc or /sys counts as no limit.
 """
 
@@ -33,24 +32,18 @@ _NO_LIMIT = 1 << 62  # more than any machine has
 
 
 class Budget(NamedTuple):
-    """The memory that default pools, those without `pool_bytes`, may take.
+    """The most bytes that pools without `pool_bytes` may take."""
 
-    Attributes:
-        shared: The most bytes of all such pools in this process together.
-        most: The most bytes of one pool.
-    """
-
-    shared: int
-    most: int
+    shared: int  # for all such pools of this process together
+    most: int  # for one pool
 
 
 class _Files(NamedTuple):
-    """The names in one version of the cgroup interface: two files, and the key in `memory.stat` for
-    inactive file pages."""
+    """The names in one version of the cgroup interface."""
 
-    limit: str
-    usage: str
-    inactive: str
+    limit: str  # a file
+    usage: str  # a file
+    inactive: str  # the key in `memory.stat` for inactive file pages
 
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -58,31 +51,23 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def measure(held: int, root: Path = Path("/")) -> Budget:
-    """Return the budget, from what the system leaves now.
-
-    Args:
-        held: Bytes that the pools of this process hold.
-        root: The directory with `proc` and `sys`.
-    """
+    """Return the budget, from what the system leaves now. The pools of this process hold `held`
+    bytes. The directory `root` has `proc` and `sys`."""
     least = min(_left_by_machine(root), _left_by_cgroups(root))
-    # A system without any figures gets pools of one block: slow, but safe.
+    # Without any figures the budget is 0, and each pool has one block: slow, but safe.
     shared = 0 if least == _NO_LIMIT else (least + held) // 2 // _local_ranks()
     return Budget(shared, _left_by_rlimit(root) // 2)
 
 
 def _left_by_machine(root: Path) -> int:
-    """Return the bytes that the kernel could give away now (MemAvailable)."""
     kib = _number(root / "proc/meminfo", "MemAvailable:")
     return _NO_LIMIT if kib is None else kib * 1024
 
 
 def _left_by_cgroups(root: Path) -> int:
-    """Return the least number of bytes that a memory cgroup of the process, v1 or v2, leaves.
-
-    A line of /proc/self/cgroup is `number:controllers:/group`. The line of cgroup v2 has number 0
-    and no controllers.
-    """
+    """Return the least number of bytes that a memory cgroup of the process leaves."""
     mount, least = root / "sys/fs/cgroup", _NO_LIMIT
+    # A line is `number:controllers:/group`. In cgroup v2 it is `0::/group`.
     for line in _text(root / "proc/self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
         controllers, colon, group = rest.partition(":")
@@ -94,7 +79,7 @@ def _left_by_cgroups(root: Path) -> int:
             least = min(
                 least,
                 _left_by_chain(mount, group, _V2),
-                _left_by_chain(mount / "unified", group, _V2),  # if both versions are in use
+                _left_by_chain(mount / "unified", group, _V2),  # where v1 is mounted too
             )
     return least
 
@@ -102,9 +87,8 @@ def _left_by_cgroups(root: Path) -> int:
 def _left_by_chain(mount: Path, group: str, files: _Files) -> int:
     """Return the least number of bytes that a group or one of its parents leaves.
 
-    Inside a container, /proc may give the group's path on the host. That path does not exist below
-    the container's mount, and missing files count as no limit. One of its parents, at the latest
-    the mount itself, is then the container's own group.
+    In a container, `group` may be a path on the host, which does not exist below `mount`. Then one
+    of its parents, or `mount` itself, is the container's own group.
     """
     folder = mount / group.strip("/")
     return min(_left_by(each, files) for each in _up_to(folder, mount))
@@ -119,7 +103,6 @@ def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
 
 
 def _left_by(folder: Path, files: _Files) -> int:
-    """Return how many bytes the limit of one group leaves, `_NO_LIMIT` if it has none."""
     # Without a limit the file has "max" in v2, and a huge number in v1.
     limit = _number(folder / files.limit)
     usage = _number(folder / files.usage)
@@ -127,31 +110,33 @@ def _left_by(folder: Path, files: _Files) -> int:
         return _NO_LIMIT
     inactive = _number(folder / "memory.stat", files.inactive + " ") or 0
     # The files are not read at the same moment, so `inactive` may be larger than `usage`.
-    return max(0, limit - max(0, usage - inactive))
+    used = max(0, usage - inactive)
+    return max(0, limit - used)
 
 
 def _local_ranks() -> int:
-    """Return the number of ranks on this machine, which torchrun sets."""
+    """Return the number of ranks on this machine, according to torchrun."""
     found = re.match(r"\s*(\d+)", os.environ.get("LOCAL_WORLD_SIZE", ""))
     return max(1, int(found[1])) if found else 1
 
 
 def _left_by_rlimit(root: Path) -> int:
-    """Return the bytes that RLIMIT_AS leaves. The first number of statm is the pages in use."""
+    """Return the bytes of address space that RLIMIT_AS leaves."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return _NO_LIMIT
-    return max(0, limit - (_number(root / "proc/self/statm") or 0) * mmap.PAGESIZE)
+    pages = _number(root / "proc/self/statm") or 0
+    return max(0, limit - pages * mmap.PAGESIZE)
 
 
 def _number(file: Path, key: str = "") -> int | None:
-    """Return the number in a file that follows `key` at the start of a line. Without a key, return
-    the number at the start of the file. Return None if there is no such number or file."""
+    """Return the number after `key` at the start of a line, or without a key the number at the
+    start of the file. Return None if there is no such number or file."""
     start = rf"(?m)^{re.escape(key)}" if key else r"\A"
     found = re.search(rf"{start}[ \t]*(\d+)", _text(file))
     return min(int(found[1]), _NO_LIMIT) if found else None
 
 
 def _text(file: Path) -> str:
-    # Python's own read releases the interpreter lock several times for each file.
+    # Python's own read would release the interpreter lock several times.
     return _core.read_text(bytes(file)).decode("ascii", "replace")

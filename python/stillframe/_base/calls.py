@@ -1,12 +1,11 @@
 """State for the duration of a call: whether the thread is inside a call, and garbage collection.
 
 A signal handler may save in the middle of another of our calls on its thread. Such a save is
-*nested*. It must not wait for anything that only the interrupted call could release.
+*nested*: it must not wait for anything that only the interrupted call could release.
 
-Ctrl-C may come before any line, even after a context manager has been entered and before its block
-begins, so that `__exit__` never runs. So each call is recorded as the stack frame that entered it.
-A record no longer counts when its frame has left the stack. The next call then drops the record;
-until then the record keeps the frame's variables alive.
+Ctrl-C may come after `__enter__` and before the block begins. Then `__exit__` never runs. So each
+call is recorded by the stack frame that entered it. The next call drops the records whose frames
+have left the stack.
 """
 
 from __future__ import annotations
@@ -19,27 +18,25 @@ from types import FrameType
 
 
 class _Frames(threading.local):
-    """The records of one thread: the frames that are inside a call, or have switched off garbage
-    collection."""
+    """The records of one thread."""
 
     def __init__(self) -> None:
-        self.calls: list[FrameType] = []
-        self.no_collection: list[FrameType] = []
+        self.calls: list[FrameType] = []  # frames that are inside a call
+        self.no_collection: list[FrameType] = []  # frames that turned garbage collection off
 
 
 _frames = _Frames()
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, its caller, and so on."""
+    """Yield a frame, its caller, the caller's caller, and so on."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _drop_ended(frames: list[FrameType]) -> bool:
-    """Remove the frames that have left this thread's stack from the list. Return whether there were
-    any."""
+    """Remove the frames that have left this thread's stack. Return whether there were any."""
     living = set(stack(sys._getframe(1)))
     ended = [each for each in frames if each not in living]
     for each in ended:
@@ -52,7 +49,7 @@ def _leave(frames: list[FrameType], frame: FrameType) -> None:
         frames.remove(frame)
 
 
-class inside:  # lower case, because it is used like a function: `with inside():`
+class inside:  # lower case, because it is used like a function
     """Mark the thread as inside a call: `with inside() as nested:`. `nested` is True if the thread
     was inside a call already."""
 
@@ -73,23 +70,23 @@ class inside:  # lower case, because it is used like a function: `with inside():
 class no_collection:  # lower case for the same reason
     """Turn garbage collection off inside the block.
 
-    Preparing a save, loading and rebuilding a tree make many thousand objects that all stay alive.
-    Collections would find nothing and scan much of the process, which takes longer than the rest.
+    For blocks that make many objects that all stay alive. Collections would find nothing, and take
+    longer than the rest of the block.
     """
 
-    __slots__ = ("_enabled",)
+    __slots__ = ("_was_enabled",)
 
     def __enter__(self) -> None:
         frames = _frames.no_collection
         # If an interrupted block has left collection off, this block turns it on at its end.
         interrupted = bool(frames) and _drop_ended(frames)
-        self._enabled = gc.isenabled() or interrupted
-        if self._enabled:
+        self._was_enabled = gc.isenabled() or interrupted
+        if self._was_enabled:
             frames.append(sys._getframe(1))
             gc.disable()
 
     def __exit__(self, *error: object) -> None:
-        if self._enabled:
+        if self._was_enabled:
             gc.enable()
             _leave(_frames.no_collection, sys._getframe(1))
 

@@ -1,18 +1,16 @@
-"""The CPUs of the process, which an OpenMP runtime may have taken from its main thread.
+"""The CPUs of our threads, where an OpenMP runtime has bound the main thread to few of them.
 
 With OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY the runtime binds the main thread to one
-*place*. That is OpenMP's word for a set of CPUs, often a single core. libgomp does so while torch
-is imported, other runtimes at the first parallel region. Each thread started later inherits the
-place, so our threads would share one core with the training. They get the CPUs that the process had
-before the binding:
+*place*: OpenMP's word for a set of CPUs, often a single core. Threads started later inherit the
+place, so our threads would share that core with the training. Instead they get the first of these
+sets that fits:
 
-- If the main thread had more CPUs when this module was imported, our threads get those.
-- Otherwise the runtime knows how many CPUs the process had. If all its places together have that
-  number of CPUs, our threads get them. If not, our threads get all CPUs that the system grants,
-  provided that their number is right.
+- the CPUs that the main thread had when this module was imported, if they were more;
+- all places of the runtime, if they have as many CPUs as the runtime has counted at its start;
+- all CPUs that the system grants, if they are as many.
 
-If the main thread's CPUs are not a place, the program has set them itself (`os.sched_setaffinity`,
-`taskset -p`). Our threads then inherit them, as they do without a runtime.
+If the main thread's CPUs are not a place, the program has chosen them itself, for instance with
+`taskset`. Our threads then inherit them.
 """
 
 from __future__ import annotations
@@ -33,29 +31,18 @@ _RUNTIME = re.compile(r"/.*/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
 class Runtime(NamedTuple):
-    """The answers of an OpenMP runtime.
+    """The report of an OpenMP runtime."""
 
-    Attributes:
-        places: The sets of CPUs that the runtime binds threads to; empty if it binds none.
-        number: How many CPUs the process had when the runtime was loaded.
-    """
-
-    places: list[set[int]]
-    number: int
+    places: list[set[int]]  # the sets of CPUs that it binds threads to; empty if it binds none
+    nr_cpus: int  # how many CPUs the process had when the runtime was loaded
 
 
 class Cpus(NamedTuple):
-    """Where threads may run: sets of CPU numbers.
+    """Where threads may run: sets of CPU numbers."""
 
-    Attributes:
-        main: The CPUs of the main thread.
-        ours: The CPUs for stillframe's threads.
-        bound: An OpenMP runtime bound the main thread.
-    """
-
-    main: set[int]
-    ours: set[int]
-    bound: bool
+    main: set[int]  # for the main thread
+    ours: set[int]  # for stillframe's threads
+    bound: bool  # an OpenMP runtime has bound the main thread
 
 
 def before_binding(
@@ -64,51 +51,50 @@ def before_binding(
     runtimes: list[Runtime],
     granted: Callable[[], set[int]],
 ) -> set[int] | None:
-    """Return the CPUs the process had before a runtime bound its main thread.
+    """Return the CPUs that the process had before a runtime bound its main thread.
 
     Args:
         main: The CPUs of the main thread now.
-        first: The CPUs that it had when the package was imported.
+        first: The CPUs of the main thread when the package was imported.
         runtimes: All OpenMP runtimes that are loaded.
         granted: Returns the CPUs that the system gives to a thread that asks for all.
 
     Returns:
-        None if no runtime bound the main thread, or if the CPUs cannot be found out.
+        The CPUs; None if no runtime bound the main thread, or if the CPUs are unknown.
     """
     binding = [each for each in runtimes if main in each.places]
     if not binding:
         return None
     if main != first:
-        return first if main < first else None  # if it has other CPUs, the program has set them
-    # A runtime that was loaded after the main thread had been bound has counted only the CPUs of
-    # that place. So the largest number is right.
-    runtime = max(binding, key=lambda each: each.number)
+        return first if main < first else None  # None: the program has chosen other CPUs
+    # A runtime that was loaded after the binding has counted only the CPUs of one place.
+    runtime = max(binding, key=lambda each: each.nr_cpus)
     listed = set().union(*runtime.places)
-    if runtime.number <= len(main):
-        return None  # the process had no CPUs but these
-    if len(listed) == runtime.number:
+    if runtime.nr_cpus <= len(main):
+        return None
+    if len(listed) == runtime.nr_cpus:
         return listed
-    if len(found := granted()) == runtime.number:
+    if len(found := granted()) == runtime.nr_cpus:
         return found
-    # A user may have listed only some of the process's CPUs as places. If more are listed than the
-    # process had, some of them belong to others.
-    return listed if len(listed) < runtime.number else None
+    # The user may have listed fewer CPUs than the process had. If the user has listed more, some
+    # of them belong to other processes.
+    return listed if len(listed) < runtime.nr_cpus else None
 
 
 def inspect() -> Cpus:
-    """Return where threads may run, judging by the process as it is now."""
+    """Return where threads may run now."""
     main = _of_main_thread()
     before = None
-    if len(main) < os.sysconf("SC_NPROCESSORS_ONLN"):  # otherwise it has all CPUs
+    has_all_cpus = len(main) >= os.sysconf("SC_NPROCESSORS_ONLN")
+    if not has_all_cpus:
         before = before_binding(main, _first, _runtimes(), _granted)
     return Cpus(main, before or main, before is not None)
 
 
 def spread() -> None:
-    """Find the CPUs of the process. The threads that the core starts from now on run on them, and
-    `spread_thread` uses them."""
+    """Find the CPUs for our threads. The core starts its threads on these CPUs from now on."""
     global _known
-    with contextlib.suppress(OSError):  # in a sandbox that forbids it, threads inherit the CPUs
+    with contextlib.suppress(OSError):  # a sandbox forbids it; threads inherit the CPUs
         if _known is None or _known.main != _of_main_thread():
             _known = inspect()
             _core.set_cpus(tuple(_known.ours if _known.bound else ()))
@@ -118,7 +104,7 @@ def count() -> int:
     """Return how many CPUs the core's threads may run on, as `spread` found."""
     if _known is not None:
         return len(_known.ours)
-    with contextlib.suppress(OSError):  # a sandbox forbids the question
+    with contextlib.suppress(OSError):  # a sandbox forbids it
         return len(_of_main_thread())
     return 1
 
@@ -126,7 +112,7 @@ def count() -> int:
 def spread_thread(thread: threading.Thread) -> None:
     """Move a running thread of ours to the CPUs that `spread` found."""
     if _known is not None and _known.bound and thread.native_id is not None:
-        with contextlib.suppress(OSError):  # it has ended, or a sandbox forbids it
+        with contextlib.suppress(OSError):  # the thread has ended, or a sandbox forbids it
             os.sched_setaffinity(thread.native_id, _known.ours)
 
 
@@ -149,7 +135,7 @@ def _runtimes() -> list[Runtime]:
 
 
 def _ask(library: ctypes.CDLL) -> Runtime:
-    """Return the answers of a runtime's library; AttributeError if it lacks a function."""
+    """Return what a runtime's library reports. Raise AttributeError if it lacks a function."""
     places = []
     for number in range(library.omp_get_num_places()):
         ids = (ctypes.c_int * library.omp_get_place_num_procs(number))()
@@ -159,11 +145,11 @@ def _ask(library: ctypes.CDLL) -> Runtime:
 
 
 def _granted() -> set[int]:
-    """Return the CPUs that a thread gets if it asks for all. The system leaves out those that this
-    container may not use. A new thread asks, because the answer becomes its own mask."""
+    """Return the CPUs that a thread gets if it asks for all. The system leaves out CPUs that this
+    container may not use."""
     found: set[int] = set()
 
-    def ask() -> None:
+    def ask() -> None:  # on a new thread, because it changes the thread's CPUs
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
             found.update(os.sched_getaffinity(0))
@@ -178,4 +164,4 @@ def _granted() -> set[int]:
 
 
 _first: set[int] = _of_main_thread()  # at the import of this module
-_known: Cpus | None = None  # the last result of inspect()
+_known: Cpus | None = None  # the last result of `inspect`

@@ -1,10 +1,9 @@
 """Questions to torch about CUDA: where a tensor lives, and the current stream.
 
-No function except `make_context` initialises CUDA in a process that has not used it. The forked
-children of a process that has initialised CUDA could not use it.
+Only `make_context` may initialise CUDA: after that, forked children of the process cannot use CUDA.
 
-The core cannot ask torch for the current stream, because the function in torch's ABI is missing
-from CPU builds. So Python asks, which takes 0.2 us, and passes the stream's handle to the core.
+CPU builds of torch lack the C function for the current stream. So Python asks for the stream's
+handle, and passes it to the core.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _is_cuda = torch.version.cuda is not None
 index_of: Callable[[torch.Tensor], int] = (
     torch._C.TensorBase.get_device if _is_cuda else lambda tensor: -1
 )
-"""Returns n for a tensor on CUDA device n, and -1 for any other tensor."""
+"""Return n for a tensor on CUDA device n, and -1 for any other tensor."""
 
 # Returns the handle of the current stream of a device; None in CPU builds of torch.
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -36,11 +35,11 @@ def number_of(device: torch.device) -> int:
 
 
 on_host: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_cpu.__get__  # type: ignore[attr-defined]
-"""Whether a tensor lives in host memory."""
+"""Return whether a tensor is in host memory."""
 
 
 def number_of_tensor(tensor: torch.Tensor) -> int:
-    """Return the number, as of `number_of`, of the device that a tensor is on."""
+    """Return `number_of` the device that a tensor is on."""
     return 0 if on_host(tensor) else number_of(tensor.device)
 
 
@@ -55,10 +54,11 @@ def may_be_loaded_to() -> bool:
 
 
 def of_location(location: str) -> torch.device | None:
-    """Return the CUDA device that a location tag of torch ("cuda:0") names, or None if it names no
-    CUDA device of this machine."""
+    """Return the CUDA device that a location tag of torch names, such as "cuda" or "cuda:0". Return
+    None if the tag names no CUDA device of this machine."""
     kind, _, number = location.partition(":")
-    if kind != "cuda" or not may_be_loaded_to() or not (number.isdecimal() or location == kind):
+    is_cuda_tag = kind == "cuda" and (number.isdecimal() or location == "cuda")
+    if not is_cuda_tag or not may_be_loaded_to():
         return None
     index = int(number) if number else torch.cuda.current_device()
     return torch.device("cuda", index) if index < torch.cuda.device_count() else None
@@ -70,7 +70,7 @@ def current_stream(device: int) -> int:
 
 
 def streams(devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the current streams of these devices as (device, handle)."""
+    """Return the current stream of each device, as (device, handle)."""
     return tuple((device, current_stream(device)) for device in devices)
 
 
@@ -92,12 +92,7 @@ def in_use() -> list[int]:
 
 
 def make_context(number: int) -> None:
-    """Have torch make its context on a device, if this process has not used the device yet.
-
-    The core uses the context that exists on a device, and never makes one.
-
-    Raises:
-        RuntimeError: torch cannot use the device.
-    """
+    """Have torch make its context on a device, unless the device has one. Raise RuntimeError if
+    torch cannot use the device."""
     if number not in in_use():
         torch.empty(1, device=torch.device("cuda", number))

@@ -1,6 +1,6 @@
 """Where checkpoints are: the local file system, or a store that is read as if it were one.
 
-Code that looks for checkpoints asks a `Disk`. Paths are strings, joined by slashes on both.
+Code that looks for checkpoints uses a `Disk`. In both cases, paths are joined by slashes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ class Opened(Protocol):
 class Disk:
     """The local file system, and the base class of stores. The methods raise OSError.
 
-    Attributes:
-        is_remote: Whether the files are in a store. An OSError of a store means that the store does
-            not answer, not that a checkpoint is damaged.
+    An OSError of a store means that the store does not answer, not that a checkpoint is damaged.
     """
 
-    is_remote = False
+    is_remote = False  # True for stores
 
     def __enter__(self) -> Self:
         return self
@@ -47,30 +45,30 @@ class Disk:
         return os.listdir(path)
 
     def names_without_links(self, path: str) -> Iterator[str]:
-        """Iterate over the names in a directory, except links to another name in the directory."""
+        """Yield the names in a directory, except links to another name in the same directory."""
         with os.scandir(path) as entries:
             for each in entries:
-                if not (each.is_symlink() and os.path.dirname(os.readlink(each.path)) in ("", ".")):
-                    yield each.name
+                if each.is_symlink() and os.path.dirname(os.readlink(each.path)) in ("", "."):
+                    continue
+                yield each.name
 
     def walk(self, path: str, on_error: Callable[[OSError], object]) -> Walk:
-        """Iterate over a directory and those below it, as `os.walk` does."""
+        """Iterate over a directory and its subdirectories, as `os.walk` does."""
         return os.walk(path, onerror=on_error)
 
     def modified_s(self, path: str) -> float:
-        """Return the time of the last change, or 0.0 if it is unknown."""
+        """Return the time of the last change, or 0.0 if the time is unknown."""
         try:
             return os.stat(path).st_mtime
         except OSError:
             return 0.0
 
     def nbytes(self, path: str) -> int:
-        """Return the length of a file."""
         return os.stat(path).st_size
 
     def read(self, path: str, nbytes: int = -1) -> bytes:
-        """Return the first `nbytes` bytes of a file, or all if `nbytes` is negative. Return b"" for
-        anything but a regular file."""
+        """Return the first `nbytes` bytes of a file, or all bytes if `nbytes` is negative. Return
+        b"" for a pipe or a device."""
         with self.open(path) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return b""
@@ -78,16 +76,12 @@ class Disk:
                 return reader.read(nbytes)
 
     def open(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
-        """Open a file for reading. Opening a pipe that has no writer does not wait for one.
-
-        Args:
-            peek: Only a small part of the file will be read for now.
-        """
+        """Open a file for reading, without waiting for the writer of a pipe. With `peek`, only a
+        small part of the file will be read for now."""
         return open(path, "rb", buffering=0, opener=_open_at_once)
 
     def forget(self, path: str) -> None:
-        """Forget what is known of a file. In a store that is its size and version, which the next
-        `open` then asks for again."""
+        """Forget a file's size and version. The next `open` asks the store for them."""
 
     def rest(self, file: Opened) -> None:
         """Give back the memory of a file that stays open and is not read for a while."""

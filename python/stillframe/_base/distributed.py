@@ -1,8 +1,4 @@
-"""Questions to torch.distributed: whether there are other ranks, and what DTensor's class is.
-`poll` waits for entries that other ranks write to the process group's store.
-
-DTensor's class is found without importing it: code that has a DTensor has imported the class.
-"""
+"""Questions to torch.distributed: whether there are other ranks, and what DTensor's class is."""
 
 from __future__ import annotations
 
@@ -26,8 +22,8 @@ def is_initialized() -> bool:
 
 
 def may_have_other_ranks() -> bool:
-    """Return whether other ranks may run on this machine. No rank is asked, because a dead or
-    missing rank would never answer."""
+    """Return whether other ranks may run on this machine. No rank is asked, because a dead rank
+    would never answer."""
     if not is_initialized() or torch.distributed.get_world_size() == 1:
         return False
     return os.environ.get("LOCAL_WORLD_SIZE") != "1"  # torchrun sets it, other launchers may not
@@ -35,10 +31,7 @@ def may_have_other_ranks() -> bool:
 
 def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
     """Wait until `is_there()` returns True. Return False if that takes longer than `longest_s`.
-
-    `is_there` queries a process group's store. The store's own waits ignore signals; here Ctrl-C is
-    handled between two queries. The pauses grow to 10 ms.
-    """
+    Unlike a wait of a process group's store, this can be ended by Ctrl-C."""
     end, pause_s = time.monotonic() + longest_s, _SHORTEST_S
     while not is_there():
         if time.monotonic() > end:
@@ -49,11 +42,12 @@ def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
 
 
 def dtensor() -> type[Any] | None:
-    """Return the class DTensor, or None if nobody has imported it."""
+    """Return the class DTensor, or None if its module was not imported: then there are no
+    DTensors."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind if isinstance(kind, type) else None
 
 
 def memory_of(tensor: Any) -> Any:
-    """Return the tensor that owns the memory: for a DTensor its local tensor, else `tensor`."""
+    """Return the local tensor of a DTensor, and any other tensor as it is."""
     return tensor._local_tensor if type(tensor) is dtensor() else tensor

@@ -1,8 +1,4 @@
-"""Kinds of files and directories: which ones are checkpoints, and guesses at what others are.
-
-A guess is words that complete "it looks like ...". It uses only the first bytes, the type and the
-name of a file.
-"""
+"""Kinds of files and directories: which ones are checkpoints, and what the others may be."""
 
 from __future__ import annotations
 
@@ -22,10 +18,9 @@ MARKER = ".stillframe.json"
 # The metadata file of torch.distributed.checkpoint: of all ranks, or of a rank that saved alone.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _HEAD = 4096  # how many bytes of a file are read for a guess
-# The first name in an archive of torch, "NAME/data.pkl", ends within so many bytes. NAME is usually
-# the file's name.
-_FIRST_NAME = 512
-# Near the beginning of a file in torch's old format: its magic number, pickled.
+# The first name in an archive of torch, "NAME/data.pkl", ends within so many bytes.
+_FIRST_NAME_END = 512
+# The pickled magic number near the beginning of a file in torch's legacy format.
 LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
 # Types of files other than regular ones: a test of `st_mode`, and the words for the type.
@@ -66,13 +61,13 @@ def is_shard(path: str) -> bool:
 
 
 def is_sharded(names: Iterable[str]) -> bool:
-    """Return whether a directory with these names is a torch.distributed.checkpoint."""
+    """Return whether a directory with these names is one of torch.distributed.checkpoint."""
     return any(_METADATA.fullmatch(name) for name in names)
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file or directory exists. A directory with shards counts only as a complete
-    checkpoint: the metadata is written last and removed first."""
+    """Return whether a file or directory exists. A directory with shards counts only if it has the
+    metadata too, which is written last and removed first."""
     if not os.path.isdir(path):
         return os.path.exists(path)
     try:
@@ -83,7 +78,7 @@ def exists(path: str | os.PathLike[str]) -> bool:
 
 
 def describe_directory(path: str, disk: Disk = LOCAL) -> str:
-    """Return what a directory is and what reads it, for messages."""
+    """Return what a directory is, and what reads it, for messages."""
     try:
         sharded = is_sharded(disk.names(path))
     except OSError:
@@ -92,11 +87,8 @@ def describe_directory(path: str, disk: Disk = LOCAL) -> str:
 
 
 def guess(fd: int, path: str) -> str | None:
-    """Return what an open file looks like, or None if it may be a (damaged) checkpoint.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return words that complete "it looks like", or None if an open file may be a checkpoint,
+    whole or damaged. The first bytes, the type and the name decide."""
     found = os.fstat(fd)
     for is_type, words in _TYPES:
         if is_type(found.st_mode):
@@ -104,12 +96,12 @@ def guess(fd: int, path: str) -> str | None:
     head = _core.read_at(fd, _HEAD, 0)
     if is_shard(path) and head.startswith(b"PK\3\4"):
         return SHARD
-    # An empty file, or a file of zeros, was a checkpoint whose bytes never reached the disk.
+    # An empty file, or a file of zeros, may be a checkpoint whose bytes never reached the disk.
     if not head.strip(b"\0") or head.startswith(b"PK") or LEGACY in head[:32]:
         return None
     if safetensors.begins_like_one(head):
         return "safetensors"
-    if head[257:262] == b"ustar":  # where a tar archive has its magic
+    if head[257:262] == b"ustar":  # the magic of a tar archive
         return "tar: unpack it first"
     for beginning, words in _BEGINNINGS:
         if head.startswith(beginning):
@@ -118,18 +110,15 @@ def guess(fd: int, path: str) -> str | None:
 
 
 def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
-    """Return why a file is not a checkpoint at all, or None if it is a damaged checkpoint.
-
-    Args:
-        found: The result of the core's check of the file, which has found it damaged.
-    """
+    """Return why a file is not a checkpoint at all, or None if it is a damaged checkpoint. `found`
+    is the result of the core's check, which has failed."""
     if (words := guess(fd, path)) is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
-    # Either a whole zip archive without a pickle, or a damaged one that torch did not write.
-    lacks_pickle = found["num_bad"] == 0 and "no record" in found["error"]
-    is_another = found["num_bad"] > 0 and is_another_zip(fd)
-    if found["format"] == "archive" and (lacks_pickle or is_another):
-        return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
+    if found["format"] == "archive":
+        is_whole = found["num_bad"] == 0
+        is_another = "no record" in found["error"] if is_whole else is_another_zip(fd)
+        if is_another:
+            return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
     # The format is unknown, and the file is neither empty nor all zeros.
     if found["format"] == "foreign" and _core.read_at(fd, _HEAD, 0).strip(b"\0"):
         return "it is not a PyTorch checkpoint"
@@ -137,13 +126,8 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
 
 
 def is_safetensors(fd: int, path: str) -> bool:
-    """Return whether an open file is, or was meant to be, in the safetensors format.
-
-    The first bytes decide. If they fit no format, as in an empty file, the file's name decides.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return whether an open file is, or was meant to be, in the safetensors format. If the first
+    bytes fit no format, the file's name decides."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return False
     head = _core.read_at(fd, 32, 0)
@@ -154,16 +138,19 @@ def is_safetensors(fd: int, path: str) -> bool:
 
 
 def is_another_zip(fd: int) -> bool:
-    """Return whether a zip archive was not written by torch.
+    """Return whether a zip archive, possibly damaged, was written by other code than torch.
 
-    In a zip archive of other code, as in an .npz, the name of the first record usually has no
-    directory. An archive of torch whose first name is damaged still has ``data.pkl`` near its
-    beginning.
+    In such an archive, the first name usually has no directory. The search for ``data.pkl`` finds
+    an archive of torch whose first name is damaged.
     """
     head = _core.read_at(fd, _HEAD, 0)
-    # The header of the first record has the name's length at offset 26, and the name at offset 30.
-    name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-    return b"/" not in name and b"data.pkl" not in head[:_FIRST_NAME]
+    return b"/" not in first_name_in_zip(head) and b"data.pkl" not in head[:_FIRST_NAME_END]
+
+
+def first_name_in_zip(head: bytes) -> bytes:
+    """Return the name of the first record of a zip archive, from the first bytes of the file."""
+    length = int.from_bytes(head[26:28], "little")
+    return head[30 : 30 + length]
 
 
 def _is_text(head: bytes) -> bool:
@@ -171,7 +158,8 @@ def _is_text(head: bytes) -> bool:
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 3:  # not only a last letter that `head` truncates
+        cuts_last_letter = error.start >= len(head) - 3  # a letter has at most 4 bytes
+        if not cuts_last_letter:
             return False
         text = head[: error.start].decode()
     return all(letter.isprintable() or letter in "\t\r\n\f" for letter in text)

@@ -15,37 +15,21 @@ from stillframe.errors import SaveError
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A resolved path at which a save makes its file.
+    """A resolved path at which a save makes its file."""
 
-    Attributes:
-        shown: The path as the user gave it.
-        directory: The real path of its directory.
-        name: The file's name in that directory.
-        file_system: `st_dev` of the directory.
-    """
-
-    shown: str
-    directory: bytes
-    name: bytes
-    file_system: int
+    shown: str  # the path as the user gave it
+    directory: bytes  # the real path of the file's directory
+    name: bytes  # the file's name in that directory
+    file_system: int  # `st_dev` of the directory
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """The path of a checkpoint that other code writes or names as well, for instance Lightning.
+    """The path or URL of a checkpoint, as a user gave it and in absolute form."""
 
-    A public call makes it with `CheckpointPath.of` and passes it on, so that the path is checked
-    only once for being remote. Two such paths are equal if their attributes `name` are equal.
-
-    Attributes:
-        given: The path as it was given.
-        name: The path made absolute if it is local, or else the URL.
-        remote: Whether the path is the URL of an object in a store.
-    """
-
-    given: Any = field(compare=False)
-    name: str
-    remote: bool = field(compare=False)
+    given: Any = field(compare=False)  # as the user gave it
+    name: str  # a URL as it was given, or the absolute local path
+    remote: bool = field(compare=False)  # `name` is a URL
 
     @classmethod
     def of(cls, path: Any) -> CheckpointPath:
@@ -76,12 +60,8 @@ class CheckpointPath:
         return urls.shown(self.text)
 
     def key(self, *, follow_link: bool = False) -> bytes:
-        """Return the path's name in the log. For a link, this is by default its own name, not its
-        target's.
-
-        Raises:
-            TypeError, ValueError: See `as_text`.
-        """
+        """Return the path's name in the log. Without `follow_link`, a link counts as itself. Raise
+        the errors of `as_text`."""
         if self.remote:
             return urls.key(self.name)
         as_text(self.given)  # only for its exceptions
@@ -89,7 +69,7 @@ class CheckpointPath:
 
 
 def no_path_error(path: object) -> TypeError:
-    """Return the error to raise for an object that is given instead of a path."""
+    """Return the error for an object that is no path."""
     message = f"a path has to be a str or os.PathLike, not {type(path).__name__}"
     if hasattr(path, "write") or hasattr(path, "read"):
         message += ": stillframe saves to files by name. torch.save and torch.load take open files"
@@ -118,8 +98,8 @@ def as_text(path: object) -> str:
 
 
 def _split(text: str, follow_link: bool) -> tuple[str, str]:
-    """Return the real path of the parent, and the last component. With `follow_link` a link in the
-    last component is resolved first."""
+    """Return the real path of the parent, and the last component. With `follow_link`, resolve a
+    link in the last component first."""
     if follow_link and os.path.islink(text):
         text = os.path.realpath(text)
     parent, name = os.path.split(text)
@@ -129,7 +109,7 @@ def _split(text: str, follow_link: bool) -> tuple[str, str]:
 
 
 def key(path: object, *, follow_link: bool) -> bytes:
-    """Return the path's key in the log: real path of the parent, a slash, the last component."""
+    """Return a local path's name in the log: the parent's real path, and the last component."""
     text = as_text(path)
     resolved = _core.resolve(os.fsencode(text), follow_link)
     if resolved is not None:
@@ -146,7 +126,7 @@ def target(
     durable: bool,
     directory: bool = False,
 ) -> Target:
-    """Check that `path` can be a regular file, and return it as a target.
+    """Return the target that `path` names, after a check that a save can make it.
 
     Args:
         follow_link: Write through a symbolic link rather than replace it.
@@ -156,28 +136,26 @@ def target(
 
     Raises:
         TypeError, ValueError: See `as_text`.
-        SaveError: (phase "open") The parent is missing or cannot be synced, or the name is that of
-            something other than a regular file (or directory).
+        SaveError: (phase "open") The parent is missing or cannot be synced, or something of
+            another kind has the name.
     """
     text = as_text(path)
     if directory:
         text = text.rstrip("/") or text
     last = os.path.basename(text)
-    if last in (".", "..") and directory:  # the directory will be replaced, so it needs a name
+    if last in (".", "..") and directory:
         raise SaveError(errno.EINVAL, "give the directory's own name", text, "open")
-    # The path names no file. A save for Lightning (`create_parents`) drops a slash at the end, as
-    # fsspec does.
+    # With `create_parents`, for Lightning, a slash at the end is dropped, as fsspec does.
     if last in ("", ".", "..") and not create_parents:
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
-    # The core looks everything up with one release of the interpreter lock: the parent, the name,
-    # the mode of the file with that name, whether the parent can be read, and the parent's st_dev.
-    # If that fails, Python looks again, to make directories or to find the right error.
+    # The fast path releases the interpreter lock only once. `mode` is that of the file to replace.
     resolved = _core.resolve(os.fsencode(text), follow_link)
     if resolved is not None:
-        _, real_name, mode, is_readable, file_system = resolved
+        real_parent, real_name, mode, is_readable, file_system = resolved
         is_allowed = _may_replace(mode, follow_link, directory)
         if real_name and is_allowed and (is_readable or not durable):
-            return Target(text, *resolved[:2], file_system)
+            return Target(text, real_parent, real_name, file_system)
+    # The slow path makes directories, or finds the right error.
     parent = os.path.dirname(text) or "."
     try:
         parent, name = _split(text, follow_link)
@@ -200,8 +178,7 @@ def target(
 
 
 def object_target(url: object) -> Target:
-    """Return the target of an object in a store. It holds the URL for messages and timelines only:
-    nothing is written to its `directory`."""
+    """Return the target of an object in a store. It only has the URL for messages and timelines."""
     shown = urls.shown(url)
     parent, _, name = shown.rpartition("/")
     return Target(shown, os.fsencode(parent), os.fsencode(name), 0)
@@ -213,11 +190,8 @@ def tilde_hint(text: str) -> str:
 
 
 def _may_replace(mode: int, follow_link: bool, directory: bool) -> bool:
-    """Return whether a save of a file (or `directory`) can replace the file that has its name.
-
-    Args:
-        mode: The `st_mode` of the file that has the name; 0 if there is none.
-    """
+    """Return whether a save of a file (or `directory`) can replace a file with the given `st_mode`.
+    A `mode` of 0 means that there is no file."""
     if directory:
         return not mode or stat.S_ISDIR(mode)
     return not mode or stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not follow_link)
@@ -247,7 +221,7 @@ def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> N
 
 def make_directories(directory: str, durable: bool) -> None:
     """Make `directory` and its missing parents. With `durable`, sync the parent of each new
-    directory, so that the new directory survives a power failure."""
+    directory, so that the new one survives a power failure."""
     missing = []
     while not os.path.isdir(directory):
         missing.append(directory)
@@ -267,27 +241,20 @@ def make_directories(directory: str, durable: bool) -> None:
 
 
 def put_back(text: str) -> bool:
-    """Put back a directory that a writer moved aside to replace it, if the writer died before it
-    put the new directory in place.
-
-    Args:
-        text: A missing path, at or below that directory.
-
-    Returns:
-        Whether the path may exist now.
-    """
-    # Find the first missing component of the path, in the existing directory `parent`.
-    above = os.path.abspath(text)
-    while not os.path.isdir(parent := os.path.dirname(above)):
-        above = parent
-    if os.path.lexists(above):
+    """Put back a directory that a dead writer has moved aside and not replaced. `text` is a missing
+    path at or below this directory. Return whether the path may exist now."""
+    missing = os.path.abspath(text)
+    while not os.path.isdir(parent := os.path.dirname(missing)):
+        missing = parent
+    # `missing` is now the path's first component that may be missing; `parent` exists.
+    if os.path.lexists(missing):
         return False
     _core.tidy(os.fsencode(parent))  # puts back what dead writers have moved aside there
-    return os.path.lexists(above)
+    return os.path.lexists(missing)
 
 
 def sync_directory(directory: str) -> None:
-    """Make the entries of a directory durable, if its file system can."""
+    """Make the entries of a directory durable, if its file system can do so."""
     try:
         _sync(directory, os.O_DIRECTORY)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads single records of an archive, with the core's threads, into Python's memory."""
+"""Reads single records of an archive with the core's threads."""
 
 from __future__ import annotations
 
@@ -27,41 +27,32 @@ class RestoreFailed(Exception):
 
 
 def wait(core: _core.Restore, index: int) -> None:
-    """Wait until the record with this index is read and its CRC is right. The index `core.nr` waits
-    for all records.
-
-    Raises:
-        RestoreFailed: A record is damaged or could not be read.
-    """
+    """Wait until a record is read and its CRC was compared. Raise RestoreFailed if the record is
+    damaged or could not be read. The index `core.nr` stands for all records."""
     if not core.wait(index):
         raise RestoreFailed(Failure(*core.failure()))
 
 
 def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
-    """Return the bytes of single records; a missing record gives b"".
-
-    Args:
-        core: A restore that has not started. After an exception it is closed.
-        names: The names of the records.
-
-    Raises:
-        RestoreFailed: A record is damaged or could not be read.
-    """
+    """Return the bytes of the named records, b"" for a missing record. `core` must not have
+    started; an exception closes it. Raise RestoreFailed if a record is damaged or could not be
+    read."""
     numbers = [core.find(name) for name in names]
-    # The memory for each record, by the record's number.
-    wanted = {number: bytearray(core.sizes(number, 1)[0]) for number in numbers if number >= 0}
+    memory: dict[int, bytearray] = {}  # by the number of the record
+    for number in numbers:
+        if number >= 0:
+            memory[number] = bytearray(core.sizes(number, 1)[0])
     try:
-        for number, data in wanted.items():
+        for number, data in memory.items():
             core.into(number, [_address_of(data)])
-        # In the file's order: let the threads read as far as the record, then wait for the record.
-        for number in sorted(wanted):
-            core.until(number)
+        for number in sorted(memory):  # in the order of the file
+            core.until(number)  # read no further than this record
             core.go(core.reach(number))
             wait(core, number)
     except BaseException:
         core.close()  # ends the threads before the memory that they write to is freed
         raise
-    return [bytes(wanted[number]) if number >= 0 else b"" for number in numbers]
+    return [bytes(memory[number]) if number >= 0 else b"" for number in numbers]
 
 
 def _address_of(data: bytearray) -> int:

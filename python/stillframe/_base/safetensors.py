@@ -1,11 +1,11 @@
 """The safetensors format: the header of a file, and the index that names several files.
 
-A file begins with the length of its header (8 bytes, little endian). The header is JSON. It gives
-the type, the shape and the offsets of each tensor. The tensors' bytes follow the header without a
-gap, up to the end of the file (https://github.com/huggingface/safetensors#format). There are no
-checksums, so a file of the right length may still have wrong bytes.
+    8 bytes     the length of the header, little endian
+    header      JSON: the type, the shape and the offsets of each tensor
+    tensors     their bytes, without a gap, up to the end of the file
 
-The rules are those of the safetensors library, version 0.8. Nothing here needs torch.
+The format has no checksums (https://github.com/huggingface/safetensors#format). The rules are those
+of the safetensors library, version 0.8.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the library's limit
 _MAX_BYTES = 1 << 63  # sizes and offsets in a header have to be smaller
-# The errors that code raises when it reads JSON that has not the expected structure.
+# The errors of the code below if JSON does not have the expected structure.
 _ERRORS = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 
-# For each type, by its name in the format: the bits of an element, and torch's name for the type,
-# which is "" if torch lacks it. The order is the library's: it writes tensors of later types first.
+# name in the format: (bits of an element, torch's name, "" if torch lacks the type)
+# In the order of the library, which writes tensors of later types first.
 DTYPES = {
     "BOOL": (8, "bool"),
     "F4": (4, "float4_e2m1fn_x2"),
@@ -76,8 +76,8 @@ class Header(NamedTuple):
 
 
 def begins_like_one(head: bytes) -> bool:
-    """Return whether a file's first nine bytes are those of a safetensors file. No pickle or zip
-    file passes: its first eight bytes, taken as a header's length, exceed the format's limit."""
+    """Return whether a file's first nine bytes are those of a safetensors file: a header's length
+    and a brace. In a pickle or a zip file, that length would exceed the limit."""
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
 
 
@@ -85,8 +85,8 @@ def read_header(fd: int) -> Header:
     """Return the header of an open file, after a check of everything in it.
 
     Raises:
-        Damaged: The file is empty, truncated, too long, or its header makes no sense.
-        OSError: It cannot be read.
+        Damaged: The file is empty, truncated or too long, or its header makes no sense.
+        OSError: The file cannot be read.
     """
     nbytes = os.fstat(fd).st_size
     if nbytes == 0:
@@ -125,30 +125,23 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, tensor: Any, begin: int) -> Entry:
-    """Return a tensor as the header describes it.
-
-    Raises:
-        ValueError, TypeError, KeyError: Its type, shape and offsets do not fit together.
-    """
+    """Return a tensor that the header describes. `begin` is the offset of the first tensor. Raise
+    ValueError, TypeError or KeyError if type, shape and offsets do not fit together."""
     dtype, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"tensor {name} has the unknown type {dtype}")
     if len(offsets) != 2 or not all(map(_is_size, [*shape, *offsets])):
         raise ValueError(f"tensor {name} has a shape or offsets that are no sizes")
     first, end = offsets
-    # In bits, because an element of some types is smaller than a byte.
-    if first > end or _numel(shape) * DTYPES[dtype][0] != 8 * (end - first):
+    element_bits, _ = DTYPES[dtype]
+    if first > end or _numel(shape) * element_bits != 8 * (end - first):
         raise ValueError(f"the offsets of tensor {name} do not fit its type and shape")
     return Entry(name, dtype, tuple(shape), begin + first, begin + end)
 
 
 def _numel(shape: list[int]) -> int:
-    """Return the number of elements of a tensor with this shape.
-
-    Raises:
-        ValueError: The number exceeds `_MAX_BYTES`. The loop ends there, because a long list of
-            large sizes would make it slow.
-    """
+    """Return the number of elements. Raise ValueError as soon as it exceeds `_MAX_BYTES`, because
+    the product of many large sizes would take long."""
     if 0 in shape:
         return 0
     numel = 1
@@ -160,7 +153,6 @@ def _numel(shape: list[int]) -> int:
 
 
 def _is_size(number: object) -> bool:
-    """Return whether a value from the header can be a size or an offset: an int, and not a bool."""
     return type(number) is int and 0 <= number < _MAX_BYTES
 
 
@@ -169,7 +161,7 @@ def read_index(disk: Disk, path: str) -> dict[str, list[str]]:
 
     Raises:
         Damaged: The index makes no sense, or a file that it names is not next to it.
-        OSError: It cannot be read.
+        OSError: The index cannot be read.
     """
     text = disk.read(path)
     files: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them: one parser and two formatters."""
+"""Sizes as people write and read them, such as "300 MB"."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import operator
 import re
 from collections.abc import Callable
 
-# Half of the address space that Linux gives a process. A larger size is a mistake, and would
-# overflow in the core.
+# Half of the address space that Linux gives a process. Larger sizes would overflow in the core.
 MOST_BYTES = 1 << 46
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
@@ -50,16 +49,14 @@ def _from_text(text: str, name: str) -> int:
             " '300MB' (of 1000) or '4GiB' (of 1024)"
         )
     number, prefix, binary = match.groups()
-    unit = (1024 if binary else 1000) ** _POWERS[prefix.lower()] if prefix else 1
+    base = 1024 if binary else 1000
+    unit = base ** _POWERS[prefix.lower()] if prefix else 1
     return round(float(number) * unit) if "." in number else int(number) * unit
 
 
 def whole_number(value: object, name: str) -> int:
-    """Return `value` as an int; NumPy's ints are accepted.
-
-    Raises:
-        TypeError: It is not an int, or a bool. The message has the argument's `name`.
-    """
+    """Return `value` as an int; NumPy's ints are accepted. Raise TypeError for a bool and anything
+    else. The message has the argument's `name`."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -69,8 +66,8 @@ def whole_number(value: object, name: str) -> int:
 
 
 def bounded(number: int, name: str, least: int, most: int, *, shown: object = None) -> int:
-    """Return `number`, or raise ValueError if it is out of bounds. The message shows `shown` in its
-    place, if that is given."""
+    """Return `number`, or raise ValueError if it is out of bounds. The message has `shown` instead
+    of the number, if `shown` is given."""
     shown = number if shown is None else shown
     if number < least:
         raise ValueError(f"{name} has to be at least {least}, not {shown}")
@@ -91,9 +88,10 @@ def binary(nbytes: float) -> str:
 
 def _format(nbytes: float, base: int, units: tuple[str, ...]) -> str:
     step = 0
-    # Three digits are shown. A value that they would round up to `base` gets the next unit.
+    # 999.5 would be shown as 1000, so the value gets the next unit.
     while nbytes >= 0.9995 * base and step < len(units) - 1:
         nbytes /= base
         step += 1
-    digits = f"{nbytes:.0f}" if step == 0 or nbytes >= 99.95 else f"{nbytes:.3g}"
+    has_no_fraction = step == 0 or nbytes >= 99.95  # in three digits
+    digits = f"{nbytes:.0f}" if has_no_fraction else f"{nbytes:.3g}"
     return f"{digits} {units[step]}"

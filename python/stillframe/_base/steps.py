@@ -1,7 +1,7 @@
 """Directory changes as lists of steps, which the core carries out.
 
-The core carries out a list with one release of the interpreter lock. Each system call made from
-Python would release the lock, and wait up to 5 ms to get it back while another thread computes.
+The core releases the interpreter lock once for a whole list. Python would release the lock for each
+system call, and wait up to 5 ms to get it back while another thread computes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from stillframe import _core
 
-# A code of the core (STEP_...) and two arguments: a path, and the file's content or the new path.
+# (one of `_core.STEP_...`, a path, the file's content or the new path)
 Step = tuple[int, bytes, bytes]
 
 
 def write(path: str, content: bytes, *, durable: bool) -> Step:
     """Return a step that creates a file, and syncs it if `durable`."""
-    return _core.STEP_WRITE_SYNCED if durable else _core.STEP_WRITE, os.fsencode(path), content
+    code = _core.STEP_WRITE_SYNCED if durable else _core.STEP_WRITE
+    return code, os.fsencode(path), content
 
 
 def sync(directory: str) -> Step:
@@ -35,11 +36,7 @@ def unlink(path: str) -> Step:
 
 
 def take(steps: Sequence[Step]) -> None:
-    """Carry out the steps in order.
-
-    Raises:
-        OSError: A step failed; the later steps were not carried out.
-    """
+    """Carry out the steps in order. Raise OSError at the first step that fails."""
     done, code = _core.take_steps(steps)
     if code:
         raise _error(code, steps[done])
@@ -61,11 +58,7 @@ def _error(code: int, step: Step) -> OSError:
 
 
 def names(directory: str) -> list[str]:
-    """Return the names in a directory.
-
-    Raises:
-        OSError: It cannot be listed.
-    """
+    """Return the names in a directory. Raise OSError if it cannot be listed."""
     found, code = _core.names(os.fsencode(directory))
     if code:
         raise OSError(code, os.strerror(code), directory)

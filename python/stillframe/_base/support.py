@@ -1,6 +1,6 @@
-"""The requirements of stillframe, and one sentence for each that is not met.
+"""The requirements of stillframe, and a sentence for each requirement that is not met.
 
-`setup.py` runs this file by its path before it builds, so it imports nothing from the package.
+This file imports nothing from the package, because `setup.py` runs it before the build.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import sys
 
 VERSION = "0.1.0"
 TORCH = (2, 10)
-# The packages for which stillframe has a module of the same name, each with the oldest version that
-# it supports and the name for pip.
+# package with a stillframe module of the same name: (oldest supported version, name for pip)
 FRAMEWORKS = {
     "accelerate": ((1, 10), "accelerate"),
     "lightning": ((2, 4), "lightning"),
@@ -35,7 +34,7 @@ def complaint_of_python(platform: str, free_threaded: bool) -> str | None:
 
 
 def complaint_of_torch(version: str | None) -> str | None:
-    """Return what is wrong with torch, or None; `version` is None if it is not installed."""
+    """Return what is wrong with torch, or None. `version` is None if torch is not installed."""
     if version is None:
         return "stillframe needs torch 2.10 or later, and there is none here: pip install torch"
     if parsed(version) < TORCH:
@@ -62,14 +61,13 @@ def parsed(version: str) -> tuple[int, int]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed. Other errors of its import
-    propagate."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return str(importlib.import_module(package).__version__)
     except ModuleNotFoundError as error:
         if error.name == package:
             return None
-        raise
+        raise  # the package lacks one that it imports itself
 
 
 def is_free_threaded() -> bool:
@@ -77,11 +75,7 @@ def is_free_threaded() -> bool:
 
 
 def refuse_elsewhere() -> None:
-    """Check the requirements when the package is imported.
-
-    Raises:
-        ImportError: stillframe cannot run here.
-    """
+    """Raise ImportError if stillframe cannot run here."""
     complaint = complaint_of_python(sys.platform, is_free_threaded())
     complaint = complaint or complaint_of_torch(installed("torch"))
     if complaint is not None:
@@ -98,11 +92,7 @@ def refuse_elsewhere() -> None:
 
 
 def refuse_framework(package: str) -> None:
-    """Check the requirements when the module of a package of `FRAMEWORKS` is imported.
-
-    Raises:
-        ImportError: The package is missing or too old.
-    """
+    """Raise ImportError if a package of `FRAMEWORKS` is missing or too old."""
     complaint = complaint_of_framework(package, installed(package))
     if complaint is not None:
         raise ImportError(complaint)

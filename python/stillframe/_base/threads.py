@@ -1,4 +1,4 @@
-"""Starting threads, and the error when the system refuses to start a thread."""
+"""Starts threads, also at most once for many callers (`SingleThread`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stillframe.errors import StillframeError
 
 
 def refused() -> OSError:
-    """Return the error for a thread that the system refused to start. errors.c raises the same one
-    for the core's threads."""
+    """Return the error for a thread that the system refused to start, also for the core's threads
+    (csrc/python/errors.c)."""
     return OSError(
         errno.EAGAIN,
         "the system refused to start another thread: raise the limit on processes (ulimit -u, or"
@@ -24,13 +24,8 @@ def refused() -> OSError:
 
 
 def refuse_greenlets() -> None:
-    """Refuse to work where threads are greenlets.
-
-    A greenlet that waits in the core would stop all others forever.
-
-    Raises:
-        StillframeError: gevent or eventlet has replaced threads by greenlets.
-    """
+    """Raise StillframeError if gevent or eventlet has replaced threads by greenlets. A greenlet
+    that waits in the core would stop all other greenlets forever."""
     gevent = sys.modules.get("gevent.monkey")
     if gevent is not None and gevent.is_module_patched("threading"):
         raise StillframeError(
@@ -51,16 +46,17 @@ def start(thread: threading.Thread) -> None:
     Raises:
         OSError: The system refused to start it.
         StillframeError: The thread would be a greenlet.
-        RuntimeError: The thread was started before, or the interpreter is exiting: Python 3.12 and
-            later then start no threads.
+        RuntimeError: The thread was started before, or the interpreter is exiting (Python 3.12 and
+            later).
     """
     refuse_greenlets()
     try:
         thread.start()
         spread_thread(thread)
     except RuntimeError:
-        # The thread was not started, although the interpreter is not exiting: the system refused.
-        if thread.ident is None and threading.main_thread().is_alive():
+        was_not_started = thread.ident is None
+        is_exiting = not threading.main_thread().is_alive()
+        if was_not_started and not is_exiting:
             raise refused() from None
         raise
 
@@ -68,43 +64,28 @@ def start(thread: threading.Thread) -> None:
 class SingleThread:
     """A daemon thread that runs a function once, however many callers start it at the same time.
 
-    `Thread.start` does not allow that: two callers at the same time can start one `Thread` object
-    twice. A lock does not help, because a signal handler may interrupt the thread that holds the
-    lock, and wait for another thread that wants it. So every caller starts a thread, unless one
-    runs the function already. The first of these threads becomes the *owner* and runs the function,
-    and the others end at once.
-
-    Args:
-        target: The function.
-        name: The name of the thread.
-
-    Attributes:
-        is_started: The system has started a thread, which may not have called the function yet.
+    Two callers may start a thread each. The first of these threads becomes the *owner* and runs the
+    function; the other ends at once. A lock could not prevent that: a signal handler may interrupt
+    the thread that holds the lock, and wait for a thread that wants the lock.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
         self._target = target
         self._name = name
-        # Under "owner", the thread that runs `target`, or None if no thread ever will. A dict,
+        # {"owner": the thread that runs `target`}, or {"owner": None} after `prevent`. A dict,
         # because `dict.setdefault` is atomic.
         self._owner: dict[str, threading.Thread | None] = {}
         self._has_owner = Event()
-        self.is_started = False
+        self.is_started = False  # a thread was started, which may not have called `target` yet
 
     def start(self) -> bool:
-        """Start the thread, unless it was started or prevented.
-
-        Returns:
-            False when the interpreter's exit has begun: Python 3.12 and later start no thread then.
-
-        Raises:
-            OSError, StillframeError: As the function `start`.
-        """
+        """Start the thread, unless it was started or prevented. Return False if the exiting
+        interpreter starts no threads. Errors are those of the function `start`."""
         if not self._owner:
             try:
                 start(threading.Thread(target=self._run, name=self._name, daemon=True))
             except RuntimeError:
-                return bool(self._owner)  # another caller may have started the thread meanwhile
+                return bool(self._owner)  # another caller may have started a thread meanwhile
             self.is_started = True
         return True
 
@@ -123,14 +104,14 @@ class SingleThread:
         return self._owner.setdefault("owner", None) is None
 
     def is_alive(self) -> bool:
-        """Return whether the thread was started, and has not ended."""
+        """Return whether the thread was started and has not ended."""
         thread = self._owner.get("owner")
         if thread is not None:
             return thread.is_alive()
         return self.is_started and not self._owner  # it has not called the function yet
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, at most `timeout` seconds. Call this only if the thread
+        """Wait at most `timeout` seconds until the thread has ended. Call this only if the thread
         was started and not prevented."""
         begin_s = time.monotonic()
         if self._has_owner.wait(timeout) and (thread := self._owner["owner"]) is not None:

@@ -1,12 +1,7 @@
 """`stillframe.trace(path)`: a timeline of saves and training steps that opens in Perfetto.
 
-A span is an action with its begin and end. The core records spans in a buffer per thread, and a
-separate thread writes them to the file (csrc/core/trace). With `_core.trace_*` Python code adds its
-own spans: the call, planning, the gate, steps. This module starts and ends traces.
-
-There is one trace at a time, because two would need two buffers per thread. The file is a complete
-JSON document after every write, so nothing has to happen when the process dies. A span that has not
-ended when the block ends is left out.
+A span is an action with its begin and end. The core records the spans of each thread in a buffer.
+A separate thread writes them to the file (csrc/core/trace). This module starts and ends traces.
 """
 
 from __future__ import annotations
@@ -32,21 +27,24 @@ class trace:  # a context manager that reads as a verb
             train()
 
     The file is Trace Event JSON: open it at https://ui.perfetto.dev or in chrome://tracing. The
-    topmost row shows training steps (from the end of one optimizer step to the end of the next,
-    with the optimizer's part inside). Below, each thread has a row: the call with planning and the
-    copies made in it (`capture`); the wait before the step (`gate`); later copies, checksums,
-    writes, syncs and commits, each with the number of its save and its bytes. Once a save has
-    ended, it is a slice of its own (`save`, with file name and outcome), from the call to the end.
+    topmost row shows training steps. A step lasts from the end of one optimizer step to the end of
+    the next, and the optimizer's part is shown inside. Below, each thread has a row with:
 
-    It is cheap enough to leave on: about 0.1 µs a span, written by a separate thread ten times a
-    second. If spans come faster than that thread empties the buffers (8,192 a thread), some are
-    dropped, counted and reported: in the timeline, in `dropped`, and as a warning in the log.
+    - the call, with planning and the copies made in it (`capture`);
+    - the wait before the optimizer step (`gate`);
+    - later copies, checksums, writes, syncs and commits, each with its save's number and its bytes.
 
-    After each write the file is a complete document, so a process that dies inside the block leaves
-    a valid one that lacks at most the last 0.1 s. Of saves in flight at the end of the block, it
-    has only the spans so far: call `wait_all()` inside the block to have all. A process has one
-    trace at a time; blocks cannot be nested. A forked child writes nothing into its parent's trace
-    and may begin its own.
+    A save that has ended is also a slice of its own (`save`, with file name and outcome), from the
+    call to the end.
+
+    A trace is cheap enough to leave on: about 0.1 µs a span, written by a separate thread ten times
+    a second. If a thread records more than 8,192 spans between two writes, some are dropped. They
+    are reported in the timeline, in `dropped`, and as a warning in the log.
+
+    After each write the file is a complete document. If the process dies inside the block, the file
+    lacks at most the last 0.1 s. Spans that end after the block are left out: call `wait_all()`
+    inside the block to have whole saves. A process has one trace at a time; blocks cannot be
+    nested. A forked child writes nothing into its parent's trace and may begin its own.
 
     Args:
         path: The file to write; an existing one is replaced.
@@ -55,12 +53,12 @@ class trace:  # a context manager that reads as a verb
         path: The same, as a string.
         events: Spans written, known when the block has ended; 0 before.
         dropped: Spans lost, known when the block has ended; 0 before.
-        error: The OSError that ended the writing, if any. It is logged and not raised, because a
-            timeline must not end a training. The file holds what was written before it.
+        error: The OSError that ended the writing, if any. It is logged and not raised. The file
+            has what was written before.
 
     Raises:
         TypeError, ValueError: `path` is not a path.
-        OSError: (on entering) The file cannot be created; message and `filename` say why and where.
+        OSError: (on entering) The file cannot be created.
         StillframeError: (on entering) Another trace is being written.
     """
 
@@ -71,7 +69,7 @@ class trace:  # a context manager that reads as a verb
         self.events = 0
         self.dropped = 0
         self.error: OSError | None = None
-        # The fork generation of the process that writes the trace; -1 while nothing is written.
+        # The fork generation of the process that writes the trace; -1 outside the block.
         self._generation = -1
 
     def __enter__(self) -> trace:
@@ -84,7 +82,7 @@ class trace:  # a context manager that reads as a verb
             raise StillframeError(
                 f"a trace is being written to {other} already: one at a time in a process"
             ) from None
-        except ValueError:  # the path is that of a pipe or a device
+        except ValueError:  # a pipe or a device has this path
             raise OSError(errno.EINVAL, "a trace needs a regular file", self.path) from None
         except OSError as error:
             text = f"the trace cannot be written here: {error.strerror}"
@@ -123,13 +121,12 @@ _current: trace | None = None  # the trace that is being written
 
 
 def end_at_exit() -> None:
-    """End the trace of a block that is still running at exit, for instance in a daemon thread."""
+    """End a trace whose block still runs at the interpreter's exit, as in a daemon thread."""
     if _current is not None:
         _current._end()
 
 
 def _forked() -> None:
-    """Leave the parent's trace to the parent in a forked child."""
     global _current
     _current = None
 

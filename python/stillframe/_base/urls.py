@@ -1,7 +1,6 @@
 """URLs of objects in stores: which paths are remote, how they are shown, their names in the log.
 
-Nothing here imports a client of a store. A URL may hold a password or a signature, so messages,
-logs and reports get what `shown` returns for it.
+A URL may hold a password or a signature. So messages, logs and reports have `shown(url)` instead.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ class Url:
     """The components of a URL.
 
     Attributes:
-        scheme: In lower case, and without aliases: "s3", "gs" and "az" for those stores.
-        bucket: The bucket, container or host (with its port), without user info
-            (`user:password@`).
+        scheme: In lower case, and without aliases: "s3", "gs" or "az" for those stores.
+        bucket: The bucket or container, or the host with its port.
         account: Azure's storage account, if the URL names it; otherwise "".
-        path: Everything after the slash that follows the bucket, up to the question mark, as it
-            was given. Nothing is decoded, as in fsspec.
+        path: Everything between the bucket's slash and the question mark. As in fsspec, it is not
+            decoded.
         query: Everything after the question mark; it may be a signature.
-        user: The user info, which may hold a password.
+        user: User info before the host; it may hold a password.
     """
 
     scheme: str
@@ -47,11 +45,7 @@ class Url:
 
     @classmethod
     def parse(cls, url: Any) -> Url:
-        """Return the components of a URL.
-
-        Raises:
-            ValueError: `url` is not a URL.
-        """
+        """Return the components of a URL. Raise ValueError if `url` is not a URL."""
         text = os.fsdecode(url)
         match = _SCHEME.match(text)
         if match is None:
@@ -59,19 +53,21 @@ class Url:
         host, _, path = text[match.end() :].partition("/")
         user, at, host = host.rpartition("@")
         if not at and "@" in path and ":" in _PORT.sub("", host):
-            # The password contains a slash, as in user:pass/word@host/path. The colon, which is not
-            # that of a port, shows that everything before the @ is user info.
-            more, _, rest = path.partition("@")
-            user = f"{host}/{more}"
+            # The password contains a slash, as in user:pass/word@host/path.
+            password_end, _, rest = path.partition("@")
+            user = f"{host}/{password_end}"
             host, _, path = rest.partition("/")
         path, _, query = path.partition("?")
-        host, _, more = host.partition("?")
-        scheme, account = match[1].lower(), ""
+        host, _, query_of_host = host.partition("?")  # in a URL without a path
+        scheme = match[1].lower()
         scheme = _ALIASES.get(scheme, scheme)
-        named = _AZURE_HOST.fullmatch(host)
-        if scheme == "az" and named is not None and user and ":" not in user:
-            user, host, account = "", user, named[1]  # container@account.dfs.core.windows.net
-        return cls(scheme, host, account, path, query or more, user)
+        account = ""
+        azure = _AZURE_HOST.fullmatch(host)
+        if scheme == "az" and azure is not None and user and ":" not in user:
+            # container@account.dfs.core.windows.net
+            container, account = user, azure[1]
+            user, host = "", container
+        return cls(scheme, host, account, path, query or query_of_host, user)
 
     @property
     def root(self) -> str:
@@ -84,7 +80,7 @@ class Url:
 
 
 def is_remote(path: Any) -> bool:
-    """Return whether `path` is the URL of an object in a store: `scheme://`, but not `file://`."""
+    """Return whether `path` is the URL of an object in a store: any scheme but `file://`."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         return False
     match = _SCHEME.match(os.fsdecode(path))
@@ -92,37 +88,26 @@ def is_remote(path: Any) -> bool:
 
 
 def shown(path: Any) -> str:
-    """Return a URL for messages, logs and reports, without user info and query. A local path is
-    returned as it is."""
+    """Return a URL without user info and query, for messages, and a local path as it is."""
     text = os.fsdecode(path)
     if not is_remote(text):
         return text
     url = Url.parse(text)
     if url.account:
-        # in this URL the part before @ is the container, not user info
+        # the part before the @ is the container, not user info
         return text.partition("?")[0]
     return f"{text.partition('://')[0]}://{url.bucket}/{url.path}"
 
 
 def key(url: Any) -> bytes:
-    """Return the URL's name in the log.
-
-    All spellings of one object's URL have the same name. A slash at the end of the URL, as of a
-    directory of objects, makes no difference.
-
-    Raises:
-        ValueError: `url` is not a URL.
-    """
+    """Return the URL's name in the log, which is the same for all spellings of an object's URL. A
+    slash at the end of the URL makes no difference."""
     parsed = Url.parse(os.fsdecode(url))
     return os.fsencode(f"{parsed.root}/{parsed.path.rstrip('/')}")
 
 
 def refuse_options(path: Any, storage_options: Any) -> None:
-    """Refuse options of a store for a path that the caller knows to be local.
-
-    Raises:
-        ValueError: `storage_options` are given.
-    """
+    """Raise ValueError if options of a store were given with a local path."""
     if storage_options:
         raise ValueError(
             f"{shown(path)}: storage_options are for URLs such as s3://bucket/name, not for a local"
@@ -131,11 +116,8 @@ def refuse_options(path: Any, storage_options: Any) -> None:
 
 
 def local_path(path: str) -> str:
-    """Return the local path that a `file://` URL names, and any other path as it is.
-
-    Raises:
-        ValueError: The URL names another host.
-    """
+    """Return the local path that a `file://` URL names, and any other path as it is. Raise
+    ValueError if the URL names another host."""
     match = _SCHEME.match(path)
     if match is None or match[1].lower() != "file":
         return path
