@@ -1,16 +1,15 @@
 """Checks whether a file, or a directory of torch.distributed.checkpoint (DCP), is whole.
 
-The bytes of a file tell its kind; its name decides only if the bytes do not. The check covers:
+    kind           what is checked
+    torch.save     the archive's end record and directory; thorough: also every CRC, and that every
+                   record is there that the pickle names
+    legacy format  (of torch before 1.6) the file's length
+    safetensors    the header and the file's length; the format has no checksums
+    index          that every named file is there, with the named tensors
+    DCP directory  that every file is there that .metadata names, and is long enough; thorough: also
+                   every CRC
 
-    torch.save     its end record and directory; thorough: also every CRC, and that every record
-                   which its pickle names is there
-    legacy format  (of torch before 1.6) the file's length, from the pickles at its beginning
-    safetensors    its header, and the file's length; the format has no checksums
-    an index       every file that it names, with the tensors that it names
-    DCP directory  every file that .metadata names, and its length; thorough: also every CRC
-
-A check that is not thorough finds files that are cut short or were never written. It reads no
-tensor's bytes.
+A check that is not thorough reads no tensor's bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from stillframe._check.pickles import Bound, unbounded
 from stillframe._dcp import check as sharded
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
-GOOD, DAMAGED, UNUSABLE = 0, 1, 2  # UNUSABLE: not readable, or not a checkpoint at all
+GOOD, DAMAGED, UNUSABLE = 0, 1, 2  # UNUSABLE: not readable, or no checkpoint
 _INDEX_SUFFIXES = (safetensors.INDEX_SUFFIX, ".bin.index.json")
 _NO_MEMORY = "not enough memory to check it"
 
@@ -85,12 +84,12 @@ def check(
     progress: Progress | None = None,
     bound: Bound = unbounded,
 ) -> Finding:
-    """Check one path. An error becomes a finding, so only KeyboardInterrupt is raised.
+    """Check one path. An error becomes a finding and is not raised.
 
     Args:
         thorough: Compare every CRC.
         progress: Called now and then with the bytes done and the file's length.
-        bound: Limits the memory for each pickle that is read (`pickles.Bound`).
+        bound: Limits the memory for each pickle that is read.
     """
     try:
         if disk.is_directory(path):
@@ -110,18 +109,25 @@ def check(
 def _check_opened(
     file: Opened, path: str, thorough: bool, progress: Progress | None, bound: Bound
 ) -> Finding:
-    """Check an open file that is no index. Errors in reading its bytes become findings."""
+    """Check an open file that is no index."""
     fd = file.fileno()
     try:
         if file_kinds.is_safetensors(fd, path):
             header = safetensors.read_header(fd)
-            number = len(header.entries)
-            return Finding(path, GOOD, None, header.nbytes, number, number, format="safetensors")
+            nr_tensors = len(header.entries)
+            return Finding(
+                path,
+                GOOD,
+                nbytes=header.nbytes,
+                num_records=nr_tensors,
+                num_unchecked=nr_tensors,
+                format="safetensors",
+            )
         return _check_file(fd, path, thorough, progress, bound)
     except safetensors.Damaged as error:
         return Finding(path, DAMAGED, str(error), _size(fd))
     except OSError as error:
-        # The file could be opened, but its bytes cannot be read: the disk has lost them.
+        # The file was opened, but its bytes cannot be read: the disk has lost them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
         return Finding(path, status, reason_of(error), _size(fd))
     except MemoryError:
@@ -132,7 +138,7 @@ def _check_file(
     fd: int, path: str, thorough: bool, progress: Progress | None, bound: Bound
 ) -> Finding:
     """Check an open file that is neither safetensors nor an index."""
-    # A thorough check bypasses the page cache; any other reads the archive's directory only.
+    # `direct` bypasses the page cache. `directory` reads only the archive's directory.
     found = _core.check(fd, thorough, progress, direct=thorough, directory=not thorough)
     reason = None if found["ok"] else file_kinds.no_checkpoint(fd, path, found)
     lacking = pickles.lacking(fd, bound) if found["ok"] and thorough else []
@@ -159,8 +165,8 @@ def _check_file(
 
 
 def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Finding:
-    """Check that a directory has the files that its kind must have. The files themselves are
-    checked only in a directory of DCP; in any other the caller checks each one."""
+    """Check that a directory has the files that its kind must have. Check the files themselves only
+    in a directory of DCP."""
     names = disk.names(path)
     if (wrong := kinds.incomplete(path, names, disk)) is not None:
         return Finding(path, DAMAGED, wrong)
@@ -181,8 +187,7 @@ def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Fin
 
 
 def _check_index(path: str, disk: Disk) -> Finding:
-    """Check that the files of an index are there, and that each has the tensors that the index
-    names for it. CRCs are not compared here, but by the checks of the files."""
+    """Check that each file of an index is there, with the tensors that the index names."""
     files = safetensors.read_index(disk, path)
     for name, tensors in files.items():
         shard = os.path.join(os.path.dirname(path), name)
@@ -196,7 +201,6 @@ def _check_index(path: str, disk: Disk) -> Finding:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason of an error in plain words."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
     if isinstance(error, PermissionError):

@@ -12,19 +12,23 @@
                    optimizer.bin and no trainer's    up to the highest; no gap in numbered files
                    files, or the name checkpoint_N
 
-A directory of any kind, or of none, may have the marker that `stillframe.checkpoint(url)` writes
-last. Then it must have all files that the marker names, with their sizes.
+Any directory may have the marker that `stillframe.checkpoint(url)` writes last. Then it must have
+all files that the marker names, with their sizes.
 
-A model is safetensors or .bin files (with their index if they are several), an adapter with its
-adapter_config.json, or the directory of a sharded model. These rules come from the source of
-transformers 5.23.0 and accelerate 1.15.0.
+A model is one of:
 
-training_args.bin says whether only the model was saved (`save_only_model`). Where that file is
-missing, a directory with trainer_state.json and none of optimizer, scheduler and RNG state counts
-as a saved model: trainer_state.json is written after them.
+    safetensors or .bin files, with an index if there are several
+    an adapter with its adapter_config.json
+    the directory of a sharded model
 
-Accelerate writes a scheduler only where one was prepared, and nothing says whether it was. So a
-missing scheduler.bin goes unnoticed here; load_state reports it.
+training_args.bin says whether only the model was saved (`save_only_model`). Without that file,
+only the model was saved if trainer_state.json is there, and optimizer, scheduler and RNG state
+are all missing: trainer_state.json is written after them.
+
+Nothing tells whether Accelerate should have written a scheduler. So a missing scheduler.bin goes
+unnoticed here.
+
+These rules come from the source of transformers 5.23.0 and accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -43,16 +47,15 @@ from stillframe._base.disk import LOCAL, Disk
 from stillframe._base.file_kinds import MARKER
 from stillframe._check import pickles
 
-# Names of files that are checkpoints, or parts of one. Other programs write .bin and .pkl files
-# too, so files with these suffixes count only under the names that Hugging Face's libraries use.
+# Names of files that are checkpoints, or parts of one. Files .bin and .pkl count only under the
+# names that Hugging Face's libraries give, because other programs write such files too.
 CHECKPOINT_NAME = re.compile(
     r".*\.(ckpt|pt|pth|safetensors|(safetensors|bin)\.index\.json)"
     r"|(.*pytorch_model.*|adapter_model|training_args|optimizer(_\d+)?|scheduler(_\d+)?"
     r"|sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin"
     r"|(random_states|custom_checkpoint)_\d+\.pkl"
 )
-# Names of files that are only parts of a checkpoint: shards, and files that Hugging Face's
-# libraries write into a directory. Many of these names match CHECKPOINT_NAME too.
+# Names of files that are only parts of a checkpoint. Many of them match CHECKPOINT_NAME too.
 PART_NAME = re.compile(
     r"(model|adapter_model)(_\d+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     r"|.*-\d+-of-\d+\.(safetensors|bin)|.*\.distcp"
@@ -86,22 +89,23 @@ _DEEPSPEED = "latest"  # DeepSpeed's file with the name of the directory that ha
 
 
 def kind_of(path: str, names: Sequence[str]) -> str | None:
-    """Return the kind of a directory in which there are these names: a kind of the table at the
-    head of this file, or None."""
+    """Return the kind of a directory with these names, from the table at the head of this file, or
+    None."""
     if file_kinds.is_sharded(names):
         return "sharded"
-    others = any(name != "meta.pt" and CHECKPOINT_NAME.fullmatch(name) for name in names)
-    if any(map(file_kinds.is_shard, names)) and not others:
+    has_others = any(name != "meta.pt" and CHECKPOINT_NAME.fullmatch(name) for name in names)
+    if any(map(file_kinds.is_shard, names)) and not has_others:
         return "shards"
     if any(map(_RANDOM_STATES.fullmatch, names)):
         return "accelerate"
     name = _base_name(path)
-    has_parts = not names or any(map(_is_part, names))
-    if _TRAINER.fullmatch(name) and (has_parts or not _TRAINER_FILES.isdisjoint(names)):
+    may_have_parts = not names or any(map(_is_part, names))
+    has_trainer_files = not _TRAINER_FILES.isdisjoint(names)
+    if _TRAINER.fullmatch(name) and (may_have_parts or has_trainer_files):
         return "transformers"
     if _TRAINER_STATE in names:
-        return None  # a copy under another name, or a Trainer's own directory
-    if "optimizer.bin" in names or (_ACCELERATE.fullmatch(name) and has_parts):
+        return None  # a copy of a Trainer's checkpoint, or the directory that has the checkpoints
+    if "optimizer.bin" in names or (_ACCELERATE.fullmatch(name) and may_have_parts):
         return "accelerate"
     return None
 
@@ -115,12 +119,8 @@ def _is_part(name: str) -> bool:
 
 
 def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | None:
-    """Return a sentence about a file that is missing in a directory with these names, or None. The
-    files that are there are not checked, except JSON files.
-
-    Raises:
-        OSError: A file in the directory cannot be read.
-    """
+    """Return a sentence about what a directory with these names lacks, or None. Of the files that
+    are there, only JSON files are read. Raise OSError if one of them cannot be read."""
     if MARKER in names and (wrong := _missing_listed_file(path, disk)):
         return wrong
     kind = kind_of(path, names)
@@ -136,8 +136,8 @@ def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | Non
 
 
 def _missing_listed_file(path: str, disk: Disk) -> str | None:
-    """Return a sentence about a file that the directory's marker names and that is missing or has
-    another size, or None."""
+    """Return a sentence about a file that the marker names and that is missing or has another size,
+    or None."""
     try:
         sizes = _read_json(os.path.join(path, MARKER), disk)["files"]
         listed = [(os.fsdecode(name), int(nbytes)) for name, nbytes in sizes.items()]
@@ -154,7 +154,7 @@ def _missing_listed_file(path: str, disk: Disk) -> str | None:
 
 
 def _incomplete_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
-    """Return the result of `incomplete` for a checkpoint of the transformers Trainer."""
+    """Return the result of `incomplete` for a checkpoint of a transformers Trainer."""
     step = int(_base_name(path).rpartition("-")[2])
     if _UNFINISHED in names:
         return f"it has {_UNFINISHED}"
@@ -175,11 +175,11 @@ def _incomplete_trainer(path: str, names: Sequence[str], disk: Disk) -> str | No
         "RNG state": any(map(_RNG.fullmatch, names)),
     }
     args: dict[str, Any] = {}
-    # This file tells which parts may be missing. A checkpoint of one rank with all parts does not
-    # need it.
-    if _TRAINING_ARGS in names and not (all(has.values()) and "rng_state.pth" in names):
+    is_complete_of_one_rank = all(has.values()) and "rng_state.pth" in names
+    if _TRAINING_ARGS in names and not is_complete_of_one_rank:
         args = _read_training_args(os.path.join(path, _TRAINING_ARGS), disk)
-    if args.get("save_only_model", not any(has.values())):
+    is_model_only = args.get("save_only_model", not any(has.values()))
+    if is_model_only:
         return wrong
     for part, there in has.items():
         if not there:
@@ -198,10 +198,10 @@ def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str |
         return "it has no optimizer"
     if not any(map(_RANDOM_STATES.fullmatch, names)):
         return "it has no random_states_0.pkl, which is written last"
-    found: dict[tuple[str, str], set[int]] = {}
+    numbers_of: dict[tuple[str, str], set[int]] = {}  # of the numbered files, by stem and suffix
     for match in filter(None, map(_NUMBERED.fullmatch, names)):
-        found.setdefault((match[1], match[3]), set()).add(int(match[2] or 0))
-    for (stem, suffix), numbers in found.items():
+        numbers_of.setdefault((match[1], match[3]), set()).add(int(match[2] or 0))
+    for (stem, suffix), numbers in numbers_of.items():
         for number in range(max(numbers)):
             if number not in numbers:
                 # The first file has no number, except those of custom objects.
@@ -213,12 +213,8 @@ def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str |
 def _missing_model(
     path: str, names: Sequence[str], disk: Disk, *, by_hooks: bool = False
 ) -> str | None:
-    """Return a sentence about the file of a model that is missing, or None.
-
-    Args:
-        by_hooks: Hooks of the user may have written the weights, under any name, or in
-            subdirectories.
-    """
+    """Return a sentence about the file of a model that is missing, or None. With `by_hooks`, hooks
+    of the user may have written the weights under any name."""
     if "adapter_model.safetensors" in names or "adapter_model.bin" in names:
         return None if "adapter_config.json" in names else "it has no adapter_config.json"
     models = [name for name in names if _MODEL.fullmatch(name)]
@@ -233,7 +229,7 @@ def _missing_model(
     for name in names:
         below = os.path.join(path, name)
         if not name.startswith(".") and disk.is_directory(below):
-            # Such directories have further adapters, or the models of a pipeline.
+            # further adapters, or the models of a pipeline
             inside = disk.names(below)
             if any(_MODEL.fullmatch(each) or each.endswith(safetensors.SUFFIX) for each in inside):
                 return None
@@ -241,23 +237,24 @@ def _missing_model(
 
 
 def _deepspeed_tag(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None, str | None]:
-    """Return the name of the directory with DeepSpeed's state, or None if there is no such state;
-    and a sentence if this directory is missing, or None."""
+    """Return the name of the directory with DeepSpeed's state, and a sentence if this directory is
+    missing. Either may be None."""
     named = os.path.join(path, _DEEPSPEED)
     if _DEEPSPEED not in names or disk.is_directory(named):
         return None, None
     tag = os.fsdecode(disk.read(named, 256)).strip()
-    whole = tag and os.path.basename(tag) == tag and disk.is_directory(os.path.join(path, tag))
-    return tag, None if whole else f"it has no directory {tag}, which {_DEEPSPEED} names"
+    if tag and os.path.basename(tag) == tag and disk.is_directory(os.path.join(path, tag)):
+        return tag, None
+    return tag, f"it has no directory {tag}, which {_DEEPSPEED} names"
 
 
 def _missing_rank(names: Sequence[str], of_rank: re.Pattern[str], least: int) -> str | None:
     """Return a sentence about the first rank whose file is missing, or None.
 
     Args:
-        of_rank: Matches the name of a rank's file; its group is the rank.
-        least: How many ranks have saved, at least. 0 means that each node has a directory of its
-            own; then nothing is checked.
+        of_rank: Matches the name of a rank's file; the first group is the rank.
+        least: The least number of ranks that have saved. 0: each node has a directory of its own,
+            and nothing is checked.
     """
     if least == 0:
         return None
@@ -269,7 +266,6 @@ def _missing_rank(names: Sequence[str], of_rank: re.Pattern[str], least: int) ->
 
 
 def _unreadable_json(path: str, names: Sequence[str], disk: Disk) -> str | None:
-    """Return a sentence about a JSON file that cannot be read, or None."""
     for name in names:
         if name.endswith(".json"):
             try:
@@ -284,15 +280,14 @@ def _read_json(path: str, disk: Disk) -> Any:
 
 
 def _read_training_args(path: str, disk: Disk) -> dict[str, Any]:
-    """Return two facts from training_args.bin: `save_only_model`; and `ranks`, how many ranks saved
-    to this directory, or 0 if each node has a directory of its own.
+    """Return those of these values from training_args.bin that can be read:
 
-    A value that cannot be read is left out. The CRC is compared first, so no damaged pickle is
-    read.
+    save_only_model: Whether only the model was saved.
+    ranks: How many ranks saved to this directory; 0 if each node has a directory of its own.
     """
     try:
         with disk.open(path, peek=True) as file:
-            core = _core.restore(file.fileno(), True)[1]
+            core = _core.restore(file.fileno(), True)[1]  # True: compare CRCs
             if core is None:
                 return {}
             try:
@@ -317,17 +312,15 @@ def _read_training_args(path: str, disk: Disk) -> dict[str, Any]:
 def checkpoints_in(
     directory: str, failures: list[OSError], disk: Disk = LOCAL, *, is_complete: bool = False
 ) -> Iterator[str]:
-    """Iterate over the paths of checkpoints under a directory, sorted.
+    """Yield the paths of checkpoints under a directory, sorted, without hidden ones:
 
-    A file counts if it has a checkpoint's suffix, begins like a checkpoint, or has the name of a
-    Hugging Face checkpoint. A directory counts if torch.distributed.checkpoint has saved to it. Any
-    other checkpoint directory counts only if it lacks a file, so that this is reported; if it is
-    complete, its files count one by one. Hidden files are left out, because the temporaries of
-    saves in flight are hidden. Shards of torch.distributed.checkpoint are left out too.
+    - files for which `is_checkpoint` is true, but no shards;
+    - directories of torch.distributed.checkpoint;
+    - other checkpoint directories that lack a file, so that the caller reports them.
 
     Args:
         failures: Gets an error for each directory that cannot be listed.
-        is_complete: The caller knows that `directory` lacks no file, so this is not checked.
+        is_complete: The caller knows that `directory` lacks no file.
     """
     for root, directories, names in disk.walk(directory, failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
@@ -338,15 +331,15 @@ def checkpoints_in(
             yield root
         for name in sorted(names):
             path = os.path.join(root, name)
-            if name.startswith(".") or name.endswith(".distcp"):
+            if name.startswith(".") or file_kinds.is_shard(name):
                 continue
             if is_checkpoint(path, disk):
                 yield path
 
 
 def _lacks_something(path: str, names: list[str], failures: list[OSError], disk: Disk) -> bool:
-    """Return whether a directory is a checkpoint that lacks a file. If the directory cannot be
-    read, append the error to `failures` and return False."""
+    """Return whether a directory is a checkpoint that lacks a file. Append an error in reading the
+    directory to `failures`, and return False."""
     try:
         return incomplete(path, names, disk) is not None
     except OSError as error:
@@ -355,8 +348,8 @@ def _lacks_something(path: str, names: list[str], failures: list[OSError], disk:
 
 
 def is_checkpoint(path: str, disk: Disk = LOCAL) -> bool:
-    """Return whether a file has a checkpoint's name, or begins like torch.save's archives or legacy
-    format, or like safetensors."""
+    """Return whether a file has a checkpoint's name, or begins like an archive or legacy file of
+    torch, or like safetensors."""
     if CHECKPOINT_NAME.fullmatch(os.path.basename(path)):
         return True
     try:
@@ -366,6 +359,5 @@ def is_checkpoint(path: str, disk: Disk = LOCAL) -> bool:
             raise
         return False
     if head.startswith(b"PK\3\4") and len(head) >= 30:
-        name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-        return name.partition(b"/")[2] == b"data.pkl"
+        return file_kinds.first_name_in_zip(head).partition(b"/")[2] == b"data.pkl"
     return file_kinds.LEGACY in head[:32] or safetensors.begins_like_one(head)

@@ -1,4 +1,4 @@
-"""`latest`: the newest whole checkpoint in a directory, in the order of the process's saves."""
+"""`latest`: finds the newest whole checkpoint in a directory."""
 
 from __future__ import annotations
 
@@ -39,33 +39,34 @@ def latest(
 ) -> Path | str | None:
     """Return the newest whole checkpoint in a directory, or None if there is none.
 
-    Checkpoints are files of `torch.save`, `save`, `async_save` and Lightning, and `.safetensors`
-    files. Directories of `torch.distributed.checkpoint`, Lightning's sharded directories, and those
-    of the Hugging Face Trainer (`checkpoint-500`) and Accelerate are checkpoints too. A directory
-    of other files, such as `step-500`, counts if it has a number in its name; in a store it must
-    also have the marker that `checkpoint` writes last. A checkpoint that is truncated, unfinished
-    or damaged is passed over, and a warning with the reason is logged.
+    These are checkpoints:
 
-    This waits for the saves and removes in the directory that were submitted before, as `load` does
-    for its path. Subdirectories that are no checkpoints are not searched.
+    - files of `torch.save`, `save`, `async_save` and Lightning, and `.safetensors` files;
+    - directories of `torch.distributed.checkpoint`, and Lightning's sharded directories;
+    - directories of the Hugging Face Trainer (`checkpoint-500`) and of Accelerate;
+    - directories of other files, such as `step-500`, with a number in their names. In a store they
+      must also have the marker that `checkpoint` writes last.
 
-    Names that differ only in a step, in an epoch, or in the only number that they contain are a
-    series. In a series the highest number is the newest. Between series, such as `last.ckpt` and
+    A checkpoint that is truncated, unfinished or damaged is passed over, and a warning with the
+    reason is logged. Subdirectories that are no checkpoints are not searched. The call waits for
+    the saves and removes in the directory that were submitted before.
+
+    Names that differ only in a step, in an epoch, or in their only number are a series. In a series
+    the highest number is the newest. Between series, such as `last.ckpt` and
     `epoch=1-step=200.ckpt`, the modification times of their newest members decide.
 
     Args:
-        directory: A directory, or the URL of one (`s3://bucket/run`). If it is a checkpoint itself,
-            it is the only candidate.
-        check: "files" opens the files of the newest candidates, and compares their lengths with
-            those that their own headers and directories give. A directory must have all files of
-            its kind, and they must be of the same step (that of `trainer_state.json`). "bytes" also
-            reads each candidate to its end and compares every CRC, as `stillframe verify` does. The
-            safetensors format has no checksums.
+        directory: A directory or its URL (`s3://bucket/run`). If it is a checkpoint itself, it is
+            the only candidate.
+        check: "files" compares the lengths of the newest candidates' files with those that the
+            files' headers give. A directory must have all files of its kind, of the same step.
+            "bytes" also compares every CRC, as `stillframe verify` does. The safetensors format has
+            no checksums.
         storage_options: As for `load`.
 
     Returns:
-        The checkpoint's path, as a string if `directory` is a URL. A URL under which there is
-        nothing is no error: the result is None.
+        The checkpoint's path, as a string if `directory` is a URL. None also for a URL under which
+        there is nothing.
 
     Raises:
         FileNotFoundError, NotADirectoryError, PermissionError, OSError: The directory cannot be

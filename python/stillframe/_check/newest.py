@@ -1,23 +1,20 @@
 """The newest whole checkpoint in a directory.
 
-Candidates are checked from the newest on, until one is whole, so usually only one is opened.
-These rules give their order:
+Candidates are checked from the newest on, until one is whole. These rules give their order:
 
-    1. Names that differ only in a step, in an epoch, or in the only number that they contain are
-       one series. In a series the highest number is the newest (the step before the epoch),
-       whatever the times are.
+    1. Names that differ only in a step, in an epoch, or in their only number are one series. In a
+       series the highest number is the newest, whatever the times are.
     2. Between series, such as last.ckpt and epoch=1-step=200.ckpt, the modification times of their
        newest members decide.
 
-A candidate is a file or directory directly in the directory:
+Candidates are directly in the directory:
 
-    file         with a checkpoint's name, or that begins like one
-    directory    of one of the kinds in kinds.py; or with a number in its name and checkpoints in
-                 it. In a store such a numbered directory must have the marker (kinds.py)
+    file         has a checkpoint's name, or begins like a checkpoint
+    directory    is of a kind in kinds.py; or has a number in its name and checkpoints in it, and in
+                 a store also the marker
 
-Hidden names are no candidates (temporaries are hidden), and neither are parts of Hugging Face
-checkpoints. Nor are symbolic links to a name in the same directory: the target is one already.
-If the directory itself is a checkpoint of some kind, it is the only candidate.
+No candidates are hidden names, parts of checkpoints, and symbolic links to a name in the same
+directory. If the directory itself is a checkpoint of some kind, it is the only candidate.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ def find(
 
     Args:
         thorough: Compare every CRC.
-        bound: Limits the memory for each pickle that is read (`pickles.Bound`).
+        bound: Limits the memory for each pickle that is read.
         incomplete: Called with a directory, the names in it and the disk; returns a sentence about
             what the directory lacks, or None.
 
@@ -83,13 +80,9 @@ def find(
 
 
 def series_of(name: str) -> tuple[str, int]:
-    """Return a name with "#" in place of its number, and the number. Names of one series differ
-    only in the number.
-
-    A number may have a label, such as "step". A name without a number, or with several numbers that
-    have no label, is a series of its own.
-    """
-    labelled: dict[str, int] = {}
+    """Return a name's series, which is the name with "#" in place of the number, and the number. A
+    name without a number, or with several numbers without a label, is a series of its own."""
+    labelled: dict[str, int] = {}  # the first number with each label, by the label's first letter
 
     def replace_number(match: re.Match[str]) -> str:
         if match["label"] is not None:
@@ -107,7 +100,7 @@ def series_of(name: str) -> tuple[str, int]:
 
 
 def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
-    """Iterate over the paths of files and directories that may be checkpoints, newest first."""
+    """Yield the paths of files and directories that may be checkpoints, newest first."""
     by_series: dict[str, list[tuple[int, str]]] = {}
     for name in disk.names_without_links(directory):
         if name.startswith(".") or kinds.PART_NAME.fullmatch(name):
@@ -115,31 +108,30 @@ def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
         series, number = series_of(name)
         by_series.setdefault(series, []).append((number, name))
     # A heap of series: (minus the time of the newest member, its path, the members that are left).
-    waiting: list[tuple[float, str, list[tuple[int, str]]]] = []
+    heap: list[tuple[float, str, list[tuple[int, str]]]] = []
 
-    def push(series: list[tuple[int, str]]) -> None:
-        """Push a series with the time of its newest member, which is the last. If there is only one
-        series, the time is not needed and not looked up."""
-        path = os.path.join(directory, series[-1][1])
-        time = disk.modified_s(path) if len(by_series) > 1 else 0.0
-        heapq.heappush(waiting, (-time, path, series))
+    def push(members: list[tuple[int, str]]) -> None:
+        _, newest = members[-1]
+        path = os.path.join(directory, newest)
+        time = disk.modified_s(path) if len(by_series) > 1 else 0.0  # a single series needs no time
+        heapq.heappush(heap, (-time, path, members))
 
     for members in by_series.values():
         members.sort()
         push(members)
-    while waiting:
-        _, path, rest = heapq.heappop(waiting)
-        rest.pop()
+    while heap:
+        _, path, members = heapq.heappop(heap)
+        members.pop()
         yield path
-        if rest:
-            push(rest)
+        if members:
+            push(members)
 
 
 # ---- one candidate ------------------------------------------------------------------------
 
 
 class _NoCheckpointError(Exception):
-    """The error for a file or directory that was never meant to be a checkpoint."""
+    """The candidate is no checkpoint, or does not exist any more."""
 
 
 def _why_not_whole(
@@ -152,7 +144,7 @@ def _why_not_whole(
     """Return why a candidate is not whole, or None.
 
     Raises:
-        _NoCheckpointError: The candidate is no checkpoint, or it does not exist any more.
+        _NoCheckpointError: The candidate is no checkpoint, or does not exist any more.
         OSError: The store does not answer. Then no older checkpoint may be returned instead.
     """
     failures: list[OSError] = []
@@ -195,13 +187,10 @@ def _why_file_is_bad(path: str, thorough: bool, bound: Bound, disk: Disk) -> str
 
 
 def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding:
-    """Check one path; check it again if a save has replaced it meanwhile.
-
-    Raises:
-        Exception: The store does not answer.
-    """
+    """Check one path; check it again if a save has replaced it meanwhile. Raise an error only if
+    the store does not answer."""
     found = files.check(path, disk, thorough=thorough, bound=bound)
-    # ESTALE: the object has been replaced since its size was looked up.
+    # ESTALE: the object was replaced after its size was looked up.
     if getattr(found.cause, "errno", 0) == errno.ESTALE:
         disk.forget(path)
         found = files.check(path, disk, thorough=thorough, bound=bound)
@@ -212,8 +201,8 @@ def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding
 
 
 def _is_checkpoint(path: str, names: list[str], disk: Disk) -> bool:
-    """Return whether a directory that is of no kind in kinds.py is a checkpoint of several files:
-    it has a number in its name, and checkpoints directly in it."""
-    return re.search(r"\d", os.path.basename(path)) is not None and any(
-        kinds.is_checkpoint(os.path.join(path, name), disk) for name in names if name[0] != "."
-    )
+    """Return whether a directory of no kind has a number in its name, and checkpoints in it."""
+    if re.search(r"\d", os.path.basename(path)) is None:
+        return False
+    visible = [name for name in names if not name.startswith(".")]
+    return any(kinds.is_checkpoint(os.path.join(path, name), disk) for name in visible)

@@ -1,7 +1,6 @@
 """Pickles of checkpoints, read into stubs: nothing that a pickle names is imported or called.
 
-So reading is safe on any file and works without the pickled classes. It does not need torch either,
-because the names of torch's types give the sizes of their elements.
+So any file can be read safely, and without the pickled classes.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from stillframe._base import records
 from stillframe._tree import keypaths
 from stillframe._tree.keypaths import Storage
 
-# A function that takes the length of a pickle and returns a context manager. Inside it the process
-# may take only as much new memory as such a pickle needs. The limit is necessary because CPython's
-# unpickler has a table of objects that is as long as the largest index in the pickle. One flipped
-# bit in an index makes it allocate 64 GB. The limit holds for the whole process, so only the
-# commands of the shell set one.
+# Takes the length of a pickle, and returns a context manager that limits the new memory of the
+# process to what such a pickle needs. CPython's unpickler has a table as long as the largest index
+# in the pickle, so one flipped bit could make it allocate 64 GB. Only the shell's commands set a
+# limit.
 Bound: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
-MOST_BYTES = 1 << 63  # every tensor and storage is shorter than this
+MOST_BYTES = 1 << 63  # every tensor and storage is shorter
 # The errors of zipfile for archives that it cannot read.
 UNZIPPABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError)
 _STORAGES = {  # torch's storage classes, and the types of their elements
@@ -52,8 +50,7 @@ _STORAGES = {  # torch's storage classes, and the types of their elements
     "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8",
 }
-# Matches float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2. An element narrower than a byte counts
-# as one byte: several are packed into it, or it is padded.
+# Matches float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2; the group is the number of bits.
 _DTYPE = re.compile(
     r"(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:_e\d+m\d+[a-z]*)?(?:_?x\d)?", re.ASCII
 )
@@ -65,8 +62,7 @@ def unbounded(_nbytes: int) -> AbstractContextManager[None]:
 
 
 class _Raw(io.RawIOBase):
-    """An open file as a raw file for Python's BufferedReader. A read of an arriving file waits for
-    its bytes."""
+    """An open file for Python's BufferedReader. A read of an arriving file waits for its bytes."""
 
     def __init__(self, fd: int) -> None:
         self._file = _core.File(fd, os.fstat(fd).st_size)
@@ -88,14 +84,14 @@ class _Raw(io.RawIOBase):
 
 
 def reading(fd: int) -> IO[bytes]:
-    """Return an open file as a Python file, at its beginning. The caller still owns `fd`."""
+    """Return a Python file over `fd`, at its beginning. The caller still owns `fd`."""
     return io.BufferedReader(_Raw(fd))
 
 
 def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> Any:
     """Return the object of the pickle at the file's position, made of stubs.
 
-    With `legacy`, skip the three pickles that precede the object's in torch's legacy format.
+    With `legacy`, skip the three pickles that come first in torch's legacy format.
 
     Raises:
         pickle.UnpicklingError: There is no pickle at this position, or it is cut short.
@@ -108,9 +104,10 @@ def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, S
     """Return what `read` returns, and the storages that the pickle names, by key."""
     here, end = file.tell(), file.seek(0, os.SEEK_END)
     file.seek(here)
+    nr_skipped = 3 if legacy else 0
     try:
         with bound(end - here):
-            for _ in range(3 if legacy else 0):
+            for _ in range(nr_skipped):
                 keypaths.Reader(file).load()
             reader = keypaths.Reader(file)
             return reader.load(), reader.storages
@@ -122,20 +119,16 @@ def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, S
 
 def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
     """Return the records that an archive's pickle names and that are missing or too short, each
-    with what is wrong. Return [] if the pickle cannot be read, or its storages are not torch's.
-
-    Raises:
-        MemoryError: As `read`.
-        OSError: The file cannot be read.
-    """
+    with what is wrong. Return [] if the pickle cannot be read. Raise MemoryError like `read`."""
     core = _core.restore(fd, False)[1]
     try:
         if core is not None:
             (data,) = records.read(core, ("data.pkl",))
             return _lacking(data, functools.partial(_nbytes_in, core), bound)
-        # Another program has packed the archive.
+        # another program has packed the archive
         with reading(fd) as file, zipfile.ZipFile(file) as archive:
             sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
+            # ValueError unless there is exactly one
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             return _lacking(archive.read(name), sizes.get, bound)
     except (pickle.UnpicklingError, records.RestoreFailed, *UNZIPPABLE):
@@ -146,23 +139,18 @@ def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
 
 
 def truncated(fd: int, bound: Bound = unbounded) -> str | None:
-    """Return a sentence if a file of torch's legacy format is truncated, otherwise None.
-
-    The file's last pickle lists the keys of the storages. After it come the storages, each as its
-    length (8 bytes) and its bytes.
-
-    Raises:
-        MemoryError: As `read`.
-        OSError: The file cannot be read.
-    """
+    """Return a sentence if a file of torch's legacy format is truncated, otherwise None. Raise
+    MemoryError like `read`."""
     with reading(fd) as file:
         try:
             _, storages = _read(file, True, bound)
-            keys = _read(file, False, bound)[0]
+            # The next pickle is the last one, and lists the storages' keys. Then each storage
+            # follows: its length (8 bytes) and its bytes.
+            keys, _ = _read(file, False, bound)
             end = file.tell() + sum(8 + _storage_nbytes(storages[key]) for key in keys)
         except pickle.UnpicklingError as error:
-            cut = "truncated" in str(error) or "Ran out of input" in str(error)
-            return f"it is truncated: {error}" if cut else None
+            is_cut = "truncated" in str(error) or "Ran out of input" in str(error)
+            return f"it is truncated: {error}" if is_cut else None
         except (KeyError, TypeError):
             return None
         nbytes = os.fstat(fd).st_size
@@ -173,19 +161,20 @@ def _lacking(
     data: bytes, nbytes_of: Callable[[str], int | None], bound: Bound
 ) -> list[tuple[str, str]]:
     """Return the result of `lacking` for the pickle in `data`. `nbytes_of` returns the length of a
-    record, or None if the archive lacks it."""
+    record, or None if the record is missing."""
     wrong = []
-    for key, storage in _read(io.BytesIO(data), False, bound)[1].items():
-        nbytes, least = nbytes_of(f"data/{key}"), _storage_nbytes(storage)
+    _, storages = _read(io.BytesIO(data), False, bound)
+    for key, storage in storages.items():
+        record = f"data/{key}"
+        nbytes, least = nbytes_of(record), _storage_nbytes(storage)
         if nbytes is None:
-            wrong.append((f"data/{key}", "it is missing"))
+            wrong.append((record, "it is missing"))
         elif nbytes < least:
-            wrong.append((f"data/{key}", f"it has {nbytes} bytes of {least}"))
+            wrong.append((record, f"it has {nbytes} bytes of {least}"))
     return wrong
 
 
 def _nbytes_in(core: _core.Restore, name: str) -> int | None:
-    """Return the length of a record, or None if the archive lacks it."""
     number = core.find(name)
     return None if number < 0 else core.sizes(number, 1)[0]
 
@@ -193,22 +182,16 @@ def _nbytes_in(core: _core.Restore, name: str) -> int | None:
 def _storage_nbytes(storage: Storage) -> int:
     """Return the bytes that a storage has according to its pickle."""
     try:
-        return min(int(storage.numel) * dtype(storage.kind)[1], MOST_BYTES)
+        _, element_bytes = dtype(storage.kind)
+        return min(int(storage.numel) * element_bytes, MOST_BYTES)
     except (TypeError, ValueError):
         return 0  # a type that is not torch's
 
 
 @functools.lru_cache(maxsize=128)
 def dtype(name: str) -> tuple[str, int]:
-    """Return the name of the element type that a storage class or a dtype stands for, and the bytes
-    of an element.
-
-    Args:
-        name: For example ``torch.FloatStorage`` (then the type is ``float32``) or ``torch.int8``.
-
-    Raises:
-        ValueError: There is no such type.
-    """
+    """Return the element type of a storage class or a dtype, and the bytes of an element:
+    ("float32", 4) for ``torch.FloatStorage``. Raise ValueError if there is no such type."""
     name = name.rpartition(".")[2]
     name = _STORAGES.get(name, name)
     if name == "bool":
@@ -216,4 +199,5 @@ def dtype(name: str) -> tuple[str, int]:
     match = _DTYPE.fullmatch(name)
     if match is None:
         raise ValueError(f"there is no type {name}")
-    return name, -(-int(match[1]) // 8)
+    bits = int(match[1])
+    return name, (bits + 7) // 8  # a smaller element is packed with others, or padded
