@@ -5,10 +5,15 @@
       stage                           copies the state into pool memory (`staged`)
       Rounds.submit                   plans, writes and commits on the thread `sf-dcp`
 
-To follow one save, read the modules in this order. `api` starts it, `rounds` runs the saves of all
-ranks one after the other, and `joint` makes one of them. `writer` writes this rank's files,
-`checkpoint` names and commits the files, and `location` knows whether they are local or in a store.
-`ranks` has the collectives.
+To follow one save, read the modules in this order:
+
+    api           starts the save
+    rounds        runs the saves one after the other
+    joint         makes one save of all ranks
+    writer        writes this rank's files
+    checkpoint    names and commits the files
+    location      puts the files into a directory or a store
+    ranks         has the collectives
 """
 
 from __future__ import annotations
@@ -54,16 +59,13 @@ from stillframe.errors import BusyError, PoolExhaustedError
 @dataclass
 class SaveResponse(AsyncSaveResponse):
     """DCP's response: the futures `staging_completion` and `upload_completion`. The result of
-    `upload_completion` is the checkpoint's `Metadata`.
-
-    Attributes:
-        report: What this rank did and what it cost, once the upload has succeeded; None before.
-    """
+    `upload_completion` is the checkpoint's `Metadata`."""
 
     _save: SaveHandle = field(repr=False)
 
     @property
     def report(self) -> SaveReport | None:
+        """The report on what this rank did, once the upload has succeeded; None before."""
         return report_of(self._save)
 
 
@@ -84,45 +86,44 @@ def async_save(
     stillframe's staging, writing and commit. Every rank must make every call.
 
     The call copies the state. With `overlap=True`, data that only the optimizer's step changes is
-    copied after the call, during the next forward and backward, and the next step waits for that
-    copy. Planning, writing and the commit run while training goes on, with collectives in a process
-    group of their own. Plans are kept: if names, types and shapes are those of an earlier save, the
-    ranks use its plan again. PyTorch's `dcp.load` reads the checkpoint, on any number of ranks.
+    copied after the call, during the next forward and backward. The next step waits for that copy.
+    Planning, writing and the commit run while training goes on. If names, types and shapes are
+    those of an earlier save, the ranks use its plan again. PyTorch's `dcp.load` reads the
+    checkpoint, on any number of ranks.
 
-    One save is under way at a time. The next call waits for that save to end. If it failed and its
-    future has not raised the error yet, the call raises it. A path that is saved to again always
-    holds the complete old checkpoint or the complete new one.
+    One save is under way at a time, and the next call waits for its end. If the save failed and its
+    future has not raised the error yet, the next call raises the error. A path that is saved to
+    again always holds the complete old checkpoint or the complete new one.
 
     Args:
         state_dict: As for DCP. `state_dict()` of each `Stateful` value is called.
         checkpoint_id: A directory, created with its parents if it is missing, or a URL such as
-            "s3://bucket/step100", below which each rank sends its files.
+            "s3://bucket/step100".
         process_group: The ranks that save; all ranks by default. It needs a backend for the CPU. If
-            it contains all ranks, only its timeout is used, for a gloo group that the first call
-            makes. If it has fewer ranks, nothing else may use it until the save has ended.
-        planner: PyTorch's planner by default, with plans kept.
+            it has all ranks, only its timeout is used, for a gloo group that the first call makes.
+            If it has fewer ranks, nothing else may use it until the save has ended.
+        planner: PyTorch's planner by default. Plans of a planner that you give are not used again.
         no_dist: This process saves alone, even if there are others. Give each process a path of its
-            own: if two save to one path, the state of the process that ends last stays, as with
-            PyTorch's writer.
+            own. Otherwise the state of the process that ends last stays.
         overlap: Copy after the call what only the optimizer's step changes.
         durable: Sync files and directories.
         engine: The engine to use, `stillframe.default_engine()` by default.
         when_busy: While a save is under way, "wait" for it, or "raise" `BusyError` on all ranks if
-            any of them is still busy. "raise" needs a group of all ranks.
+            any rank is busy. "raise" needs a group of all ranks.
         storage_options: For a URL, what fsspec's file system for its scheme takes. By default the
             credentials are those of the environment.
 
     Returns:
-        Two futures, and later a report. An error of one rank reaches all: `CheckpointException` (a
-        BaseException, not an Exception) says which ranks failed and why. If a rank was killed, the
-        others get gloo's error within the group's timeout.
+        Two futures, and later a report. The error of one rank reaches all ranks:
+        `CheckpointException` (a BaseException, not an Exception) says which ranks failed and why.
+        If a rank was killed, the others get gloo's error within the group's timeout.
 
     Raises:
         BusyError: See `when_busy`.
         CheckpointException, Exception: The previous save failed.
         TypeError, ValueError: An argument is invalid.
         PoolExhaustedError, StillframeError, Exception: This rank could not copy its state, see
-            `stillframe.snapshot`. The other ranks' save fails with the reason.
+            `stillframe.snapshot`. The save then fails on the other ranks too.
     """
     ordered.refuse_inside()
     saver = saver_of_this_process()
@@ -189,19 +190,17 @@ def save(
 
 
 class Saver:
-    """The state that a process keeps between calls: process groups, the thread that runs saves, the
-    plans of each structure, and the save under way."""
+    """The state that a process keeps between calls."""
 
     def __init__(self) -> None:
         self.birth = Birth("what stillframe.dcp keeps")
         self._groups = Groups()
         self._worker = Worker()
-        # Tensors and collectives of saves that have ended. Freeing one releases the interpreter
-        # lock. While the main thread computes, a thread that has released the lock waits long to
-        # get it back. So the thread `sf-dcp` only puts them here, and the next call frees them.
+        # Tensors and collectives of saves that have ended. The next call frees them. The thread
+        # `sf-dcp` does not, because each free releases the interpreter lock, and while the main
+        # thread computes, getting the lock back takes long.
         self._discarded: list[Any] = []
-        self._alone = self._new_rounds()  # the rounds of saves without other ranks
-        # The rounds of each process group, as long as the group exists.
+        self._alone = self._new_rounds()  # for saves without other ranks
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
         self._last: SnapshotSave | None = None  # the save of the last call
         # Whether the next call raises the error of `_last`. Lightning raises that error itself.
@@ -211,8 +210,7 @@ class Saver:
     def group(
         self, process_group: dist.ProcessGroup | None, no_dist: bool
     ) -> dist.ProcessGroup | None:
-        """Return the group for a save's collectives; None if this process saves alone. For the
-        arguments see `async_save`."""
+        """Return the group for a save's collectives; None if this process saves alone."""
         if no_dist or not is_initialized():
             return None
         if process_group is not None:
@@ -226,8 +224,7 @@ class Saver:
         request: SaveRequest,
         storage_options: StorageOptions = None,
     ) -> SnapshotSave:
-        """Start a save: wait for the previous save, copy the state, and have the thread `sf-dcp`
-        do the rest. See `async_save`."""
+        """Start a save. See `async_save`."""
         entered = time.perf_counter()
         writer = FileSystemWriter(
             target.given,
@@ -256,7 +253,6 @@ class Saver:
             completion.completion.start()
             # While the interpreter exits, the save runs inside this call and needs no entry.
             if not completion.completion.is_over:
-                # Added after the copy, at the same point of the call as for a save of one file.
                 work.entry = LogEntry(target.key(follow_link=request.follow_link))
                 work.entry.submit()
         except BaseException as error:
@@ -265,21 +261,17 @@ class Saver:
             raise
         finally:
             self._last, self._raises_last = save, request.error_of is None
-            # Without a copy, the caller has to wait for the end of the save. That wait then counts
-            # as part of the call.
+            # Without a copy, the caller waits for the end of the save, as a part of the call.
             if work.staged is not None:
                 save.call_is_over()
-            # This follows even an error, because the other ranks wait for this rank to take part.
+            # Also after an error, because the other ranks wait for this rank to take part.
             rounds.submit(work)
         return save
 
     def _stage(self, work: Round, state_dict: StateDict) -> None:
         """Copy the state into pool memory, and set `work.staged` and `work.tree`. If the state does
-        not fit, and the request has `uncopied_if_full`, set `work.tree` to the state itself.
-
-        Raises:
-            PoolExhaustedError, Exception: The state could not be copied, see `async_save`.
-        """
+        not fit, raise PoolExhaustedError, or with `uncopied_if_full` set `work.tree` to the state
+        itself."""
         request = work.request
         content = None if request.side_file is None else request.side_file.content
         tree = state_dict, content
@@ -290,11 +282,11 @@ class Saver:
             try:
                 work.staged = stage(tree)
             except TypeError:
-                # A snapshot refuses ShardedTensors. They are rare, so they are searched for only
-                # now. If there are none, something else was refused.
-                tree = take_apart(state_dict), content
-                if tree[0] is state_dict:
-                    raise
+                # A snapshot refuses ShardedTensors, but it takes their local tensors.
+                without = take_apart(state_dict)
+                if without is state_dict:
+                    raise  # there is no ShardedTensor: the error has another cause
+                tree = without, content
                 work.is_taken_apart = True
                 work.staged = stage(tree)
         except PoolExhaustedError:
@@ -313,13 +305,13 @@ class Saver:
         return self._rounds.setdefault(group, self._new_rounds())
 
     def _give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
-        """Forget a group in which a collective has failed; see `Groups.give_up`."""
+        """Give up a group in which a collective has failed."""
         self._rounds.pop(group, None)
         self._groups.give_up(group, why)
 
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
-        """Raise BusyError if a save is under way on any rank of the group; without a group, if one
-        is under way in this process. All ranks of the group call this."""
+        """Raise BusyError if a save is under way on any rank of the group, or without a group in
+        this process. All ranks of the group call this."""
         busy = self._last is not None and not self._last.done()
         if group is not None:
             busy = self._groups.any_rank(group, busy)
@@ -329,11 +321,8 @@ class Saver:
             )
 
     def _wait_for_last(self, work: Round) -> None:
-        """Wait for the end of the previous save.
-
-        Raises:
-            BaseException: The error of that save, if nobody has seen it and `_raises_last` is true.
-        """
+        """Wait for the end of the previous save. Raise its error if nobody has seen the error and
+        `_raises_last` is true."""
         last = self._last
         if last is None:
             return
@@ -345,7 +334,7 @@ class Saver:
 
 
 def _with_state_dicts(state_dict: StateDict) -> StateDict:
-    """Return the state dict with the `state_dict()` of each `Stateful` value in its place."""
+    """Replace each `Stateful` value by its `state_dict()`."""
     return {
         name: value.state_dict() if _is_stateful(value) else value
         for name, value in state_dict.items()
@@ -353,18 +342,17 @@ def _with_state_dicts(state_dict: StateDict) -> StateDict:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Return whether a value is `Stateful`. Common types are excluded first, because an isinstance
-    check of a protocol takes longer than copying a tensor."""
-    plain = type(value) is dict or isinstance(value, torch.Tensor)
-    return not plain and isinstance(value, Stateful)
+    # isinstance with a protocol is slow, so common types are excluded first
+    is_common = type(value) is dict or isinstance(value, torch.Tensor)
+    return not is_common and isinstance(value, Stateful)
 
 
 _saver = Saver()
 
 
 def saver_of_this_process() -> Saver:
-    """Return the process's Saver. A forked child gets a new Saver, because the threads and groups
-    of the old one are the parent's."""
+    """Return the process's Saver. A forked child gets a new Saver: the old one's threads and groups
+    are the parent's."""
     global _saver
     if _saver.birth.foreign():
         _saver = Saver()

@@ -1,7 +1,7 @@
-"""Check that a DCP checkpoint is intact: every item is a zip archive whose records have CRCs.
+"""Checks that a DCP checkpoint is intact: every item is a zip archive whose records have CRCs.
 
-The metadata is a pickle. Loading a checkpoint means trusting it, but checking one must not. So the
-metadata is read here without importing or calling anything that it names.
+The metadata is a pickle, which may be malicious. It is read without importing or calling anything
+that it names.
 """
 
 from __future__ import annotations
@@ -21,14 +21,8 @@ from stillframe.errors import CorruptCheckpointError
 
 
 def damage_of_item(fd: int, offset: int, length: int) -> str | None:
-    """Return what is wrong with an item of a data file, or None if nothing is.
-
-    The CRC of every record is compared. Records without a CRC, which torch writes on request, only
-    have to be there.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return what is wrong with an item of a data file, or None. The CRC of every record is
+    compared, except of records without a CRC, which torch writes on request."""
     if wrong := _damage_of_range(fd, offset, length):
         return wrong
     found = _core.check(fd, True, offset=offset, nbytes=length)
@@ -57,20 +51,12 @@ def _damage_of_range(fd: int, offset: int, length: int) -> str | None:
 
 @dataclass
 class Checked:
-    """The result of checking a directory.
+    """The result of checking a directory."""
 
-    Attributes:
-        nr_items: The number of items that its metadata names.
-        nr_unchecked: The number of items whose bytes an extension of DCP has transformed, for
-            instance compressed. Their CRCs cannot be compared here.
-        nbytes: The sum of the sizes of the data files.
-        bad: Pairs of the name of an item or a file, and a description of its damage.
-    """
-
-    nr_items: int
-    nr_unchecked: int
-    nbytes: int
-    bad: list[tuple[str, str]]
+    nr_items: int  # items that the metadata names
+    nr_unchecked: int  # items whose CRCs cannot be compared: an extension has transformed them
+    nbytes: int  # of all data files
+    bad: list[tuple[str, str]]  # the name of an item or a file, and a description of its damage
 
 
 def check(
@@ -83,9 +69,8 @@ def check(
     """Compare every CRC of a checkpoint, and its metadata with its files.
 
     Args:
+        read: Reads a pickle and returns its object, with a `Stub` for each object of a class.
         thorough: With False no CRC is compared: the files only have to be there, and long enough.
-        read: Reads a pickle and returns its object, with a `Stub` for each object of a class that
-            the pickle names. A command may give a function that bounds the memory.
 
     Raises:
         CorruptCheckpointError: A metadata file does not describe items.
@@ -93,7 +78,8 @@ def check(
     """
     found = Checked(0, 0, 0, [])
     by_file: dict[str, list[_ItemRange]] = {}
-    for name in sorted(each for each in disk.names(directory) if file_kinds.is_sharded([each])):
+    metadata_files = [name for name in disk.names(directory) if file_kinds.is_sharded([name])]
+    for name in sorted(metadata_files):
         for item in _read_items(os.path.join(directory, name), read, disk):
             by_file.setdefault(item.file, []).append(item)
             found.nr_items += 1
@@ -116,36 +102,33 @@ def _check_file(
         with disk.open(path, peek=not thorough) as file:
             found.nbytes += os.fstat(file.fileno()).st_size
             for item in sorted(items, key=lambda item: item.offset):
-                # Of a transformed item only the length can be checked, not the CRCs.
-                if not (thorough and item.transformed):
-                    wrong = damage_of(file.fileno(), item.offset, item.length)
-                    if wrong is not None:
-                        found.bad.append((item.name, wrong))
+                if thorough and item.transformed:
+                    continue
+                wrong = damage_of(file.fileno(), item.offset, item.length)
+                if wrong is not None:
+                    found.bad.append((item.name, wrong))
     except FileNotFoundError:
         found.bad.append((os.path.basename(path), f"the file is missing: {holds}"))
     except OSError as error:
         if disk.is_remote:
-            raise  # the store does not answer, which is no damage of the file
+            raise  # the store does not answer
         found.bad.append((os.path.basename(path), f"{error.strerror}: {holds}"))
 
 
 @dataclass(frozen=True)
 class _ItemRange:
-    """An item and its range of a data file. `transformed`: an extension has changed its bytes."""
+    """An item and its range of a data file, in bytes."""
 
     name: str
     file: str
     offset: int
     length: int
-    transformed: bool
+    transformed: bool  # an extension of DCP has changed the bytes
 
 
 def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list[_ItemRange]:
-    """Return the items that a metadata file names.
-
-    Raises:
-        CorruptCheckpointError: The file does not describe items.
-    """
+    """Return the items that a metadata file names. Raise CorruptCheckpointError if the file does
+    not describe items."""
     file = io.BytesIO(disk.read(path))
     try:
         root = read(file)
@@ -171,7 +154,7 @@ def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list
 
 
 def _name_of(index: dict[str, Any]) -> str:
-    """Return an item's name for messages. The name of a shard has its position in the tensor."""
+    """Return an item's name for messages, with the position of a shard in its tensor."""
     offset = index.get("offset")
     if offset is None:
         return str(index["fqn"])
@@ -180,14 +163,8 @@ def _name_of(index: dict[str, Any]) -> str:
 
 
 def refuse_damaged_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:
-    """Compare the CRCs of items in a local directory.
-
-    Args:
-        items: Name, file, offset and length of each item.
-
-    Raises:
-        CorruptCheckpointError: An item is damaged, or its file is missing.
-    """
+    """Compare the CRCs of items in a local directory. Raise CorruptCheckpointError if an item is
+    damaged, or its file is missing. An item is (name, file, offset, length)."""
     by_file: dict[str, list[tuple[str, int, int]]] = {}
     for name, file, offset, length in items:
         by_file.setdefault(file, []).append((name, offset, length))

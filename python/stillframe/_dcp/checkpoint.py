@@ -5,16 +5,13 @@
     .metadata               names the data files of the current checkpoint
 
 A data file is a sequence of items, each a complete torch.save archive. For most tensors the core
-writes the archive straight from the tensor's memory. Anything that the core cannot describe
-(quantized and sparse tensors, types without a storage class, Python objects) is first saved to
-memory with torch.save. Each rank lays its files out before it writes them, so that every item's
-offset is known. It writes them when all ranks have agreed to save.
+writes the archive straight from the tensor's memory. Other tensors and objects are first saved to
+memory with torch.save. Each rank lays its files out, so that every item's offset is known. The rank
+writes them when all ranks have agreed to save.
 
-No data file replaces another. So the old checkpoint stays complete until the new .metadata replaces
-the old one, and that happens only when all new data files exist and are synced. This replacement is
-the commit. Data files that the new .metadata does not name are removed afterwards: those of the old
-checkpoint, and of saves whose process died. `location.py` hides the differences between a directory
-and a store.
+No data file replaces another. When all new data files exist and are synced, the new .metadata
+replaces the old one. This is the commit; until then the old checkpoint stays complete. Afterwards
+the data files that the new .metadata does not name are removed.
 """
 
 from __future__ import annotations
@@ -45,9 +42,9 @@ from stillframe._save.report import SaveReport
 log = logging.getLogger("stillframe")
 
 SUFFIX = ".distcp"
+_ARCHIVE_NBYTES = 1024  # an estimate: the bytes of an item besides those of its tensor
 
-# The names of data files; the first group is the rank. PyTorch's own writer gives names without an
-# id.
+# The names of data files; the first group is the rank. PyTorch's own writer uses no id.
 _DATA = re.compile(r"__(\d+)_\d+(\.[0-9a-f]+)?\.distcp")
 _TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]+\.tmp")
 
@@ -59,7 +56,7 @@ Resolve = Callable[[WriteItem], torch.Tensor | BytesIO]  # returns an item's ten
 
 def new_id() -> int:
     """Return a new id for the names of one rank's files in one save: 32 random bits."""
-    return uuid.uuid4().int >> 96
+    return uuid.uuid4().int >> (128 - 32)
 
 
 def id_text(files_id: int) -> str:
@@ -90,15 +87,8 @@ def metadata_path(directory: str, rank: int | None) -> str:
 
 
 class Item:
-    """One archive: the row that describes it to the core, and the owner of its bytes.
-
-    Args:
-        wait: Waits until the bytes are copied. Called only for tensors whose bytes must be read
-            here.
-
-    Raises:
-        ValueError: `data` is a meta tensor. The message contains its `name`.
-    """
+    """One archive: the row that describes it to the core, and the owner of its bytes. Before bytes
+    are read here, `wait` is called. Raise ValueError, with `name`, for a meta tensor."""
 
     __slots__ = ("owner", "row")
 
@@ -112,7 +102,7 @@ class Item:
         self.row: Row | memoryview
         if isinstance(data, torch.Tensor):
             tensor, row = data, description_of(data)
-            if row is None:  # the core cannot write this tensor, but perhaps an equal one
+            if row is None:  # the core cannot write this tensor, but perhaps a plain copy
                 if data.is_meta:
                     raise ValueError(
                         f"{name} is on the meta device and has no bytes to save: give it memory"
@@ -130,8 +120,7 @@ class Item:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an equal tensor on the CPU. A strided tensor is made contiguous if its elements are
-    not adjacent, and loses its conjugate and negative bits."""
+    """Return an equal tensor that the core can write, if possible."""
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     if tensor.layout is not torch.strided:
@@ -141,30 +130,23 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DataFile:
-    """A file that is first laid out and then written.
-
-    Args:
-        name: The name of the file, which does not exist yet.
-        items: Their bytes must not change until the file is written.
-
-    Attributes:
-        ranges: Offset and length of each item, in bytes.
-    """
+    """A file that is first laid out and then written. The items' bytes must not change until
+    then."""
 
     def __init__(self, name: str, items: Sequence[Item]) -> None:
         self.name = name
         self._parts = Parts()
+        # offset and length of each item, in bytes
         self.ranges = self._parts.append([item.row for item in items])
         self._owners = [item.owner for item in items if item.owner is not None]
         self._save: SaveHandle | FileUpload | None = None
 
     def start(self, submit: Submit) -> None:
-        """Start writing."""
         self._save = submit(self._parts, self.name, self._owners)
         self._owners = []  # `_save` refers to them now
 
     def failure(self) -> BaseException | None:
-        """Wait until writing has ended, if it was started; return the error, if any."""
+        """Wait until writing, if started, has ended; return the error, if any."""
         return None if self._save is None else self._save.exception()
 
     def is_written(self) -> bool:
@@ -172,7 +154,7 @@ class DataFile:
         return self._save is not None and self.failure() is None
 
     def report(self) -> SaveReport:
-        """Return the report of a file that was written."""
+        """Return the report of the file, which must be written."""
         assert self._save is not None
         report = self._save.result()
         assert report is not None
@@ -209,15 +191,7 @@ class RankFiles:
         self.ranges = [file.ranges for file in self._files]
 
     def start(self, *, durable: bool, engine: Engine | None) -> None:
-        """Start writing all files.
-
-        Args:
-            durable: Sync the files and their directory.
-            engine: The engine whose threads write them.
-
-        Raises:
-            SaveError: A file could not be started. No file is left.
-        """
+        """Start writing all files. After a SaveError no file is left."""
         submit = self._location.submitter(durable=durable, engine=engine)
         try:
             for file in self._files:
@@ -227,11 +201,7 @@ class RankFiles:
             raise
 
     def wait(self) -> None:
-        """Wait until all files are written, and durable if that was asked for.
-
-        Raises:
-            SaveError: The operating system or the store refused a step. No file is left.
-        """
+        """Wait until all files are written. After a SaveError no file is left."""
         failure = self.settle()
         if failure is not None:
             self.discard()
@@ -271,29 +241,29 @@ def buckets(
     items: Sequence[WriteItem], nr_files: int, *, one_item_a_file: bool
 ) -> list[list[WriteItem]]:
     """Distribute the items among files of about the same size."""
-    # Objects come first, as in files of PyTorch's writer.
+    # Python objects come before tensors, as in files of PyTorch's writer.
     items = sorted(items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
     if one_item_a_file:
         return [[item] for item in items]
-    most = -(-sum(map(_nbytes, items)) // nr_files)  # bytes of a file, rounded up
+    total_nbytes = sum(map(_nbytes, items))
+    file_nbytes = (total_nbytes + nr_files - 1) // nr_files  # rounded up
     made: list[list[WriteItem]] = []
     room = 0  # bytes left in the last file
     for item in items:
         if room <= 0:
             made.append([])
-            room = most
+            room = file_nbytes
         made[-1].append(item)
         room -= _nbytes(item)
     return made
 
 
 def _nbytes(item: WriteItem) -> int:
-    """Estimate the bytes that an item takes in a file. The archive around a tensor's bytes counts
-    as 1024 bytes, and so does a Python object."""
-    if item.tensor_data is None:
-        return 1024
+    """Estimate the bytes that an item takes in a file."""
+    if item.tensor_data is None:  # a Python object
+        return _ARCHIVE_NBYTES
     size = item.tensor_data.chunk.sizes
-    return size.numel() * item.tensor_data.properties.dtype.itemsize + 1024
+    return size.numel() * item.tensor_data.properties.dtype.itemsize + _ARCHIVE_NBYTES
 
 
 # ---- the commit ----
@@ -301,27 +271,19 @@ def _nbytes(item: WriteItem) -> int:
 
 @dataclasses.dataclass
 class ReadyCheckpoint:
-    """A checkpoint that is ready to be committed: its metadata is kept at `location` under the name
-    `temporary`, and the commit gives it the name `name`."""
+    """A checkpoint that is ready to be committed."""
 
     metadata: Metadata
     location: Location
-    name: str
-    temporary: str
+    name: str  # the metadata's name after the commit
+    temporary: str  # the metadata's name until then
 
 
 def prepare_metadata(
     metadata: Metadata, location: Location, rank: int | None, files_id: int, *, durable: bool
 ) -> ReadyCheckpoint:
-    """Keep the metadata under a temporary name for the commit. The data files need not exist yet.
-
-    Args:
-        rank: This rank if it saves alone; None for a checkpoint of all ranks.
-        files_id: The id in the names of the coordinator's data files.
-
-    Raises:
-        OSError: The metadata could not be written. No file is left.
-    """
+    """Keep the metadata under a temporary name, which contains `files_id`. The data files need not
+    exist yet. `rank` is None for a checkpoint of all ranks. After an OSError no file is left."""
     name = metadata_name(rank)
     new = ReadyCheckpoint(metadata, location, name, f"{name}.{id_text(files_id)}.tmp")
     try:
@@ -338,11 +300,8 @@ def discard_metadata(new: ReadyCheckpoint) -> None:
 
 
 def commit_metadata(new: ReadyCheckpoint, *, durable: bool) -> None:
-    """Commit the checkpoint: its metadata replaces the old one.
-
-    Raises:
-        OSError: See `Location.commit`. The new checkpoint, if it is there, may not be durable.
-    """
+    """Commit the checkpoint: its metadata replaces the old one. Errors are those of
+    `Location.commit`."""
     new.location.commit(new.temporary, new.name, durable=durable)
 
 
@@ -352,8 +311,8 @@ def named_files(metadata: Metadata) -> set[str]:
 
 
 def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> None:
-    """Remove data files that the checkpoint does not name. If a rank saves alone, remove only its
-    own files. An extra file does no harm, so failures are only logged."""
+    """Remove data files that the checkpoint does not name. With `rank`, which saves alone, remove
+    only the rank's own files. Failures are only logged, because an extra file does no harm."""
     wanted = named_files(metadata)
     try:
         names = location.names()
@@ -366,8 +325,8 @@ def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> 
 
 
 def _is_checkpoint_file(name: str, rank: int | None) -> bool:
-    """Return whether a checkpoint has data files, or a temporary of the metadata, of such a name.
-    If a rank saves alone, `rank` is its number, and only its own data files count."""
+    """Return whether a data file or a temporary of the metadata has such a name. With `rank`, which
+    saves alone, only the rank's own data files count."""
     data = _DATA.fullmatch(name)
     if rank is not None:
         return data is not None and int(data[1]) == rank
@@ -375,15 +334,15 @@ def _is_checkpoint_file(name: str, rank: int | None) -> bool:
 
 
 def remove_files(names: Sequence[str], location: Location) -> None:
-    """Remove the data files of a failed save, except those that the checkpoint names: the save may
-    have failed after its rename."""
+    """Remove the data files of a failed save, except files that the checkpoint names. There are
+    such files if the save failed after its rename."""
     if not names:
         return
     try:
         wanted = named_files(pickle.loads(location.read(metadata_name(None))))
     except FileNotFoundError:
         wanted = set()
-    except Exception as error:  # without the metadata it is unknown which files are needed
+    except Exception as error:  # it is unknown which files are needed
         log.warning("stillframe: files of a failed save stay in %s: %s", location.shown, error)
         return
     location.remove([name for name in names if name not in wanted])

@@ -1,7 +1,7 @@
 """Items of a checkpoint in a store, fetched before they are needed.
 
-Items that are close to each other in one object are fetched together, as a *stretch* of it, into a
-file in memory (`_remote/file.py`). The check of CRCs and torch.load read it like any other file.
+A *stretch* is a range of one object with one item, or with several that are close to each other. It
+is fetched into a file in memory, which the check of CRCs and torch.load read.
 
     fetched, checked ──▶ kept ──read──▶ freed                          while memory is left
                     └──▶ freed ··· fetched and checked again ──read──▶ freed      otherwise
@@ -29,27 +29,20 @@ _File: TypeAlias = io.FileIO | io.BytesIO
 
 _RANGE_BYTES = 16 << 20  # the length of one request
 _STRETCH_BYTES = 16 << 20  # the longest stretch of several items
-_GAP_BYTES = 64 << 10  # the longest gap that is fetched with its neighbours, to save a request
+_GAP_BYTES = 64 << 10  # the longest gap between two items of a stretch
 _AHEAD_BYTES = 256 << 20  # the most bytes that are fetched ahead
 _AHEAD_FILES = 64  # the most stretches that are fetched ahead; each has a descriptor
 
 
 @dataclass(frozen=True, order=True)
 class Item:
-    """An item of a data file. Items sort by file and offset.
+    """An item of a data file. Items sort by file and offset."""
 
-    Attributes:
-        file: The name of the file, below the checkpoint's URL.
-        offset, length: The item's range of the file, in bytes.
-        name: The item's name, for messages.
-        is_checkable: The item is a plain archive with CRCs, which no extension has transformed.
-    """
-
-    file: str
-    offset: int
-    length: int
-    name: str
-    is_checkable: bool
+    file: str  # the name of the file, below the checkpoint's URL
+    offset: int  # in the file, in bytes
+    length: int  # in bytes
+    name: str  # for messages
+    is_checkable: bool  # no extension of DCP has transformed the item's archive
 
     @property
     def end(self) -> int:
@@ -58,7 +51,7 @@ class Item:
 
 @dataclass
 class Stretch:
-    """Bytes `start` to `end` of a data file, which are fetched together, with the items in them."""
+    """Bytes `start` to `end` of a data file, with the items in them."""
 
     items: list[Item]
     start: int = field(init=False)
@@ -76,10 +69,10 @@ class Stretch:
         return self.end - self.start
 
     def try_to_add(self, item: Item) -> bool:
-        """Add an item unless it is too far away. Return whether it was added."""
+        """Add an item that is close enough. Return whether the item was added."""
         end = max(self.end, item.end)
-        near = item.file == self.file and item.offset - self.end <= _GAP_BYTES
-        if not near or end - self.start > _STRETCH_BYTES:
+        is_near = item.file == self.file and item.offset - self.end <= _GAP_BYTES
+        if not is_near or end - self.start > _STRETCH_BYTES:
             return False
         self.items.append(item)
         self.end = end
@@ -87,21 +80,18 @@ class Stretch:
 
 
 def stretches_of(items: Iterable[Item]) -> list[Stretch]:
-    """Return the stretches of all items, in the order of the files."""
+    """Return the stretches of all items, sorted by file and offset."""
     made: list[Stretch] = []
     for item in sorted(items):
-        if not (made and made[-1].try_to_add(item)):
+        was_added = bool(made) and made[-1].try_to_add(item)
+        if not was_added:
             made.append(Stretch([item]))
     return made
 
 
 class Fetched:
-    """The items that one load needs, as a context manager. Its end frees the memory, and raises
-    OSError if an object was replaced meanwhile.
-
-    Args:
-        verify: Compare the CRCs of everything that is read.
-    """
+    """The items that one load needs, as a context manager. The end of the block frees the memory,
+    and raises OSError if an object was replaced meanwhile. With `verify`, compare all CRCs."""
 
     def __init__(self, location: Prefix, items: Iterable[Item], *, verify: bool) -> None:
         self._location = location
@@ -109,7 +99,7 @@ class Fetched:
         self._verify = verify
         self._kept: dict[int, io.BytesIO] = {}  # by the number of the stretch
         self._fetcher = Fetcher()
-        # Asks the store for the sizes and versions of objects.
+        # For the sizes and versions of objects.
         self._looking_up = ThreadPoolExecutor(THREADS, thread_name_prefix="sf-look-up")
         self._objects: dict[str, Future[Object]] = {}  # by file
 
@@ -124,14 +114,14 @@ class Fetched:
             self._refuse_changed()
 
     def check(self) -> None:
-        """Check every item, and keep the first stretches, as many as there is memory for.
+        """Check every item. Keep the first stretches, in at most a quarter of the free memory.
 
         Raises:
             CorruptCheckpointError: An item is damaged, or its file is missing.
             OSError: The store does not answer.
         """
-        # A quarter of the free memory, because `shared` is half of it.
-        room = budget.measure(0).shared // 2
+        half_of_free = budget.measure(0).shared
+        room = half_of_free // 2
         for number, file in self._fetch([*range(len(self._stretches))]):
             room -= self._stretches[number].nbytes
             if room >= 0:
@@ -144,7 +134,7 @@ class Fetched:
         return _Stream(self._read(numbers))
 
     def _read(self, numbers: list[int]) -> Iterator[tuple[Stretch, _File]]:
-        """Yield each stretch with a file of its bytes, which is valid until the next is yielded."""
+        """Yield each stretch with a file of its bytes, which is valid until the next one."""
         missing = [number for number in numbers if number not in self._kept]
         with contextlib.closing(self._fetch(missing)) as fetching:
             for number in numbers:
@@ -154,51 +144,52 @@ class Fetched:
                 yield self._stretches[number], file
 
     def _fetch(self, numbers: list[int]) -> Generator[tuple[int, io.FileIO]]:
-        """Fetch stretches ahead, and yield the number of each with a file of its bytes, which is
-        valid until the next is yielded."""
+        """Fetch stretches ahead. Yield the number of each stretch with a file of its bytes, which
+        is valid until the next one."""
         waiting = deque(numbers)
-        # The requested stretches, each with its file's number and descriptor (`Fetcher.open`).
+        # The requested stretches, each with the results of `_request`.
         ahead: deque[tuple[Stretch, int, int]] = deque()
-        nbytes = 0  # the bytes of the stretches in `ahead`
-        # All objects are looked up at the same time, before the first one is needed.
+        ahead_nbytes = 0
+        # look up all objects at the same time
         for file in {self._stretches[number].file for number in numbers}:
             if file not in self._objects:
                 self._objects[file] = self._looking_up.submit(self._location.object, file)
         try:
             for number in numbers:
-                # Request at least one stretch, and more while the limits allow that.
+                # Request at least one stretch, and more up to the limits.
                 while waiting and (
-                    not ahead or (nbytes < _AHEAD_BYTES and len(ahead) < _AHEAD_FILES)
+                    not ahead or (ahead_nbytes < _AHEAD_BYTES and len(ahead) < _AHEAD_FILES)
                 ):
                     stretch = self._stretches[waiting.popleft()]
                     ahead.append((stretch, *self._request(stretch)))
-                    nbytes += stretch.nbytes
+                    ahead_nbytes += stretch.nbytes
                 stretch, opened, fd = ahead[0]
                 self._wait(stretch, fd)
                 with io.FileIO(fd, closefd=False) as memory:
                     yield number, memory
                 self._fetcher.close(opened)
                 ahead.popleft()
-                nbytes -= stretch.nbytes
+                ahead_nbytes -= stretch.nbytes
         finally:
             for _, opened, _ in ahead:
                 self._fetcher.close(opened)
 
     def _request(self, stretch: Stretch) -> tuple[int, int]:
-        """Have a stretch fetched. Return the number of its file, for `Fetcher.close`, and the
-        descriptor. Raise CorruptCheckpointError like `_object_of`."""
+        """Have a stretch fetched into a file. Return the file's number, for `Fetcher.close`, and
+        its descriptor. Raise CorruptCheckpointError like `_object_of`."""
         data = _object_of(self._location, stretch, self._objects[stretch.file])
         wanted = Range(data, stretch.start, stretch.end, _RANGE_BYTES)
         number, fd = self._fetcher.open(wanted)
-        _core.arrive(fd, 0)  # requests all bytes of the file, and does not wait for them
+        _core.arrive(fd, 0)  # requests all bytes, without waiting for them
         return number, fd
 
     def _wait(self, stretch: Stretch, fd: int) -> None:
-        """Wait until a stretch is there, and with `verify=True` compare its CRCs. Raise OSError if
-        the store did not give the bytes, and CorruptCheckpointError if an item is damaged."""
+        """Wait until a stretch is fetched, and with `verify=True` compare its CRCs. Raise OSError
+        if the store did not give the bytes, and CorruptCheckpointError if an item is damaged."""
         try:
             _core.arrive(fd)
-        except OSError as error:  # the error of the failed request says more than the core's
+        except OSError as error:
+            # prefer the error of the failed request, which says more than the core's
             raise self._objects[stretch.file].result().failure or error from None
         if self._verify:
             _refuse_damaged(self._location, stretch, fd)
@@ -210,14 +201,8 @@ class Fetched:
 
 
 def _object_of(location: Prefix, stretch: Stretch, found: Future[Object]) -> Object:
-    """Return the object that a stretch is in, once it was looked up.
-
-    Args:
-        found: The future of the look-up.
-
-    Raises:
-        CorruptCheckpointError: The object is missing, or ends before the stretch does.
-    """
+    """Return the object that a stretch is in, from the future of its look-up. Raise
+    CorruptCheckpointError if the object is missing, or ends before the stretch does."""
     path, first = location.shown_of(stretch.file), stretch.items[0].name
     try:
         data = found.result()
@@ -234,24 +219,24 @@ def _object_of(location: Prefix, stretch: Stretch, found: Future[Object]) -> Obj
 
 
 def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
-    """Raise CorruptCheckpointError if an item is damaged. `fd` is a file with only the stretch."""
+    """Raise CorruptCheckpointError if an item is damaged. The file `fd` begins with the stretch."""
     for item in stretch.items:
-        if item.is_checkable:
-            wrong = damage_of_item(fd, item.offset - stretch.start, item.length)
-            if wrong is not None:
-                path = location.shown_of(stretch.file)
-                raise CorruptCheckpointError(f"{path}: {item.name} is damaged: {wrong}")
+        if not item.is_checkable:
+            continue
+        wrong = damage_of_item(fd, item.offset - stretch.start, item.length)
+        if wrong is not None:
+            path = location.shown_of(stretch.file)
+            raise CorruptCheckpointError(f"{path}: {item.name} is damaged: {wrong}")
 
 
 class _Stream(io.RawIOBase):
-    """A data file of which only the stretches can be read, in order. Offsets are those of the whole
-    file."""
+    """A data file of which only the stretches can be read, in order."""
 
     def __init__(self, stretches: Iterator[tuple[Stretch, _File]]) -> None:
         super().__init__()
         self._stretches = stretches
         self._now: tuple[Stretch, _File] | None = None  # the stretch that was read last
-        self._at = 0  # the offset of the next read
+        self._at = 0  # the offset of the next read, in the whole data file
 
     def readable(self) -> bool:
         return True
@@ -279,14 +264,13 @@ class _Stream(io.RawIOBase):
         return done
 
     def _stretch(self) -> tuple[Stretch, _File]:
-        """Return the stretch that has the byte at `_at`, and its file. Drop the stretches before
-        it."""
+        """Return the stretch with the byte at `_at`, and its file. Drop earlier stretches."""
         while self._now is None or not self._now[0].start <= self._at < self._now[0].end:
             self._now = next(self._stretches)
         return self._now
 
     def close(self) -> None:
-        close = getattr(self._stretches, "close", None)  # of a generator: it frees its files
+        close = getattr(self._stretches, "close", None)  # a generator's `close` frees its files
         if close is not None:
             close()
         super().close()

@@ -1,8 +1,7 @@
 """`forked`: gives each forked writer of Megatron-LM or nvidia-resiliency-ext a snapshot to write.
 
-Their caller forks a process that writes while training goes on. The process writes from buffers
-that the next save uses again, so a slow writer mixes both states. Here each save has its own
-snapshot, which is kept until its writer has ended or died.
+Without it, the forked process writes from buffers that the next save uses again, so a slow writer
+mixes both states. A snapshot is kept until its writer has ended or died.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ def forked(caller_class: type[Caller], *, engine: Engine | None = None) -> type[
     Args:
         caller_class: `TemporalAsyncCaller` of Megatron-LM or of nvidia-resiliency-ext, or a class
             with the same interface. Its `schedule_async_call(request)` takes a named tuple with
-            `async_fn`, `async_fn_args` and `preload_fn`. The second of the arguments has the
-            tensors; if `preload_fn` is given, `preload_fn()` returns that argument. The caller's
-            `process` is the forked process.
+            `async_fn`, `async_fn_args` and `preload_fn`. `async_fn_args[1]` has the tensors; if
+            `preload_fn` is given, `preload_fn()` returns them. The caller's `process` is the forked
+            process.
         engine: The engine whose pool is used, `stillframe.default_engine()` by default.
 
     Returns:

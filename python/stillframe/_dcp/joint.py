@@ -1,20 +1,18 @@
 """One save of all ranks: a plan, the files of each rank, one commit.
 
-This does what DCP's `save` does between a planner and a writer, with two differences. First, if all
-ranks still have an earlier plan, they use it again: nobody makes, compares or sends a plan. Second,
-a save with such a plan and without errors exchanges only a few numbers (`Ranks.exchange`), three
-times:
+This does what DCP's `save` does between a planner and a writer, but it uses plans again. A save
+with such a plan and without errors exchanges only a few numbers (`Ranks.exchange`), three times:
 
     prepared ─numbers─▶ agreed ─▶ written ─numbers─▶ committed by rank 0 ─numbers─▶ ended
                            │         ▲
                            └─planned─┘   plans, results and metadata are sent as objects
 
-The state dict's copy need not be complete before the files are written. An error of any rank before
-or in the commit fails the save on all ranks.
+The state dict may still be copied until the files are written. An error of any rank before or in
+the commit fails the save on all ranks.
 
-A plan depends only on the names, types and shapes in the state dicts of all ranks (`structure`). A
-rank whose state dict has the same structure as in an earlier save still has its part of that plan.
-The plan is used again if all ranks have their parts of the plan of one save.
+A plan depends only on the names, types and shapes in the state dicts of all ranks (`structure`).
+Each rank keeps its part of the plan of an earlier save, by the structure of its state dict. The
+ranks use a plan again if all of them have their parts of the plan of one save.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from stillframe._dcp.writer import FileSystemWriter
 
 _MOST_PLANS = 8  # the most plans that are kept, each for one structure
 
-ItemRanges = list[list[tuple[int, int]]]  # offset and length of each item, by file
+ItemRanges = list[list[tuple[int, int]]]  # for each file, the offset and length of each item
 
 
 class JointSave:
@@ -70,8 +68,7 @@ class JointSave:
         self._plans = plans
         self._number = number
         self._writer = writer
-        # PyTorch's planner; None if the user has given a planner.
-        self._default_planner: DefaultSavePlanner | None = None
+        self._default_planner: DefaultSavePlanner | None = None  # None: the user gave a planner
         if planner is None:
             planner = self._default_planner = DefaultSavePlanner()
         self._planner: SavePlanner = planner
@@ -79,23 +76,25 @@ class JointSave:
         self._structure: Hashable = None  # None: the plan of this save is not kept
         self._kept: KeptPlan | None = None  # the plan to use again
         self._files: RankFiles | None = None
-        self._metadata: Metadata | None = None  # on the coordinator, from a new plan
+        self._metadata: Metadata | None = None  # of a new plan; on the coordinator only
 
     def prepare(self, state_dict: StateDict) -> tuple[int, bool]:
         """Do the part of this rank's work that needs no other rank. Nothing is written.
 
         Returns:
-            Two values: the number of the save whose plan this rank still has, or 0; and whether
-            every item will have the same offset and length as in the last save with that plan.
+            The number of the save whose plan this rank still has, or 0; and whether every item has
+            the same offset and length as in the last save with that plan.
         """
         if self._default_planner is None:
             self._wait()  # a user's planner may read the bytes
-        is_first = self._ranks.is_coordinator
+        is_coordinator = self._ranks.is_coordinator
         meta = self._writer.storage_meta()
         self._planner.set_up_planner(
-            state_dict=state_dict, storage_meta=meta, is_coordinator=is_first
+            state_dict=state_dict, storage_meta=meta, is_coordinator=is_coordinator
         )
-        self._writer.set_up_storage_writer(is_first, rank=self._ranks.rank, use_collectives=True)
+        self._writer.set_up_storage_writer(
+            is_coordinator, rank=self._ranks.rank, use_collectives=True
+        )
         if self._default_planner is None:
             return 0, False  # only plans of PyTorch's planner are kept
         with torch.no_grad():
@@ -110,8 +109,8 @@ class JointSave:
         return kept.number, self._files.ranges == kept.ranges
 
     def save(self, is_planned: bool, is_same: bool, files_ids: list[int]) -> Metadata:
-        """Plan if there is no plan to use again, then write and commit. Return the metadata. Called
-        once all ranks have agreed to save.
+        """Make a plan if there is none to use again, then write and commit. Return the metadata.
+        Called when all ranks have agreed to save.
 
         Args:
             is_planned: All ranks have their parts of the same plan.
@@ -124,6 +123,7 @@ class JointSave:
         if not is_planned:
             self._kept = None
         plan = self._kept.plan if self._kept is not None else self._plan()
+
         new: checkpoint.ReadyCheckpoint | None = None
         failure: BaseException | None = None
         try:
@@ -138,6 +138,7 @@ class JointSave:
             failure = error
         self._agree_on("write", failure)
         self._writer.will_commit()
+
         assert self._files is not None
         results = None if is_same else self._ranks.gather(self._files.results())
         try:
@@ -147,6 +148,7 @@ class JointSave:
         except BaseException as error:
             failure = error
         self._agree_on("write", failure)
+
         metadata = self._share_metadata(new)
         if self._structure is not None:
             number = self._number if self._kept is None else self._kept.number
@@ -157,21 +159,18 @@ class JointSave:
         return metadata
 
     def _resolve(self, item: WriteItem) -> torch.Tensor | BytesIO:
-        """Return an item's tensor or pickle. If an object that has to be pickled contains tensors,
-        wait for their bytes first."""
-        own = self._default_planner
-        if own is not None and item.type is WriteItemType.BYTE_IO:
-            value = own.lookup_object(item.index)
+        """Return an item's tensor or pickle. Before an object with tensors is pickled, wait for the
+        tensors' bytes."""
+        planner = self._default_planner
+        if planner is not None and item.type is WriteItemType.BYTE_IO:
+            value = planner.lookup_object(item.index)
             if not _is_without_tensors(value):
                 self._wait()
         return self._planner.resolve_data(item)
 
     def _plan(self) -> SavePlan:
-        """Make a plan together with all ranks and return this rank's part.
-
-        Raises:
-            CheckpointException: A rank's planner failed, or the global plan did.
-        """
+        """Make a plan together with all ranks and return this rank's part. If a rank fails, all
+        ranks raise CheckpointException."""
         plan: SavePlan | None = None
         plans: list[SavePlan] | None = None
         failure: BaseException | None = None
@@ -192,18 +191,14 @@ class JointSave:
         return scattered
 
     def _agree_on(self, step: str, failure: BaseException | None) -> None:
-        """Tell the other ranks whether this rank has failed in a step, and learn whether they have.
-
-        Raises:
-            CheckpointException: Some rank has failed. All ranks raise it.
-        """
+        """Exchange whether a rank has failed in a step. If so, all ranks raise
+        CheckpointException."""
         if any(failed for (failed,) in self._ranks.exchange(failure is not None)):
             self._ranks.raise_all(step, failure)
 
     def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.ReadyCheckpoint | None:
-        """Write the data files. On the coordinator, if the layout of all files is that of the last
-        save, also write the metadata meanwhile, and return the checkpoint to commit. Otherwise
-        return None."""
+        """Write the data files. With `is_same`, the coordinator also writes the metadata meanwhile,
+        and returns the checkpoint to commit. Otherwise return None."""
         assert self._files is not None
         self._writer.start()  # the engine's threads now write the data files
         try:
@@ -215,12 +210,12 @@ class JointSave:
                 )
             return None
         finally:
-            # Wait even after an error, because the engine's threads read the tensors until then.
+            # Also after an error, because the engine's threads read the tensors until then.
             self._files.wait()
 
     def _describe(self, results: Any) -> checkpoint.ReadyCheckpoint:
-        """Write the metadata, with the files and offsets in `results`, the write results of all
-        ranks. Return the checkpoint to commit."""
+        """Write the metadata, with the write results of all ranks. Return the checkpoint to
+        commit."""
         metadata = self._metadata
         if metadata is None:
             assert self._kept is not None and self._kept.metadata is not None
@@ -230,8 +225,8 @@ class JointSave:
         )
 
     def _share_metadata(self, new: checkpoint.ReadyCheckpoint | None) -> Metadata:
-        """Return the checkpoint's metadata on each rank; the coordinator sends it if the plan is
-        new. Only the coordinator's metadata has the files and offsets of items."""
+        """Return the checkpoint's metadata on each rank. The coordinator sends the metadata if the
+        plan is new. Only the coordinator's metadata has the files and offsets of items."""
         if self._kept is None:
             whole: Metadata = self._ranks.broadcast(self._metadata)
         else:
@@ -272,21 +267,14 @@ def _with_new_ids(
 
 @dataclasses.dataclass
 class KeptPlan:
-    """A plan that is kept, with facts of the last save that used it.
+    """A plan that is kept, with facts of the last save that used the plan."""
 
-    Attributes:
-        number: The number of the save that made the plan.
-        plan: This rank's part of the plan.
-        ranges: Offset and length of this rank's items in the files of the last save.
-        metadata: The last save's metadata; complete on the coordinator only.
-        files_ids: The ids in the names of each rank's files in the last save.
-    """
-
-    number: int
-    plan: SavePlan
-    ranges: ItemRanges
-    metadata: Metadata | None
-    files_ids: list[int]
+    number: int  # of the save that made the plan
+    plan: SavePlan  # this rank's part
+    # Of the last save:
+    ranges: ItemRanges  # of this rank's items
+    metadata: Metadata | None  # complete on the coordinator only
+    files_ids: list[int]  # the id in the names of each rank's files
 
 
 class Plans:
@@ -296,26 +284,21 @@ class Plans:
         self._kept: dict[Hashable, KeptPlan] = {}
 
     def of(self, structure: Hashable) -> KeptPlan | None:
-        """Return the plan that is kept for a structure, if any."""
         return self._kept.get(structure)
 
     def keep(self, structure: Hashable, kept: KeptPlan) -> None:
         """Keep the plan of a structure, and drop the plans that were used longest ago."""
         self._kept.pop(structure, None)
         while len(self._kept) >= _MOST_PLANS:
-            del self._kept[next(iter(self._kept))]
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
         self._kept[structure] = kept  # at the end: the dict is in the order of use
 
 
 def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
-    """Return everything that a plan of PyTorch's planner depends on.
-
-    Args:
-        flat, mappings: The state dict as the planner has flattened it, and each flat key's path.
-
-    Returns:
-        A hashable key; None if a value's own code makes its write items.
-    """
+    """Return a key of everything that a plan of PyTorch's planner depends on; None if a value's own
+    code plans its items. `flat` is the state dict as the planner has flattened it, and `mappings`
+    has the path of each key."""
     kinds = []
     for value in flat.values():
         kind = _kind(value)
@@ -326,8 +309,7 @@ def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
-    """Return the facts about a value on which a plan depends; None if the value's own code plans
-    its items."""
+    """Return the facts about one value for `structure`, or None like `structure`."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.shape, value.dtype, value.layout, value.requires_grad
     if isinstance(value, DTensor):
@@ -336,4 +318,4 @@ def _kind(value: Any) -> Hashable:
         return value.shape, value.dtype, value.requires_grad, local, layout
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
         return None
-    return ()  # a plan depends on no facts about another object; `structure` has its name
+    return ()  # of another object only the name matters

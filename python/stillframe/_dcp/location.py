@@ -1,8 +1,9 @@
 """Where the files of a checkpoint are: in a local directory, or below a URL in a store.
 
-A save uses both in the same way. `Directory` writes the metadata under a temporary name, and its
-commit is a rename. An object in a store appears whole, so `Prefix` keeps the metadata in memory
-until the commit, which sends it.
+A save uses both in the same way:
+
+    Directory    writes the metadata under a temporary name; the commit is a rename
+    Prefix       keeps the metadata in memory; the commit sends it as one object
 """
 
 from __future__ import annotations
@@ -29,26 +30,20 @@ from stillframe._save.report import IoMode
 log = logging.getLogger("stillframe")
 
 StorageOptions = Mapping[str, Any] | None
-# Starts writing a file of the given name; the objects keep the memory of its parts alive.
+# Starts writing a file: (parts, name, owners). The owners keep the memory of the parts alive.
 Submit = Callable[[Parts, str, Sequence[object]], SaveHandle | FileUpload]
 
 
 class Location(ABC):
-    """The files of one checkpoint, each with a name of its own.
+    """The files of one checkpoint, by their names. The methods raise OSError."""
 
-    Attributes:
-        shown: The path or URL for messages and reports.
-        io_mode: The io_mode in the report of a rank that has written no file.
-        failed_commit_is_over: Whether a commit that has failed cannot take effect later.
-    """
-
-    shown: str
-    io_mode: IoMode
-    failed_commit_is_over: bool
+    shown: str  # the path or URL for messages and reports
+    io_mode: IoMode  # for the report of a rank that has written no file
+    failed_commit_is_over: bool  # whether a commit that has failed cannot take effect later
 
     @abstractmethod
     def begin(self, *, durable: bool) -> None:
-        """Make the directory and its parents if they are missing; a store has no directories."""
+        """Make the directory and its parents if they are missing."""
 
     @abstractmethod
     def exists(self, name: str) -> bool:
@@ -56,19 +51,11 @@ class Location(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return the bytes of a file.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
+        """Return the bytes of a file."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the names of all files, also of files that are not the checkpoint's.
-
-        Raises:
-            OSError: The location cannot be listed.
-        """
+        """Return the names of all files, also of files that are not the checkpoint's."""
 
     @abstractmethod
     def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
@@ -76,19 +63,15 @@ class Location(ABC):
 
     @abstractmethod
     def prepare(self, temporary: str, content: bytes, *, durable: bool) -> None:
-        """Keep the content of a file under a temporary name, for `commit`.
-
-        Raises:
-            OSError: The content could not be written.
-        """
+        """Keep the content of a file under a temporary name, for `commit`."""
 
     @abstractmethod
     def commit(self, temporary: str, name: str, *, durable: bool) -> None:
         """Make the prepared file appear, in place of an old one.
 
         Raises:
-            OSError: The old file stays, unless the commit may still take effect (see
-                `failed_commit_is_over`) or only the sync of a directory has failed.
+            OSError: The old file stays, unless `failed_commit_is_over` is False, or only the sync
+                of a directory has failed.
         """
 
     @abstractmethod
@@ -118,7 +101,7 @@ def location_of(path: CheckpointPath, storage_options: StorageOptions = None) ->
 
 
 def is_location(path: object) -> bool:
-    """Return whether an argument is a path or a URL. No checkpoint need be there."""
+    """Return whether an argument is a path or a URL, even of nothing."""
     try:
         if not CheckpointPath.of(path).remote:
             paths.as_text(path)
@@ -128,11 +111,7 @@ def is_location(path: object) -> bool:
 
 
 class Directory(Location):
-    """A local directory.
-
-    Args:
-        path: Its absolute path; a later change of the working directory does not matter.
-    """
+    """A local directory, by its absolute path."""
 
     io_mode: IoMode = "buffered"
     failed_commit_is_over = True
@@ -165,7 +144,7 @@ class Directory(Location):
 
     def prepare(self, temporary: str, content: bytes, *, durable: bool) -> None:
         wanted = [steps.write(self._join(temporary), content, durable=durable)]
-        if durable:  # the directory may be new, and its own entry is in its parent
+        if durable:  # the directory may be new; its entry is in its parent
             wanted.append(steps.sync(os.path.dirname(os.path.abspath(self.path))))
         steps.take(wanted)
 
@@ -188,13 +167,9 @@ class Directory(Location):
 
 
 class Prefix(Location):
-    """The objects directly below a URL.
+    """The objects directly below a URL."""
 
-    Raises:
-        ValueError, StillframeError: See `open_store`.
-    """
-
-    # A request may take effect after the client has given up, because its answer was lost or late.
+    # A request may still take effect after the client has given up.
     failed_commit_is_over = False
 
     def __init__(self, url: str, storage_options: StorageOptions) -> None:
@@ -206,9 +181,8 @@ class Prefix(Location):
         self._prepared: dict[str, bytes] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(
-            self
-        ), self._opened_with  # the process that unpickles this opens the store again
+        """Have the process that unpickles this open the store again."""
+        return type(self), self._opened_with
 
     def _join(self, name: str) -> str:
         return f"{self._key}/{name}" if self._key else name
@@ -218,11 +192,7 @@ class Prefix(Location):
         return self._store.shown(self._join(name))
 
     def object(self, name: str) -> Object:
-        """Look up an object, and return it for reading.
-
-        Raises:
-            OSError: See `Store`.
-        """
+        """Look up an object, and return it for reading."""
         return Object(self._store, self._store.find(self._join(name)))
 
     def begin(self, *, durable: bool) -> None:
@@ -235,9 +205,9 @@ class Prefix(Location):
         whole = self.object(name)
         nbytes = whole.found.nbytes
         part = part_bytes(nbytes)
-        read = b"".join(whole.get(at, min(at + part, nbytes)) for at in range(0, nbytes, part))
+        parts = [whole.get(at, min(at + part, nbytes)) for at in range(0, nbytes, part)]
         whole.refuse_changed()
-        return read
+        return b"".join(parts)
 
     def names(self) -> list[str]:
         below = self._join("")
@@ -273,7 +243,7 @@ class Prefix(Location):
 
 
 def _parts_of(content: bytes) -> Iterator[Buffer]:
-    """Yield the content in pieces of one part each, as `Store.put` takes them."""
+    """Yield the content in parts, as `Store.put` takes it."""
     part = part_bytes(len(content))
     for at in range(0, len(content), part):
         yield memoryview(content)[at : at + part]

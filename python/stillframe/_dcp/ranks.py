@@ -1,16 +1,15 @@
 """The collectives of a save.
 
-In a save without errors, the ranks exchange a few numbers, with one collective for each exchange.
-While the main thread computes in Python, each release of the interpreter lock may cost 5 ms. A
-collective of Python objects releases it dozens of times, a function of `torch.distributed` for
-tensors 12 times, and the group's own method over reused memory 3 times. Freeing the method's result
-releases the lock twice more, so the result is kept until the user's next call. Plans, results and
-errors are sent as pickles when needed.
+In a save with a kept plan and without errors, the ranks only exchange a few numbers. New plans,
+results and errors are sent as pickles.
 
-A save's collectives run on a thread of their own, and two threads must not use one group, so saves
-have their own groups. Only methods of a group are called: after the user's
-`destroy_process_group()`, functions of `torch.distributed` no longer know the group, but methods of
-a group that is still referenced work until the save has ended.
+While the main thread computes in Python, each release of the interpreter lock may cost 5 ms. A
+collective of Python objects releases the lock dozens of times. The group's own method over reused
+memory, which is used here, does so 3 times.
+
+Saves have their own groups, because two threads must not use one group. Only methods of a group are
+called. After the user's `destroy_process_group()`, functions of `torch.distributed` no longer know
+the group, but the methods still work.
 """
 
 from __future__ import annotations
@@ -35,21 +34,17 @@ class Ranks:
     """The ranks of one group and their collectives. Used by one thread.
 
     Args:
-        group: None for a process that saves alone. It is referenced only while a save is under way.
-        discarded: A list that receives objects that are no longer needed, so that the caller can
-            free them at a better time. Until then they keep the group's connections open.
-
-    Attributes:
-        rank: This process's rank in the group; rank 0 is the coordinator.
-        size: The number of ranks.
+        group: None for a process that saves alone.
+        discarded: Receives objects that are no longer needed, so that the caller frees them at a
+            better time. Until then they keep the group's connections open.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, discarded: list[Any]) -> None:
         self._group = group
         self._discarded = discarded
-        self.rank = 0 if group is None else group.rank()
+        self.rank = 0 if group is None else group.rank()  # rank 0 is the coordinator
         self.size = 1 if group is None else group.size()
-        # `_MAX_NUMBERS` numbers (int64) for each rank. The array and the tensor share their memory.
+        # A section of `_MAX_NUMBERS` int64 for each rank. Array and tensor share their memory.
         self._numbers = array.array("q", bytes(8 * _MAX_NUMBERS * self.size))
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
 
@@ -58,7 +53,7 @@ class Ranks:
         self._group = None
 
     def use_group(self, group: dist.ProcessGroup | None) -> None:
-        """Use this group until `drop_group`; it has the same ranks as the first one."""
+        """Use this group, which has the same ranks as the first one, until `drop_group`."""
         self._group = group
 
     @property
@@ -66,99 +61,97 @@ class Ranks:
         return self.rank == 0
 
     def exchange(self, *mine: int) -> list[list[int]]:
-        """Return the numbers of all ranks, by rank. Each rank gives equally many, at most
-        `_MAX_NUMBERS`. The exchange is a sum of arrays in which each rank fills its own section."""
+        """Return the numbers of all ranks, by rank. All ranks give equally many numbers, at most
+        `_MAX_NUMBERS`."""
         if len(mine) > _MAX_NUMBERS:
             raise ValueError(f"{len(mine)} words, and there is room for {_MAX_NUMBERS}")
         if self._group is None:
             return [[*mine]]
+        # Each rank fills its own section, and the sections of other ranks with 0. The sum of the
+        # ranks' arrays has all sections.
+        for index in range(len(self._numbers)):
+            self._numbers[index] = 0
         at = self.rank * _MAX_NUMBERS
-        for number in range(len(self._numbers)):  # the sections of other ranks must be 0
-            self._numbers[number] = 0
         self._numbers[at : at + len(mine)] = array.array("q", mine)
         summed = self._group.allreduce([self._tensor])
         summed.wait()
-        self._discarded.append(summed)
+        self._discarded.append(summed)  # freeing it here would release the interpreter lock
         return [
             self._numbers[at : at + len(mine)].tolist()
             for at in range(0, len(self._numbers), _MAX_NUMBERS)
         ]
 
     def gather(self, mine: Any) -> list[Any] | None:
-        """Return the objects of all ranks, by rank, on the coordinator, and None elsewhere."""
+        """Return the objects of all ranks, by rank, on the coordinator; None on other ranks."""
         if self._group is None:
             return [mine]
-        own, longest = self._as_bytes([mine])
-        held = bytearray(longest * self.size if self.is_coordinator else 0)
-        self._group.gather(_rows(held, longest), own[0], 0).wait()
-        return _objects(held, longest) if self.is_coordinator else None
+        own, row_nbytes = self._as_rows([mine])
+        received = bytearray(row_nbytes * self.size if self.is_coordinator else 0)
+        self._group.gather(_rows(received, row_nbytes), own[0], 0).wait()
+        return _objects(received, row_nbytes) if self.is_coordinator else None
 
     def scatter(self, objects: list[Any] | None) -> Any:
-        """Return the object that the coordinator has for this rank. `objects` has one object for
-        each rank on the coordinator, and is None elsewhere."""
+        """Return the object that the coordinator has for this rank. On the coordinator, `objects`
+        has one object for each rank; on other ranks it is None."""
         if self._group is None:
             assert objects is not None
             return objects[0]
-        given, longest = self._as_bytes(objects or [])
-        held = bytearray(longest)
-        self._group.scatter(_rows(held, longest)[0], given, 0).wait()
-        return _objects(held, longest)[0]
+        sent, row_nbytes = self._as_rows(objects or [])
+        received = bytearray(row_nbytes)
+        self._group.scatter(_rows(received, row_nbytes)[0], sent, 0).wait()
+        return _objects(received, row_nbytes)[0]
 
     def broadcast(self, own: Any) -> Any:
         """Return the coordinator's object on all ranks."""
         if self._group is None:
             return own
-        given, longest = self._as_bytes([own] if self.is_coordinator else [])
+        sent, row_nbytes = self._as_rows([own] if self.is_coordinator else [])
         if self.is_coordinator:
-            self._group.broadcast(given[0], 0).wait()
+            self._group.broadcast(sent[0], 0).wait()
             return own
-        held = bytearray(longest)
-        self._group.broadcast(_rows(held, longest)[0], 0).wait()
-        return _objects(held, longest)[0]
+        received = bytearray(row_nbytes)
+        self._group.broadcast(_rows(received, row_nbytes)[0], 0).wait()
+        return _objects(received, row_nbytes)[0]
 
     def raise_all(self, step: str, mine: BaseException | None) -> None:
-        """Exchange the ranks' errors after some rank has reported a failure. All ranks call this.
-
-        Args:
-            step: The step of the save that failed, for the error.
-            mine: This rank's error; None if it has none.
-
-        Raises:
-            CheckpointException: Always; it has the errors of all ranks.
-        """
-        all_of_them: list[Any] = [_to_send(mine)]
+        """Exchange the ranks' errors after a rank has failed in a step, and raise
+        CheckpointException with all of them. All ranks call this."""
+        errors: list[Any] = [_to_send(mine)]  # by rank
         if self._group is not None:
-            own, longest = self._as_bytes(all_of_them)
-            held = bytearray(longest * self.size)
-            self._group.allgather(_rows(held, longest), own[0]).wait()
-            all_of_them = _objects(held, longest)
-        failures = {rank: each for rank, each in enumerate(all_of_them) if each is not None}
+            own, row_nbytes = self._as_rows(errors)
+            received = bytearray(row_nbytes * self.size)
+            self._group.allgather(_rows(received, row_nbytes), own[0]).wait()
+            errors = _objects(received, row_nbytes)
+        failures = {rank: error for rank, error in enumerate(errors) if error is not None}
         raise CheckpointException(step, failures)
 
-    def _as_bytes(self, objects: list[Any]) -> tuple[list[torch.Tensor], int]:
-        """Pickle this rank's objects, if any, and pad each pickle to the length of the longest
-        pickle of any rank. Return the pickles and that length. Unpickling ignores the padding. All
+    def _as_rows(self, objects: list[Any]) -> tuple[list[torch.Tensor], int]:
+        """Return the pickles of this rank's objects as rows, and the length of a row. That is the
+        length of the longest pickle of any rank; others are padded, which unpickling ignores. All
         ranks call this."""
         pickled = [pickle.dumps(each) for each in objects]
-        longest = max(length for (length,) in self.exchange(max(map(len, pickled), default=0)))
-        filled = bytearray(b"".join(each.ljust(longest, b"\0") for each in pickled))
-        return _rows(filled, longest), longest
+        own_longest = max(map(len, pickled), default=0)
+        longest = max(length for (length,) in self.exchange(own_longest))
+        padded = bytearray(b"".join(each.ljust(longest, b"\0") for each in pickled))
+        return _rows(padded, longest), longest
 
 
-def _rows(held: bytearray, nbytes: int) -> list[torch.Tensor]:
-    """Divide the memory into rows of `nbytes` bytes, and return a tensor over each row."""
-    return [*torch.frombuffer(held, dtype=torch.uint8).view(-1, nbytes).unbind()] if held else []
+def _rows(memory: bytearray, nbytes: int) -> list[torch.Tensor]:
+    """Return a tensor over each row of `nbytes` bytes."""
+    if not memory:
+        return []
+    return [*torch.frombuffer(memory, dtype=torch.uint8).view(-1, nbytes).unbind()]
 
 
-def _objects(held: bytearray, nbytes: int) -> list[Any]:
-    """Unpickle each row of `nbytes`."""
-    view = memoryview(held)
-    return [pickle.loads(view[at : at + nbytes]) for at in range(0, len(held), nbytes)]
+def _objects(memory: bytearray, nbytes: int) -> list[Any]:
+    """Unpickle each row of `nbytes` bytes."""
+    view = memoryview(memory)
+    return [pickle.loads(view[at : at + nbytes]) for at in range(0, len(memory), nbytes)]
 
 
 def _to_send(error: BaseException | None) -> Any:
-    """Return an error in DCP's form: a copy of the error, and a summary of its traceback. They
-    reference no frames and can be pickled, even if the error itself cannot."""
+    """Return an error as DCP sends it: a copy that can be pickled, and a summary of the
+    traceback."""
     if error is None:
         return None
     summary = traceback.extract_tb(error.__traceback__)
@@ -175,13 +168,11 @@ def _to_send(error: BaseException | None) -> Any:
 
 
 class Groups:
-    """Our own gloo groups of all ranks, one for each timeout. New groups are made after
-    `torch.distributed` was initialized again.
+    """Our own gloo groups of all ranks, one for each timeout.
 
-    If a user's group has all ranks, only its timeout is used, for a group of our own. When a rank
-    dies, our own group can be destroyed, which wakes the other ranks at once. In the user's group
-    they would wait for the timeout. A user's group of fewer ranks is used itself, because all ranks
-    would have to take part in making another.
+    When a rank dies, our own group can be destroyed, which wakes the other ranks at once. In the
+    user's group they would wait for the timeout. A user's group of fewer ranks is used itself,
+    because all ranks would have to take part in making another group.
     """
 
     def __init__(self) -> None:
@@ -191,15 +182,9 @@ class Groups:
         self._lost: dict[_Timeout, str] = {}  # why the group for saves was destroyed
 
     def for_saves(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """Return the group for a save's collectives. The first call for a timeout makes the group,
-        so all ranks have to make that call.
-
-        Args:
-            given: The user's group, if any.
-
-        Raises:
-            StillframeError: The group was destroyed because a rank is gone.
-        """
+        """Return the group for a save's collectives. `given` is the user's group, if any. All ranks
+        have to call this, because the first call for a timeout makes the group. Raise
+        StillframeError if the group was destroyed, because a rank is gone."""
         self._drop_old_groups()
         if given is not None and dist.get_world_size(given) < dist.get_world_size():
             return given
@@ -214,9 +199,8 @@ class Groups:
         return self._saving[timeout]
 
     def give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
-        """Destroy our group after a collective in it has failed. That closes the connections, and
-        so wakes ranks that wait for this rank and would otherwise wait for the timeout. A user's
-        group is not destroyed."""
+        """Destroy our group after a collective in it has failed. This wakes the ranks that wait for
+        this rank. A user's group is not destroyed."""
         for timeout, ours in list(self._saving.items()):
             if ours is group:
                 self._lost[timeout] = str(why)
@@ -225,12 +209,8 @@ class Groups:
                     dist.destroy_process_group(group)
 
     def any_rank(self, group: dist.ProcessGroup, own: bool) -> bool:
-        """Return whether `own` is true on any rank. This is a collective in a group that is used
-        for nothing else, because a save may be using the saves' group at the same time.
-
-        Raises:
-            ValueError: The group does not have all ranks, and making a group needs all of them.
-        """
+        """Return whether `own` is true on any rank. Raise ValueError if the group does not have all
+        ranks. The collective uses another group than saves, because a save may be under way."""
         self._drop_old_groups()
         if dist.get_world_size(group) < dist.get_world_size():
             raise ValueError(
@@ -261,19 +241,14 @@ def group_exists(group: dist.ProcessGroup) -> bool:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> _Timeout:
-    """Return the timeout of a group's collectives on host memory; None if the backend does not
-    give it."""
+    """Return the timeout of a group's collectives on host memory; None if it is unknown."""
     backend = group._get_backend(torch.device("cpu"))
     timeout: _Timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
 
 
 def refuse_without_cpu(group: dist.ProcessGroup) -> None:
-    """Refuse a group without a backend for host memory.
-
-    Raises:
-        ValueError: The group has no such backend.
-    """
+    """Raise ValueError if the group has no backend for host memory."""
     backends = str(dist.get_backend_config(group))
     if "cpu" not in backends and "gloo" not in backends and "mpi" not in backends:
         raise ValueError(

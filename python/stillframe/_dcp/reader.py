@@ -27,19 +27,19 @@ class Reader(FileSystemReader):
     `verify=True` it compares the CRCs of everything that a rank is about to read, before any state
     is changed.
 
-    So every item is read twice, the second time mostly from the page cache. Below a URL, items are
-    kept in memory between the check and the load, in up to a quarter of the free memory; the others
-    are fetched twice. Checkpoints of any writer can be read. In items without CRCs only the
-    structure is checked.
+    So every item is read twice, the second time mostly from the page cache. From a store, an item
+    is fetched twice unless it fits into a quarter of the free memory, together with the items
+    before it. Checkpoints of any writer can be read. In items without CRCs only the structure is
+    checked.
+
+    If anything is damaged, the load raises DCP's `CheckpointException` on every rank. It has a
+    `CorruptCheckpointError`, with the item and the file, of each rank that found damage.
 
     Args:
         path: The checkpoint's directory or URL.
         verify: Compare the CRCs.
         storage_options: For a URL, what fsspec's file system for its scheme takes. By default the
             credentials are those of the environment.
-
-    If anything is damaged, the load raises DCP's `CheckpointException` on every rank, with a
-    `CorruptCheckpointError` that names the item and the file for each rank that found damage.
 
     Raises:
         TypeError, ValueError: `path` or `storage_options` cannot be used.
@@ -98,7 +98,7 @@ class Reader(FileSystemReader):
     def _read_objects(
         self, objects: _Objects, items: list[Item], plan: LoadPlan, planner: LoadPlanner
     ) -> Future[None]:
-        """Read items from a store, in the order in which they are in its objects."""
+        """Read items from a store, in the order of their offsets."""
 
         def offset(item: Any) -> tuple[str, int]:
             info = self.storage_data[item.storage_index]
@@ -111,7 +111,6 @@ class Reader(FileSystemReader):
             return self._read_now(plan, planner)
 
     def _read_now(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Have PyTorch's reader read the items; it reads files through `fs` and `path`."""
         done: Future[Any] = super().read_data(plan, planner)
         return done
 
@@ -136,8 +135,7 @@ class _Objects:
 
     @contextlib.contextmanager
     def fetched(self, items: list[Item], *, verify: bool) -> Iterator[Fetched]:
-        """Until the block ends, have `create_stream` open data files in which only these items can
-        be read."""
+        """Inside the block, have `create_stream` open data files with only these items."""
         with Fetched(self._location, items, verify=verify) as self._fetched:
             try:
                 yield self._fetched
@@ -145,8 +143,7 @@ class _Objects:
                 self._fetched = None
 
     def concat_path(self, path: Path, suffix: str) -> str:
-        """Return a file's name below the URL, which `create_stream` takes."""
-        return suffix
+        return suffix  # a name below the URL, which `create_stream` takes
 
     @contextlib.contextmanager
     def create_stream(self, path: str, mode: str) -> Iterator[io.IOBase]:

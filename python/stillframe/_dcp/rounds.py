@@ -1,11 +1,13 @@
 """The saves of a process, one after the other, each together with the other ranks.
 
 A *round* is one save of all ranks of a group. Every call takes part in exactly one round, even if
-the call raises. A call that could not copy its state takes part with its error, and all ranks get
-that error. If a call raises the error of the previous save, its round saves nothing, because the
-other ranks have raised that error too or have seen it. So no rank waits for a rank that has given
-up, and no checkpoint mixes the states of different calls. The first collective exchanges the number
-of the call; if the numbers differ, all ranks fail.
+the call raises:
+
+- If a call could not copy its state, its error fails the round on all ranks.
+- If a call raises the error of the previous save, its round saves nothing.
+
+So no rank waits for a rank that has given up. The ranks exchange the numbers of their calls, and
+fail if the numbers differ. So no checkpoint mixes the states of different calls.
 
 One thread, `sf-dcp`, runs the rounds:
 
@@ -61,19 +63,13 @@ class _NotSavedError(StillframeError):
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of a save; see `async_save`. The attributes described here are set only for
-    Lightning's saves.
+    """The arguments of a save; see `async_save`.
 
     Attributes:
-        side_file: A second file that this rank commits together with the checkpoint.
-        follow_link: Save to the directory that a symlink names; otherwise replace the link.
-        removes_file: This rank removes a file or link that is at the directory's path.
         uncopied_if_full: If the pool is too small for a copy, write the state itself. The caller
             must then wait for the end of the save.
-        on_durable: As for `stillframe.async_save`.
-        mirror: The upload to a mirror that follows the save.
-        error_of: Called with an error and the path; returns the error for the user. If it is given,
-            the caller raises the save's error, and the next save does not.
+        error_of: Called with an error and the path; returns the error for the user. With this
+            function, the caller raises the save's error, and the next save does not.
     """
 
     group: dist.ProcessGroup | None
@@ -82,69 +78,56 @@ class SaveRequest:
     durable: bool
     engine: Engine | None
     when_busy: WhenBusy
-    side_file: SideFile | None = None
-    follow_link: bool = True
-    removes_file: bool = False
+    # Only Lightning's saves set these:
+    side_file: SideFile | None = None  # committed together with the checkpoint
+    follow_link: bool = True  # save to the directory that a link names; False: replace the link
+    removes_file: bool = False  # this rank removes a file or link at the directory's path
     uncopied_if_full: bool = False
-    on_durable: OnDurable | None = None
-    mirror: MirrorUpload | None = None
+    on_durable: OnDurable | None = None  # as for `stillframe.async_save`
+    mirror: MirrorUpload | None = None  # the upload to a mirror that follows the save
     error_of: Callable[[BaseException, str], BaseException] | None = None
 
 
 @dataclass
 class Round:
-    """One round, as this rank sees it.
+    """One round, as this rank sees it. `group`, `tree` and `staged` are None after the end.
 
     Attributes:
-        number: The number of this call among the process's calls for the group, from 1.
-        save: The save's handle.
-        tree: The copies of the state dict and of the second file's content, which may not be
-            complete yet. Or the exception that has prevented the copy. None after the end.
-        staged: The memory of the copy; None without a copy, and after the end.
-        group: None if this process saves alone, and after the end.
-        entry: The save's entry in the log; None when the interpreter exits.
-        is_taken_apart: The ShardedTensors of the state dict were taken apart for the copy.
-        raised: The call raises the error of the previous save.
+        tree: The copies of the state dict and of the side file's content, which may not be complete
+            yet; or the exception that has prevented the copy.
     """
 
-    number: int
+    number: int  # of this call among the process's calls for the group, from 1
     target: CheckpointPath
     request: SaveRequest
     save: SnapshotSave
     writer: FileSystemWriter
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # None if this process saves alone
     tree: tuple[StateDict, Any] | BaseException | None = None
-    staged: Staged | None = None
-    entry: LogEntry | None = None
-    is_taken_apart: bool = False
-    raised: bool = False
+    staged: Staged | None = None  # the memory of the copy; None without a copy
+    entry: LogEntry | None = None  # None when the interpreter exits
+    is_taken_apart: bool = False  # the tree has no ShardedTensors but their local tensors
+    raised: bool = False  # the call raises the error of the previous save
 
     def wait(self) -> None:
-        """Wait until the bytes of the tree's tensors are copied.
-
-        Raises:
-            TornSnapshotError, StillframeError: The copy failed.
-        """
+        """Wait until the bytes of the tree's tensors are copied. Raise the error of a copy that
+        failed."""
         if self.staged is not None:
             try:
                 self.staged.wait_until_copied()
             finally:
-                # Also after an error. A thread that waits for the staging then gets that error.
+                # Also after an error, so that a thread that waits for the staging gets the error.
                 self.save.record_copied()
 
     def wait_to_write(self) -> None:
-        """Wait until no earlier entry of the log concerns the directory.
-
-        Raises:
-            OSError: A file or link at the directory's path could not be removed.
-        """
+        """Wait until no earlier entry of the log concerns the directory. With `removes_file`, then
+        remove a file or link at the directory's path."""
         if self.entry is not None:
             self.entry.wait_to_write()
         path = self.target.name
         if self.request.removes_file and (os.path.islink(path) or os.path.isfile(path)):
             if self.entry is not None:
-                # the file or link may be the only checkpoint until then
-                self.entry.wait_to_commit()
+                self.entry.wait_to_commit()  # until then the file may be the only checkpoint
             os.unlink(path)
 
     def report(self) -> SaveReport:
@@ -159,38 +142,27 @@ class Round:
 
 
 class _Numbers(NamedTuple):
-    """The numbers that each rank sends to the others before a save.
+    """The numbers that each rank sends to the others before a save."""
 
-    Attributes:
-        number: The number of the rank's call.
-        raised: The call raises the error of the previous save.
-        failed: The rank cannot save.
-        plan: The number of the save whose plan the rank still has; 0 without a plan.
-        is_same: Every item has the offset and length that it had in the last save with that plan.
-        files_id: The id in the names of the rank's files.
-        target: A number that identifies the path.
-    """
-
-    number: int
-    raised: bool
-    failed: bool
-    plan: int
-    is_same: bool
-    files_id: int
-    target: int
+    number: int  # of the rank's call
+    raised: bool  # the call raises the error of the previous save
+    failed: bool  # the rank cannot save
+    plan: int  # the number of the save whose plan the rank still has; 0 without a plan
+    is_same: bool  # every item has the same offset and length as in the last save with that plan
+    files_id: int  # the id in the names of the rank's files
+    target: int  # identifies the path
 
 
 class Worker:
-    """The thread that runs the rounds of all groups, one at a time. It is a daemon thread; the
-    interpreter's exit waits for saves that have an entry in the log."""
+    """The daemon thread that runs the rounds of all groups, one at a time. The interpreter's exit
+    waits for saves that have an entry in the log."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = SingleThread(self._loop, "sf-dcp")
 
     def put(self, function: Callable[[], object]) -> None:
-        """Run the function on the thread. While the interpreter exits, when no thread can be
-        started, run it here."""
+        """Run the function on the thread, or here while the interpreter exits."""
         if completion.completion.is_over or not self._thread.start():
             function()
         else:
@@ -198,11 +170,11 @@ class Worker:
 
     def _loop(self) -> None:
         while True:
-            self._waiting.get()()
+            self._waiting.get()()  # without a variable, which would keep the round alive
 
 
 class Rounds:
-    """The rounds of one group in this process. It references the group only during a round.
+    """The rounds of one group in this process. The group is referenced only during a round.
 
     Args:
         discarded: Receives objects that are no longer needed, such as the tensors of copies.
@@ -234,8 +206,8 @@ class Rounds:
         return Round(self._calls, target, request, save, writer, request.group)
 
     def submit(self, work: Round) -> None:
-        """Have the worker run the round. From now on the save is kept alive until its end."""
-        work.save.begin()
+        """Have the worker run the round."""
+        work.save.begin()  # keeps the save alive until its end
         self._worker.put(functools.partial(self._run, work))
 
     def _run(self, work: Round) -> None:
@@ -246,16 +218,15 @@ class Rounds:
         try:
             metadata = self._save(work)
             report = work.report()
-        except BaseException as error:
-            # BaseException, because CheckpointException is no Exception. The traceback is dropped,
-            # because its frames would keep the tree alive.
+        except BaseException as error:  # CheckpointException is no Exception
+            # without the traceback, whose frames would keep the tree alive
             failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
                 self._discarded.extend(work.staged.upload_ended())
         except BaseException as error:
             failure = failure or error
-        # Drop the state and the group before the save ends: the user may free or destroy them then.
+        # The user may free the state and destroy the group when the save ends.
         work.tree = work.group = work.staged = None
         if self._ranks is not None:
             self._ranks.drop_group()
@@ -268,8 +239,8 @@ class Rounds:
         work.save.end(report, failure, value=metadata, entry=work.entry)
 
     def _try_clean_up(self, work: Round, failure: BaseException) -> BaseException:
-        """Clean up and return the error for the user. The save must end even if this fails,
-        because somebody waits for it."""
+        """Clean up and return the error for the user. Log an error of the cleaning itself, because
+        the save must end."""
         try:
             return self._clean_up(work, failure)
         except Exception:
@@ -284,7 +255,7 @@ class Rounds:
             work.writer.abandon()  # every rank knows that there was no commit
         group, work.group, self._ranks = work.group, None, None
         self._discarded.clear()  # its collectives keep the group's connections open
-        # All ranks get errors of these classes; another error may have come to this rank alone.
+        # All ranks get errors of these classes. This rank alone may have got another error.
         reached_all = isinstance(failure, (CheckpointException, StillframeError))
         if group is not None and not reached_all and not group_exists(group):
             why = failure
@@ -296,22 +267,21 @@ class Rounds:
         if group is not None and not reached_all:
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
-            # Otherwise the next call would raise this error, and its round would save nothing
-            # either.
-            work.save.error_is_known = True
+            work.save.error_is_known = True  # so the next call does not raise this error
             if not work.raised:
                 log.error("stillframe: %s: %s", work.target.shown, failure)
         return failure
 
     def _save(self, work: Round) -> Metadata:
         """Make the save together with the other ranks, and return the checkpoint's metadata."""
-        ranks, writer = self._ranks or Ranks(work.group, self._discarded), work.writer
-        self._ranks = ranks
+        writer = work.writer
+        ranks = self._ranks = self._ranks or Ranks(work.group, self._discarded)
         ranks.use_group(work.group)
         planner = work.request.planner
         joint = JointSave(ranks, self._plans, work.number, writer, planner, work.wait)
-        # The error is not raised here: the call raises the same object on another thread, and both
-        # would add their frames to its traceback.
+
+        # Not raised here, because the call raises the same object on another thread, and both
+        # threads would add their frames to its traceback.
         failure = work.tree if isinstance(work.tree, BaseException) else None
         plan, is_same = 0, False
         if failure is None:
@@ -325,12 +295,22 @@ class Rounds:
             failure = failure or error
         if work.entry is not None:
             writer.before_commit = work.entry.wait_to_commit
-        failed, target = failure is not None, _path_number(work.target.name)
-        ours = _Numbers(work.number, work.raised, failed, plan, is_same, writer.files_id, target)
+
+        target = _path_number(work.target.name)
+        ours = _Numbers(
+            number=work.number,
+            raised=work.raised,
+            failed=failure is not None,
+            plan=plan,
+            is_same=is_same,
+            files_id=writer.files_id,
+            target=target,
+        )
         all_ranks = [_Numbers._make(row) for row in ranks.exchange(*ours)]
         _refuse_to_save(all_ranks, urls.shown(work.target.name), target)
         if any(each.failed for each in all_ranks):
             ranks.raise_all("plan", failure)
+
         is_planned = plan != 0 and all(each.plan == plan for each in all_ranks)
         return joint.save(
             is_planned=is_planned,
@@ -340,8 +320,8 @@ class Rounds:
 
 
 def _take_copies(work: Round) -> StateDict:
-    """Return the copy of the state dict, which may not be complete yet. Give the copy of the second
-    file's content to the request's `side_file`."""
+    """Return the copy of the state dict, which may not be complete yet. Give the other copy to the
+    side file."""
     assert isinstance(work.tree, tuple)
     tree, content = work.tree
     if work.request.side_file is not None:
@@ -351,17 +331,14 @@ def _take_copies(work: Round) -> StateDict:
 
 
 def _path_number(target: str) -> int:
-    """Return a number that identifies a path."""
-    return int.from_bytes(hashlib.blake2b(os.fsencode(target), digest_size=7).digest(), "little")
+    """Return a number that identifies a path and fits into an int64."""
+    digest = hashlib.blake2b(os.fsencode(target), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _refuse_to_save(all_ranks: list[_Numbers], path: str, target: int) -> None:
-    """Refuse a round in which the ranks do not make the same save.
-
-    Raises:
-        StillframeError: The ranks are at different calls or save to different paths, or a rank's
-            call has raised. All ranks raise it.
-    """
+    """Raise StillframeError, on all ranks, if the ranks do not make the same save, or if the call
+    of a rank has raised."""
     numbers = [each.number for each in all_ranks]
     if len({*numbers}) > 1:
         raise StillframeError(

@@ -1,7 +1,7 @@
 """ShardedTensors in a state dict, which FSDP makes when it has no device mesh.
 
-A snapshot refuses them, because they are pickled as objects that contain tensors. So each one is
-replaced by its local tensors before the copy, and made again over the copied tensors.
+A snapshot refuses a ShardedTensor. So it is replaced by its local tensors before the copy, and made
+again over the copied tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Recipe:
             pin_memory=False,
             requires_grad=False,
         )
-        # Private attributes are set, because the constructor would allocate memory, and the public
-        # factory functions compare devices: the copies are on another device than the description.
+        # The constructor would allocate memory, and the public functions would refuse the copies,
+        # which are on another device than the metadata says.
         whole._prepare_init(process_group=self._group)
         whole._metadata = self._metadata
         whole._local_shards = [
@@ -51,14 +51,13 @@ class _Local(list[torch.Tensor]):
 
 
 def take_apart(tree: Any) -> Any:
-    """Return the tree with ShardedTensors replaced by their local tensors. If it has none, return
-    the same tree."""
+    """Replace ShardedTensors by their local tensors. Return the tree itself if it has none."""
     kind = _kind()
     return tree if kind is None else _replace(tree, kind, _local_tensors)
 
 
 def put_together(tree: Any) -> Any:
-    """Return a copy of `take_apart`'s tree with its ShardedTensors made again."""
+    """Return the tree of `take_apart` with its ShardedTensors made again."""
     kind = _kind()
     if kind is None:
         return tree
@@ -66,15 +65,16 @@ def put_together(tree: Any) -> Any:
 
 
 def _kind() -> type[Any] | None:
-    """Return the class ShardedTensor; None if its module was never imported, because then there are
-    no objects of it."""
-    kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", 0)
+    """Return the class ShardedTensor, or None if its module was not imported: then there are no
+    ShardedTensors."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    kind = getattr(module, "ShardedTensor", None)
     return kind if isinstance(kind, type) else None
 
 
 def _replace(tree: Any, kind: type[Any], exchange: Any) -> Any:
-    """Return the tree with `exchange(object)` in place of each object of the class `kind`. If the
-    tree has no such object, return the same tree."""
+    """Put `exchange(object)` in place of each object of the class `kind`. Return the tree itself if
+    it has none."""
     if isinstance(tree, kind):
         return exchange(tree)
     if type(tree) in (list, tuple):
@@ -82,8 +82,9 @@ def _replace(tree: Any, kind: type[Any], exchange: Any) -> Any:
         changed = any(new is not old for new, old in zip(items, tree, strict=True))
         return type(tree)(items) if changed else tree
     if isinstance(tree, dict):
-        pairs = [(key, _replace(value, kind, exchange)) for key, value in tree.items()]
-        return dict(pairs) if any(value is not tree[key] for key, value in pairs) else tree
+        replaced = {key: _replace(value, kind, exchange) for key, value in tree.items()}
+        changed = any(value is not tree[key] for key, value in replaced.items())
+        return replaced if changed else tree
     return tree
 
 

@@ -1,18 +1,16 @@
 """A second file in a checkpoint's directory, committed together with it: Lightning's `meta.pt`.
 
 Lightning recognises a checkpoint by its `meta.pt` and finds the tensors through `.metadata`. Two
-names cannot change in one step. So the file is written under a name that contains the save's id,
-and `meta.pt` is only a link to it:
+names cannot change in one step. So `meta.pt` is only a link to a file with the save's id:
 
     .metadata           contains the id of the save
-    meta.SAVE.pt        the file of that save; written and synced before .metadata is renamed
-    meta.pt             a hard link to it (a copy if the file system has no links)
+    meta.ID.pt          the file of that save; written and synced before .metadata is renamed
+    meta.pt             a hard link to this file (a copy if the file system has no links)
 
-In a directory without a checkpoint, the link is made before the commit, so that a directory with a
-`.metadata` is always complete. If there is a checkpoint already, the link is removed before the
-commit and made again right after it. A reader of `meta.pt` then finds the old checkpoint, the
-new one, or for a moment none. It never finds the tensors of one with the counters of the other. If
-the process dies before the link is made again, `mend` makes it.
+In a directory without a checkpoint, the link is made before the commit. Otherwise the old link is
+removed before the commit, and the new one is made after it. A reader of `meta.pt` then finds the
+old checkpoint, the new one, or for a moment none, but no mixture. If the process dies in between,
+`mend` makes the link.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ class SideFile:
 
     Args:
         name: The link's name, such as "meta.pt".
-        content: The object that `torch.save` writes. Until the staging has copied it, this is the
-            caller's object.
+        content: The object that `torch.save` writes: first the caller's object, later its copy.
     """
 
     def __init__(self, name: str, content: Any) -> None:
@@ -84,8 +81,8 @@ class SideFile:
                     os.unlink(other)
 
     def _undo(self, directory: str, own: str, link: str, save_id: str) -> None:
-        """Remove this save's file and link, unless the `.metadata` in the directory is this save's.
-        Then make the link for the checkpoint that is in the directory."""
+        """Remove this save's file and link, unless this save was committed. Then make the link for
+        the checkpoint that is in the directory."""
         if _saved_id(directory) != save_id:
             unneeded = [link, own] if _is_same(own, link) else [own]
             for path in unneeded:
@@ -95,11 +92,7 @@ class SideFile:
 
 
 def mend(directory: str, name: str) -> None:
-    """Make the link again if a process died between the commit and the making of the link.
-
-    Raises:
-        OSError: The link cannot be made.
-    """
+    """Make the link again if a process died between the commit and the making of the link."""
     link = os.path.join(directory, name)
     named = _files_of_saves(directory, name)
     if not named or (len(named) == 1 and _is_same(named[0], link)):
@@ -116,8 +109,8 @@ def _file_of_save(directory: str, name: str, save_id: str | None) -> str:
 
 
 def _files_of_saves(directory: str, name: str) -> list[str]:
-    """Return the paths of all saves' files. Only names of exactly this form count, because a caller
-    removes the files."""
+    """Return the paths of the files of all saves, with names of exactly this form: a caller removes
+    them."""
     stem, suffix = map(re.escape, os.path.splitext(name))
     of_save = re.compile(rf"{stem}\.({_SAVE_ID}){suffix}")
     return [
@@ -126,24 +119,23 @@ def _files_of_saves(directory: str, name: str) -> list[str]:
 
 
 def _saved_id(directory: str) -> str | None:
-    """Return the id of the save whose checkpoint is in the directory; None if there is none, or it
-    cannot be read."""
+    """Return the id of the save whose checkpoint is in the directory; None if it is unknown."""
     try:
         with open(metadata_path(directory, None), "rb") as file:
             save_id = pickle.load(file).storage_meta.save_id
-    except Exception:  # there is no checkpoint, or it is damaged or of another version
+    except Exception:  # there is no checkpoint, or a damaged one
         return None
     return None if save_id is None else str(save_id)
 
 
 def _remove_link(directory: str, name: str) -> None:
-    """Remove the link, and keep its file under the name that contains the save's id."""
+    """Remove the link, and keep its file under the name with the save's id."""
     link = os.path.join(directory, name)
     if not os.path.exists(link):
         return
     if any(os.path.samefile(each, link) for each in _files_of_saves(directory, name)):
         os.unlink(link)
-    else:  # the file is not a link: Lightning wrote it, or `_link` made a copy
+    else:  # a file of its own, by Lightning or by `_link`
         os.replace(link, _file_of_save(directory, name, _saved_id(directory)))
 
 
@@ -156,7 +148,7 @@ def _write(content: Any, path: str, *, durable: bool) -> None:
 
 
 def _link(own: str, link: str) -> None:
-    """Make `link` a hard link to the file `own`, or a copy of it, in place of an old link."""
+    """Make `link` a hard link to the file `own`, or a copy, in place of an old link."""
     if _is_same(own, link):
         return
     temporary = os.path.join(os.path.dirname(link), f".{os.path.basename(link)}.stillframe")

@@ -2,17 +2,14 @@
 
     copying ─▶ copied ─an upload takes it─▶ uploading ─ended─▶ memory returned to the pool
 
-stillframe's own uploads start while the state dict is still being copied: they need the tensors'
-shapes and types first, and the bytes only later.
+stillframe's own uploads start during the copy: they need shapes and types first, bytes only later.
 
-A snapshot's memory returns to the pool when its tensors are gone. Some objects keep the tensors
-longer than the upload lasts: DCP's planner keeps the tensors of its last save, and an exception
-keeps them with its frames. So the end of an upload empties all tensors, and they no longer hold
-memory.
+A snapshot's memory returns to the pool when its tensors are gone. But DCP's planner keeps the
+tensors of its last save, and an exception keeps them with its frames. So the end of an upload makes
+all tensors empty.
 
-Tensors are emptied by assigning `tensor.data`, which keeps the interpreter lock. An operator such
-as `set_` would release it, and so would freeing a tensor. While the main thread computes, thousands
-of releases take seconds.
+Assigning `tensor.data` empties a tensor and keeps the interpreter lock. `set_`, or freeing the
+tensor, would release the lock. While the main thread computes, thousands of releases take seconds.
 """
 
 from __future__ import annotations
@@ -47,23 +44,13 @@ _GRACE_S = 5.0  # the time in which DCP's upload is expected to take its state d
 
 
 class Staged:
-    """The copy of one state dict. It references the tree only while the tree is copied, and while
-    an upload reads it.
-
-    Args:
-        taken: The snapshot of the state dict.
-        changed: The condition that is notified when an upload takes the copy.
-
-    Attributes:
-        nbytes: The bytes of the copied storages.
-        deferred_nbytes: How many of these bytes are copied after the call.
-        num_tensors: The number of tensors in the state dict.
-    """
+    """The copy of one state dict. The condition `changed` is notified when an upload takes the
+    copy."""
 
     def __init__(self, taken: Snapshot[Any], changed: threading.Condition) -> None:
         self._changed = changed
-        self.nbytes = taken.nbytes
-        self.deferred_nbytes = taken.deferred_nbytes
+        self.nbytes = taken.nbytes  # of the copied storages
+        self.deferred_nbytes = taken.deferred_nbytes  # how many of them are copied after the call
         self.num_tensors = taken.num_tensors
         self._taken: Snapshot[Any] | None = taken  # None after the upload
         self._tree: Any = None  # what an upload reads
@@ -71,8 +58,8 @@ class Staged:
         self._uploading = False  # an upload has taken the tree
 
     def settle(self, copied: Future[Any]) -> None:
-        """Give the tree, or the error, to the future `copied` when the copy has ended. If it has
-        not ended yet, the callback thread does that later."""
+        """Give the tree, or the error, to the future `copied` when the copy has ended: now, or
+        later on the callback thread."""
         taken = self._taken
         assert taken is not None
         settle = functools.partial(self._settle, taken, copied)
@@ -87,27 +74,21 @@ class Staged:
         except BaseException as error:
             copied.set_exception(error)
         else:
-            taken.release()  # the snapshot is not needed any more: its tensors keep the memory
+            taken.release()  # from now on the tensors keep the memory
             copied.set_result(tree)
 
     def wait_until_copied(self) -> None:
-        """Wait until all bytes are copied.
-
-        Raises:
-            TornSnapshotError, StillframeError: The copy failed, see `Snapshot.wait`.
-        """
+        """Wait until all bytes are copied. Raise the error of a copy that failed, like
+        `Snapshot.wait`."""
         taken = self._taken
         assert taken is not None
         taken.wait()
-        taken.release()  # the snapshot is not needed any more: its tensors keep the memory
+        taken.release()  # from now on the tensors keep the memory
 
     def begin_own_upload(self, save: SnapshotSave) -> Any:
-        """Begin an upload of stillframe's own. Return the tree, which may not be copied completely
-        yet: the upload has to call `wait_until_copied` before it reads bytes.
-
-        Args:
-            save: The handle of the upload's save, which is notified when the copy ends.
-        """
+        """Begin an upload of stillframe's own, and return the tree. The upload has to call
+        `wait_until_copied` before it reads bytes. The handle `save` is notified when the copy
+        ends."""
         taken = self._taken
         assert taken is not None
         self._tree = unfinished_tree(taken)
@@ -120,8 +101,8 @@ class Staged:
         return self._tree
 
     def upload_begins(self) -> None:
-        """Record that an upload has taken the tree, and that `upload_ended` will be called. Until
-        then, a new copy that needs memory waits for this copy's memory."""
+        """Record that an upload has taken the tree. `upload_ended` has to follow: until then, a new
+        copy that needs memory waits for this copy's memory."""
         taken = self._taken
         if taken is not None:
             will_return(taken)
@@ -130,17 +111,12 @@ class Staged:
             self._changed.notify_all()
 
     def upload_reads(self, tree: Any) -> None:
-        """Record the tree that the upload reads, so that its end can empty the tensors."""
+        """Record the tree whose tensors `upload_ended` makes empty."""
         self._tree = tree
 
     def upload_ended(self) -> list[Any]:
-        """Return the memory to the pool, because the upload reads it no longer. May be called
-        again.
-
-        Returns:
-            The tensors, now empty, and their snapshot, so that the caller can free them at a better
-            time.
-        """
+        """Return the memory to the pool. Return the tensors, now empty, and their snapshot, for the
+        caller to free at a good time. May be called again."""
         taken, tree = self._taken, self._tree
         self._tree = None
         tensors = [each for _, each in paths(tree, lambda node: isinstance(node, torch.Tensor))]
@@ -148,15 +124,14 @@ class Staged:
         if taken is not None and is_leased(taken):
             _empty(tensors)
         if taken is not None:
-            # The process of DCP's executor keeps the last state dict that it wrote. End that loan.
-            recall(taken)
-            will_return(taken, False)  # only references of users may hold the memory from now on
+            recall(taken)  # ends the loan to DCP's process, which keeps its last state dict
+            will_return(taken, False)  # from now on only users may keep the memory
         self._taken = None
         return [*tensors, taken]
 
     def grace_s(self) -> float:
-        """Return for how many more seconds an upload is expected to take the tree; 0 if an upload
-        has taken it, or the memory was returned."""
+        """Return how many seconds are left for an upload to take the tree; 0 after an upload has
+        taken it, or if the memory was returned."""
         if self._uploading or not self.holds_memory():
             return 0.0
         return max(0.0, self._made + _GRACE_S - time.monotonic())
@@ -166,12 +141,11 @@ class Staged:
         return taken is not None and is_leased(taken)
 
 
-# An empty tensor for each dtype, kept because making and freeing one releases the interpreter lock.
+# An empty tensor for each dtype. Making one each time would release the interpreter lock.
 _empty_tensors: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _empty(tensors: list[Any]) -> None:
-    """Make the tensors empty, so that they no longer hold their memory."""
     for tensor in _with_memory(tensors):
         if tensor.dtype not in _empty_tensors:
             with torch.inference_mode(False):
@@ -180,7 +154,7 @@ def _empty(tensors: list[Any]) -> None:
 
 
 def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have memory of their own; of a wrapper subclass, its inner tensors."""
+    """Yield the tensors that have memory of their own: for a wrapper, its inner tensors."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
@@ -198,16 +172,13 @@ class Stages:
         self._before: list[Staged] = []  # earlier copies that may still hold memory
 
     def stage(self, tree: Any, *, overlap: bool, engine: Engine | None) -> Staged:
-        """Copy a tree with a state dict, after uploads have returned enough memory to the pool.
-
-        Raises:
-            PoolExhaustedError: The tree does not fit, and no upload under way would change that.
-        """
+        """Copy a tree, after uploads under way have returned enough memory to the pool. Raise
+        PoolExhaustedError if the tree does not fit even then."""
         waiting = self._without_upload()
 
         def wait_for_an_upload() -> bool:
-            """Wait until an upload takes one of the copies in `waiting`; return False if there are
-            none. After that, the core itself waits for the memory of the copy."""
+            """Wait until an upload takes one of the copies in `waiting`, after which the core waits
+            for that copy's memory. Return False if `waiting` is empty."""
             nonlocal waiting
             if not waiting:
                 return False
@@ -228,8 +199,8 @@ class Stages:
         return [each for each in self._before if each.grace_s() > 0]
 
     def _wait_for_any(self, waiting: list[Staged]) -> None:
-        """Wait until an upload takes one of the copies, or until one of them has waited for so long
-        that no upload is expected any more."""
+        """Wait until an upload takes one of the copies, or until none is expected for one of
+        them."""
         with self._changed:
             grace_s = min(each.grace_s() for each in waiting)
             if grace_s > 0:

@@ -1,9 +1,9 @@
 """`PinnedStager`: the stager for `dcp.async_save`.
 
-DCP does not tell a stager when an upload has ended. Its executors run each upload on its own
-thread, which takes the state dict from the stager's future and exits after the upload. So the
-future watches for the exit of the DCP thread that took its result. If other code takes the result,
-the memory returns to the pool when the tensors are gone.
+DCP does not tell a stager when an upload has ended. But each upload has a thread of its own, which
+takes the state dict from the stager's future and exits after the upload. So the exit of this thread
+ends the upload. If other code takes the state dict, the memory returns to the pool when the tensors
+are gone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ _thread = threading.local()  # its attribute `end` is an `_End`
 
 
 class _End:
-    """An object that only a thread-local variable refers to, so that its finalizer runs when the
-    thread exits."""
+    """An object of a thread. Its finalizer runs when the thread exits."""
 
 
 class _Staging(Future[StateDict]):
     """The future that DCP gets.
 
-    `dcp.async_save` assumes that a future that is already done has succeeded. So a failed future
-    reports that it is done only after a callback was added, which then gets the error.
+    `dcp.async_save` assumes that a future that is done has succeeded. So a failed future is done
+    only after a callback was added, which then gets the error.
     """
 
     def __init__(self, staged: Staged) -> None:
@@ -43,18 +42,16 @@ class _Staging(Future[StateDict]):
         self._has_callback = False
 
     def result(self, timeout: float | None = None) -> StateDict:
-        """Return the staged state dict. If an executor of DCP calls this, its thread runs the
-        upload, so have the exit of the thread end it."""
+        """Return the staged state dict. If an executor of DCP calls this, the exit of its thread
+        ends the upload."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith("torch.distributed.checkpoint.") and caller.endswith("_executor"):
             if caller.endswith("_process_executor"):
-                # This thread pickles the tensors for DCP's process. Without this, they would lose
-                # their conjugate and negative bits.
-                keep_bits()
+                keep_bits()  # the conjugate and negative bits, when this thread pickles tensors
             self._staged.upload_begins()
             _thread.end = end = _End()
-            # not called at the interpreter's exit: only the exit of this thread ends the upload
-            weakref.finalize(end, self._staged.upload_ended).atexit = False
+            finalizer = weakref.finalize(end, self._staged.upload_ended)
+            finalizer.atexit = False  # only the exit of this thread ends the upload
             self._staged.upload_reads(super().result(timeout))
         return super().result(timeout)
 
@@ -70,16 +67,15 @@ class PinnedStager(AsyncStager):
     """Stages state dicts into an engine's pool, for `dcp.async_save(async_stager=)`. It works with
     any storage writer, either executor, and any number of ranks.
 
-    The future that DCP waits for is done when all bytes are copied. With `overlap=True`, data that
-    only the optimizer's step changes is copied after the call, during the next forward and
-    backward. The next step waits for that copy, so you need not wait for `staging_completion`. CPU
-    tensors that no optimizer owns, and Python objects, are copied during the call.
+    The future that DCP gets is done when all bytes are copied. With `overlap=True`, data that only
+    the optimizer's step changes is copied after the call, during the next forward and backward. The
+    next step waits for that copy, so you need not wait for `staging_completion`. CPU tensors that
+    no optimizer owns, and Python objects, are copied during the call.
 
     The copy keeps keys, nesting, shared objects, views, tied tensors, strides, conjugate and
-    negative bits, tensor attributes, parameters and DTensors. Nothing writes to its memory until
-    the upload that reads it has ended or failed. Then the memory returns to the pool, and tensors
-    of the copy that are still referenced (by a planner, or by the frames of an exception) become
-    empty. If the pool is full, staging waits for the uploads under way.
+    negative bits, tensor attributes, parameters and DTensors. When the upload has ended or failed,
+    the memory returns to the pool, and tensors of the copy that are still referenced become empty.
+    If the pool is full, staging waits for the uploads under way.
 
     Args:
         engine: The engine whose pool is used, `stillframe.default_engine()` by default.

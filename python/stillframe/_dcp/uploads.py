@@ -1,7 +1,7 @@
 """The data files of a rank on their way to a store.
 
-A few threads send them. A thread that waits for a file sends the file itself if no other thread has
-begun to send it: at the interpreter's exit no thread can be started, and the system may refuse one.
+A few threads send them. A thread that waits for a file sends the file itself, if no other thread
+has begun to: at the interpreter's exit, for instance, no thread can be started.
 
     waiting ──a thread takes it──▶ being sent ──acknowledged──▶ over
        └────────another file has failed────────────────────────▶ over, with that file's error
@@ -27,30 +27,26 @@ _AT_A_TIME = 4  # the most threads; the client sends several parts of each file 
 
 
 class Uploads:
-    """The files that a rank sends in one save.
-
-    Attributes:
-        error: The first error. After it no file is begun, and uploads under way are given up.
-    """
+    """The files that a rank sends in one save. The first error ends all uploads."""
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None
         self._lock = threading.Lock()
-        # The lock protects `error` and the next three attributes.
+        # The lock protects these attributes:
+        self.error: BaseException | None = None  # the first error
         self._waiting: list[FileUpload] = []  # files that no thread has begun to send
-        self._sent_now: list[Upload] = []  # to be given up after an error
+        self._sent_now: list[Upload] = []
         self._nr_threads = 0  # threads that have not yet found `_waiting` empty
 
     def add(self, file: FileUpload) -> FileUpload:
         """Send a file as soon as a thread is free."""
         with self._lock:
             self._waiting.append(file)
-            starts = self._nr_threads < _AT_A_TIME
-            if starts:
+            needs_thread = self._nr_threads < _AT_A_TIME
+            if needs_thread:
                 self._nr_threads += 1
-        if starts:
+        if needs_thread:
             thread = threading.Thread(target=self._send_all, name="sf-upload", daemon=True)
-            # Without the thread, the caller of `FileUpload.exception` sends the file.
+            # If no thread starts, the caller of `FileUpload.exception` sends the file.
             with contextlib.suppress(OSError, RuntimeError):
                 threads.start(thread)
         return file
@@ -60,8 +56,7 @@ class Uploads:
             file.send()
 
     def _next(self) -> FileUpload | None:
-        """Take the next file to send from the list. Return None if the list is empty; the thread
-        that calls this must end then."""
+        """Take the next file from the list. After None, the calling thread must end."""
         with self._lock:
             if self._waiting:
                 return self._waiting.pop(0)
@@ -69,8 +64,8 @@ class Uploads:
             return None
 
     def take(self, file: FileUpload) -> bool:
-        """Take a file from the list, so that the caller sends it. Return False if a thread has
-        begun to send it already."""
+        """Take a file from the list, so that the caller sends the file. Return False if a thread
+        has begun to send it."""
         with self._lock:
             is_waiting = file in self._waiting
             if is_waiting:
@@ -78,11 +73,8 @@ class Uploads:
             return is_waiting
 
     def begin(self, upload: Upload) -> None:
-        """Register an upload, so that it is given up if another upload fails.
-
-        Raises:
-            BaseException: The first error, if an upload has failed already.
-        """
+        """Register an upload, so that `fail` gives it up. Raise the first error, if an upload has
+        failed already."""
         with self._lock:
             if self.error is not None:
                 raise self.error
@@ -99,13 +91,8 @@ class Uploads:
 
 
 class FileUpload:
-    """One file on its way to a store. Its methods `exception` and `result` are those of the handle
-    that `submit_parts` returns for a local file.
-
-    Args:
-        key: The object's name in the store.
-        owners: Objects that keep the memory of the parts alive.
-    """
+    """One file on its way to a store, with the methods `exception` and `result` of a `SaveHandle`.
+    The owners keep the memory of the parts alive."""
 
     def __init__(
         self,
@@ -134,13 +121,13 @@ class FileUpload:
         return self._error
 
     def result(self) -> SaveReport | None:
-        """Wait until the file is sent; return its report, or None after an error. Call `exception`
-        first: this method does not send the file itself."""
+        """Return the report, or None after an error. Call `exception` first: this method waits, but
+        does not send the file itself."""
         self._over.wait()
         return self._report
 
     def send(self) -> None:
-        """Send the file. One thread calls this, once."""
+        """Send the file. Called once."""
         try:
             self._report = self._send()
         except BaseException as error:
@@ -155,12 +142,10 @@ class FileUpload:
         self._uploads.begin(upload)
         save = submit_parts(self._engine, self._parts, shown, owners=self._owners, upload=upload)
         try:
-            # The object may appear as soon as its bytes are sent, because its name is new and no
-            # metadata names it yet.
+            # No wait before the end: the object may appear, because no metadata names it yet.
             upload.run(before_end=do_nothing)
         except BaseException as error:
-            # The save ends only when nothing refers to the file's memory, and the frames of a
-            # traceback may refer to it.
+            # Without the traceback, whose frames may keep the file's memory.
             raise upload.fail(error.with_traceback(None)) from None
         report: SaveReport = save.result()
         return dataclasses.replace(report, io_mode=self._store.client)

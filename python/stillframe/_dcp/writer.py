@@ -39,9 +39,8 @@ log = logging.getLogger("stillframe")
 
 Path = str | os.PathLike[str]
 
-# The writer that messages recommend for what this one does not support.
-_STOCK = "torch.distributed.checkpoint.FileSystemWriter"
-_VERSION = "1.0.0"  # the version of the metadata's format, as PyTorch's writer sets it
+_PYTORCHS_WRITER = "torch.distributed.checkpoint.FileSystemWriter"
+_VERSION = "1.0.0"  # of the metadata's format, as PyTorch's writer sets it
 
 
 class FileSystemWriter(StorageWriter, AsyncStager):
@@ -49,16 +48,16 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     and `dcp.async_save`. PyTorch's `FileSystemReader` and `FsspecReader` read them on any number of
     ranks, and `dcp_to_torch_save` converts them.
 
-    The engine's threads write each rank's data, with CRCs and O_DIRECT. The names of data files
-    contain an id of the save, and each file is synced before it gets its name. `.metadata` comes
-    last: it is synced and renamed, and its directory and the directory's parent are synced. So a
-    path that is saved to again always holds the old checkpoint or the new one; if any rank fails,
-    it holds the old one. Files that the new checkpoint does not need are removed afterwards.
+    The engine's threads write each rank's data, with CRCs and O_DIRECT. Each data file has a new
+    name, and is synced before it gets this name. `.metadata` comes last: it is synced and renamed,
+    and its directory and the directory's parent are synced. So a path that is saved to again always
+    holds the old checkpoint or the new one. If any rank fails, the path holds the old one. Files
+    that the new checkpoint does not need are removed afterwards.
 
-    Below a URL (`s3://bucket/step100`) each file is an object. It is sent from the memory of the
-    state, several parts at a time, and is durable when the store has acknowledged it.
+    Below a URL (`s3://bucket/step100`) each file is an object, which is sent from the memory of the
+    state and is durable when the store has acknowledged it.
 
-    If you give it to `dcp.async_save` without `async_stager=`, it stages as `PinnedStager` does.
+    In `dcp.async_save` without `async_stager=`, the writer also stages, as `PinnedStager` does.
 
     Args:
         path: The directory, created with its parents if it is missing, or a URL. `checkpoint_id=`
@@ -105,9 +104,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         storage_options: StorageOptions = None,
     ) -> None:
         if _extensions:
-            raise ValueError(f"_extensions are not supported: use {_STOCK}")
+            raise ValueError(f"_extensions are not supported: use {_PYTORCHS_WRITER}")
         if serialization_format is not SerializationFormat.TORCH_SAVE:
-            raise ValueError(f"{serialization_format} is not supported: use {_STOCK}")
+            raise ValueError(f"{serialization_format} is not supported: use {_PYTORCHS_WRITER}")
         if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
             raise ValueError(f"thread_count has to be a positive int, not {thread_count!r}")
         if engine is not None:
@@ -119,7 +118,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             self._set_path(path)
         self._single_file_per_rank = single_file_per_rank
         self._durable = durable and sync_files
-        self._nr_files = thread_count or 1
+        self._nr_files = thread_count or 1  # the most files of this rank
         self._overwrite = overwrite
         self._engine = engine
         self._stager: PinnedStager | None = None
@@ -131,16 +130,17 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._new: checkpoint.ReadyCheckpoint | None = None  # to commit; on the coordinator only
         self._is_committing = False  # see `will_commit`
         self.side_file: SideFile | None = None  # committed together with the checkpoint
-        # `commit` calls this function first, and goes on when it returns.
-        self.before_commit: Callable[[], object] = do_nothing
+        self.before_commit: Callable[[], object] = do_nothing  # called at the beginning of `commit`
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle for DCP's upload process, which has an engine and file
         names of its own."""
-        none = dict.fromkeys(("_engine", "_stager", "_files", "_new"))
         return {
             **self.__dict__,
-            **none,
+            "_engine": None,
+            "_stager": None,
+            "_files": None,
+            "_new": None,
             "files_id": checkpoint.new_id(),
             "before_commit": do_nothing,
         }
@@ -187,8 +187,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         alone = not kwargs.get("use_collectives", True)
         self._rank = kwargs.get("rank") if alone else None
-        # No file name may be used twice, so a second save needs a new id. The id is made here and
-        # not in `reset`, because not every caller calls `reset`.
+        # A second save needs a new id. Not in `reset`, because not every caller calls `reset`.
         if self._files is not None:
             self.files_id = checkpoint.new_id()
 
@@ -211,8 +210,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans with the prefix of each rank's file names. The given plans stay as they
-        are, because a planner may keep them for later saves."""
+        """Return copies of the plans with the prefix of each rank's file names. A planner may keep
+        the plans themselves."""
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{number}_"))
             if plan.storage_data is None
@@ -224,7 +223,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """Write this rank's items and wait until their files are durable.
 
         Raises:
-            SaveError: A system call failed, or the store. No file of this rank is left.
+            SaveError: A system call or a request to the store failed. No file of this rank is left.
         """
         files = self.lay_out(plan, planner.resolve_data)
         self.start()
@@ -237,8 +236,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """Commit the checkpoint. Only the coordinator calls this.
 
         Args:
-            metadata: Its `version`, `storage_data` and `storage_meta` are set after the commit,
-                because `dcp.save` returns it. PyTorch's writer sets them too.
+            metadata: `version`, `storage_data` and `storage_meta` are set after the commit, as
+                PyTorch's writer does, because `dcp.save` returns the metadata.
 
         Raises:
             OSError: See `checkpoint.commit_metadata`.
@@ -256,11 +255,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def lay_out(
         self, plan: SavePlan, resolve: Resolve, wait: Callable[[], object] = do_nothing
     ) -> RankFiles:
-        """Lay out this rank's items in files. Nothing is written.
-
-        Args:
-            wait: Waits until the tensors' bytes are copied. Called before bytes are read here.
-        """
+        """Lay out this rank's items in files. Nothing is written. For `wait` see `RankFiles`."""
         prefix = plan.storage_data.prefix
         self._files = RankFiles(
             buckets(plan.items, self._nr_files, one_item_a_file=not self._single_file_per_rank),
@@ -272,11 +267,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         return self._files
 
     def start(self) -> None:
-        """Start writing the files. Their tensors must not change until the files are written.
-
-        Raises:
-            SaveError: A system call failed. No file of this rank is left.
-        """
+        """Start writing the files. Their tensors must not change until the files are written. After
+        a SaveError no file of this rank is left."""
         assert self._files is not None
         self._files.start(durable=self._durable, engine=self._engine)
 
@@ -287,12 +279,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def describe(
         self, metadata: Metadata, storage_data: dict[MetadataIndex, _StorageInfo]
     ) -> checkpoint.ReadyCheckpoint:
-        """Write the metadata under a temporary name. Only the coordinator calls this.
-
-        Raises:
-            OSError: See `checkpoint.prepare_metadata`.
-        """
-        # A copy, because the next save with a kept plan starts from the same metadata object.
+        """Write the metadata under a temporary name. Only the coordinator calls this. Errors are
+        those of `checkpoint.prepare_metadata`."""
+        # A copy, because a later save uses the same object.
         metadata = dataclasses.replace(
             metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
@@ -304,16 +293,11 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     def will_commit(self) -> None:
         """Record that all ranks have written their files. From now on the checkpoint may be
-        committed, even if this rank learns of a failure."""
+        committed, even if this rank gets an error."""
         self._is_committing = True
 
     def commit(self, new: checkpoint.ReadyCheckpoint) -> None:
-        """Call `before_commit`, which waits until the save's entry is at the head of the log, and
-        commit. On an error, discard the new checkpoint.
-
-        Raises:
-            OSError: See `checkpoint.commit_metadata`.
-        """
+        """Call `before_commit`, then commit. After an error, discard the new checkpoint."""
         try:
             self.before_commit()
             commit_metadata = functools.partial(
@@ -336,8 +320,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         checkpoint.remove_unnamed(self._new.metadata, self.location, self._rank)
 
     def abandon(self) -> None:
-        """Remove the files of this rank after a save that failed on all ranks. Then remove the
-        directory if no rank has files in it any more."""
+        """Remove the files of this rank after a save that failed on all ranks, and the directory if
+        it is empty then."""
         if self._new is not None:
             checkpoint.discard_metadata(self._new)
         if self._is_committing and not self.location.failed_commit_is_over:
@@ -364,8 +348,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def _set_path(self, path: Path) -> None:
         """Save to this path or URL from now on."""
         target = CheckpointPath.of(path)
-        # DCP calls `reset` with the same path again, on a thread of its own. By then the working
-        # directory, and with it a relative path, may have changed.
+        # DCP calls `reset` with the same path again. A relative path is not resolved again, because
+        # the working directory may have changed.
         if target.text != self._path:
             self._location = location_of(target, self._storage_options)
             self._path = target.text
