@@ -19,7 +19,7 @@ def pair(monkeypatch):
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=0.2))
     monkeypatch.setattr(ranks, "_get_default_store", lambda: store)
-    monkeypatch.setattr(ranks, "_names", iter([0, 0]))
+    monkeypatch.setattr(ranks, "_numbers", iter([0, 0]))
     return [ranks.Ranks(rank, 0, range(1, 2)) for rank in range(2)]
 
 

@@ -1,9 +1,8 @@
 """`save_state` and `load_state` for Accelerate.
 
-Accelerate writes its own files. Its `save_state` runs on a checkpoint directory under a temporary
-name, and `redirect` sends the files that it saves there to stillframe's writers. This module
-handles the directories: their names, which of them may be replaced, and which one to load.
-`accelerator_saves.py` has the ranks that fill a directory, and the removal of old ones.
+Accelerate's own `save_state` writes into a directory with a temporary name. `redirect` sends these
+files to stillframe's writers. This module decides the names of the directories, whether an old
+directory may be replaced, and which directory to load.
 """
 
 from __future__ import annotations
@@ -33,18 +32,19 @@ from stillframe._save.handle import SaveHandle
 from stillframe._save.options import OnDurable
 from stillframe.errors import SaveError, StillframeError
 
-# Accelerate's own methods. A subclass may have overridden them by methods that call this module.
+# Accelerate's own methods, kept here because a subclass may override them and call this module.
 _accelerates_save = Accelerator.save_state
 _accelerates_load = Accelerator.load_state
 
+# Kinds of training that cannot be saved here, with their names for messages.
 _UNSUPPORTED = {
     DistributedType.FSDP: "FSDP",
     DistributedType.DEEPSPEED: "DeepSpeed",
     DistributedType.MEGATRON_LM: "Megatron-LM",
     DistributedType.XLA: "XLA",
 }
-# Accelerate's own files, as opposed to those that hooks and users add.
-_OWN = re.compile(
+# The names of the files that Accelerate itself writes.
+_ACCELERATES_FILES = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(safetensors|bin)"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|scaler\.pt"
 )
@@ -66,10 +66,10 @@ def save_state(
 
     Args:
         accelerator: Its models, optimizers, schedulers, dataloaders and registered objects are
-            saved. Its `ProjectConfiguration` counts: `automatic_checkpoint_naming`, `total_limit`,
-            `iteration`, `save_on_each_node`. With `total_limit` an old checkpoint is removed when
-            the new one is durable, so there may be one more for a while.
-        output_dir: The directory. Missing parents are made. It is ignored with automatic naming.
+            saved. These settings of its `ProjectConfiguration` are used:
+            `automatic_checkpoint_naming`, `total_limit`, `iteration`, `save_on_each_node`. An old
+            checkpoint beyond `total_limit` is removed when the new one is durable.
+        output_dir: The directory; ignored with automatic naming. Missing parents are made.
         safe_serialization: Save models as safetensors; False saves `pytorch_model.bin`.
         on_durable: Called as `on_durable(path, report)` when the checkpoint is durable, on the rank
             that writes it.
@@ -77,12 +77,12 @@ def save_state(
         **save_model_func_kwargs: Passed on to Accelerate.
 
     Returns:
-        The handle of the save. On every rank its `result()` waits until the checkpoint is durable.
-        It returns the report on the rank that writes, and None on other ranks.
+        The handle of the save. On every rank, `result()` waits until the checkpoint is durable.
+        `result()` returns the report on the rank that writes, and None on other ranks.
 
     Raises:
-        ValueError: FSDP, DeepSpeed, Megatron-LM, XLA or tensor parallelism is in use; no directory
-            is given; the next automatic name is taken.
+        ValueError: FSDP, DeepSpeed, Megatron-LM, XLA or tensor parallelism is in use. Or no
+            directory is given. Or the next automatic name is taken.
         StillframeError: The directory holds files that would be lost, or another rank failed.
         SaveError, BusyError, ForkError, Exception: As `async_save`, and what hooks raise.
     """
@@ -104,7 +104,7 @@ def save_state(
     try:
         handle = saves.save(path, opened, write)
     except BaseException:
-        config.iteration = iteration  # on every rank, so that the next call takes the same name
+        config.iteration = iteration  # so that the next call takes the same name
         raise
     if is_automatic and saves.is_leader and handle.state != "skipped":
         saves.rotate(path, config.total_limit)
@@ -122,7 +122,7 @@ def load_state(
     Args:
         accelerator: As for `save_state`; all ranks call this.
         input_dir: The directory. Without one, and with `automatic_checkpoint_naming`, the newest
-            complete checkpoint is loaded. Damaged and unfinished ones are skipped and logged.
+            complete checkpoint is loaded. Damaged checkpoints are skipped and logged.
         load_kwargs: Passed on to Accelerate.
         **load_model_func_kwargs: Passed on to Accelerate.
 
@@ -132,28 +132,26 @@ def load_state(
         ValueError, Exception: What `Accelerator.load_state` raises.
     """
     is_automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    looks_for_one = input_dir is None and is_automatic
-    directory = _checkpoints(accelerator) if looks_for_one else input_dir
+    finds_newest = input_dir is None and is_automatic
+    directory = _checkpoints(accelerator) if finds_newest else input_dir
 
-    # Both functions return a string, because `share` sends the result to other ranks.
     def wait() -> str:
         if directory is not None:
             with contextlib.suppress(OSError):  # Accelerate says what is missing
                 ordered.wait_for_directory(os.path.expanduser(directory))
-        return ""
+        return ""  # `share` needs a string
 
     def find() -> str:
         wait()
-        return _newest(accelerator) if looks_for_one else ""
+        return _newest(accelerator) if finds_newest else ""
 
     name = saves_of(accelerator).share(wait, find)
-    if looks_for_one:
+    if finds_newest:
         input_dir = os.path.join(_checkpoints(accelerator), name)
     _accelerates_load(accelerator, input_dir, load_kwargs, **load_model_func_kwargs)
 
 
 def _refuse_unsupported(accelerator: Accelerator) -> None:
-    """Raise ValueError for a kind of training whose checkpoints cannot be redirected."""
     kind = _UNSUPPORTED.get(accelerator.distributed_type)
     parallel = accelerator.parallelism_config
     if kind is None and parallel is not None and parallel.tp_enabled:
@@ -169,7 +167,7 @@ def _refuse_unsupported(accelerator: Accelerator) -> None:
 
 
 def _checkpoints(accelerator: Accelerator) -> str:
-    """Return the directory of automatically named checkpoints."""
+    """Return the parent directory of automatically named checkpoints."""
     return os.path.join(accelerator.project_dir, "checkpoints")
 
 
@@ -188,14 +186,8 @@ def _directory(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
 
 @contextlib.contextmanager
 def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Checkpoint]:
-    """Open the checkpoint. At the end of the block, refuse to replace an old directory if that
-    would delete files that are not Accelerate's.
-
-    Args:
-        path: The checkpoint's directory.
-        opening: A context manager that opens the checkpoint.
-        is_automatic: The path was named automatically, so it must not exist yet.
-    """
+    """Open the checkpoint with `opening`. At the end of the block, fail if the save would delete
+    files that are not Accelerate's. An automatically named path must not exist yet."""
     if is_automatic and api.exists(path):
         raise ValueError(
             f"{path} exists already: set ProjectConfiguration(iteration=...) to the number of the"
@@ -216,15 +208,14 @@ def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Chec
 
 
 def _lost(path: str, save: DirectorySave) -> list[str]:
-    """Return the names of files that the replacement of the old directory would delete: those that
-    the new directory does not have, without Accelerate's own files."""
+    """Return the names of files in the old directory that the save would delete. Accelerate's own
+    files do not count."""
     old = set(os.listdir(path)) if os.path.isdir(path) else set()
     new = {name.split("/")[0] for name in save.names}.union(os.listdir(save.directory))
-    return sorted(name for name in old - new if not _OWN.fullmatch(name))
+    return sorted(name for name in old - new if not _ACCELERATES_FILES.fullmatch(name))
 
 
 def _newest(accelerator: Accelerator) -> str:
-    """Return the name of the newest complete checkpoint."""
     directory = _checkpoints(accelerator)
     found = None
     if os.path.isdir(directory):
@@ -235,26 +226,25 @@ def _newest(accelerator: Accelerator) -> str:
 
 
 def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) -> str | None:
-    """Return which file a checkpoint lacks that the accelerator would load; None if it has all.
-    This is the argument `incomplete` of `newest.find`."""
-    # The kinds of training that are not supported name their files differently.
+    """Return a sentence about a file that the checkpoint lacks, or None if it has all files."""
+    # The unsupported kinds of training name their files differently.
     if accelerator.distributed_type not in _UNSUPPORTED:
-        for stem, parts in (
+        for stem, objects in (
             ("optimizer", accelerator._optimizers),
             ("scheduler", accelerator._schedulers),
         ):
-            for number in range(len(parts)):
+            for number in range(len(objects)):
                 name = f"{stem}_{number}.bin" if number else f"{stem}.bin"
                 if name not in names:
                     return f"it has no {name}"
-    # `kinds.incomplete` wants an optimizer.bin. Without optimizers the file counts as present.
+    # `kinds.incomplete` always wants an optimizer.bin, even if there is no optimizer.
     not_needed = [] if accelerator._optimizers else ["optimizer.bin"]
     return kinds.incomplete(path, names + not_needed, disk)
 
 
 @contextlib.contextmanager
 def _without_automatic_naming(config: ProjectConfiguration) -> Iterator[None]:
-    """Inside the block, have Accelerate save to the directory that it is given."""
+    """Let Accelerate save to the directory that is passed to it."""
     is_automatic = config.automatic_checkpoint_naming
     config.automatic_checkpoint_naming = False
     try:

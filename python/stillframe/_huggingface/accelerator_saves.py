@@ -1,8 +1,7 @@
-"""The saves of one Accelerator: which rank opens the directory, and how others learn the result.
+"""The saves of one Accelerator on several ranks.
 
-One rank is the leader. It opens the directory, gets the save's own handle, and removes old
-checkpoints. The other ranks write into the leader's directory, and get a handle that asks the
-leader how the save has ended.
+One rank, the leader, opens the directory and removes old checkpoints. The other ranks write into
+the leader's directory. Their handles ask the leader how the save has ended.
 """
 
 from __future__ import annotations
@@ -25,18 +24,14 @@ from stillframe._save import api
 from stillframe._save.handle import Deadline, SaveHandle, State, error_of
 from stillframe.errors import StillframeError
 
-_NAME = re.compile(r"checkpoint_(\d+)")
-# Every rank of Accelerate writes files of these names. Only the leader's are kept.
-_LEADERS = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
-_POLL_S = 0.01  # the pause between two questions of a rank whether a save has ended
+_CHECKPOINT_NAME = re.compile(r"checkpoint_(\d+)")
+# Every rank writes files with these names. Only the leader's files are kept.
+_LEADERS_FILES = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")
+_POLL_S = 0.01  # how often another rank asks the leader whether a save has ended
 
 
 class Saves:
-    """The saves of one Accelerator, seen by one rank.
-
-    Attributes:
-        is_leader: This rank opens the directories and removes old ones.
-    """
+    """The saves of one Accelerator on one rank."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         arguments = SimpleNamespace(
@@ -45,30 +40,26 @@ class Saves:
             local_process_index=accelerator.local_process_index,
             save_on_each_node=False,
         )
-        # `_all` has all ranks, and `_ranks` those that write into the same directory. Both are None
-        # for a process alone.
+        # `_all` are all ranks, `_ranks` those that write into the same directory. Both are None for
+        # a single process.
         self._all = self._ranks = ranks_of(arguments)
         if accelerator.project_configuration.save_on_each_node:
             arguments.save_on_each_node = True
             self._ranks = ranks_of(arguments)
-        # Whether this rank is on another machine than rank 0.
-        self._is_elsewhere = arguments.process_index != arguments.local_process_index
+        self._is_on_other_machine = arguments.process_index != arguments.local_process_index
         self._number = 0  # the number of the last call, the same on all ranks
         self._in_flight: list[SaveHandle] = []  # on the leader, oldest first
         self.is_leader = self._ranks is None or self._ranks.is_leader
 
     def share(self, wait: Callable[[], str], find: Callable[[], str]) -> str:
-        """Return, on all ranks, the result of `find()` on rank 0.
-
-        If each machine has a leader, each leader calls `wait()` first. The result of `wait` is not
-        used: it returns a string only because `Ranks.share` sends one.
-        """
+        """Return the result of `find()` on rank 0 to all ranks. If each machine has a leader, each
+        leader calls `wait()` first."""
         self._number += 1
         key = f"load/{self._number}"
         if self._ranks is None or self._all is None:
             return find()
         if self._ranks is not self._all:
-            self._ranks.share(key, wait)
+            self._ranks.share(key, wait)  # the result is not used
         return self._all.share(key, find)
 
     def save(
@@ -77,22 +68,19 @@ class Saves:
         opened: Callable[[], AbstractContextManager[Any]],
         write: Callable[[Any], object],
     ) -> SaveHandle:
-        """Have all ranks write into one directory.
+        """Let all ranks write into one directory; return the handle of the save.
 
         Args:
-            path: The directory.
-            opened: Called on the leader; returns a context manager that opens the directory.
-            write: Called with the open checkpoint, on each rank.
-
-        Returns:
-            The handle of the save.
+            opened: Called on the leader; returns a context manager that opens the directory `path`.
+            write: Called on each rank with the open checkpoint.
         """
         self._number += 1
         ranks, number = self._ranks, self._number
         if ranks is not None and not ranks.is_leader:
             with ranks.follow(number, path) as directory:
-                write(_AccelerateDirectory(directory, durable=self._is_elsewhere))
+                write(_AccelerateDirectory(directory, durable=self._is_on_other_machine))
             return Followed(path, ranks, number)
+
         self._in_flight = [each for each in self._in_flight if not each.done()]
         files: Any = None
         try:
@@ -109,6 +97,7 @@ class Saves:
         except BaseException as error:
             self._report_ended(number, None, error)
             raise
+
         handle: SaveHandle = files.handle
         if handle.state != "skipped":
             self._in_flight.append(handle)
@@ -118,13 +107,8 @@ class Saves:
     def _report_ended(
         self, number: int, handle: SaveHandle | None, failed: BaseException | None = None
     ) -> None:
-        """Report to the other ranks how the save of call `number` has ended, as soon as the last
-        save in flight has ended.
-
-        Args:
-            handle: The handle of the save; None if the call has failed.
-            failed: The error of the call, if it has failed.
-        """
+        """Tell the other ranks how save `number` ended, once all saves in flight have ended. If the
+        call failed, `failed` is its error and `handle` is None."""
         ranks = self._ranks
         if ranks is None:
             return
@@ -142,28 +126,27 @@ class Saves:
     def rotate(self, path: str, limit: int | None) -> None:
         """Remove the oldest checkpoints next to `path`, so that `limit` remain; None removes none.
 
-        The removes run after the save to `path`, and only if it became durable. Checkpoints whose
-        saves are in flight count too, although their directories do not exist yet.
+        The removes run after the save to `path`, and only if that save became durable.
         """
         if limit is None:
             return
         directory, new = os.path.split(path)
+        # The directory of a save in flight does not exist yet.
         names = {*os.listdir(directory), *(os.path.basename(each.path) for each in self._in_flight)}
-        numbers: dict[int, str] = {}
+        old: dict[int, str] = {}  # names by number
         for name in names - {new}:
-            matched = _NAME.fullmatch(name)
+            matched = _CHECKPOINT_NAME.fullmatch(name)
             if matched and api.exists(os.path.join(directory, name)):
-                numbers[int(matched[1])] = name
-        # The new checkpoint counts too.
-        for number in sorted(numbers)[: max(0, len(numbers) + 1 - limit)]:
-            api.remove(os.path.join(directory, numbers[number]))
+                old[int(matched[1])] = name
+        excess = max(0, len(old) + 1 - limit)  # 1 for the new checkpoint
+        for number in sorted(old)[:excess]:
+            api.remove(os.path.join(directory, old[number]))
 
 
 _saves: weakref.WeakKeyDictionary[Accelerator, Saves] = weakref.WeakKeyDictionary()
 
 
 def saves_of(accelerator: Accelerator) -> Saves:
-    """Return the saves of an Accelerator, which live as long as it does."""
     if accelerator not in _saves:
         _saves[accelerator] = Saves(accelerator)
     return _saves[accelerator]
@@ -173,7 +156,7 @@ class _AccelerateDirectory(LeaderDirectory):
     """The leader's directory, for a rank that is not the leader."""
 
     def save(self, obj: object, name: str) -> None:
-        if not _LEADERS.fullmatch(name):
+        if not _LEADERS_FILES.fullmatch(name):
             super().save(obj, name)
 
 
@@ -184,8 +167,8 @@ _followers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def _stop_followers() -> None:
-    """End the threads of `Followed` before the interpreter ends. A thread that is in a call of the
-    process group's store at that moment would abort the process."""
+    """End the threads of `Followed`. A thread in a call of the process group's store would abort
+    the process when the interpreter ends."""
     _exiting.set()
     for thread in list(_followers):
         thread.join()
@@ -195,15 +178,14 @@ atexit.register(_stop_followers)
 
 
 class Followed(SaveHandle):
-    """The handle of a save on a rank that is not the leader. A thread asks the leader how the save
-    has ended."""
+    """The handle of a save on a rank that is not the leader. A thread waits for the save's end."""
 
     def __init__(self, path: str, ranks: Ranks, number: int) -> None:
         super().__init__(path, path)
         self._outcome.cancellable = False
         self._ranks, self._number = ranks, number
         self._is_skipped = False
-        self._over = threading.Event()
+        self._ended = threading.Event()
         thread = threading.Thread(target=self._follow, name="sf-follow", daemon=True)
         _followers.add(thread)
         thread.start()
@@ -222,11 +204,10 @@ class Followed(SaveHandle):
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
         self._birth.refuse_child()
-        if not self._over.wait(deadline.left()):
+        if not self._ended.wait(deadline.left()):
             raise self._timeout_error(deadline, "durable")
 
     def _follow(self) -> None:
-        """Ask until the save has ended, and settle the handle. Runs on the thread."""
         error: Exception | None
         try:
             while not self._ranks.has_ended(self._number):
@@ -234,11 +215,11 @@ class Followed(SaveHandle):
                     raise StillframeError("the interpreter is exiting")
             error = self._ranks.error_of(self._number)
             self._is_skipped = self._ranks.was_skipped(self._number)
-        except Exception as lost:  # the store, which is in another process, is gone
+        except Exception as lost:  # the process that has the store is gone
             error = StillframeError(
                 f"the rank that saves {self._path} did not tell how the save ended: {lost}"
             )
-        # `is_known`, because the leader's process reports the error already.
+        # `is_known`: the leader's process reports the error.
         self._outcome.settle(None, error, is_known=True)
         self._outcome.notify()
-        self._over.set()
+        self._ended.set()

@@ -5,9 +5,9 @@
                                               ├─▶ rotation
                                               └─▶ `_failed`: raised by the next save or at the end
 
-The Trainer and its subclasses append "checkpoint-N" to the result of `_get_output_dir` themselves.
-So while they write, that method returns another directory, the *substitute*. In it, a link with the
-name "checkpoint-N" points to the temporary directory.
+The Trainer writes to "checkpoint-N" in the directory that `_get_output_dir` returns. During a save,
+`_get_output_dir` returns another directory, the *substitute*. There, "checkpoint-N" is a link to
+the temporary directory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-_RUN = ".stillframe-run"  # the substitute, inside the temporary directory
+_SUBSTITUTE = ".stillframe-run"  # the name of the substitute in the temporary directory
 _SENTINEL = "checkpoint-is-incomplete.txt"  # see `remove_sentinel`
 
 
@@ -48,12 +48,12 @@ class Checkpoint:
     """One checkpoint under way.
 
     Attributes:
-        number: The number of the checkpoint, from 0; the same on all ranks.
-        path: The directory of the checkpoint when it is durable.
-        run_dir: The output directory, which has `path` in it.
+        number: Counts the checkpoints from 0; the same on all ranks.
+        path: The final directory of the checkpoint.
+        run_dir: The parent of `path`.
         state: A copy of the Trainer's state at the call.
         push: Whether to push the checkpoint to the Hub.
-        handle: The save; None if another rank makes it.
+        handle: The handle of the save; None if this rank is not the leader.
     """
 
     number: int
@@ -67,48 +67,43 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one Trainer, in one process.
 
-    Args:
-        trainer: The Trainer.
-
     Attributes:
-        substitute_dir: The directory that takes the place of the output directory while the Trainer
-            writes a checkpoint; None at other times.
-        wants_push: The Trainer has asked to push the checkpoint that it writes.
+        substitute_dir: The substitute while a checkpoint is written, otherwise None.
+        wants_push: The Trainer has asked to push the checkpoint that is written.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         # Checkpoints that `follow` has not handled yet, oldest first.
         self._waiting: deque[Checkpoint] = deque()
-        # Checkpoints for which some other rank has not yet reported that it has called `on_save`.
-        self._unheard: deque[Checkpoint] = deque()
-        self._failed: list[SaveHandle | StillframeError] = []  # errors that are still to be raised
-        # The paths of this training's checkpoints, oldest first, by the run_dir.
+        # Checkpoints for which another rank has not yet called `on_save`.
+        self._unannounced: deque[Checkpoint] = deque()
+        self._failed: list[SaveHandle | StillframeError] = []  # not raised yet
+        # For each run_dir, the paths of this training's checkpoints, oldest first.
         self._ours: defaultdict[str, list[str]] = defaultdict(list)
         self._count = 0  # how many checkpoints were begun
-        self._ranks: Ranks | None = None  # known from the first save on
-        # The checkpoint for which the Trainer is about to call `on_save`, before it is durable.
+        self._ranks: Ranks | None = None  # set by the first save
+        # The checkpoint that was just saved, until the Trainer calls `on_save`.
         self._submitted: Checkpoint | None = None
         self.substitute_dir: str | None = None
         self.wants_push = False
         self._resume_uploads()
 
     def _resume_uploads(self) -> None:
-        """Upload the checkpoints in the output directory that earlier processes have left to
-        upload."""
+        """Upload checkpoints in the output directory that an earlier process did not upload."""
         trainer = self._trainer
         if trainer.args.should_save:
-            # `uploads.resume` takes the path of a checkpoint, and uses only its directory.
+            # `uploads.resume` uses only the parent directory of the path.
             path = os.path.join(trainer.args.output_dir, "checkpoint")
             uploads.resume(trainer.mirror, trainer.storage_options, path)
 
     # ---- saving ----
 
     def save(self, run_dir: str, write: Callable[[], object]) -> None:
-        """Write one checkpoint with `write()`, and return when it is copied.
+        """Write one checkpoint with `write()`, and return when all tensors are copied.
 
         Args:
-            run_dir: The output directory; with several trials, that of the current trial.
+            run_dir: The output directory of the current trial.
             write: Writes the files to the directory that `_get_output_dir` returns.
 
         Raises:
@@ -127,6 +122,7 @@ class Checkpoints:
         with self._led(made) if is_leader else self._into_leaders(made):
             write()
             self._name_best(run_dir)
+
         made.push = self.wants_push
         made.state = copy.copy(state)
         made.state.log_history = list(state.log_history)
@@ -134,16 +130,15 @@ class Checkpoints:
         self._waiting.append(made)
         self._submitted = made
         if is_leader:
-            self._forget(
-                made
-            )  # if this step was saved before, its path moves to the end of the list
+            # If this step was saved before, its path moves to the end of the list.
+            self._forget(made)
             self._ours[made.run_dir].append(_normal(made.path))
             self._rotate(made)
 
     @contextlib.contextmanager
     def _led(self, made: Checkpoint) -> Iterator[None]:
-        """Open the directory on the leader. At the end of the block, wait for the other ranks'
-        files, and submit the save."""
+        """Open the directory on the leader. At the end of the block, wait for the other ranks and
+        submit the save."""
         with contextlib.ExitStack() as stack:
             files: Any = None  # the open `checkpoint`
 
@@ -155,14 +150,14 @@ class Checkpoints:
                 files = stack.enter_context(
                     checkpoint(made.path, mirror=self._trainer.mirror, storage_options=options)
                 )
-                self._make_run(files.path, made)
+                self._make_substitute(files.path, made)
                 directory: str = files.path
                 return directory
 
             led = lead(self._ranks, made.number, open_it)
             with led as directory, self._substituted(directory), redirected(files):
                 yield
-            shutil.rmtree(os.path.join(directory, _RUN))
+            shutil.rmtree(os.path.join(directory, _SUBSTITUTE))
         made.handle = files.handle
 
     @contextlib.contextmanager
@@ -171,36 +166,35 @@ class Checkpoints:
         ranks, args = self._ranks, self._trainer.args
         assert ranks is not None
         self._raise_failed()
-        # Whether this rank is on another machine than rank 0.
-        is_elsewhere = args.process_index != args.local_process_index
+        is_on_other_machine = args.process_index != args.local_process_index
         with ranks.follow(made.number, made.path) as directory:
-            files = LeaderDirectory(directory, durable=is_elsewhere)
+            files = LeaderDirectory(directory, durable=is_on_other_machine)
             with self._substituted(directory), redirected(files):
                 yield
 
     @contextlib.contextmanager
     def _substituted(self, directory: str) -> Iterator[None]:
-        """Inside the block, have `_get_output_dir` return the substitute in `directory`."""
-        self.substitute_dir = os.path.join(directory, _RUN)
+        """Let `_get_output_dir` return the substitute in `directory`."""
+        self.substitute_dir = os.path.join(directory, _SUBSTITUTE)
         try:
             yield
         finally:
             self.substitute_dir = None
 
-    def _make_run(self, directory: str | os.PathLike[str], made: Checkpoint) -> None:
-        """Make the substitute with two links: one to the temporary directory, and one to the best
-        checkpoint, which the Trainer looks for in the output directory."""
-        run = os.path.join(directory, _RUN)
-        os.mkdir(run)
+    def _make_substitute(self, directory: str | os.PathLike[str], made: Checkpoint) -> None:
+        """Make the substitute, with links to the temporary directory and to the best checkpoint.
+        The Trainer looks for the best checkpoint in its output directory."""
+        substitute = os.path.join(directory, _SUBSTITUTE)
+        os.mkdir(substitute)
         name = os.path.basename(made.path)
-        os.symlink(os.pardir, os.path.join(run, name))
+        os.symlink(os.pardir, os.path.join(substitute, name))
         best = f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.best_global_step}"
-        if best != name and api.exists(os.path.join(made.run_dir, best)):
-            os.symlink(os.path.abspath(os.path.join(made.run_dir, best)), os.path.join(run, best))
+        best_path = os.path.join(made.run_dir, best)
+        if best != name and api.exists(best_path):
+            os.symlink(os.path.abspath(best_path), os.path.join(substitute, best))
 
     def _name_best(self, run_dir: str) -> None:
-        """If the Trainer's state has a path in the substitute for the best checkpoint, replace it
-        by the final path, in memory and in the Trainer's state file."""
+        """Correct the path of the best checkpoint in the Trainer's state and in the state file."""
         state, substitute_dir = self._trainer.state, self.substitute_dir
         assert substitute_dir is not None
         best = state.best_model_checkpoint
@@ -213,8 +207,7 @@ class Checkpoints:
     # ---- afterwards ----
 
     def follow(self) -> None:
-        """Handle the checkpoints that have become durable, in their order: push them, call
-        `on_save`, remove old ones."""
+        """Push durable checkpoints, call `on_save` for them, and remove old checkpoints."""
         while self._waiting and self._has_ended(self._waiting[0]):
             made = self._waiting.popleft()
             if self._note_failure(made):
@@ -222,30 +215,24 @@ class Checkpoints:
             self._announce(made)
             if made.handle is None:
                 assert self._ranks is not None
-                self._ranks.tell_heard(made.number)
+                self._ranks.report_announced(made.number)
             else:
                 if self._ranks is not None:
-                    self._unheard.append(made)
+                    self._unannounced.append(made)
                 self._rotate(made)
 
     def finish(self) -> None:
-        """Wait for every save and remove, handle the checkpoints that have ended, and raise the
-        first error.
-
-        Raises:
-            Exception: A checkpoint failed.
-        """
+        """Wait for every save and remove, call `follow`, and raise the first error."""
         self._wait_and_follow()
-        if self._unheard:
+        if self._unannounced:
             assert self._ranks is not None
-            last = self._unheard[-1]
-            self._ranks.wait_heard(last.number)
+            last = self._unannounced[-1]
+            self._ranks.wait_announced(last.number)
             self._rotate(last)
         wait_for_log()
         self._raise_failed()
 
     def _wait_and_follow(self) -> None:
-        """Wait for every save, and handle the checkpoints that have become durable."""
         for made in list(self._waiting):
             if made.handle is not None:
                 wait_for_end(made.handle)
@@ -254,34 +241,29 @@ class Checkpoints:
             self.follow()
 
     def to_resume(self, asked: str | bool) -> str:
-        """Return the path of the checkpoint to resume from, once nothing of this process is under
-        way.
+        """Wait for the saves in flight, and return the path of the checkpoint to resume from.
 
-        Args:
-            asked: A path, or True for the newest whole checkpoint of the output directory.
-
-        Raises:
-            ValueError: There is no such checkpoint. The message is that of transformers.
+        `asked` is a path, or True for the newest whole checkpoint of the output directory. Raise
+        ValueError, as transformers does, if there is none.
         """
         wait_for_log()
         if not isinstance(asked, bool):
             return asked
         directory = self._trainer.args.output_dir
         for path in reversed(sort_checkpoints(directory)):
-            # If the directory itself is no checkpoint, `latest` may return a file in it.
+            # `latest` may return a file in a directory that is not itself a checkpoint.
             if path.rpartition("-")[2].isdigit() and latest(path) == Path(path):
                 return path
         raise ValueError(f"No valid checkpoint found in output directory ({directory})")
 
     def _has_ended(self, made: Checkpoint) -> bool:
-        """Return whether a checkpoint is durable or has failed."""
         if made.handle is not None:
             return made.handle.done()
         assert self._ranks is not None
         return self._ranks.has_ended(made.number)
 
     def _note_failure(self, made: Checkpoint) -> bool:
-        """Keep the error of a checkpoint that has ended; return whether there is one."""
+        """Keep the error of a checkpoint that has ended. Return whether there is one."""
         if made.handle is None:
             assert self._ranks is not None
             error = self._ranks.error_of(made.number)
@@ -292,13 +274,13 @@ class Checkpoints:
         if failed:
             self._failed.append(made.handle)
             self._forget(made)
-        # For the other ranks the error is the path. This rank raises the reason.
+        # The other ranks' error names only the path. This rank raises the reason.
         if self._ranks is not None:
             self._ranks.report_ended(made.number, made.path if failed else None)
         return failed
 
     def _raise_failed(self) -> None:
-        """Raise the first error that nobody has seen yet; its notes name the others."""
+        """Raise the first error that nobody has seen, with the other errors as notes."""
         failed, self._failed = self._failed, []
         errors = [
             each if isinstance(each, StillframeError) else take_unseen_error(each)
@@ -311,7 +293,7 @@ class Checkpoints:
             raise unseen[0]
 
     def _announce(self, made: Checkpoint) -> None:
-        """Push a durable checkpoint to the Hub and call `on_save`, with the state at its step."""
+        """Push a durable checkpoint to the Hub and call `on_save`, with the state of its step."""
         trainer = self._trainer
         live, trainer.state = trainer.state, made.state
         try:
@@ -324,20 +306,15 @@ class Checkpoints:
             trainer.state = live
 
     def attach(self) -> None:
-        """Prepare for a training: replace `callback_handler.on_save`, which the Trainer calls after
-        each save."""
-        self._resume_uploads()  # `mirror` may have been set on the Trainer
+        """Prepare for a training: replace `callback_handler.on_save`."""
+        self._resume_uploads()  # again, because the user may have set `mirror` meanwhile
         handler = self._trainer.callback_handler
         if "on_save" not in vars(handler):
             handler.on_save = functools.partial(self._on_save, handler.on_save)
 
     def _on_save(self, theirs: Any, args: Any, state: Any, control: Any) -> Any:
-        """Take the place of `callback_handler.on_save`: call `on_save_submitted` of callbacks now.
-        `_announce` calls `on_save` later, when the checkpoint is durable.
-
-        Args:
-            theirs: The method `callback_handler.on_save` that was replaced.
-        """
+        """Call `on_save_submitted` of the callbacks. The Trainer calls this after a save in the
+        place of the original method `theirs`."""
         made, self._submitted = self._submitted, None
         if made is None:  # a subclass has written a checkpoint without this module
             return theirs(args, state, control)
@@ -350,45 +327,39 @@ class Checkpoints:
                 control = control if changed is None else changed
         if state.global_step >= state.max_steps or control.should_training_stop:
             trainer.control = control
-            self._wait_and_follow()  # `on_save` comes before the end of the epoch and the training
+            self._wait_and_follow()  # so that `on_save` comes before the end of the training
             return trainer.control
         return control
 
     def _forget(self, made: Checkpoint) -> None:
-        """Remove a checkpoint from the list of this training's checkpoints."""
         path = _normal(made.path)
         ours = self._ours[made.run_dir]
         ours[:] = [each for each in ours if each != path]
 
     def _rotate(self, made: Checkpoint) -> None:
-        """Remove old checkpoints next to `made`."""
         if self._ranks is not None:
-            heard = self._ranks.heard()
-            while self._unheard and self._unheard[0].number <= heard:
-                self._unheard.popleft()
+            announced = self._ranks.announced()
+            while self._unannounced and self._unannounced[0].number <= announced:
+                self._unannounced.popleft()
         _rotate(
             made.run_dir,
             self._trainer.args.save_total_limit,
             self._trainer.state.best_model_checkpoint,
             self._ours[made.run_dir],
-            {_normal(each.path) for each in (*self._waiting, *self._unheard)},
+            {_normal(each.path) for each in (*self._waiting, *self._unannounced)},
         )
 
 
 def remove_sentinel(path: str) -> None:
-    """Remove the file by which `enable_jit_checkpoint` marks a checkpoint as incomplete.
-
-    transformers writes the file into `checkpoint-N` before the save. With stillframe this directory
-    has to appear with all its files at once, so the file and the empty directory go first.
-    """
+    """Remove the file by which `enable_jit_checkpoint` marks a checkpoint as incomplete, and its
+    directory. With stillframe, the directory must not exist before the save is complete."""
     with contextlib.suppress(OSError):
         os.remove(os.path.join(path, _SENTINEL))
-        os.rmdir(path)  # fails if an older checkpoint is there, which stays
+        os.rmdir(path)  # fails, as intended, if an older checkpoint is there
 
 
 def wait_for_log() -> None:
-    """Wait until every save and remove in the process's log has ended; raise none of their
-    errors."""
+    """Wait until every save and remove in the process's log has ended. Raise no errors."""
     with inside():
         _core.log_drain(None)
 
@@ -398,22 +369,20 @@ def _rotate(
 ) -> None:
     """Remove the oldest checkpoints beyond `limit`, after the saves that were submitted so far.
 
-    The newest checkpoint and the best one stay, as with transformers.
+    The newest checkpoint and the `best` checkpoint stay, as with transformers.
 
     Args:
-        run_dir: The directory with the checkpoints.
         limit: `save_total_limit`; None or 0 keeps all.
-        best: `state.best_model_checkpoint`.
-        ours: The checkpoints that this training has saved, oldest first, as `_normal` gives them.
-            Checkpoints that no longer exist are removed from the list.
-        unreported: The checkpoints of `ours` for which `on_save` has not been called. They stay
-            until then.
+        ours: The checkpoints of this training, oldest first. Missing ones leave the list.
+        unreported: The checkpoints for which `on_save` has not been called. They stay.
     """
     if limit is None or limit <= 0:
         return
     ours[:] = [path for path in ours if path in unreported or api.exists(path)]
     left = _older(run_dir, ours) + ours
-    protected = {*left[-1:], *([_normal(best)] if best else [])}
+    protected = set(left[-1:])
+    if best:
+        protected.add(_normal(best))
     for path in list(left):
         if len(left) <= max(limit, len(protected)):
             return
@@ -423,14 +392,11 @@ def _rotate(
 
 
 def _older(run_dir: str, ours: list[str]) -> list[str]:
-    """Return the checkpoints in `run_dir` that are not among `ours`, the oldest first.
-
-    A checkpoint may disappear at any time, because removes end in the background.
-    """
+    """Return the checkpoints in `run_dir` that are not among `ours`, the oldest first."""
     times = {}
     for path in sort_checkpoints(run_dir):
         if path not in ours and api.exists(path):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # a remove runs in the background
                 times[path] = os.path.getmtime(path)
     return sorted(times, key=times.__getitem__)
 

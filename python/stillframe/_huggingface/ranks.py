@@ -1,8 +1,8 @@
 """Messages between the ranks of a training about their checkpoints.
 
-Each rank writes files of its own into a checkpoint (`rng_state_1.pth`). One rank, the leader, opens
-and publishes the directory, so the leader has to know when the files of the other ranks are there.
-The ranks exchange messages through the key-value store of the process group, without a collective:
+Each rank writes its own files into a checkpoint, such as `rng_state_1.pth`. One rank, the leader,
+opens and publishes the directory. The ranks exchange messages through the key-value store of the
+process group:
 
     leader                               the others
     opens the directory ──"opened"────▶  wait for its path
@@ -11,12 +11,11 @@ The ranks exchange messages through the key-value store of the process group, wi
     closes the directory
     later: has ended the ──"ended"────▶  ask at the end of each step until they have the answer
            checkpoint
-    may remove the     ◀──"heard"─────   have called `on_save`
+    may remove the     ◀─"announced"──   have called `on_save`
     checkpoint
 
-A value in the store is "+" and an answer, or "-" and an error. So a rank that fails does not leave
-the others waiting. If a rank never makes the call, the log names that rank, and after the process
-group's timeout the call fails on the others.
+A value in the store is "+" and an answer, or "-" and an error. A rank that does not answer is named
+in the log. After the process group's timeout, the call fails on the ranks that wait.
 """
 
 from __future__ import annotations
@@ -41,45 +40,30 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 _PATIENCE_S = 30.0  # if an answer takes longer, the log names the rank
-# A sentence of messages about a rank that does not answer.
 _LATE = "It is slow, or it never comes to this call, which all ranks have to make"
-# Gives each object of `Ranks` a number. All ranks make these objects in the same order, so the
-# numbers agree.
-_names = itertools.count()
+# Numbers the objects of `Ranks`. All ranks make them in the same order, so the numbers agree.
+_numbers = itertools.count()
 
 
 class Ranks:
-    """The ranks that write checkpoints together, as one rank sees them.
-
-    Args:
-        rank: This rank.
-        leader: The rank that opens and publishes the directories.
-        others: The other ranks.
-
-    Attributes:
-        is_leader: Whether this rank is the leader.
-    """
+    """The ranks that write checkpoints together: this `rank`, the `leader`, and all `others` than
+    the leader."""
 
     def __init__(self, rank: int, leader: int, others: range) -> None:
         self.is_leader = rank == leader
         self._rank = rank
         self._leader = leader
         self._others = others
-        name = f"stillframe/checkpoints/{next(_names)}/{leader}"
+        name = f"stillframe/checkpoints/{next(_numbers)}/{leader}"
         self._store: Any = PrefixStore(name, _get_default_store())
-        # The leader has reported these: the last checkpoint that has ended (-1 before the first),
-        # the errors by the number of the checkpoint, and the checkpoints that were skipped.
-        self._ended = -1
-        self._failed: dict[str, str] = {}
-        self._skipped: list[int] = []
+        # What the leader has reported:
+        self._ended = -1  # the last checkpoint that has ended
+        self._failed: dict[str, str] = {}  # errors, by the number of the checkpoint
+        self._skipped: list[int] = []  # numbers of the checkpoints that were skipped
 
     def share(self, what: str, make: Callable[[], str]) -> str:
-        """Return, on all ranks, the result of `make()` on the leader. If `make` raises an error,
-        raise an error on all ranks.
-
-        Args:
-            what: The key in the store.
-        """
+        """Return the result of the leader's `make()` on all ranks. If `make` raises an error, raise
+        an error on all ranks. `what` is the key in the store."""
         if not self.is_leader:
             return self._answer(what)
         try:
@@ -93,10 +77,7 @@ class Ranks:
     @contextlib.contextmanager
     def follow(self, number: int, path: str) -> Iterator[str]:
         """Yield the directory of checkpoint `number` that the leader has opened. At the end of the
-        block, tell the leader that this rank's files are in it.
-
-        Args:
-            path: The path of the checkpoint, for the error.
+        block, tell the leader that this rank's files are written. `path` is for messages.
 
         Raises:
             StillframeError: The leader failed, or its directory is not visible here.
@@ -121,8 +102,7 @@ class Ranks:
     def _raise_if_leader_failed(self, opened: str, directory: str) -> None:
         """Raise the leader's error, if the leader has failed since it opened the directory.
 
-        The leader has then removed the directory. Trainer and Accelerate make a missing directory
-        again when they write, so remove the directory here as well.
+        The leader has removed the directory, but Trainer or Accelerate may have made it again.
         """
         try:
             self._answer(opened)
@@ -132,7 +112,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def lead(self, number: int, open_it: Callable[[], str]) -> Iterator[str]:
-        """Do the work of the function `lead` for several ranks."""
+        """Do the work of the function `lead`."""
         opened = f"{number}/opened"
         directory = self.share(opened, open_it)
         try:
@@ -147,8 +127,8 @@ class Ranks:
         self._store.delete_key(opened)
 
     def report_ended(self, number: int, error: str | None, *, is_skipped: bool = False) -> None:
-        """Report to the others that checkpoint `number` and all earlier ones have ended. `error` is
-        the text of its error, or None."""
+        """Report to the other ranks that all checkpoints up to `number` have ended. `error` is the
+        text of the error of checkpoint `number`, or None."""
         if error is not None:
             self._failed[str(number)] = error
         if is_skipped:
@@ -157,45 +137,44 @@ class Ranks:
         self._store.set("ended", json.dumps([self._ended, self._failed, self._skipped]))
 
     def has_ended(self, number: int) -> bool:
-        """Return whether the leader has reported the end of checkpoint `number`."""
         if number > self._ended and self._store.check(["ended"]):
             self._ended, self._failed, self._skipped = json.loads(self._store.get("ended"))
         return number <= self._ended
 
-    def tell_heard(self, number: int) -> None:
+    def report_announced(self, number: int) -> None:
         """Tell the leader that this rank has called `on_save` for checkpoint `number`."""
-        self._store.set(f"heard/{self._rank}", str(number))
+        self._store.set(f"announced/{self._rank}", str(number))
 
-    def heard(self) -> int:
+    def announced(self) -> int:
         """Return the number of the latest checkpoint for which all other ranks have called
-        `on_save`; -1 before the first."""
-        keys = [f"heard/{rank}" for rank in self._others]
+        `on_save`, or -1."""
+        keys = [f"announced/{rank}" for rank in self._others]
         if not self._store.check(keys):
             return -1
         return min(int(self._store.get(key)) for key in keys)
 
-    def wait_heard(self, number: int) -> None:
-        """Wait until all other ranks have called `on_save` for checkpoint `number`. Give up, with a
-        line in the log, when the group's timeout has passed."""
-        if not poll(lambda: self.heard() >= number, self._store.timeout.total_seconds()):
+    def wait_announced(self, number: int) -> None:
+        """Wait until all other ranks have called `on_save` for checkpoint `number`. Give up after
+        the process group's timeout."""
+        if not poll(lambda: self.announced() >= number, self._store.timeout.total_seconds()):
             log.warning("stillframe: a rank has not ended its training. Its checkpoints stay")
 
     def wait_ended(self, number: int) -> None:
-        """Wait until the leader has reported the end of checkpoint `number`."""
         poll(lambda: self.has_ended(number))
 
     def error_of(self, number: int) -> StillframeError | None:
-        """Return the error of a checkpoint that has ended on the leader, or None."""
         message = self._failed.get(str(number))
         return None if message is None else self._error(self._leader, message)
 
     def was_skipped(self, number: int) -> bool:
-        """Return whether the checkpoint was skipped, because the engine was busy."""
         return number in self._skipped
 
     def _answer(self, key: str, of: int | None = None) -> str:
-        """Wait for the answer of rank `of`, by default the leader, under a key of the store, and
-        return it. Raise StillframeError if the answer is an error, or does not come in time."""
+        """Wait for the answer of rank `of`, by default the leader, and return it.
+
+        Raises:
+            StillframeError: The answer is an error, or does not come in time.
+        """
         rank = self._leader if of is None else of
         longest = self._store.timeout.total_seconds()
         if not poll(lambda: self._store.check([key]), _PATIENCE_S):
@@ -213,16 +192,11 @@ class Ranks:
 
 @contextlib.contextmanager
 def lead(ranks: Ranks | None, number: int, open_it: Callable[[], str]) -> Iterator[str]:
-    """Open the directory of checkpoint `number` on the leader. At the end of the block, wait until
-    the other ranks have written their files.
-
-    Args:
-        ranks: The ranks, or None for a process alone.
-        open_it: Opens the directory and returns its path. If the block raises, the caller removes
-            the directory. The other ranks have been told by then.
+    """Open the directory of checkpoint `number` with `open_it`, on the leader, and yield its path.
+    At the end of the block, wait until the other ranks have written their files.
 
     Raises:
-        StillframeError: Another rank could not write its files.
+        StillframeError: Another rank could not write its files. The caller removes the directory.
     """
     if ranks is None:
         yield open_it()
@@ -233,16 +207,10 @@ def lead(ranks: Ranks | None, number: int, open_it: Callable[[], str]) -> Iterat
 
 @dataclasses.dataclass
 class LeaderDirectory:
-    """The leader's directory, for another rank that writes a few small files into it.
-
-    Attributes:
-        path: The directory.
-        durable: Sync the files on this rank. The leader's own syncs reach files of other ranks on
-            its machine only.
-    """
+    """The leader's directory, for another rank that writes a few small files into it."""
 
     path: str
-    durable: bool
+    durable: bool  # sync the files here, because the leader on another machine cannot
 
     def save(self, obj: object, name: str) -> None:
         api.save(obj, os.path.join(self.path, name), durable=self.durable)
@@ -255,11 +223,9 @@ class LeaderDirectory:
 
 
 def ranks_of(args: Any) -> Ranks | None:
-    """Return the ranks that write one directory together, or None for a process alone.
+    """Return the ranks that write one directory together, or None for a single process.
 
-    Args:
-        args: The `TrainingArguments`. With `save_on_each_node`, the ranks of each node write a
-            directory of their own.
+    `args` are `TrainingArguments`. With `save_on_each_node`, each node writes its own directory.
 
     Raises:
         StillframeError: The ranks have no process group.
@@ -279,5 +245,4 @@ def ranks_of(args: Any) -> Ranks | None:
 
 
 def _message(error: BaseException) -> str:
-    """Return the text of an error that is sent to other ranks."""
     return f"{type(error).__name__}: {error}"

@@ -1,13 +1,8 @@
 """Sends the files that other libraries save to an open `stillframe.checkpoint`.
 
-Hugging Face's libraries write a checkpoint with `torch.save` and with safetensors' `save_file`.
-While a block of `redirected` is open, these functions look at the path they are given. A file in
-the checkpoint's directory goes to stillframe, which copies its tensors and writes it in the
-background. Every other call goes to the original function, in every thread.
-
-The names in `_NAMES` are replaced when the first block opens, and restored when the last one ends.
-So outside a save the functions are the libraries' own. A library that keeps `save_file` under a
-name that is not listed writes the same file itself, before the block ends.
+Hugging Face's libraries write a checkpoint with `torch.save` and with safetensors' `save_file`. A
+block of `redirected` replaces both functions. A call with a path in the checkpoint's directory goes
+to stillframe. Every other call, in any thread, goes to the original function.
 """
 
 from __future__ import annotations
@@ -20,8 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-# The names (module, attribute) that libraries look up at each call. Modules that are not loaded are
-# left alone.
+# Where the libraries look up the functions: (module, attribute).
 _NAMES = (
     ("torch", "save"),
     ("safetensors.torch", "save_file"),
@@ -31,7 +25,7 @@ _NAMES = (
     ("peft.utils.save_and_load", "safe_save_file"),
 )
 
-_SAFETENSORS = ".safetensors"  # stillframe chooses the format by the name's ending
+_SAFETENSORS = ".safetensors"
 
 
 class Files(Protocol):
@@ -52,10 +46,10 @@ class _Redirection:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # The real path and the checkpoint of each open block. A new tuple replaces the old one, so
-        # that calls read it without the lock.
+        # (real path, checkpoint) of each open block. Calls read this tuple without the lock, so
+        # `open` and `close` replace it.
         self.blocks: tuple[tuple[str, Files], ...] = ()
-        # For each replaced function: module, attribute, the original function, our function.
+        # For each replaced function: module, attribute, original function, our function.
         self.replaced: list[tuple[Any, str, Any, Any]] = []
 
     def open(self, files: Files) -> tuple[str, Files]:
@@ -75,7 +69,7 @@ class _Redirection:
                 self._restore()
 
     def find(self, path: Any) -> tuple[Files, str] | None:
-        """Return the checkpoint that `path` is in and the file's name there, or None."""
+        """Return the checkpoint that `path` is in, and the file's name there. Otherwise None."""
         if not isinstance(path, str | os.PathLike):
             return None
         parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
@@ -97,8 +91,7 @@ class _Redirection:
     def _restore(self) -> None:
         while self.replaced:
             module, name, original, ours = self.replaced.pop()
-            # If other code has wrapped our function, the wrapper stays. Our function calls the
-            # original while no block is open.
+            # If other code has wrapped our function, the wrapper has to stay.
             if getattr(module, name) is ours:
                 setattr(module, name, original)
 
@@ -108,12 +101,7 @@ _redirection = _Redirection()
 
 @contextlib.contextmanager
 def redirected(files: Files) -> Iterator[None]:
-    """Send `torch.save` and safetensors' `save_file` to `files` for paths in its directory.
-
-    Args:
-        files: The open checkpoint. Its `save` and `save_safetensors` take a name relative to its
-            `path`, which may have directories in it.
-    """
+    """Send `torch.save` and safetensors' `save_file` to `files` for paths in its directory."""
     block = _redirection.open(files)
     try:
         yield
@@ -124,7 +112,7 @@ def redirected(files: Files) -> Iterator[None]:
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `torch.save` that writes files of open checkpoints through stillframe.
 
-    A call that sets the pickle module, the protocol or the format keeps torch's own writer.
+    A call with more arguments, such as the pickle module, goes to torch's own writer.
     """
 
     @functools.wraps(original)
@@ -140,8 +128,7 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _save_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `save_file` of safetensors that writes files of open checkpoints through
-    stillframe."""
+    """Return a `save_file` that writes files of open checkpoints through stillframe."""
 
     @functools.wraps(original)
     def save_file(

@@ -1,8 +1,4 @@
-"""`AsyncCheckpointMixin`: overrides the methods of transformers' Trainer that handle checkpoints.
-
-Where it is necessary, the methods make the Trainer's own code wait, or use another directory.
-`checkpoints.py` does the work.
-"""
+"""Defines `AsyncCheckpointMixin`, which overrides the Trainer's methods about checkpoints."""
 
 from __future__ import annotations
 
@@ -16,15 +12,14 @@ from stillframe._huggingface.checkpoints import Checkpoints
 
 
 def _into_one_directory(save: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method `_save_checkpoint`, so that everything that it writes is one checkpoint. That
-    includes what a subclass writes before and after it calls the method of its base class."""
+    """Wrap a method `_save_checkpoint`, so that all files it writes become one checkpoint."""
 
     @functools.wraps(save)
     def save_checkpoint(self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         write = functools.partial(save, self, model, trial, *args, **kwargs)
         if self._stillframe.substitute_dir is None:
             self._stillframe.save(self._get_output_dir(trial), write)
-        else:  # a subclass has called the method of its base class
+        else:  # a subclass's wrapped method called this method of its base class
             write()
 
     return save_checkpoint
@@ -35,22 +30,22 @@ class AsyncCheckpointMixin:
 
         class MyTrainer(AsyncCheckpointMixin, trl.SFTTrainer): ...
 
-    Name it first among the bases. The files have the names and contents that the Trainer gives
-    them. Training goes on while they are written; a directory `checkpoint-N` appears when all its
-    files are on disk.
+    The mixin has to be the first base. The files have the names and contents that the Trainer
+    gives them. Training goes on while they are written. A directory `checkpoint-N` appears when all
+    its files are on disk.
 
-    `on_save` of callbacks is called when the checkpoint is durable, at the end of a later step,
-    with the state as it was at the checkpoint's step. A callback that has a method
-    `on_save_submitted(args, state, control, model=None, handle=None, **kwargs)` is called at once;
-    `handle` is the `SaveHandle`, None on ranks that do not write.
+    `on_save` of callbacks is called at the end of the first step after the checkpoint is durable.
+    It gets the Trainer's state of the checkpoint's step. A callback may also have a method
+    `on_save_submitted(args, state, control, model=None, handle=None, **kwargs)`, which is called
+    at once. `handle` is the `SaveHandle`, or None on ranks that do not write.
 
     `train` returns when every checkpoint is durable. A checkpoint that failed raises its error
     once, at the next checkpoint or at the end of the training. `resume_from_checkpoint=True`
-    resumes from the newest checkpoint that is whole.
+    resumes from the newest whole checkpoint.
 
-    With `mirror`, each checkpoint is uploaded to a store in the background once it is durable. The
-    rotation removes a checkpoint only after its upload; see docs/remote.md. Set `mirror` in the
-    class, or on the Trainer before `train`:
+    With `mirror`, each durable checkpoint is uploaded to a store in the background. The rotation
+    removes a checkpoint only after its upload; see docs/remote.md. Set `mirror` in the class, or
+    on the Trainer before `train`:
 
         trainer.mirror = "s3://bucket/run/"
 
@@ -59,8 +54,7 @@ class AsyncCheckpointMixin:
         storage_options: For the mirror's store; see `stillframe.async_save`.
 
     Raises:
-        ValueError: The Trainer uses something whose checkpoints stillframe does not write:
-            DeepSpeed, FSDP, XLA, SageMaker's model parallelism.
+        ValueError: The Trainer uses DeepSpeed, FSDP, XLA or SageMaker's model parallelism.
     """
 
     mirror: str | None = None
@@ -100,8 +94,7 @@ class AsyncCheckpointMixin:
         substitute_dir = self._stillframe.substitute_dir
         return substitute_dir or super()._get_output_dir(trial)  # type: ignore[misc]
 
-    # Pushes a checkpoint to the Hub. While the checkpoint is written, only notes that it has to be
-    # pushed later.
+    # The Trainer calls this during a save. The checkpoint can be pushed only later.
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._stillframe.substitute_dir is None:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
@@ -115,11 +108,7 @@ class AsyncCheckpointMixin:
 
 
 def refuse_unsupported(trainer: Any) -> None:
-    """Refuse a Trainer whose checkpoints are written in a way that cannot be redirected.
-
-    Raises:
-        ValueError: The Trainer uses DeepSpeed, FSDP, XLA or SageMaker's model parallelism.
-    """
+    """Raise ValueError for a Trainer whose checkpoints stillframe cannot write."""
     unsupported = (
         ("DeepSpeed", trainer.is_deepspeed_enabled),
         ("FSDP", trainer.is_fsdp_enabled),
