@@ -1,24 +1,18 @@
 """Finds and recognises the plugin's caller: Trainer, strategy, and whether a signal handler runs.
 
 Lightning gives a CheckpointIO only the checkpoint and a path. Whether a save may return before it
-is durable depends on two facts, and only the call stack shows them:
+is durable depends on two facts, which only the call stack shows:
 
-- *Which Trainer calls?* A frame of the strategy that holds the plugin has the name of the plugin's
-  method (`save_checkpoint`, `remove_checkpoint`, `teardown`). Its `self` is the strategy, whose
-  LightningModule knows the Trainer. One plugin may serve several Trainers, and a Fabric too.
-- *Does a signal handler run?* A job that is told to end, for example by SLURM's requeue signal,
-  saves inside the handler and ends right after it. So such a save must be durable when it returns.
-  A handler is recognised by its code: this module remembers the code of every Python function that
-  it has found registered. It looks for them when a training or an epoch starts, and at every save.
-  So it also recognises a handler that has restored the default action before it saves. It neither
-  installs nor wraps a handler.
+- *Which Trainer calls?* The strategy calls the plugin in a method of the same name, such as
+  `save_checkpoint`. The `self` of that frame is the strategy, which knows the Trainer.
+- *Does a signal handler run?* A job may save in a handler, and end right after it. So such a save
+  must be durable when it returns. This module remembers the code of every function that was a
+  signal handler when a training, an epoch or a save started.
 
-Only the few frames whose name or code matches have their `f_locals` read. On Python 3.11 and 3.12,
-that makes a copy, which keeps objects alive that the frame drops later.
+`f_locals` is read only if the frame's name or code matches. On Python 3.11 and 3.12, `f_locals` is
+a copy, which keeps objects alive that the frame drops later.
 
-Some strategies do not, or cannot, give their checkpoints to a CheckpointIO. `sharded.py` saves the
-checkpoints of two of them nevertheless, on all ranks. Strategies are recognised by the names of
-their classes, because their modules may not be installed.
+Strategies are recognised by the names of their classes, because their modules may not be installed.
 """
 
 from __future__ import annotations
@@ -36,13 +30,13 @@ from stillframe._base.calls import stack
 from stillframe._watch.guard import code_of
 
 _SIGNALS = tuple(sorted(signal.valid_signals()))
-_MAX_WRAPPERS = 16  # wrappers around one plugin; more mean a cycle
+_MAX_WRAPPERS = 16  # more wrappers around one plugin mean a cycle
 
 _handler_codes: set[CodeType] = set()  # the code of every signal handler that was found
 
 _XLA = ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
 
-_warned: set[str] = set()  # the reasons of which `warn_if_bypassed` has warned
+_warned: set[str] = set()  # the warnings that `warn_if_bypassed` has given
 
 
 class Fabric:
@@ -50,7 +44,7 @@ class Fabric:
 
 
 def io_chain(holder: object) -> Iterator[Any]:
-    """Yield the CheckpointIO that a strategy holds, then the one that it wraps, and so on."""
+    """Yield the CheckpointIO of a strategy, then the CheckpointIO inside that one, and so on."""
     io = holder
     for _ in range(_MAX_WRAPPERS):
         io = getattr(io, "_checkpoint_io", None)
@@ -60,16 +54,15 @@ def io_chain(holder: object) -> Iterator[Any]:
 
 
 def calling_trainer(plugin: object, method: str) -> Any:
-    """Return the Trainer that has called `method` of `plugin`.
+    """Return the caller of `method` of `plugin`: a Trainer, or the type `Fabric`.
 
-    The result is the type `Fabric` for a strategy of Fabric. It is None if no strategy is on the
-    stack, as in a direct call or a call by one of Lightning's launchers.
+    Return None if no strategy is on the stack, as in a call by the user or by a launcher.
     """
     for frame in stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name == method and code.co_argcount > 0:
             holder: Any = frame.f_locals.get(code.co_varnames[0])  # the method's `self`
-            # Only a strategy has a rank; a CheckpointIO around the plugin has none.
+            # A CheckpointIO around the plugin has no `is_global_zero`.
             if hasattr(type(holder), "is_global_zero") and any(
                 io is plugin for io in io_chain(holder)
             ):
@@ -80,10 +73,7 @@ def calling_trainer(plugin: object, method: str) -> Any:
 
 
 def ends_in_barrier(trainer: Any) -> bool:
-    """Return whether all ranks meet in a barrier after the current save.
-
-    They do if `trainer.save_checkpoint` is on the call stack.
-    """
+    """Return whether `trainer.save_checkpoint` is on the stack, which ends in a barrier."""
     return any(
         frame.f_code.co_name == "save_checkpoint"
         and frame.f_code.co_argcount > 0
@@ -93,7 +83,6 @@ def ends_in_barrier(trainer: Any) -> bool:
 
 
 def note_signal_handlers() -> None:
-    """Remember the code of every Python function that is a signal handler now."""
     for number in _SIGNALS:
         handler = signal.getsignal(number)
         if callable(handler):
@@ -103,29 +92,27 @@ def note_signal_handlers() -> None:
 
 
 def inside_signal_handler() -> bool:
-    """Return whether a signal handler is on this thread's stack."""
     return signal_handler_frame() is not None
 
 
 def signal_handler_frame() -> FrameType | None:
-    """Return the frame of the signal handler that this thread runs.
+    """Return the frame of the signal handler that this thread runs, or None.
 
-    A registered function that the program itself calls counts too. A function that takes `*args`
-    may be a decorator's wrapper, whose code also runs for other functions. So it counts only if the
-    interrupted frame, which Python passes to a handler, is among its arguments. Return None if no
-    handler runs.
+    A call of a handler by the program itself counts too.
     """
     if threading.current_thread() is not threading.main_thread():
-        return None  # Python runs handlers in the main thread only.
+        return None  # Python runs handlers in the main thread only
     note_signal_handlers()
     for frame in stack(sys._getframe(1)):
         code = frame.f_code
         if code in _handler_codes:
             if not code.co_flags & inspect.CO_VARARGS:
                 return frame
-            name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]  # of `*args`
+            # A function with `*args` may be a decorator's wrapper, whose code runs for other
+            # functions too. Python passes the interrupted frame only to a handler.
+            args_name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
             interrupted = frame.f_back
-            if any(argument is interrupted for argument in frame.f_locals.get(name, ())):
+            if any(argument is interrupted for argument in frame.f_locals.get(args_name, ())):
                 return frame
     return None
 
@@ -134,11 +121,7 @@ def signal_handler_frame() -> FrameType | None:
 
 
 def refuse_strategy(strategy: Any) -> None:
-    """Refuse strategies of XLA.
-
-    Raises:
-        TypeError: `strategy` keeps its state on XLA devices.
-    """
+    """Raise TypeError for a strategy that keeps its state on XLA devices."""
     for cls in type(strategy).__mro__:
         if cls.__name__ in _XLA:
             raise TypeError(
@@ -163,12 +146,8 @@ def warn_if_bypassed(strategy: Any, plugin: str) -> None:
 
 
 def sharded_model_key(strategy: Any) -> str | None:
-    """Return the key of the model in the sharded checkpoints of `strategy`, of which each rank
-    saves a part: "model" for FSDP, "state_dict" for ModelParallel.
-
-    Return None if `strategy` saves no sharded checkpoints, or if its `save_checkpoint` is not
-    Lightning's own.
-    """
+    """Return the key of the model in the sharded checkpoints of `strategy`. Return None if it saves
+    no sharded checkpoints, or if its `save_checkpoint` is not Lightning's own."""
     kind = _sharded_class(strategy)
     if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
         return None
@@ -176,7 +155,8 @@ def sharded_model_key(strategy: Any) -> str | None:
 
 
 def takes_no_urls(strategy: Any) -> bool:
-    """Return whether the strategy turns every path of a checkpoint into a local one."""
+    """Return whether the strategy treats every path of a checkpoint as a local path, as Lightning's
+    FSDPStrategy and ModelParallelStrategy do."""
     return _is_lightnings(getattr(type(strategy), "save_checkpoint", None))
 
 
@@ -190,8 +170,8 @@ def _why_bypassed(strategy: Any) -> str | None:
 
 
 def _sharded_class(strategy: Any) -> str | None:
-    """Return "FSDPStrategy" or "ModelParallelStrategy", whichever class `strategy` is of, if it is
-    set to save sharded checkpoints. Otherwise return None."""
+    """Return the class that makes `strategy` save sharded checkpoints: "FSDPStrategy",
+    "ModelParallelStrategy" or None."""
     for cls in type(strategy).__mro__:
         name = cls.__name__
         if name == "FSDPStrategy" and getattr(strategy, "_state_dict_type", None) == "sharded":

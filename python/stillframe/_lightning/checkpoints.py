@@ -11,24 +11,12 @@ When a save returns:
     a user's own code                                as for the Trainers that use the plugin if
                                                      there are any, otherwise as for Fabric
 
-After a save outside training, something needs the file at once: the learning rate finder and the
-batch size scaler read it back, a spawned worker passes its name to the parent, a script uploads it,
-or a job is requeued. The companion callback tells the plugin when training starts and ends, and
-`Trainer.state` tells it when training was interrupted. In a Trainer without the companion every
-save is durable when it returns: without the companion, hooks that write to the state would not wait
-for the copy.
+After a save outside training, Lightning or the user may read the file at once. In a Trainer without
+the companion, every save is durable when it returns.
 
-An error is raised once, by the next save (which is still made) or by `teardown`, oldest first
-(`work.py`). A save that is durable on return raises its own error. While Lightning handles an
-exception of the training, errors are only logged, so that they do not replace that exception. In a
-Trainer with several ranks, all of them raise, after the barrier of the save (`ranks.py`).
-
-A remove is delayed while a link points to the file (with `save_last="link"` a new link follows
-soon), and until loggers have been notified of the file (`rotation.py`).
-
-If a save raises in its call and the plugin only warns of the error, ModelCheckpoint believes that
-the save succeeded, and removes the previous file. So an entry for a failed save is added to the
-log, which then drops the remove.
+A save that is durable on return raises its own error. Other errors are raised by the next save,
+which is made nevertheless, or by `teardown`. While Lightning handles an exception of the training,
+errors are only logged, so that they do not replace that exception.
 """
 
 from __future__ import annotations
@@ -61,21 +49,18 @@ from stillframe._watch import gate
 
 log = logging.getLogger("stillframe")
 
-# Starts a save to a target and returns its handle. The last argument, `overlap`, tells whether
-# bytes may be copied after the call.
+# Called as `submit(work, target, overlap)`: starts a save and returns its handle. `overlap` says
+# whether bytes may be copied after the call.
 Submit = Callable[[Work, CheckpointPath, bool], SaveHandle]
 
 
 class Checkpoints:
     """The checkpoints of one plugin.
 
-    Args:
-        name: The name of the plugin's class, for messages.
-        writers: Chooses the code that writes the checkpoints, and has the options and the engine.
-
     Attributes:
-        writers: As given.
-        trainers: The Trainers that use the plugin; the companion keeps them up to date.
+        name: The name of the plugin's class, for messages.
+        writers: Has the options, and chooses the code that writes a checkpoint.
+        trainers: The Trainers that use the plugin.
     """
 
     def __init__(self, name: str, writers: Writers) -> None:
@@ -84,10 +69,10 @@ class Checkpoints:
         self._begin()
 
     def _begin(self) -> None:
-        """Set the state that belongs to this process, and so is not pickled."""
+        """Set the attributes that are not pickled, because they belong to this process."""
         self._work = self._new_work()
         self.trainers = Trainers()
-        self._together = False  # whether a block of `together` is running
+        self._in_together = False  # a block of `together` is running
 
     def __getstate__(self) -> dict[str, Any]:
         if self.writers.options.engine is not None:
@@ -108,8 +93,7 @@ class Checkpoints:
         """Save a checkpoint, with the arguments and errors of `CheckpointPlugin.save_checkpoint`.
 
         Args:
-            trainer: The caller, as `callers.calling_trainer` returns it. The same holds for the
-                argument of this name in the other methods.
+            trainer: The caller: a Trainer, the type `Fabric`, or None. So in all methods here.
         """
 
         def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
@@ -125,42 +109,34 @@ class Checkpoints:
         self.save_with(submit, trainer, path)
 
     def save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
-        """Make a save, and raise the oldest error that was not reported. Inside `together`, leave
-        the raising to that method.
-
-        Args:
-            submit: Starts the save.
-        """
-        # Ask before the save, because an error of the save itself would also count as an exception
-        # that is being handled.
+        """Make a save with `submit`, and raise the oldest error that was not reported. Inside
+        `together`, raise nothing."""
+        # Called first, because `failed` would mistake the save's error for one of the training.
         quiet = self.trainers.failed(trainer)
         work = self._current_work()
         in_handler = inside_signal_handler()
         interrupted = work.newest, work.newest_returns_early
-        # `work.add` replaces these when the save is made.
+        # The newest save counts as failed until `work.add` says that it was made.
         work.newest, work.newest_returns_early = Failed(repr(path)), False
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
             self._save_and_report(work, save, path, quiet)
-            error = None if self._together else work.next_error()
+            error = None if self._in_together else work.next_error()
         finally:
             if in_handler:  # the interrupted call continues with its own save
                 work.newest, work.newest_returns_early = interrupted
         if error is None:
             return
         if is_trainer(trainer) and ranks.has_several(trainer) and ends_in_barrier(trainer):
-            # The other ranks wait in this barrier, which this rank will not reach after the error.
+            # The other ranks wait in this barrier, which this rank would not reach after the error.
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
 
     def _save_and_report(
         self, work: Work, save: Callable[[], None], path: Any, quiet: bool
     ) -> None:
-        """Make a save. Leave its error to `work`, or report it here if it must not be raised.
-
-        Args:
-            quiet: Log errors, because Lightning is handling an exception of the training.
-        """
+        """Make a save. Add its error to `work`, or report the error if it must not be raised. With
+        `quiet`, only log errors."""
         error: BaseException | None = None
         try:
             save()
@@ -168,6 +144,7 @@ class Checkpoints:
             error = caught
         if error is not None and (quiet or self._warns(work, error)):
             if not work.is_newest_made():
+                # ModelCheckpoint will remove the previous file. This makes the log drop the remove.
                 rotation.note_failed_call(path)
             self._report(error, quiet)
             error = None
@@ -181,16 +158,16 @@ class Checkpoints:
         if is_trainer(trainer):
             refuse_strategy(trainer.strategy)
         target = CheckpointPath.of(path)
-        # `early`: the save may return before it is durable.
-        early = not in_handler and self.trainers.may_save_early(trainer)
-        early = early and not _for_requeue(target)
+        returns_early = (  # before the checkpoint is durable
+            not in_handler and self.trainers.may_save_early(trainer) and not _for_requeue(target)
+        )
         work.rotation.make_room(target)
-        overlap = self.writers.options.overlap and early and not swaps_weights(trainer)
+        overlap = self.writers.options.overlap and returns_early and not swaps_weights(trainer)
         handle = submit(work, target, overlap)
-        work.add(handle, early=early)
+        work.add(handle, early=returns_early)
         if self.writers.options.log_metrics and is_trainer(trainer):
             work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
-        if not early:
+        if not returns_early:
             self._finish_in_time(work)
             wait_for_end(handle)
 
@@ -198,8 +175,7 @@ class Checkpoints:
         """Load a checkpoint, as `CheckpointPlugin.load_checkpoint` describes."""
         target = CheckpointPath.of(path)
         self.wait_for(target)
-        # The caller is about to write over state that saves in flight may still be copying.
-        gate.wait()
+        gate.wait()  # the caller will overwrite state that saves in flight may still copy
         loaded: dict[str, Any] = self.writers.load(target, *args, **kwargs)
         return loaded
 
@@ -209,8 +185,8 @@ class Checkpoints:
         rotation = self._current_work().rotation
         rotation.remove(CheckpointPath.of(path))
         if not asynchronous:
-            # While a Trainer is set up, its ModelCheckpoint soon makes the link again. Only then is
-            # the link's former target removed. At other times nothing would make the link again.
+            # While a Trainer is set up, the target of a link stays: ModelCheckpoint makes the link
+            # again soon. At other times nothing would make it again.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
             rotation.wait()
 
@@ -218,7 +194,7 @@ class Checkpoints:
         """Wait for everything and raise errors, as `CheckpointPlugin.teardown` describes. Tear down
         the wrapped CheckpointIO too."""
         quiet = self.trainers.failed(trainer) or (
-            # Without a Trainer this is a user's own call, here in a `finally` or `except`.
+            # a user's own call in a `finally` or `except`
             not self.trainers.of_caller(trainer) and sys.exc_info()[0] is not None
         )
         try:
@@ -237,34 +213,29 @@ class Checkpoints:
         """Register a Trainer that was made with this plugin and has the companion."""
         self.trainers.add(trainer)
         if self._current_work().saves:
-            # The Trainer may look for the newest checkpoint in a directory before its hooks run, so
-            # everything that is under way ends first.
+            # The Trainer may look for the newest checkpoint before the companion's hooks run.
             _core.log_drain(None)
 
     def resume_uploads(self, trainer: Any) -> None:
-        """Upload the checkpoints in the Trainer's directories that earlier processes should have
-        uploaded, but had not when they ended."""
+        """Upload checkpoints in the Trainer's directories that earlier processes did not upload."""
         options = self.writers.options
         if options.mirror is not None and trainer.is_global_zero:
             directories = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
-            # `uploads.resume` takes paths of files. Only their directories count.
+            # `uploads.resume` uses only the parent directories of the paths.
             paths = [os.path.join(each, "checkpoint") for each in directories if each]
             resumed = [trainer.ckpt_path] if trainer.ckpt_path else []
             uploads.resume(options.mirror, options.storage_options, *paths, *resumed)
 
     def notify(self) -> None:
-        """Notify loggers of the checkpoints that are durable by now. Then submit the removes that
-        waited for these notifications."""
+        """Notify loggers of durable checkpoints, and submit the removes that waited for that."""
         self._current_work().rotation.notify()
 
     def finish(self, trainer: Any) -> None:
-        """Wait for saves, links and removes, and raise their errors as `tear_down` does. Some
-        strategies never call the plugin's `teardown`, so the companion calls this."""
+        """Do the work of `tear_down` for strategies that never call the plugin's `teardown`."""
         self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
-        """Wait for saves, links and removes, and notify loggers. Errors are raised by the next save
-        or at the end."""
+        """Wait for saves, links and removes, and notify loggers. Raise none of their errors."""
         work = self._current_work()
         if work.under_way():
             self._finish_in_time(work)
@@ -277,7 +248,8 @@ class Checkpoints:
         handle = work.newest
         if handle is None:
             notify(checkpoint_callback)
-        if handle is None or not work.is_newest_made():
+            return
+        if not work.is_newest_made():
             return
         work.rotation.publications.append(
             Publication(
@@ -294,8 +266,6 @@ class Checkpoints:
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
-        """Return whether `path` will exist once all entries of the log are done; see
-        `Rotation.will_exist`."""
         return self._current_work().rotation.will_exist(CheckpointPath.of(path), otherwise)
 
     def wait_for(self, target: CheckpointPath) -> None:
@@ -307,44 +277,40 @@ class Checkpoints:
 
     @contextmanager
     def together(self, strategy: Any) -> Iterator[None]:
-        """Have all ranks of `strategy` raise the error of a save in the block on any rank.
-
-        All ranks pass Lightning's barrier inside the block. The error is raised after that.
-        """
-        if self._together:  # the outer block raises the error
+        """Run a save in the block. If the save fails on one rank, raise the error on all ranks. It
+        is raised after the block, when all ranks have passed Lightning's barrier."""
+        if self._in_together:  # the outer block raises the error
             yield
             return
         work = self._current_work()
         before = work.newest
-        self._together = True
+        self._in_together = True
         try:
             yield
         finally:
-            self._together = False
+            self._in_together = False
         if work.newest is before:  # this rank has saved nothing
             error, call_failed = ranks.agree(strategy, None)
         else:
             error, call_failed = ranks.agree(strategy, work.next_error(), not work.is_newest_made())
-        if call_failed:  # then the save of this rank fails too, but only `error` is to be raised
-            work.forget_newest()
+        if call_failed:
+            work.forget_newest()  # it fails too, but only `error` is to be raised
         if error is not None:
             raise error
 
     # ---- inside ----
 
     def _current_work(self) -> Work:
-        """Return the work of this process; a forked child gets an empty one."""
         if self._work.pid != os.getpid():
             self._work = self._new_work()
         return self._work
 
     def _new_work(self) -> Work:
-        """Return a `Work` without saves."""
         return Work(self.writers.remover_of, durable=self.writers.options.durable)
 
     def _finish(self, trainer: Any, quiet: bool) -> None:
-        """Wait for everything under way and close the plugin's engine. Raise the first error, or
-        only log the errors if `quiet`."""
+        """Wait for everything and close the plugin's engine. Raise the first error, or with `quiet`
+        only log the errors."""
         work = self._current_work()
         if work.under_way():
             self._finish_in_time(work)
@@ -360,7 +326,7 @@ class Checkpoints:
             raise error
 
     def _finish_in_time(self, work: Work) -> None:
-        """If a signal ends the training, wait for saves, but at most until the deadline."""
+        """If a signal ends the training, wait for saves until the deadline at most."""
         deadline_s = self.writers.options.deadline
         if deadline_s is None:
             return
@@ -369,14 +335,12 @@ class Checkpoints:
             work.finish_in_time(ending, deadline_s)
 
     def _warns(self, work: Work, error: BaseException) -> bool:
-        """Return whether to warn of an error rather than raise it. A mistake in the arguments of a
-        save is always raised."""
+        """Return whether to warn of an error. A mistake in the arguments is always raised."""
         return self.writers.options.on_error == "warn" and (
             work.is_newest_made() or is_failure(error)
         )
 
     def _report_all(self, work: Work, quiet: bool) -> None:
-        """Report the errors of all saves that have ended, instead of raising them."""
         while (error := work.next_error()) is not None:
             self._report(error, quiet)
 

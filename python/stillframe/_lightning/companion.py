@@ -1,25 +1,16 @@
 """Implements the companion callback for `lightning` and `pytorch_lightning`.
 
-A save copies most of the state under the next forward and backward, because only the optimizer's
-step changes that state, and the step waits. Lightning lets other code write to the state between
-steps too: weight averaging swaps the weights for validation, a callback loads older weights. So at
-every hook where Lightning lets such code run, this callback waits until the saves in flight have
-copied their state. It is first in the Trainer's list, and so runs before the code that writes.
+A save copies most of the state under the next forward and backward. The optimizer's step waits for
+the copy, but Lightning lets other code write to the state between steps. Weight averaging, for
+example, swaps the weights for validation. So this callback waits before such code until the saves
+in flight have copied their state. For this it is first in the Trainer's list of callbacks.
 
-At `on_train_end` it waits until checkpoints are durable, links made and loggers notified, because
-the later hooks of that event read the best checkpoint.
+It does not wait in the hooks of a training batch, because the copy runs there. If a callback writes
+to a storage in these hooks, saves capture that storage in the call, or fail with a
+TornSnapshotError.
 
-It does not wait inside the step (`on_before_zero_grad`, `on_before_backward`,
-`on_after_backward`, `on_before_optimizer_step`), nor at `on_train_batch_start` and
-`on_train_batch_end`, because the copy runs under the forward and backward between those. If a
-callback regularly writes to a storage there, this is detected and saves capture that storage in the
-call. If it writes only rarely, the save fails with a TornSnapshotError and never makes a wrong
-file. The hooks about state (`state_dict`, `on_save_checkpoint` and their counterparts) run inside a
-save or a load, and loading waits by itself.
-
-Between `setup` and `teardown` (or the exception that ends the run) the callback is first in the
-list. During this time it replaces those methods of the Trainer's objects that bypass a
-CheckpointIO:
+Between `setup` and `teardown`, or an exception, this callback replaces methods of the Trainer's
+objects that bypass a CheckpointIO:
 
     ModelCheckpoint.file_exists       sees the saves and removes in flight
     ModelCheckpoint._link_checkpoint  links in the order of saves and removes
@@ -29,8 +20,7 @@ CheckpointIO:
     resume_start                      with several ranks: all load after rank 0's saves
     Strategy.save_checkpoint          and others that `sharded.py` lists, if each rank saves a part
 
-The callback has no state, so it is not in checkpoints. It does nothing in a Trainer that saves with
-another plugin.
+It does nothing in a Trainer that saves with another plugin.
 """
 
 from __future__ import annotations
@@ -65,7 +55,6 @@ class CompanionHooks:
             checkpoints.notify()
 
     def _notify(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Notify loggers of checkpoints that are durable by now."""
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             checkpoints.notify()
@@ -78,8 +67,7 @@ class CompanionHooks:
         gate.wait()
         wraps = checkpoints.trainers.set_up(trainer)
         if trainer.callbacks[0] is not self:
-            # A new list, because Lightning is iterating over the old one. A change of the old list
-            # would make it skip a callback.
+            # A new list, because Lightning is iterating over the old list.
             wraps.exchange(
                 trainer,
                 "callbacks",
@@ -112,15 +100,12 @@ class CompanionHooks:
         if checkpoints is not None:
             checkpoints.trainers.training_ends(trainer)
             gate.wait()
-            # Hooks of users run next, and may read `best_model_path`.
-            checkpoints.settle()
+            checkpoints.settle()  # users' hooks run next, and may read the best checkpoint
             if ranks.has_several(trainer):
                 trainer.strategy.barrier("stillframe: checkpoints are durable")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        # Lightning calls no `teardown` after an exception, and finalises loggers next. From now on
-        # saves are durable when they return.
-        self._end(trainer)
+        self._end(trainer)  # Lightning calls no `teardown` after an exception
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._end(trainer)
@@ -189,8 +174,7 @@ def _file_exists(
     checkpoints: Checkpoints, callback: Any, original: Method, *args: Any, **kwargs: Any
 ) -> Any:
     """Call ModelCheckpoint's `file_exists` with a file system that knows saves in flight."""
-    # Rank 0 sends the answer to the other ranks in a way that depends on Lightning's version. So
-    # the original method is called, and only its file system is exchanged meanwhile.
+    # The original method is needed, because it sends rank 0's result to the other ranks.
     file_system = callback._fs
     callback._fs = _LogView(checkpoints, file_system)
     try:
@@ -207,10 +191,10 @@ def _link(
     filepath: Any,
     linkpath: Any,
 ) -> None:
-    """Make ModelCheckpoint's link when the saves before it have ended."""
+    """Make ModelCheckpoint's link when the saves before the link have ended."""
     method = getattr(type(callback), "_link_checkpoint", None)
     if not getattr(method, "__module__", "").endswith("callbacks.model_checkpoint"):
-        # A subclass has overridden the method, and may need the file.
+        # A subclass overrides the method, and may need the file.
         if trainer.is_global_zero:
             checkpoints.wait_for(CheckpointPath.of(filepath))
         original(trainer, filepath, linkpath)
@@ -229,8 +213,7 @@ def _finalize(checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: 
 def _save_together(
     checkpoints: Checkpoints, trainer: Any, original: Method, *args: Any, **kwargs: Any
 ) -> None:
-    """Save so that all ranks raise the error of one rank: the replacement of
-    `Trainer.save_checkpoint`."""
+    """Save, and raise the error of one rank on all ranks, in place of `Trainer.save_checkpoint`."""
     if not ranks.has_several(trainer):
         original(*args, **kwargs)
         return
@@ -246,8 +229,7 @@ def _load_together(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Load on all ranks once rank 0 has no save to that path in flight: the replacement of
-    `resume_start`."""
+    """Load when rank 0 has no save to that path in flight, in place of `resume_start`."""
     if checkpoint_path and ranks.has_several(trainer):
         if trainer.is_global_zero:
             checkpoints.wait_for(CheckpointPath.of(checkpoint_path))

@@ -1,17 +1,12 @@
 """Implements `CPUOffloadCallback` for `lightning` and `pytorch_lightning`.
 
 Lightning gives every callback the checkpoint before it is written. This callback replaces the
-tensors under some of its keys by copies in host memory. It takes one `stillframe.snapshot` of these
-keys together, so that tensors shared between them stay shared. It keeps no reference to the copies:
-their memory goes back to the pool when the writer of the checkpoint has dropped them. The writer
-may be synchronous, Lightning's own `AsyncCheckpointIO`, or any thread that has the dictionary.
+tensors under some keys by copies in host memory. It copies all these keys in one snapshot, so that
+tensors shared between keys stay shared. The memory of a copy goes back to the pool when the writer
+of the checkpoint has dropped the copy.
 
-The callback never waits for memory of the pool. A save that holds memory may be slow. If memory is
-held until a future is done (`hold_until`), maybe only the training thread can complete the future.
-If tensors do not fit at once, they are copied to ordinary memory, and a line is logged.
-
-If stillframe's plugin wraps another CheckpointIO, both the callback and the plugin copy the
-checkpoint. The second copy keeps the promises of `OffloadHooks` true for every CheckpointIO.
+The callback never waits for memory of the pool, because the training thread itself may have to
+free that memory. Tensors that do not fit at once are copied to ordinary memory.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ log = logging.getLogger("stillframe")
 _DEFAULT_KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
 _SHOWN = 10  # how many skipped objects are shown from each end of the list
 
-# These are checked first, because some of them are subclasses of a compatible strategy.
+# (strategy, reason). Checked first, because some are subclasses of a compatible strategy.
 _INCOMPATIBLE = (
     ("FSDPStrategy", "FSDP saves a sharded state, in which every rank has a part"),
     ("ModelParallelStrategy", "ModelParallel saves DTensors, in which every rank has a part"),
@@ -46,42 +41,44 @@ _INCOMPATIBLE = (
 )
 _COMPATIBLE = ("DDPStrategy", "SingleDeviceStrategy")
 _COMPATIBLE_BY_NAME = ("DataParallelStrategy",)  # removed in Lightning 2, still used by older code
+_STEP_COUNTER_BYTES = 4  # of each parameter in an optimizer's state
 
 
 class OffloadHooks:
     """Copies a checkpoint's tensors to host memory before the checkpoint is written.
 
-    Use it in trainings that keep their own CheckpointIO. On global rank 0, under strategies whose
-    rank 0 has the whole state, the tensors under `offload_keys` are copied in one pass into the
-    pool of `stillframe.default_engine()`. The writer gets the state as it was at the save, however
-    late it writes. Ties, views and container types are kept, and the module's own tensors are
-    untouched. The memory goes back to the pool when the last of the checkpoint's tensors is gone.
-    The callback never waits for memory: if the pool is too small or in use, it takes ordinary
-    memory and logs that. If your writer forks, the child must not read the tensors. Use
+    Use it in trainings that keep their own CheckpointIO. On global rank 0, the tensors under
+    `offload_keys` are copied into the pool of `stillframe.default_engine()`. The writer gets the
+    state as it was at the save, however late it writes. Ties, views and container types are kept,
+    and the module's own tensors are untouched. The memory goes back to the pool when the last of
+    the checkpoint's tensors is gone. The callback never waits for memory: if the pool is too small
+    or in use, it takes ordinary memory and logs that.
+
+    If your writer forks, the child must not read the tensors. Use
     `stillframe.snapshot(..., shared=True)` with `hold_until` instead.
 
-    With stillframe's own `AsyncCheckpointIO` the callback only counts saves, because that plugin
-    copies tensors itself. (If the plugin wraps another CheckpointIO, the callback offloads.)
-    Lightning does not call callbacks for checkpoints of weights alone (`save_weights_only=True`),
-    so those tensors stay where they are.
-
-    Tensors on a GPU are copied on a separate stream straight into the pool, in one pass with one
-    wait.
+    The callback works with strategies whose rank 0 has the whole state. With stillframe's own
+    `AsyncCheckpointIO` it only counts saves, because that plugin copies tensors itself. If the
+    plugin wraps another CheckpointIO, the callback copies too. Lightning does not call callbacks
+    for checkpoints with `save_weights_only=True`, so those tensors stay where they are.
 
     Args:
         offload_keys: Keys of the checkpoint to offload; by default `state_dict`,
-            `optimizer_states` and `lr_schedulers`. A key that a checkpoint lacks is skipped. If it
-            is no default key and no earlier checkpoint had it, one warning says so.
-        log_skipped: Log every object that is left as it is, because it is neither a tensor, a
+            `optimizer_states` and `lr_schedulers`. A key that a checkpoint lacks is skipped. A
+            warning names such a key once, unless it is a default key.
+        log_skipped: Log every object that is not copied, because it is neither a tensor, a
             container nor a plain value. By default the first and last 10, at level DEBUG.
 
     Raises:
         TypeError: `offload_keys` is not a list of strings, or `log_skipped` is not a bool.
 
     Messages go to the logger "stillframe": one line for each save at level INFO, the rest at DEBUG.
-    The state in checkpoints is `checkpoint_count` (saves seen), `total_time_saved` (seconds spent
-    offloading; other callbacks of this kind use this name), `total_memory_freed` (GPU memory freed
-    meanwhile, in units of 10^9 bytes) and `is_enabled` (whether it works with the strategy).
+    The callback's state in checkpoints has these keys:
+
+        checkpoint_count     saves seen
+        total_time_saved     seconds spent offloading; similar callbacks use this name
+        total_memory_freed   GPU memory freed meanwhile, in units of 10^9 bytes
+        is_enabled           whether the callback works with the strategy
     """
 
     _strategies: Any  # the package's module of strategies
@@ -104,7 +101,7 @@ class OffloadHooks:
         self._total_time_saved = 0.0
         self._total_memory_freed = 0.0
         self._is_enabled = True
-        self._decided = False  # `setup` has set _is_enabled in this process
+        self._is_set_up = False  # `setup` was called in this process
         self._found: set[str] = set()  # keys that a checkpoint had
         self._missing: set[str] = set()  # keys that a warning has named
 
@@ -118,7 +115,7 @@ class OffloadHooks:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check whether the callback works with the strategy."""
         self._is_enabled, reason = self._judge(trainer.strategy)
-        self._decided = True
+        self._is_set_up = True
         name = type(trainer.strategy).__name__
         if self._is_enabled:
             log.debug("CPUOffloadCallback: enabled for %s (%s)", name, stage)
@@ -143,10 +140,7 @@ class OffloadHooks:
         )
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Replace the tensors under `offload_keys` by copies in host memory, on global rank 0.
-
-        The values of the keys are replaced, not changed.
-        """
+        """Replace the values of `offload_keys` by copies in host memory, on global rank 0."""
         if not self._is_enabled or trainer.global_rank != 0:
             return
         self._checkpoint_count += 1
@@ -156,6 +150,7 @@ class OffloadHooks:
                 "CPUOffloadCallback: checkpoint %d: left to stillframe's AsyncCheckpointIO", count
             )
             return
+
         entered = time.perf_counter()
         before = _gpu_bytes()
         log.debug(
@@ -170,7 +165,8 @@ class OffloadHooks:
                 self._warn_of_missing(key, checkpoint)
         moved, tensors, nbytes = _offload(wanted)
         checkpoint.update(moved)
-        del wanted
+        del wanted  # may free GPU memory
+
         after = _gpu_bytes()
         freed = max(0, before - after)
         spent = time.perf_counter() - entered
@@ -200,7 +196,7 @@ class OffloadHooks:
             log.info("CPUOffloadCallback: %s", self._totals())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Log the end. There is nothing to give back: the memory belongs to the tensors."""
+        """Log the totals."""
         if trainer.global_rank == 0:
             log.debug("CPUOffloadCallback: teardown (%s): %s", stage, self._totals())
 
@@ -214,7 +210,7 @@ class OffloadHooks:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the four totals, see the class."""
+        """Return the state that the class describes."""
         return {
             "checkpoint_count": self._checkpoint_count,
             "total_time_saved": self._total_time_saved,
@@ -223,15 +219,12 @@ class OffloadHooks:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's totals.
-
-        `is_enabled` is taken from the checkpoint only before `setup`: later it belongs to this
-        Trainer's strategy, and the checkpoint may come from another one.
-        """
+        """Continue from a checkpoint's totals. After `setup`, `is_enabled` stays, because the
+        checkpoint may come from another strategy."""
         self._checkpoint_count = state_dict.get("checkpoint_count", 0)
         self._total_time_saved = state_dict.get("total_time_saved", 0.0)
         self._total_memory_freed = state_dict.get("total_memory_freed", 0.0)
-        if not self._decided:
+        if not self._is_set_up:
             self._is_enabled = state_dict.get("is_enabled", True)
 
     # ---- inside ----
@@ -264,8 +257,7 @@ class OffloadHooks:
         )
 
     def _warn_of_missing(self, key: str, checkpoint: dict[str, Any]) -> None:
-        """Warn once of a key in `offload_keys` that no checkpoint has had: it is probably a typo.
-        The default keys may be absent, so their absence is only logged."""
+        """Warn once of a key that no checkpoint has had, unless it is a default key."""
         if key in self._found or key in _DEFAULT_KEYS or key in self._missing:
             log.debug("CPUOffloadCallback: the checkpoint has no key %r", key)
             return
@@ -278,7 +270,7 @@ class OffloadHooks:
         )
 
     def _log_skipped(self, moved: dict[str, Any]) -> None:
-        """Log the custom objects in `moved`, the offloaded values, that were not copied."""
+        """Log the custom objects in the offloaded values `moved`, which were not copied."""
         level = logging.INFO if self.log_skipped else logging.DEBUG
         if not log.isEnabledFor(level):
             return
@@ -304,10 +296,9 @@ OffloadHooks.__init__.__qualname__ = "CPUOffloadCallback.__init__"
 def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     """Copy the values of all keys together, so that tensors shared between them stay shared.
 
-    A key whose value cannot be copied stays as it is.
-
     Returns:
-        The keys with their copies, the number of tensors, and the bytes copied.
+        The keys with their copies, the number of tensors, and the bytes copied. A key whose value
+        cannot be copied is left out.
     """
     try:
         return _copy(wanted)
@@ -321,23 +312,20 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
                 str(error),
             )
             return {}, 0, 0
-        # Only the text is logged: the error's traceback would keep the checkpoint alive as long as
-        # the log record.
+        # The text only: the error's traceback would keep the checkpoint alive.
         log.debug("CPUOffloadCallback: the keys are tried one by one: %s", str(error))
     alone = [_offload({key: value}) for key, value in wanted.items()]
     good = {key: wanted[key] for moved, _, _ in alone for key in moved}
     if len(good) < len(wanted):
-        del alone  # frees the memory of this copy before all keys are copied together
+        del alone  # frees this memory before the good keys are copied together
         return _offload(good)
-    # Every key can be copied alone, so these copies are used. Tensors that were shared between keys
-    # are separate in them.
+    # Tensors that were shared between keys are separate in these copies.
     moved = {key: value for each, _, _ in alone for key, value in each.items()}
     return moved, sum(each[1] for each in alone), sum(each[2] for each in alone)
 
 
 def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
-    """Copy values into the pool, or into ordinary memory if they do not fit now. Return as
-    `_offload` does."""
+    """Copy values into the pool, or into ordinary memory if they do not fit now."""
     try:
         taken = snapshot_at_once(wanted)
         return taken.tree, taken.num_tensors, taken.nbytes
@@ -354,12 +342,10 @@ def _skipped(moved: dict[str, Any]) -> Iterable[str]:
 
 
 def _gpu_bytes() -> int:
-    """Return the bytes of GPU memory that tensors occupy; 0 if CUDA is not in use."""
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
 
 
 def _nbytes(tree: Any) -> int:
-    """Return the bytes of the storages under a tree."""
     return Tree(tree).nbytes()
 
 
@@ -382,7 +368,7 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
             trained = [each for each in group["params"] if each.requires_grad]
             nbytes += sum(each.numel() * each.element_size() for each in trained) * copies
             if copies:
-                nbytes += 4 * len(trained)  # each has a step counter of 4 bytes
+                nbytes += _STEP_COUNTER_BYTES * len(trained)
     return nbytes, unknown
 
 
@@ -391,7 +377,7 @@ def _state_copies(kind: type[Any], group: dict[str, Any]) -> int | None:
 
     Source: the list of state in each class's documentation in torch.optim.
     """
-    # A class with a step of its own may keep any state.
+    # A class with its own `step` may keep any state.
     if not str(getattr(kind.step, "__module__", None)).startswith("torch.optim"):
         return None
     names = {base.__name__ for base in kind.__mro__}

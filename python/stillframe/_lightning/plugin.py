@@ -1,9 +1,8 @@
 """Defines the checkpoint plugin of `stillframe.lightning` and `stillframe.pytorch_lightning`.
 
-This module imports neither package. Each of the two modules adds its package's `CheckpointIO` as a
-base and names its `TorchCheckpointIO` as the reader. The plugin has the methods that users and
-Lightning call. `checkpoints.py` implements them, and serves the companion callback
-(`companion.py`) too.
+This module imports neither package. The two public modules make subclasses with their package's
+`CheckpointIO` as a base and its `TorchCheckpointIO` as the reader. The class `Checkpoints` does the
+work of the methods.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from stillframe._lightning.writers import OnError, PluginOptions, Writers, refus
 from stillframe._save.engine import Engine
 from stillframe._save.options import DEFAULT_IN_FLIGHT, OnDurable, Size, WhenBusy
 
-# The plugins that exist in this process. The entry point (`_stillframe_factory.py`) adds a
-# companion only if there are any.
+# The plugins of this process. The entry point adds a companion only if there are any.
 live: weakref.WeakSet[CheckpointPlugin] = weakref.WeakSet()
 
 
@@ -27,39 +25,38 @@ class CheckpointPlugin:
     """Saves checkpoints asynchronously and durably: a drop-in for Lightning's `AsyncCheckpointIO`.
 
     Args:
-        checkpoint_io: Another CheckpointIO to save, load and remove with. It runs on a thread of
-            its own, gets a snapshot in pool memory, and decides about files and durability; its
-            `teardown` is called. By default stillframe writes the files itself.
+        checkpoint_io: Another CheckpointIO to save, load and remove with. It gets a snapshot in
+            pool memory, on a thread of stillframe's, and decides about files and durability. Its
+            `teardown` is called too. By default stillframe writes the files itself.
         engine: The engine to save with, `stillframe.default_engine()` by default. The plugin does
-            not close it. A plugin with `engine=` cannot be pickled, so it cannot be used with a
+            not close it. A plugin with `engine=` cannot be pickled, so it does not work with a
             strategy that spawns processes.
-        pool_bytes: Most memory of the staging pool: bytes, or "4GiB". This and the next two options
-            give the plugin an engine of its own, made at the first save and closed at teardown.
+        pool_bytes: The most memory of the staging pool: bytes, or "4GiB". `pool_bytes`,
+            `max_in_flight` and `when_busy` give the plugin its own engine, which is made at the
+            first save and closed at teardown.
         max_in_flight: How many saves may be under way (not yet durable).
-        when_busy: What a save does when so many are under way: "wait", or "raise" a `BusyError`.
-            "skip" is refused, because ModelCheckpoint removes the previous file after a skipped
-            save too.
-        durable: Sync file and directory before a checkpoint counts as saved. With False it may be
-            lost or damaged in a power failure.
+        when_busy: What a save does at that limit: "wait", or "raise" a `BusyError`. "skip" is
+            refused, because ModelCheckpoint removes the previous file after a skipped save too.
+        durable: Sync file and directory before a checkpoint counts as saved. With False, a power
+            failure may lose or damage the checkpoint.
         overlap: Copy storages that only the optimizer changes under the next forward and backward.
             False copies everything in the call.
         check_mutation: Compare a checksum of every byte, to find code that writes to the state at
             the wrong time. Slow.
-        on_durable: Called as `on_durable(path, report)` on a thread of its own once a
-            checkpoint is durable.
-        on_error: "raise" an error of a save, at the next save or at the end, or "warn" and train
-            on.
+        on_durable: Called as `on_durable(path, report)` on a separate thread once a checkpoint is
+            durable.
+        on_error: "raise": the next save, or the end of the training, raises an error of a save.
+            "warn": warn of the error and go on.
         deadline: Seconds that saves may still take after a signal that ends the training: SIGTERM,
-            counted from Lightning's `SIGTERMException`, and SLURM's requeue signal. A save that
-            cannot be durable by then is given up, and a line in the log says why. None waits for
-            all of them.
-        mirror: The URL of a directory in a store, to which each checkpoint is uploaded in the
-            background once it is durable; see docs/remote.md. Links are not uploaded. The remove of
-            a checkpoint waits until the checkpoint has been uploaded.
+            counted from Lightning's `SIGTERMException`, or SLURM's requeue signal. A save that
+            cannot be durable by then is given up and logged. None waits for all saves.
+        mirror: The URL of a directory in a store. Each durable checkpoint is uploaded there in the
+            background; see docs/remote.md. Links are not uploaded. A checkpoint is removed only
+            after its upload.
         storage_options: For the mirror's store; see `stillframe.async_save`.
         log_metrics: Log `checkpoint/call_ms`, `checkpoint/gate_ms`, `checkpoint/durable_s` and
-            `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable
-            (`gate_ms` is the wait before `optimizer.step()`).
+            `checkpoint/bytes` of each durable checkpoint to the Trainer's loggers. `gate_ms` is the
+            wait before `optimizer.step()`.
 
     Raises:
         TypeError, ValueError: An option that `Engine` refuses, an engine that skips saves,
@@ -109,7 +106,6 @@ class CheckpointPlugin:
         self._enlist()
 
     def _enlist(self) -> None:
-        """Make the plugin known to Lightning and to the entry point."""
         register_with_loaded_packages(type(self))
         live.add(self)
 
@@ -128,8 +124,8 @@ class CheckpointPlugin:
         Raises:
             TypeError: `storage_options` was given, the checkpoint cannot be pickled, or the
                 strategy is one of XLA's.
-            StillframeError: This save's own error, if it is known when the call returns. Otherwise
-                the oldest error of an earlier save that was not raised yet; this save goes on.
+            StillframeError: This save failed in the call. Or an earlier save failed, and its error
+                was not raised yet; then this save goes on.
         """
         trainer = calling_trainer(self, "save_checkpoint")
         self._checkpoints.save(trainer, checkpoint, path, storage_options)
@@ -137,10 +133,10 @@ class CheckpointPlugin:
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load and check a checkpoint, once earlier saves of `path` have ended.
 
-        Load as `stillframe.load` does, or with `checkpoint_io`. The ranks of a machine read the
-        file from the disk once. `map_location` and `weights_only` and their defaults are those of
-        `TorchCheckpointIO.load_checkpoint` in the installed Lightning. For remote paths, and for
-        every path if `torch.load` was replaced, that method itself is called.
+        Load as `stillframe.load` does, or with `checkpoint_io`. The ranks of a machine together
+        read the file from the disk once. `map_location` and `weights_only` are those of the
+        installed Lightning's `TorchCheckpointIO.load_checkpoint`, with the same defaults. If
+        `torch.load` was replaced, that method itself is called.
 
         Raises:
             CorruptCheckpointError: The file is damaged.
@@ -150,21 +146,22 @@ class CheckpointPlugin:
     def remove_checkpoint(self, path: Any) -> None:
         """Remove the file, link or directory `path`, once every save submitted before has ended.
 
-        If the last of those saves failed, `path` is kept and a warning is logged, so a rotation
-        always leaves at least one durable checkpoint. A missing `path` is not an error. For callers
-        whose saves are durable on return, the remove is done when this returns.
+        If the last of those saves failed, `path` is kept and a warning is logged. So a rotation
+        always leaves at least one durable checkpoint. A missing `path` is not an error. If the
+        caller's saves are durable on return, the remove is done when this returns.
         """
         self._checkpoints.remove(calling_trainer(self, "remove_checkpoint"), path)
 
     def teardown(self) -> None:
         """Wait for this plugin's saves, links and removes.
 
-        If that takes more than a second, a line on stderr says so. May be called again, and the
-        plugin can be used afterwards. Fabric never calls it: use `stillframe.wait_all()` there.
+        If that takes more than a second, a line on stderr says so. `teardown` may be called again,
+        and the plugin can be used afterwards. Fabric never calls it: use `stillframe.wait_all()`
+        there.
 
         Raises:
             StillframeError: The oldest error that was not raised yet; its notes name the others.
-                While an exception of the training is being handled, it is logged instead.
+                The errors are only logged while an exception of the training is being handled.
         """
         self._checkpoints.tear_down(calling_trainer(self, "teardown"))
 
@@ -174,8 +171,8 @@ CheckpointPlugin.__init__.__qualname__ = "AsyncCheckpointIO.__init__"
 
 
 def _plugin_of(trainer: Any) -> CheckpointPlugin | None:
-    """Return the stillframe plugin that `trainer` saves with, even if another CheckpointIO wraps
-    it. Return None if there is none."""
+    """Return the stillframe plugin that `trainer` saves with, possibly inside another CheckpointIO.
+    Return None if there is none."""
     for io in io_chain(trainer.strategy):
         if isinstance(io, CheckpointPlugin):
             return io
@@ -189,33 +186,28 @@ def checkpoints_of(trainer: Any) -> Checkpoints | None:
 
 
 def register(trainer: Any) -> bool:
-    """Register a Trainer that is being made; return whether it gets the companion.
-
-    The entry point calls this. A Trainer gets the companion if it saves with a stillframe plugin.
-    """
+    """Register a Trainer that is being made. Return True if it saves with a stillframe plugin, and
+    so gets the companion. The entry point calls this."""
     checkpoints = checkpoints_of(trainer)
     if checkpoints is not None:
         checkpoints.register(trainer)
         if not hasattr(getattr(trainer.strategy, "launcher", None), "_start_method"):
-            # A launcher with a start method runs the training in other processes. If it forks them,
-            # they inherit this process's client of the store, which does not work in a child.
+            # A launcher with a start method may fork the training's processes. The client of the
+            # store, which an upload makes, does not work in a forked child.
             checkpoints.resume_uploads(trainer)
     return checkpoints is not None
 
 
 def saves_by_itself(trainer: Any) -> bool:
-    """Return whether `trainer` saves with stillframe's plugin, which neither wraps another
-    CheckpointIO nor is wrapped by one."""
+    """Return whether `trainer` saves with a stillframe plugin that neither wraps another
+    CheckpointIO nor is wrapped."""
     outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
     return isinstance(outermost, CheckpointPlugin) and outermost._checkpoints.writers.inner is None
 
 
 def register_with_loaded_packages(cls: type[CheckpointPlugin]) -> None:
-    """Make `cls` a virtual subclass of every loaded package's CheckpointIO.
-
-    `lightning` and `pytorch_lightning` each have their own class, and their Trainers check for it
-    with isinstance. A package that is loaded later is found when the next plugin is made.
-    """
+    """Make `cls` a virtual subclass of every loaded package's CheckpointIO, because the packages'
+    Trainers check for their class with isinstance."""
     for name in ("lightning.fabric.plugins", "lightning_fabric.plugins"):
         base = getattr(sys.modules.get(name), "CheckpointIO", None)
         if base is not None:

@@ -1,10 +1,8 @@
 """Tells loggers of a checkpoint, and logs its metrics, once the checkpoint is durable.
 
-Lightning tells its loggers of a checkpoint when the save returns (`after_save_checkpoint`), and
-they upload the file then. This module keeps the call until the file is durable, and makes it on
-the main thread at the first hook after that. By then ModelCheckpoint, which the loggers read, may
-have made later checkpoints. So ModelCheckpoint has, during the call, the state that it had at the
-save: `best_model_path` and similar attributes then name files that exist.
+Lightning calls `after_save_checkpoint` of its loggers when a save returns. With stillframe, the
+training thread makes this call at the first hook after the file is durable. During the call,
+attributes of ModelCheckpoint such as `best_model_path` have their values of the save.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from stillframe._save.report import SaveReport
 
 log = logging.getLogger("stillframe")
 
-# Attributes of ModelCheckpoint that name checkpoints and their scores.
+# The attributes of ModelCheckpoint that name checkpoints and their scores.
 _STATE = (
     "best_model_path",
     "best_model_score",
@@ -34,12 +32,8 @@ _STATE = (
 
 
 class Publication:
-    """A call to make when a save is durable.
-
-    Attributes:
-        handle: The save.
-        target: The checkpoint that must not be removed before the call; None if it may be.
-    """
+    """A call to make when a save is durable. `target` is a checkpoint that must not be removed
+    before the call, or None."""
 
     def __init__(
         self,
@@ -52,12 +46,10 @@ class Publication:
         self._call: Callable[[SaveReport], object] | None = call
 
     def due(self) -> bool:
-        """Return whether the save has ended."""
         return self.handle.done()
 
     def deliver(self) -> None:
-        """Make the call, with the report of the save, which has ended. Do not make it if the save
-        failed, or if this was called before."""
+        """Make the call once, with the report of the save, unless the save failed."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -69,7 +61,7 @@ class Publication:
 
 
 def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
-    """Return a function that calls `notify(callback)` while the callback has its present state."""
+    """Return a function that calls `notify(callback)` with the callback's present state."""
     state: dict[str, Any] = {}
     for name in _STATE:
         if hasattr(callback, name):
@@ -88,7 +80,6 @@ def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[Sav
 
 @contextmanager
 def _with_state(callback: Any, state: dict[str, Any]) -> Iterator[None]:
-    """Give the callback an earlier state inside the block."""
     current = {name: getattr(callback, name) for name in state}
     try:
         for name, value in state.items():
@@ -109,7 +100,7 @@ def metrics_call(trainer: Any) -> Callable[[SaveReport], object]:
             "checkpoint/durable_s": report.durable_after_s,
             "checkpoint/bytes": float(report.nbytes),
         }
-        # The step is that of Trainer.log, because some loggers refuse a step below the last one.
+        # The same step as Trainer.log uses, because some loggers refuse a smaller step.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)

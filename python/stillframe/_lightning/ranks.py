@@ -1,13 +1,10 @@
 """Makes all ranks of a Trainer raise the error of one rank together.
 
-In Lightning all ranks meet in a barrier after a save, whether rank 0 alone or every rank writes. If
-a rank raised an error before the barrier, the other ranks would wait there forever. So the error is
-kept until all have passed the barrier. Then the ranks exchange one flag and, if it is set, the
-error.
+In Lightning all ranks meet in a barrier after a save. If a rank raised an error before the barrier,
+the other ranks would wait forever. So the ranks first pass the barrier, and then agree on an error.
 
-All ranks raise together between `setup` and `teardown`. At other times rank 0 raises alone, because
-the companion replaces no methods of a Trainer that was torn down. Before rank 0 raises, it enters
-the barrier of `Trainer.save_checkpoint`, in which the other ranks wait.
+The ranks raise together between `setup` and `teardown`. At other times rank 0 raises alone, after
+it has entered the barrier.
 """
 
 from __future__ import annotations
@@ -32,12 +29,13 @@ def agree(
     """Agree on the error that every rank raises. This is a collective: all ranks have to call it.
 
     Args:
-        error: This rank's error; None if it has none.
-        call_failed: This rank's call failed, so that no save was made.
+        error: This rank's error, or None.
+        call_failed: This rank's call raised before it made a save.
 
     Returns:
-        A pair. First the error to raise: this rank's own, or else that of the first rank that has
-        an error, or None. Then whether `call_failed` is true on any rank; False without an error.
+        - The error to raise: this rank's error, otherwise the error of the first rank that has one.
+          None if no rank has an error.
+        - Whether `call_failed` is true on any rank. False if no rank has an error.
     """
     if not strategy.reduce_boolean_decision(error is not None, all=False):
         return None, False
@@ -53,8 +51,8 @@ def agree(
 
 
 def _packed(error: BaseException | None) -> bytes | None:
-    """Return the pickle of an error. If it cannot be pickled, return that of a StillframeError with
-    the same text. Return None for None."""
+    """Return the pickle of an error, or None for None. An error that cannot be pickled becomes a
+    StillframeError with the same text."""
     if error is None:
         return None
     try:

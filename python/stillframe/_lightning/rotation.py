@@ -1,16 +1,12 @@
 """Removes, links and announces files once saves have ended.
 
-    remove   removes a file in the order of the log; it is submitted only when no link points to
-             the file and loggers have been notified of it
-    link     makes `last.ckpt` a symbolic link to a file, in the order of the log, when the file is
-             on the disk (`ModelCheckpoint(save_last="link")`)
+    remove   removes a file in the order of the log, when no link and no logger needs the file
+    link     makes `last.ckpt` a symbolic link to a file, in the order of the log
+             (`ModelCheckpoint(save_last="link")`)
     notify   tells loggers of a checkpoint once it is durable, on the training thread
 
-A link replaces an older link with one rename, so its name always exists, and always names a file
-that exists. If Ctrl-C comes before a link is made again, the link still names its old target. The
-remove of that file finds this when it is at the head of the log, and is dropped. (With
-`save_last=True` the last checkpoint is a second file and no link: it contains its own
-`last_model_path`, and so differs from the first.)
+A link replaces an older link with one rename, and so always names a file that exists. If Ctrl-C
+comes before a link is made again, the remove of the old target finds the old link and is dropped.
 
 A signal handler may save, remove and notify in the middle of any method here. So every method takes
 an item from a collection by one atomic operation, and only the caller that got the item handles it.
@@ -41,8 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stillframe")
 
-# The errors of `os.symlink` on file systems without symbolic links, or if this user may not make
-# any.
+# The errors of `os.symlink` where links are not supported or not permitted.
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -55,7 +50,7 @@ class Rotation:
         failed: Called with each error of a link or a logger; see `Work.add_failed`.
 
     Attributes:
-        held: The files whose remove waits until nothing needs them, in the order of the removes.
+        held: An ordered set of the files whose remove waits until nothing needs them.
         links: The target that each link will have when all entries of the log are done.
         publications: Calls that wait for a save to be durable, in the order of the saves.
     """
@@ -73,11 +68,9 @@ class Rotation:
         self.held: dict[CheckpointPath, None] = {}
         self.links: dict[CheckpointPath, CheckpointPath] = {}
         self.publications: deque[Publication] = deque()
-        # Maps a file that was the target of a link to that link. On the disk the link still points
-        # to the file until the link is made again.
+        # Former target -> link. The link on the disk may still point to the former target.
         self._linked_by: dict[CheckpointPath, CheckpointPath] = {}
-        # The name in the log of the newest link or remove. All earlier links and removes end before
-        # that one.
+        # The name in the log of the newest link or remove, which ends last.
         self._newest_key: bytes | None = None
 
     def under_way(self) -> bool:
@@ -85,8 +78,7 @@ class Rotation:
         return bool(self.publications or self.held or self._newest_key)
 
     def make_room(self, file: CheckpointPath) -> None:
-        """Submit the remove of this file that was held back, if any, because a save is about to
-        make the file again."""
+        """Submit the held remove of a file that a save is about to make again."""
         self.links.pop(file, None)
         self._submit_remove(file)
 
@@ -97,18 +89,14 @@ class Rotation:
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
-        """Submit the held removes of files that nothing needs any more. With `all_of_them`, submit
-        all held removes."""
+        """Submit the held removes of files that nothing needs any more, or `all_of_them`."""
         for file in list(self.held):
             if all_of_them or not self._needed(file):
                 self._submit_remove(file)
 
     def _release_last(self) -> None:
-        """Submit the removes that are still held when a run ends.
-
-        After Ctrl-C a link may not have been made again. So each of these removes keeps its file if
-        the link still names it when the remove is at the head of the log.
-        """
+        """Submit the removes that are still held when a run ends. After Ctrl-C a link may still
+        point to a file. Then the remove keeps the file."""
         for link, target in list(self.links.items()):
             if target in self.held:
                 self._linked_by[target] = link
@@ -116,14 +104,12 @@ class Rotation:
 
     def link(self, target: CheckpointPath, link: CheckpointPath) -> None:
         """Make `link` a link to `target` when all saves submitted before have ended."""
-        # Ctrl-C may end this method at any line. So the remove of the former target is submitted
-        # last, when the link is in the log.
+        # `release`, which may remove the former target, comes last: Ctrl-C may come at any line.
         former = self.links.get(link)
         if former is not None:
             self._linked_by[former] = link
         self._submit_remove(link)
         key = link.key()
-        # `after_good` (the save before has succeeded) is not used: `make_link` checks the target.
         ordered.submit(key, _core.WORK_LINK, lambda after_good: self._make_link(target, link))
         self._newest_key = key
         self.links[link] = target
@@ -142,8 +128,8 @@ class Rotation:
         return otherwise(file.given) if known < 0 else bool(known)
 
     def notify(self) -> None:
-        """Notify loggers of checkpoints whose saves have ended, in order, up to the first save that
-        has not. Then submit the removes that waited for these notifications."""
+        """Notify loggers of checkpoints, up to the first save that has not ended. Then submit the
+        removes that waited for that."""
         for publication in list(self.publications):
             if not publication.due():
                 break
@@ -152,8 +138,8 @@ class Rotation:
             self.release()
 
     def finish(self) -> None:
-        """Notify loggers of every checkpoint, and wait for links and removes. Called after all
-        saves have ended."""
+        """Notify loggers of every checkpoint, and wait for links and removes. All saves have ended
+        before."""
         raised: list[Exception] = []
         for publication in list(self.publications):
             try:
@@ -167,14 +153,12 @@ class Rotation:
         self._linked_by.clear()
 
     def wait(self) -> None:
-        """Wait for links and removes."""
         while (newest := self._newest_key) is not None:
             ordered.wait_for_key(newest)
             if self._newest_key is newest:
                 self._newest_key = None
 
     def _make_link(self, target: CheckpointPath, link: CheckpointPath) -> bool:
-        """Do the external work of a link; return whether it was made."""
         try:
             return make_link(target.name, link.name, durable=self._durable)
         except Exception as error:  # raised later, on the training thread
@@ -182,19 +166,20 @@ class Rotation:
             return False
 
     def _needed(self, file: CheckpointPath) -> bool:
-        """Return whether a link points to the file, or loggers are still to be notified of it."""
+        """Return whether a link or a logger still needs the file."""
         return file in self.links.values() or any(
             each.target == file for each in list(self.publications)
         )
 
     def _submit_remove(self, file: CheckpointPath) -> None:
         """Submit the remove of a file if it is held."""
-        # One atomic operation: `pop` returns None if the file was held, otherwise False.
-        if self.held.pop(file, False) is False:
+        try:
+            del self.held[file]  # atomic, so only one caller goes on
+        except KeyError:
             return
         key = file.key()
         link = self._linked_by.pop(file, None)
-        # The log asks `needed` when the remove is at its head, and drops the remove if it is True.
+        # Called when the remove is at the head of the log. If it returns True, the file is kept.
         needed = None if link is None else functools.partial(points_to, link.name, file.name)
         inner = self._remover_of(file)
         if inner is None and needed is None:
@@ -208,9 +193,8 @@ class Rotation:
         self._newest_key = key
 
     def _deliver(self, publication: Publication) -> None:
-        """Make the call of a publication, and take it off the list."""
-        # The publication stays in the list until the call has returned, so that its file is not
-        # removed.
+        """Make the call of a publication, then take the publication off the list. Until then, its
+        file is not removed."""
         try:
             publication.deliver()
         finally:
@@ -219,12 +203,7 @@ class Rotation:
 
 
 def note_failed_call(path: Any) -> None:
-    """Add an entry for a failed save to the log. The save has raised in its call, and the plugin
-    has turned the error into a warning.
-
-    So the caller does not see the failure, and removes older files next. The log drops all removes
-    between a failed save and the next save that succeeds.
-    """
+    """Add an entry for a failed save to the log, which drops all removes until a save succeeds."""
     try:
         name = CheckpointPath.of(path).key()
     except (TypeError, ValueError):  # not a path
@@ -236,8 +215,7 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
     """Make `path` a relative link to `target`.
 
     Args:
-        durable: Sync the directory of the link. If a copy is made instead of a link, sync that
-            first.
+        durable: Sync the directory of the link. A copy instead of a link is synced too.
 
     Returns:
         False, after a warning, if the target does not exist.
@@ -271,7 +249,7 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
 
 
 def points_to(link: str, target: str) -> bool:
-    """Return whether `link` is a symbolic link to `target`, which is a normal absolute path."""
+    """Return whether `link` is a symbolic link to the normal absolute path `target`."""
     try:
         there = os.readlink(link)
     except OSError:

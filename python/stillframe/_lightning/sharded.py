@@ -1,21 +1,19 @@
 """Saves checkpoints of strategies in which each rank saves a part of the state, through DCP.
 
 These are `FSDPStrategy(state_dict_type="sharded")` and `ModelParallelStrategy`, of a Trainer and of
-Fabric. They call DCP themselves, synchronously and on the process group that they train on, and
-bypass the CheckpointIO. So this module replaces methods of the strategy object:
+Fabric. They call DCP themselves and bypass the CheckpointIO. So this module replaces methods of the
+strategy object:
 
     save_checkpoint              all ranks save through stillframe's DCP writer, during training
     load_checkpoint              waits for such saves, and refuses incomplete checkpoints
     lightning_module_state_dict  returns tensors where they are, because the save copies them
     optimizer_state              does the same for the state of an optimizer
 
-The checkpoints have the contents and names of Lightning's own. So Lightning can load those that
-stillframe has saved, and the other way round.
+Lightning and stillframe can load each other's checkpoints.
 
-On every rank a save has an entry in the process's log, as a save of a file has. So the save starts
-after all removes that were submitted before it, and later removes and links wait for its end. The
-save either succeeds or fails on all ranks. A file or link that has the name of the checkpoint's
-directory is removed first.
+On every rank a save is an entry of the process's log: it starts after earlier removes, and later
+removes and links wait for its end. The save either succeeds or fails on all ranks. A file or link
+that has the name of the checkpoint's directory is removed first.
 """
 
 from __future__ import annotations
@@ -45,18 +43,18 @@ from stillframe.errors import CorruptCheckpointError, SaveError, StillframeError
 
 Original = Callable[..., Any]
 
-# A directory with this file is a sharded checkpoint for Lightning.
+# Lightning recognises a sharded checkpoint by this file.
 META = "meta.pt"
 
 
 def wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
-    """Have `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
+    """Let `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
     strategy = trainer.strategy
     wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
     if sharded_model_key(strategy) == "state_dict":
-        # This is ModelParallelStrategy; only Lightning's own methods are replaced. FSDPStrategy is
-        # left out, because its hooks copy the state to the host when Lightning asks for it.
+        # Of ModelParallelStrategy, only Lightning's own methods are replaced. FSDPStrategy is left
+        # out, because its hooks copy the state to the host anyway.
         for name, function in (
             ("lightning_module_state_dict", _model_state),
             ("optimizer_state", _optimizer_state),
@@ -74,10 +72,10 @@ def _save(
     filepath: Any,
     storage_options: Any | None = None,
 ) -> None:
-    """Save a checkpoint: the replacement of the strategy's `save_checkpoint`."""
+    """Save a checkpoint, in place of the strategy's `save_checkpoint`."""
     strategy = trainer.strategy
     if storage_options is not None:
-        original(checkpoint, filepath, storage_options)  # raises: there is no support for these
+        original(checkpoint, filepath, storage_options)  # raises the strategy's error
         return
     target = CheckpointPath.of(strategy.broadcast(filepath))
     refuse_url(strategy, target)
@@ -92,7 +90,7 @@ def _save(
 def _load(
     checkpoints: Checkpoints, strategy: Any, original: Original, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load with the strategy's own method, once the saves of all ranks to that path have ended."""
+    """Load once the saves of all ranks to that path have ended, in place of `load_checkpoint`."""
     # The parameter's name is `path` in Fabric and `checkpoint_path` in a Trainer.
     given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
     target = CheckpointPath.of(strategy.broadcast(given))
@@ -100,12 +98,12 @@ def _load(
     error: BaseException | None = None
     try:
         checkpoints.wait_for(target)
-        gate.wait()  # the load overwrites tensors that saves in flight may still be copying
+        gate.wait()  # the load will overwrite state that saves in flight may still copy
         if strategy.global_rank == 0:
             _make_ready(target.text)
     except (StillframeError, OSError) as caught:
         error = caught
-    # No rank passes this before all have called it, so the saves of all ranks have ended.
+    # A collective: when it returns, the saves of all ranks have ended.
     error, _ = ranks.agree(strategy, error)
     if error is not None:
         raise error
@@ -113,11 +111,7 @@ def _load(
 
 
 def refuse_url(strategy: Any, target: CheckpointPath) -> None:
-    """Refuse a URL, because Lightning would use it as the name of a local directory.
-
-    Raises:
-        ValueError: The target is a URL.
-    """
+    """Raise ValueError for a URL, which Lightning would use as the name of a local directory."""
     if target.remote:
         raise ValueError(
             f"{urls.shown(target.text)}: Lightning's {type(strategy).__name__} takes no URLs, and"
@@ -127,11 +121,7 @@ def refuse_url(strategy: Any, target: CheckpointPath) -> None:
 
 
 def refuse_urls(trainer: Any) -> None:
-    """Refuse a `ModelCheckpoint` that saves to a URL, if the strategy takes no URLs.
-
-    Raises:
-        ValueError: The Trainer has such a callback.
-    """
+    """Raise ValueError if a `ModelCheckpoint` saves to a URL and the strategy takes no URLs."""
     if takes_no_urls(trainer.strategy):
         for each in trainer.checkpoint_callbacks:
             if directory := getattr(each, "dirpath", None):
@@ -159,14 +149,14 @@ def _make_ready(path: str) -> None:
 
 
 def _model_state(strategy: Any, original: Original) -> Any:
-    """Return the model's state: the replacement of `lightning_module_state_dict`."""
+    """Return the model's state, in place of `lightning_module_state_dict`."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     return get_model_state_dict(strategy.model)
 
 
 def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
-    """Return an optimizer's state: the replacement of `optimizer_state`."""
+    """Return an optimizer's state, in place of `optimizer_state`."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     if type(optimizer).__name__.startswith("Lightning"):
@@ -179,16 +169,10 @@ def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint on one rank.
+    """The contents of a checkpoint on one rank."""
 
-    Attributes:
-        state: The states of models and optimizers, which DCP saves.
-        rest: Everything else. Rank 0 saves it to `meta.pt`; the other ranks do not save theirs.
-        rank: The number of this rank.
-    """
-
-    state: dict[str, Any]
-    rest: dict[str, Any]
+    state: dict[str, Any]  # the states of models and optimizers, which DCP saves
+    rest: dict[str, Any]  # everything else, which only rank 0 saves, to `meta.pt`
     rank: int
 
 
@@ -214,16 +198,14 @@ def _save_together(
 def submit(
     contents: Contents, target: CheckpointPath, options: SaveOptions, *, engine: Engine
 ) -> SaveHandle:
-    """Start the save of one checkpoint, and return its handle.
-
-    All ranks have to call this. If it raises on one rank, the save fails on all ranks.
+    """Start the save of one checkpoint, and return its handle. All ranks have to call this.
 
     A state that does not fit into the pool is saved from its own memory, in the call.
 
     Raises:
         BusyError: The engine of some rank is busy and was made with when_busy="raise". All ranks
             raise it.
-        StillframeError, Exception: This rank could not copy its state.
+        StillframeError, Exception: This rank could not copy its state. The save fails on all ranks.
     """
     from stillframe._dcp.api import saver_of_this_process
     from stillframe._dcp.rounds import SaveRequest
@@ -249,14 +231,13 @@ def submit(
             error_of=as_exception,
         )
         save: SnapshotSave = _start(saver, contents.state, target, request)
-        # Without a snapshot, the save reads the memory of the state itself.
+        # Without a snapshot, the save reads the state's own memory.
         if save.snapshot() is None:
             wait_for_end(save)
     return save
 
 
 def _start(saver: Any, state: dict[str, Any], target: CheckpointPath, request: Any) -> Any:
-    """Start a save through DCP and return its handle."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -268,8 +249,7 @@ def _start(saver: Any, state: dict[str, Any], target: CheckpointPath, request: A
 def as_exception(error: BaseException, path: str) -> Exception:
     """Convert an error of a save of `path` to an Exception.
 
-    DCP raises a CheckpointException, which has the failures of all ranks. It is a BaseException, so
-    `except Exception` would miss it.
+    DCP's CheckpointException, which has the failures of all ranks, is only a BaseException.
     """
     failures: dict[int, Any] = getattr(error, "failures", {})
     if not failures:
@@ -285,7 +265,7 @@ def as_exception(error: BaseException, path: str) -> Exception:
 
 
 def _text_of(cause: BaseException) -> str:
-    """Return the text of one rank's error without the path, which is in the message already."""
+    """Return the text of one rank's error without the path."""
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
     return str(cause) if isinstance(cause, StillframeError) else repr(cause)
@@ -300,9 +280,9 @@ def sharded(strategy: Any) -> Any:
         fabric = Fabric(strategy=sharded(ModelParallelStrategy(parallelize)))
 
     `fabric.save` returns once the state is captured, and `fabric.load` waits for saves of its path.
-    The next save raises the errors of earlier saves, on all ranks. Fabric has no hook at the end of
-    a training, so call `stillframe.wait_all()` there, which raises the other errors. This may be
-    called again for the same strategy.
+    The next save raises the errors of earlier saves, on all ranks. At the end of a training, call
+    `stillframe.wait_all()`, which raises the other errors. `sharded` may be called again for the
+    same strategy.
 
     Args:
         strategy: `FSDPStrategy(state_dict_type="sharded")` or `ModelParallelStrategy`, of
@@ -323,7 +303,6 @@ def sharded(strategy: Any) -> Any:
 
 
 def _refuse_unsupported(strategy: Any) -> None:
-    """Raise the errors of `sharded`, if it does not support the strategy."""
     name = type(strategy).__name__
     if not hasattr(strategy, "save_checkpoint"):
         raise TypeError(f"sharded() takes a strategy of Fabric, not {strategy!r}")
@@ -360,12 +339,12 @@ def _save_fabric(
     storage_options: Any | None = None,
     filter: dict[str, Any] | None = None,
 ) -> None:
-    """Save a checkpoint: the replacement of `save_checkpoint` of a strategy of Fabric."""
+    """Save a checkpoint, in place of `save_checkpoint` of a strategy of Fabric."""
     model = _only_model(strategy, state)
     target = CheckpointPath.of(strategy.broadcast(path))
     refuse_url(strategy, target)
     if storage_options is not None or filter is not None or model is None:
-        # Fabric's own method raises the error for arguments that it does not support either.
+        # Fabric's own method does not support these arguments either, and raises the error.
         original(path, state, storage_options=storage_options, filter=filter)
         return
     states, rest = _states(strategy, model, state)
@@ -396,8 +375,7 @@ def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
 def _states(
     strategy: Any, model: Any, state: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split `state` into two dictionaries: the states of models and optimizers, and all other
-    values."""
+    """Split `state` into the states of models and optimizers, and all other values."""
     import torch
 
     of_model, of_optimizer = _getters(strategy, model)

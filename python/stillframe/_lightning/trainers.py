@@ -1,8 +1,6 @@
 """Keeps the Trainers that use a plugin: which of them train, and their replaced methods.
 
-Lightning does some things without its CheckpointIO: it asks the file system whether a checkpoint
-exists, makes links, and tells loggers of saves. The companion replaces those methods on the objects
-of one Trainer, never on a class.
+Methods are replaced on the objects of one Trainer, never on a class.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ _NO_COMPANION = (
     " Trainer(plugins=[...]); the callback comes through the entry points of the installed package."
 )
 
-_MISSING = object()  # stands for the old value of an attribute that the object itself lacked
+_MISSING = object()  # the old value of an attribute that was only in the class
 
 
 class _Replacement:
     """A function that replaces a method.
 
-    Other code may replace the method again, and call this function after `Wraps.restore`. The
-    function is then no longer `active`, and only calls the original.
+    Other code may keep this function and call it after `Wraps.restore`. The function is not
+    `active` then, and only calls the original.
     """
 
     def __init__(self, original: Method, function: Callable[..., Any]) -> None:
@@ -54,7 +52,8 @@ class Wraps:
         self._placed: list[tuple[Any, str, Any, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Make `owner.name(...)` call `function(original, ...)`, unless it is replaced already."""
+        """Make `owner.name(...)` call `function(original, ...)`. Do nothing if the method is
+        replaced already."""
         attributes = vars(owner)
         before = attributes.get(name, _MISSING)
         if isinstance(before, _Replacement) and before.active:
@@ -70,14 +69,14 @@ class Wraps:
         attributes[name] = value
 
     def restore(self) -> None:
-        """Restore every attribute that has not been changed since. May be called again."""
+        """Restore every attribute that other code has not changed since. May be called again."""
         while self._placed:
             owner, name, before, now = self._placed.pop()
             if isinstance(now, _Replacement):
                 now.active = False
             attributes = vars(owner)
             if attributes.get(name) is not now:
-                continue  # other code has replaced or deleted the attribute meanwhile
+                continue
             if before is _MISSING:
                 del attributes[name]
             else:
@@ -87,7 +86,7 @@ class Wraps:
 class Trainers:
     """The Trainers of one plugin.
 
-    A caller is a Trainer, the type `Fabric`, or None: see `calling_trainer`.
+    A `caller` is a Trainer, the type `Fabric`, or None for a call without a strategy.
     """
 
     def __init__(self) -> None:
@@ -101,14 +100,12 @@ class Trainers:
         self._known.add(trainer)
 
     def set_up(self, trainer: Any) -> Wraps:
-        """Register a Trainer at `setup`, and return the object for its replaced methods. The
-        Trainer counts as not training, even if an earlier fit ended by an exception."""
+        """Register a Trainer at `setup`, and return the object for its replaced methods."""
         self._known.add(trainer)
-        self._training.discard(trainer)
+        self._training.discard(trainer)  # an earlier fit may have ended by an exception
         return self._wraps.setdefault(trainer, Wraps())
 
     def tear_down(self, trainer: Any) -> None:
-        """Restore the replaced methods of a Trainer."""
         wraps = self._wraps.pop(trainer, None)
         if wraps is not None:
             wraps.restore()
@@ -125,14 +122,12 @@ class Trainers:
         self._training.discard(trainer)
 
     def of_caller(self, caller: Any) -> list[Any]:
-        """Return the Trainers that a call may come from.
-
-        A call without a Trainer on the stack may still come from a Trainer that uses the plugin:
-        its launcher saves a spawned worker's result in this way, after training.
-        """
+        """Return the Trainers that a call may come from."""
         if caller is Fabric:
             return []
-        return list(self._known) if caller is None else [caller]
+        if caller is None:
+            return list(self._known)  # a Trainer's launcher saves without a strategy on the stack
+        return [caller]
 
     def may_save_early(self, caller: Any) -> bool:
         """Return whether a save by `caller` may return before it is durable."""
@@ -149,8 +144,7 @@ class Trainers:
     def failed(self, caller: Any) -> bool:
         """Return whether Lightning is handling an exception of the training.
 
-        No error of stillframe's may replace that exception. That Python is handling an exception
-        does not suffice, because a fit may have been started inside an `except` block.
+        The Trainer's status is needed too, because a fit may run inside an `except` block.
         """
         return sys.exc_info()[0] is not None and any(
             each.state.status == "interrupted" for each in self.of_caller(caller)
@@ -158,15 +152,11 @@ class Trainers:
 
 
 def is_trainer(caller: Any) -> bool:
-    """Return whether a caller is a Trainer."""
     return caller is not None and caller is not Fabric
 
 
 def swaps_weights(caller: Any) -> bool:
-    """Return whether ModelCheckpoint loads older weights into the module for the time of a save.
-
-    It does so with manual optimization, if the module keeps older weights in `saved_models`.
-    """
+    """Return whether ModelCheckpoint loads the older weights in `saved_models` during a save."""
     module = caller.lightning_module if is_trainer(caller) else None
     return (
         module is not None

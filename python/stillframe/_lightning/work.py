@@ -3,9 +3,8 @@
     a call of the plugin ──▶ `saves` ──next_error──▶ raised by a save or at the end, warned of, or
                                                      logged
 
-An error stays in the Outcome of its handle (`_save/outcome.py`) until it is reported: by the next
-save, at the end of the training, or by `stillframe.wait_all`. An error that belongs to no save gets
-a handle of its own, `Failed`.
+An error stays in its handle until it is reported: by the next save, at the end of the training, or
+by `stillframe.wait_all`. An error that belongs to no save gets a handle of its own, `Failed`.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("stillframe")
 
 DELAY_S = 1.0  # a shorter wait shows no line
-_REDRAW_S = 0.1
+_REDRAW_S = 0.1  # how often the progress bar is drawn again
 
 
 class Failed(SaveHandle):
-    """A failure that belongs to no save: of a call that raised before it made one, of a link, or of
-    a logger."""
+    """A failure of a link, of a logger, or of a call that raised before it made a save."""
 
     def __init__(self, what: str, error: BaseException | None = None) -> None:
         super().__init__(what)
@@ -52,10 +50,10 @@ class Failed(SaveHandle):
 
 
 class Work:
-    """The saves of one plugin, and its files. A forked child starts with nothing.
+    """The saves of one plugin in one process, and its files.
 
-    A signal handler may save at any moment, even in the middle of a method here. So each method
-    takes an item from a list by one atomic operation, and does not rely on an earlier read of it.
+    A signal handler may save in the middle of any method here. So each method takes an item from a
+    list by one atomic operation, and does not rely on an earlier read of the list.
 
     Args:
         remover_of, durable: See `Rotation`.
@@ -63,16 +61,12 @@ class Work:
     Attributes:
         rotation: The removes, links and notifications that follow the saves.
         pid: The process that has made this object.
-        engine: The plugin's own engine; None before the first save, and if the plugin saves with an
-            engine that it does not own.
-        saves: Saves whose errors were not reported yet, and those under way, in the order in which
-            to report their errors.
-        newest: The last save; None before the first, `Failed` if its call raised.
-        newest_returns_early: The newest save's call returns before the save has ended, so a later
-            call reports its error.
-        ending: A pair. First the id of the object that stands for the end of the training: an
-            exception, or the frame of a signal handler. Then the moment, of `time.monotonic`, by
-            which saves have to be durable.
+        engine: The engine that the plugin owns and has made, or None.
+        saves: Saves under way and saves with unreported errors, in the order of reporting.
+        newest: The last save; None before the first save, `Failed` if its call raised.
+        newest_returns_early: Whether the newest save's call returns before the save has ended.
+        ending: The id of the exception or frame that ends the training, and the time of
+            `time.monotonic` by which saves have to be durable.
     """
 
     def __init__(
@@ -91,8 +85,8 @@ class Work:
         return bool(self.saves or self.engine or self.rotation.under_way())
 
     def use(self, made: Engine) -> Engine:
-        """Make `made` the plugin's own engine and return it. If a signal handler has meanwhile
-        saved and made an engine, close `made` and return the handler's engine."""
+        """Make `made` the plugin's own engine and return it. If a signal handler has made an engine
+        meanwhile, close `made` and return the handler's engine."""
         if self.engine is None:
             self.engine = made
         else:
@@ -100,17 +94,17 @@ class Work:
         return self.engine
 
     def add(self, handle: SaveHandle, *, early: bool) -> None:
-        """Add the newest save. Its error is the next to be raised. But if the save is `early`, so
-        that its call returns before the save has ended, its error comes after all others."""
+        """Add the newest save. If its call returns `early`, before the save has ended, the save's
+        error is reported after all others, otherwise before them."""
         self.saves.insert(len(self.saves) if early else 0, handle)
         self.newest, self.newest_returns_early = handle, early
 
     def add_failed(self, what: str, error: BaseException, *, first: bool = False) -> None:
-        """Add an error that belongs to no save. It is reported after all other errors, or if
-        `first`, before them.
+        """Add an error that belongs to no save.
 
         Args:
             what: What has failed, for messages: a path, or "a logger".
+            first: Report the error before all others, otherwise after them.
         """
         self.saves.insert(0 if first else len(self.saves), Failed(what, error))
 
@@ -125,13 +119,9 @@ class Work:
             _error_of(handle)  # waits; the error counts as reported now
 
     def next_error(self) -> BaseException | None:
-        """Return the error to report next, and remove it. Return None if no save that has ended has
-        one.
-
-        If the call of the newest save returns early, its error is left for a later call. That holds
-        even if the save has failed already, so that no user relies on the timing.
-        """
+        """Return the error to report next, and remove it. Return None if there is none."""
         for handle in list(self.saves):
+            # Left for a later call even if it has failed already, so that timing does not matter.
             if handle is self.newest and self.newest_returns_early:
                 continue
             if handle.done() and self._discard(handle):
@@ -141,8 +131,8 @@ class Work:
         return None
 
     def take_error(self) -> BaseException | None:
-        """Return the next error, and remove all errors. Log the others, and name them in notes of
-        the error that is returned."""
+        """Return the next error, and remove all errors. Log the other errors, and add them to the
+        returned error as notes."""
         first = self.next_error()
         if first is not None:
             while (error := self.next_error()) is not None:
@@ -151,12 +141,8 @@ class Work:
         return first
 
     def drain(self, *, close: bool) -> None:
-        """Wait for all saves, links and removes, and notify loggers. Errors are kept. If the wait
-        is interrupted, the next call waits for the rest.
-
-        Args:
-            close: Close the plugin's own engine too.
-        """
+        """Wait for all saves, links and removes, and notify loggers. Keep the errors. With `close`,
+        close the plugin's own engine too."""
         with WaitingLine(self.saves):
             while (handle := self._first_under_way()) is not None:
                 wait_for_end(handle)
@@ -173,25 +159,22 @@ class Work:
     def finish_in_time(self, ending: object, deadline_s: float) -> None:
         """Wait for the saves under way, and give up those that are not durable by the deadline.
 
-        Args:
-            ending: An exception or frame, see the attribute `ending`.
-            deadline_s: The time that saves have, from the first call with this `ending`.
+        `ending` is the exception or frame that ends the training. The deadline is `deadline_s`
+        after the first call with this `ending`.
         """
         now = time.monotonic()
         known, until = self.ending
-        # Long after the deadline `until`, the id probably belongs to another object.
+        # Long after `until`, the id probably belongs to another object.
         if known != id(ending) or now > until + deadline_s:
             until = now + deadline_s
             self.ending = id(ending), until
         in_time.finish(until)
 
     def _first_under_way(self) -> SaveHandle | None:
-        """Return the first save that has not ended, or None."""
         return next((handle for handle in list(self.saves) if not handle.done()), None)
 
     def _discard(self, handle: SaveHandle) -> bool:
-        """Remove `handle` from the list. Return False if a save made by a signal handler has
-        removed it meanwhile."""
+        """Remove `handle` from `saves`. Return False if a signal handler has removed it."""
         try:
             self.saves.remove(handle)
         except ValueError:
@@ -200,8 +183,8 @@ class Work:
 
 
 def _error_of(handle: SaveHandle) -> BaseException | None:
-    """Wait for a save and return its error, which counts as reported from now on. Return None if
-    there is none, or if it was reported already."""
+    """Wait for a save and return its error, or None. The error counts as reported from now on, and
+    is not returned again."""
     if is_collected(handle):
         return None
     try:
@@ -213,26 +196,23 @@ def _error_of(handle: SaveHandle) -> BaseException | None:
 
 
 def log_error(error: BaseException) -> None:
-    """Log an error that is not raised, because another error is being raised."""
     log.error("a checkpoint was not saved: %s", error, exc_info=error)
 
 
 def warn(error: BaseException) -> None:
-    """Warn of an error, which `on_error="warn"` does instead of raising it."""
     log.warning("a checkpoint was not saved: %s", error, exc_info=error)
     warnings.warn(f"a checkpoint was not saved: {error}", UserWarning, stacklevel=2)
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an error means that a save failed, rather than that the call was wrong."""
+    """Return whether a save failed. Any other error is a mistake in the call."""
     return isinstance(error, (StillframeError, OSError, CancelledError))
 
 
 class WaitingLine:
-    """A context manager that says, during a long wait, which saves and removes are waited for.
+    """A context manager that tells the user what a long wait is for.
 
-    After a second, a progress bar appears on stderr if that is a terminal, otherwise one plain
-    line. A thread draws it, because the caller's thread is inside the waits.
+    After a second, a thread shows a progress bar on stderr, or one line if stderr is no terminal.
     """
 
     def __init__(self, handles: Sequence[SaveHandle]) -> None:
@@ -241,7 +221,7 @@ class WaitingLine:
         self._thread = SingleThread(self._run, "sf-waiting")
 
     def __enter__(self) -> WaitingLine:
-        # if no thread can be started, or at exit, no line is shown
+        # No line is shown if no thread can be started.
         with contextlib.suppress(OSError):
             self._thread.start()
         return self
@@ -252,7 +232,6 @@ class WaitingLine:
             self._thread.join()
 
     def _run(self) -> None:
-        """Show the line if the wait is long. Runs on the thread."""
         if self._over.wait(DELAY_S) or sys.stderr is None:
             return
         stream = sys.stderr
@@ -289,7 +268,6 @@ class WaitingLine:
             progress.update(task, completed=done, total=total, description=self._text())
 
     def _text(self) -> str:
-        """Return the text of the line."""
         waiting = sum(not handle.done() for handle in self._handles)
         if waiting == 0:
             return "stillframe: waiting for checkpoints to be removed"
@@ -297,6 +275,6 @@ class WaitingLine:
         return f"stillframe: waiting for {waiting} {noun} to reach the disk"
 
     def _bytes(self) -> tuple[int, int]:
-        """Return how many bytes of the saves are written, and how many they have."""
+        """Return how many bytes are written, and how many there are."""
         pairs = [handle.progress() for handle in self._handles]
         return sum(done for done, _ in pairs), sum(total for _, total in pairs)

@@ -1,13 +1,12 @@
 """Saves with another CheckpointIO: `AsyncCheckpointIO(checkpoint_io=other)`.
 
-    save    takes a snapshot in memory of the pool; a thread of stillframe's has `other` save it
+    save    takes a snapshot in pool memory; `other` saves the snapshot on a thread of stillframe's
     remove  `other` removes, on the same thread
     load    `other` loads, once everything submitted before has ended
 
-Saves and removes are external work of the process's log (`_save/ordered.py`). So a remove runs
-after the saves that were submitted before it, and only if the last of these has succeeded. And
-`exists` takes saves and removes in flight into account. The snapshot's memory goes back to the pool
-when `other` has returned. `other` decides how durable the result is.
+Saves and removes are external work of the process's log. So a remove runs after the saves that were
+submitted before it, and only if the last of them has succeeded. The snapshot's memory goes back to
+the pool when `other` has returned. `other` decides how durable the result is.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Inner:
         io: A CheckpointIO. If it is one of Lightning's wrappers and wraps nothing yet, it gets
             `reader()` to wrap, as Lightning does.
         reader: TorchCheckpointIO of the package.
-        sentence: Names the writer in each report; by default it has the class of `io`.
+        sentence: Names the writer in each report. By default it names the class of `io`.
     """
 
     def __init__(self, io: Any, reader: type[Any], sentence: str | None = None) -> None:
@@ -58,13 +57,12 @@ class Inner:
         engine: Engine,
         pending: list[SaveHandle],
     ) -> SnapshotSave:
-        """Take a snapshot, put its save into the log, and return. Wait while the engine has no free
-        slot.
+        """Take a snapshot and put its save into the log. Wait while the engine has no free slot.
 
         A checkpoint that is too large for the pool is saved from its own memory, in the call.
 
         Args:
-            pending: The plugin's saves, oldest first; those that have ended may be among them.
+            pending: The plugin's saves, oldest first. Some may have ended.
 
         Raises:
             BusyError: With `when_busy="raise"`.
@@ -83,17 +81,19 @@ class Inner:
             except BaseException:
                 slot.give_back()  # otherwise the traceback would keep the slot
                 raise
-            fallbacks, live = [self.sentence], None
+
+            fallbacks = [self.sentence]
+            uncopied = None
             if taken is None:
                 sentence = "It does not fit into the pool: it was written during the call."
                 log.warning("stillframe: %s: %s", target.given, sentence)
                 fallbacks.append(sentence)
-                live = checkpoint
+                uncopied = checkpoint
             else:
                 save.set_snapshot(taken)
 
             def work() -> bool:
-                return self._work(save, target, live, storage_options, fallbacks)
+                return self._work(save, target, uncopied, storage_options, fallbacks)
 
             save.submit(target.key(), _core.WORK_SAVE, work)
             if taken is None:
@@ -105,30 +105,28 @@ class Inner:
         self,
         save: SnapshotSave,
         target: CheckpointPath,
-        live: Any,
+        uncopied: Any,
         storage_options: Any,
         fallbacks: list[str],
     ) -> bool:
-        """Have `io` save, and end the save. Return whether it succeeded. This is external work of
-        the log, so it runs on a thread of stillframe's.
+        """Let `io` save, on another thread, and end the save. Return whether the save succeeded.
 
         Args:
-            live: The checkpoint itself if there is no snapshot, otherwise None.
+            uncopied: The checkpoint itself if there is no snapshot, otherwise None.
             fallbacks: Sentences for the save's report.
         """
         taken = save.snapshot()
         nbytes = 0
         failed: BaseException | None = None
         try:
-            tree = live if taken is None else taken.tree
+            tree = uncopied if taken is None else taken.tree
             save.record_copied()
             self.io.save_checkpoint(tree, target.given, storage_options=storage_options)
             nbytes = _size(target.text, 0 if taken is None else taken.nbytes)
-        except BaseException as error:  # whatever the other code raises, the save has failed
-            # The traceback is dropped, because its frames refer to the tree.
-            failed = error.with_traceback(None)
+        except BaseException as error:
+            failed = error.with_traceback(None)  # the traceback's frames would keep the tree
         finally:
-            tree = None  # a reference to the tree would keep the snapshot's memory
+            tree = None  # the tree would keep the snapshot's memory
             if taken is not None:
                 taken.release()
         if failed is None:
@@ -138,18 +136,18 @@ class Inner:
         return failed is None
 
     def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
-        """Append a remove by `io` to the log; arguments as for `ordered.submit_remove`."""
+        """Append a remove by `io` to the log. See `ordered.submit_remove`."""
         _ordered.submit_remove(path, key, self.io.remove_checkpoint, needed)
 
 
 def _take(
     checkpoint: Any, overlap: bool, engine: Engine, pending: list[SaveHandle]
 ) -> Snapshot[Any] | None:
-    """Take a snapshot. While the pool is full, wait for memory that earlier saves give back. Return
-    None if the checkpoint is too large for the pool."""
+    """Take a snapshot. While the pool is full, wait for earlier saves. Return None for a checkpoint
+    that is too large for the pool."""
 
     def wait_for_a_save() -> bool:
-        """Wait for the oldest save, which may free memory; return whether there was one."""
+        """Wait for the oldest save under way. Return False if there is none."""
         under_way = [save for save in list(pending) if not save.done()]
         if under_way:
             wait_for_end(under_way[0])
@@ -164,7 +162,7 @@ def _take(
 
 
 def _size(path: str, otherwise: int) -> int:
-    """Return the file's length, or `otherwise` if it cannot be determined."""
+    """Return the length of a file, or `otherwise` if `path` is no file."""
     try:
         return os.stat(path).st_size if os.path.isfile(path) else otherwise
     except OSError:

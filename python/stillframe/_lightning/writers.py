@@ -5,11 +5,8 @@
     torch.save was replaced      Lightning's TorchCheckpointIO, from a snapshot
     neither                      stillframe itself
 
-If `torch.save` was replaced by a function that is not stillframe's, TorchCheckpointIO calls that
-function, as its author expects. The function does not keep stillframe's promises. So this is logged
+A function that replaced `torch.save` does not keep stillframe's promises. So this case is logged
 once, and the report of every such save names it.
-
-stillframe reads a checkpoint itself if the result is that of Lightning's own reader.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ _REPLACED = (
     "Lightning's TorchCheckpointIO wrote it, as torch.save is not torch's own and that one calls"
     " it: it is not synced."
 )
-# Environment variables with which torch.load overrides `weights_only`.
+# With these environment variables, torch.load overrides `weights_only`.
 _FORCED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 
@@ -102,8 +99,8 @@ class PluginOptions:
             Engine(**own).close()  # raises now what the first save would raise
 
     def engine_options(self) -> EngineOptions | None:
-        """Return the options of the plugin's own engine. If all of them have their defaults, return
-        None: the plugin then has no engine of its own."""
+        """Return the options of the plugin's own engine. Return None if no such option was given,
+        so that the plugin has no engine of its own."""
         given = (self.pool_bytes, self.max_in_flight, self.when_busy)
         if given == (None, DEFAULT_IN_FLIGHT, "wait"):
             return None
@@ -114,8 +111,7 @@ class PluginOptions:
         }
 
     def save_options(self, path: str = "checkpoint", *, overlap: bool) -> SaveOptions:
-        """Return the options of a save to `path`. Without a path, the call only checks the
-        options."""
+        """Return the options of a save to `path`. Without a path, only check the options."""
         mirror = uploads.upload_of(
             path,
             self.mirror,
@@ -136,11 +132,7 @@ class PluginOptions:
 
 
 def refuse_skipping(when_busy: WhenBusy) -> None:
-    """Check `when_busy` of an engine that a plugin uses.
-
-    Raises:
-        ValueError: The value is "skip", which may lose checkpoints, or is not known.
-    """
+    """Raise ValueError unless `when_busy` of a plugin's engine is "wait" or "raise"."""
     if when_busy == "skip":
         raise ValueError(
             "when_busy='skip' would lose checkpoints under Lightning: ModelCheckpoint removes the"
@@ -153,13 +145,8 @@ def refuse_skipping(when_busy: WhenBusy) -> None:
 class Writers:
     """The writers of one plugin.
 
-    Args:
-        reader: TorchCheckpointIO of the package.
-        checkpoint_io: See `CheckpointPlugin`.
-
     Attributes:
         inner: The CheckpointIO that was given; None if stillframe itself writes.
-        options: The plugin's options.
 
     Raises:
         TypeError: `checkpoint_io` is not a CheckpointIO.
@@ -183,7 +170,6 @@ class Writers:
         storage_options: Any,
         overlap: bool,
     ) -> SaveHandle:
-        """Start the save of `checkpoint`, and return its handle."""
         engine = self.engine_of(work)
         inner = self._writer_of(target)
         options = self.options.save_options(target.name, overlap=overlap)
@@ -203,21 +189,18 @@ class Writers:
         return self.inner
 
     def load(self, target: CheckpointPath, *args: Any, **kwargs: Any) -> Any:
-        """Load with the CheckpointIO that was given, or with `read`."""
         if self.inner is not None:
             return self.inner.io.load_checkpoint(target.given, *args, **kwargs)
         return read(self._reader().load_checkpoint, target, args, kwargs)
 
     def tear_down(self) -> None:
-        """Tear down the CheckpointIO that was given."""
         if self.inner is not None:
             self.inner.io.teardown()
 
     def _writer_of(self, target: CheckpointPath) -> Inner | None:
         """Return the CheckpointIO that writes a file; None for stillframe itself."""
         writer = self.remover_of(target)
-        # torch.save may have been replaced by code that encrypts, or by a test that counts calls.
-        # Both expect to be called.
+        # The code that replaced torch.save expects to be called; it may encrypt, for example.
         if writer is None and torch.save not in (torch.serialization.save, save, async_save):
             writer = Inner(self._reader(), self._reader, _REPLACED)
             if not self._has_warned:
@@ -226,8 +209,7 @@ class Writers:
         return writer
 
     def engine_of(self, work: Work) -> Engine:
-        """Return the engine to save with: the plugin's own (made if necessary), the one given as
-        `engine=`, or the default engine."""
+        """Return the plugin's own engine, the engine given as `engine=`, or the default engine."""
         options = self.options.engine_options()
         if options is None:
             engine = engine_or_default(self.options.engine)
@@ -239,15 +221,8 @@ class Writers:
 
 
 def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
-    """Refuse a stillframe plugin as the CheckpointIO of another one.
-
-    Args:
-        ours: The class of stillframe's plugins.
-        name: The name of the class that the user has called, for the message.
-
-    Raises:
-        ValueError: `checkpoint_io` is an instance of `ours`, or wraps one.
-    """
+    """Raise ValueError if `checkpoint_io` is a plugin of class `ours`, or wraps one. `name` is for
+    the message."""
     if any(isinstance(io, ours) for io in (checkpoint_io, *io_chain(checkpoint_io))):
         raise ValueError(
             f"{name}(checkpoint_io=...) takes another CheckpointIO, not one of stillframe's: it"
@@ -256,8 +231,7 @@ def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
 
 
 def _refuse_no_io(checkpoint_io: Any) -> None:
-    """Raise TypeError at once for an object that is no CheckpointIO. Otherwise the first save would
-    fail, in the middle of a training."""
+    """Raise TypeError for an object that is no CheckpointIO, before the first save would fail."""
     if isinstance(checkpoint_io, type) or not all(
         callable(getattr(checkpoint_io, f"{what}_checkpoint", None))
         for what in ("save", "load", "remove")
@@ -268,8 +242,7 @@ def _refuse_no_io(checkpoint_io: Any) -> None:
 def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: Any) -> Any:
     """Load what `reader(target.given, *args, **kwargs)` would return.
 
-    Args:
-        reader: The `load_checkpoint` of the installed Lightning's CheckpointIO.
+    `reader` is the `load_checkpoint` of Lightning's own CheckpointIO.
 
     Raises:
         CorruptCheckpointError: The file is damaged.
@@ -288,14 +261,13 @@ def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: 
 def _arguments(
     reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: Any
 ) -> dict[str, Any] | None:
-    """Return keyword arguments with which `load` does what the reader does with `args` and
-    `kwargs`. Return None if the reader itself must be called."""
+    """Return the arguments with which `load` returns what the reader would return. Return None if
+    the reader itself must be called."""
     path = target.given
-    # The reader opens files through fsspec, which replaces "~" by the home directory.
+    # The reader replaces "~" by the home directory.
     if not isinstance(path, (str, os.PathLike)) or str(path).startswith("~"):
         return None
-    # torch.load may have been replaced by code that decrypts, or by a test that counts calls. Both
-    # expect to be called.
+    # The code that replaced torch.load expects to be called; it may decrypt, for example.
     if torch.load not in (torch.serialization.load, load):
         return None
     if any(name in os.environ for name in _FORCED):
