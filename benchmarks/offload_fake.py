@@ -123,7 +123,7 @@ class FakeStreams(Streams):
     def _copy(self, call: Any, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         addresses = [to.data_ptr(), source.data_ptr()]
         on_device = 1 if call is self.call.cuMemcpyDtoHAsync_v2 else 0
-        addresses[on_device] |= testing._DEVICE
+        addresses[on_device] |= testing._DEVICE_BIT
         self._check(call(*map(ctypes.c_uint64, addresses), ctypes.c_size_t(to.nbytes), stream))
         self.used.add(stream.value)
 

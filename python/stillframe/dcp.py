@@ -6,7 +6,7 @@
     ...                                           # keep training; the next step waits by itself
     response.upload_completion.result()
 
-Plans, resharding, collectives and metadata stay PyTorch's, and its `dcp.load` reads the checkpoint.
+PyTorch still does plans, resharding, collectives and metadata. Its `dcp.load` reads the checkpoint.
 `PinnedStager` and `FileSystemWriter` do the staging and the writing for PyTorch's own `async_save`.
 """
 

@@ -15,9 +15,9 @@ class SaveError(StillframeError, OSError):
     Attributes:
         errno: The system's error number.
         filename: The path as it was given.
-        phase: What was being done: "open", "lock", "allocate", "write", "sync", "rename", "sync
-            directory", "stage", or "link" for a `last.ckpt` that is a link. After "sync directory"
-            the new file is complete and in place, but may not be durable.
+        phase: The step that failed: "open", "lock", "allocate", "write", "sync", "rename", "sync
+            directory", "stage", or "link" for a `last.ckpt` that is a link. If "sync directory"
+            failed, the new file is complete and in place, but may not be durable.
     """
 
     def __init__(self, errno: int, strerror: str, filename: str, phase: str) -> None:
@@ -32,9 +32,8 @@ class SaveError(StillframeError, OSError):
 
 
 class TornSnapshotError(StillframeError):
-    """A tensor changed between the call and its copy, outside the optimizer's step. The copy would
-    be inconsistent (databases call this *torn*), with some bytes from before the change and some
-    from after it. The old file is untouched.
+    """A tensor changed between the call and its copy, outside the optimizer's step. The copy is
+    *torn*: it may mix bytes from before and after the change. The old file is untouched.
 
     Attributes:
         tensors: Names of the tensors that share the changed storage.
@@ -49,8 +48,8 @@ class TornSnapshotError(StillframeError):
 
 
 class PoolExhaustedError(StillframeError):
-    """Snapshots that the caller holds fill the pool. The call did not wait for memory, because only
-    the caller could free any."""
+    """Snapshots that the caller holds fill the pool. The call did not wait, because only the caller
+    can free that memory."""
 
 
 class BusyError(StillframeError):

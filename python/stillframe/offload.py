@@ -3,7 +3,7 @@
     from stillframe.offload import Offloader
 
     with Offloader("cuda") as offloader:
-        ticket = offloader.offload(tensors)    # copies the tensors to the pool; you may drop them
+        ticket = offloader.offload(tensors)    # copies them to the pool; you may drop the tensors
         ...
         offloader.prefetch(ticket)             # copies them back while the device computes
         tensors = offloader.onload(ticket)     # the current stream, not the host, waits for them

@@ -1,8 +1,7 @@
 """Helpers for tests: make the system calls under a save fail, fall short, wait or be slow.
 
-The C core makes every call for files, memory, threads and time through one table. Inside a
-``with fault(...)``, ``held(...)`` or ``slow(...)`` block, wrappers in that table count the calls
-and change them as the block says; outside they only forward them.
+The C core makes every call for files, memory, threads and time through one table. Inside a block of
+``fault``, ``held`` or ``slow``, wrappers in that table count the calls and change some of them.
 
     with fault("fdatasync", err=errno.EIO) as injected:
         with pytest.raises(stillframe.SaveError):
@@ -15,11 +14,11 @@ Calls are named as in ``csrc/core/base/sys.h``, and "*" means any of them:
     mkdir rename exchange unlink rmdir opendir mmap munmap mprotect madvise mincore malloc calloc
     realloc thread_create set_nice get_affinity set_affinity
 
-"readdir", "closedir", "free", "thread_join" and "clock_gettime" can only be held or slow. So can
-the copies of tensor bytes: "capture_copy" (during the call) and "lane_copy" (after the call).
+"readdir", "closedir", "free", "thread_join" and "clock_gettime" can only be held or slow. The same
+is true of the copies of tensor bytes: "capture_copy" (during the call) and "lane_copy" (after it).
 
-Faults apply to the process, not to a thread. Blocks nest; up to 16 faults exist at a time. Enter
-the first block while no save is in flight, because it replaces the table.
+Faults apply to all threads of the process. Blocks nest; up to 16 faults exist at a time. Enter the
+first block while no save is in flight, because it replaces the table.
 """
 
 import ctypes
@@ -38,7 +37,8 @@ from stillframe._tree import skeleton
 
 __all__ = ["FakeDriver", "Injected", "fault", "held", "host_as_device", "slow"]
 
-_FOREVER_NS = (1 << 64) - 1  # SFR_FOREVER
+_FOREVER_NS = (1 << 64) - 1  # SFR_FOREVER in the core
+_NO_LIMIT = -1
 _LIMITS = {"half": -2, "all but one": -3}  # the core's codes for these limits
 _lock = threading.Lock()  # protects the two depths, and the core's list of faults
 _depth = 0  # how many blocks of `fault`, `slow` and `held` are entered
@@ -68,8 +68,9 @@ def _injected(
 
     Args:
         err: The errno of the failure; 0 for none.
-        limit: The most bytes of a transfer, or a value of `_LIMITS`; -1 for no limit.
-        delay_ns: The time to sleep before the call; `_FOREVER_NS` holds it until the block's end.
+        limit: The most bytes of a transfer, a value of `_LIMITS`, or `_NO_LIMIT`.
+        delay_ns: The time to sleep before the call; `_FOREVER_NS` holds the call until the block's
+            end.
     """
     global _depth
     with _lock:
@@ -103,9 +104,9 @@ def fault(
         sticky: Make every later call fail too.
         err: The errno of the failure. A failed call has done nothing, except "close", which has
             closed the file.
-        limit: Instead of failing, "pread" and "pwrite" transfer at most that many bytes, or "half",
-            or "all but one" of those requested; `err` is then not used. 0 transfers none and
-            reports no error.
+        limit: Let "pread" and "pwrite" transfer only a part of the requested bytes, instead of
+            failing: at most a number of bytes, "half" or "all but one". `err` is then not used. 0
+            transfers nothing and reports no error.
 
     Raises:
         ValueError: The call is unknown or cannot fail, `nth` is below 1, or `limit` is invalid.
@@ -120,14 +121,16 @@ def fault(
     elif limit is None:
         if err <= 0:
             raise ValueError(f"err is an errno, got {err}")
-        nr_bytes = -1
+        nr_bytes = _NO_LIMIT
     else:
         if limit < 0:
             raise ValueError(f"limit is a number of bytes, got {limit}")
         nr_bytes = limit
     if limit is not None and call not in ("pread", "pwrite"):
         raise ValueError(f"only 'pread' and 'pwrite' can fall short, not {call!r}")
-    with _injected(call, nth, sticky, 0 if limit is not None else err, nr_bytes, 0) as injected:
+    if limit is not None:
+        err = 0
+    with _injected(call, nth, sticky, err, nr_bytes, 0) as injected:
         yield injected
 
 
@@ -149,7 +152,7 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
         raise ValueError(f"nth counts from 1, got {nth}")
     if seconds < 0:
         raise ValueError(f"seconds must not be negative, got {seconds}")
-    with _injected(call, nth, sticky, 0, -1, round(seconds * 1e9)) as injected:
+    with _injected(call, nth, sticky, 0, _NO_LIMIT, round(seconds * 1e9)) as injected:
         yield injected
 
 
@@ -157,8 +160,7 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
 def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
     """Hold the `nth` call and (with `sticky`) every later one until the block is left.
 
-    A test can then examine an unfinished save without a race. A block that waits for the end of
-    that save never ends itself.
+    A test can then examine an unfinished save. Do not wait for the end of that save in the block.
 
     Args:
         call: The name of the call; the module's docstring lists the names, and all can be held.
@@ -171,13 +173,14 @@ def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
     """
     if nth < 1:
         raise ValueError(f"nth counts from 1, got {nth}")
-    with _injected(call, nth, sticky, 0, -1, _FOREVER_NS) as injected:
+    with _injected(call, nth, sticky, 0, _NO_LIMIT, _FOREVER_NS) as injected:
         yield injected
 
 
 # ---- the CUDA path without a GPU ----
 
 _ENV_NAME = "STILLFRAME_LIBCUDA"
+_MAX_SENTENCES = 64  # the fake driver keeps this many sentences about violations
 _REAL_NUMBER_OF = _device.number_of
 _shown_depth = 0  # how many blocks of `host_as_device` are entered
 _capturing = False  # the last argument of `FakeDriver.capture`
@@ -210,8 +213,8 @@ class FakeDriver:
         self._library.fake_cuda_reset()
 
     def fail(self, call: str, *, nth: int = 1, sticky: bool = False, code: int) -> None:
-        """Make the `nth` call from now on return the CUDA error `code`; with `sticky` every later
-        call too. An error that loses the context kills the device.
+        """Make the `nth` call from now on return the CUDA error `code`. With `sticky`, make every
+        later call fail too. An error that loses the context kills the device.
 
         Args:
             call: The symbol of the driver's function, or "*" for any.
@@ -227,8 +230,8 @@ class FakeDriver:
         self._library.fake_cuda_delay(ctypes.c_uint64(max_ns), ctypes.c_uint64(seed))
 
     def segments(self, nbytes: int) -> None:
-        """Divide the device's memory into segments of `nbytes`, like an allocator with expandable
-        segments: batches refuse a copy across two of them. 0 removes the segments."""
+        """Divide the device's memory into segments of `nbytes`. A batch of copies then refuses a
+        copy across two segments, as with expandable segments. 0 removes the segments."""
         self._library.fake_cuda_segments(ctypes.c_uint64(nbytes))
 
     def hold(self, yes: bool) -> None:
@@ -236,7 +239,7 @@ class FakeDriver:
         self._library.fake_cuda_hold(int(yes))
 
     def capture(self, yes: bool) -> None:
-        """Have the driver and torch say from now on whether the current stream captures a graph."""
+        """Set whether the driver and torch say that the current stream captures a graph."""
         global _capturing
         _capturing = yes
         self._library.fake_cuda_capture(None, int(yes))
@@ -278,12 +281,11 @@ class FakeDriver:
     @property
     def violations(self) -> list[str]:
         """Return a sentence for each broken rule of the driver."""
-        # The driver counts all violations, but keeps only the first 64 sentences.
-        nr = min(int(self._library.fake_cuda_nr_violations()), 64)
+        nr = min(int(self._library.fake_cuda_nr_violations()), _MAX_SENTENCES)
         return [self._library.fake_cuda_violation(ctypes.c_uint64(i)).decode() for i in range(nr)]
 
 
-_DEVICE = 1 << 54  # FAKE_CUDA_DEVICE: above the address space of any process
+_DEVICE_BIT = 1 << 54  # FAKE_CUDA_DEVICE of the fake driver: above any process's address space
 _real_address_of = torch.UntypedStorage.data_ptr
 
 
@@ -292,9 +294,21 @@ def _number_on_device(device: torch.device) -> int:
 
 
 def _device_address(storage: torch.UntypedStorage) -> int:
-    """Return an address at which the fake driver finds the storage and the host has no memory."""
+    """Return the fake driver's address of a host storage; 0 for a storage without memory."""
     address = _real_address_of(storage)
-    return address and address | _DEVICE  # 0, for a storage without memory, stays 0
+    if address == 0:
+        return 0
+    return address | _DEVICE_BIT
+
+
+# Replacements of the functions that the observer calls for a tensor or its storage.
+_OBSERVER_ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "is_cpu": lambda tensor: False,
+    "device_index": lambda tensor: 0,
+    "is_shared": lambda storage: True,
+    "data_ptr": _device_address,
+}
+_originals: list[tuple[Any, str, Any]] = []  # (module, name, original) of each replaced function
 
 
 @contextmanager
@@ -302,10 +316,10 @@ def host_as_device() -> Iterator[FakeDriver]:
     """Make saves, snapshots and loads treat host tensors as tensors on CUDA device 0.
 
     `STILLFRAME_LIBCUDA` must name the fake driver (`build/libfake_cuda.so`, made by `make build`).
-    Its "current stream" is the calling thread, where torch runs CPU work. Questions about a tensor
-    get the answers for a CUDA tensor, with an address at which the host has no memory: a read there
-    kills the process. Saved files say that the tensors live on the CPU, as they do. Everything else
-    takes the code path of GPU tensors. Blocks nest, and include saves of other threads.
+    The current stream is the calling thread, where torch runs CPU work. Tensors get addresses at
+    which the host has no memory, so that a read by the host kills the process. Saved files say that
+    the tensors are on the CPU. Everything else takes the code path of GPU tensors. Blocks nest, and
+    apply to all threads.
 
     Yields:
         The driver's controls.
@@ -332,8 +346,8 @@ def host_as_device() -> Iterator[FakeDriver]:
 
 
 def _answers() -> dict[str, Any]:
-    """Return replacements, by name in `TorchTypes`, of functions that the C code asks about a
-    tensor: they answer as if a host tensor were on device 0."""
+    """Return replacements of functions that the C code calls for a tensor. They answer as if a host
+    tensor were on device 0. The keys are fields of `TorchTypes`."""
     return {
         "where": lambda tensor: 1 if skeleton._where(tensor) == 0 else -1,
         "device_index": lambda tensor: 0,
@@ -342,7 +356,7 @@ def _answers() -> dict[str, Any]:
 
 
 def _show_on_device() -> None:
-    """Replace every function that tells where a tensor lives. `_originals` keeps them."""
+    """Replace every function that says where a tensor is. `_originals` keeps the originals."""
     answers = _answers()
     shown: list[tuple[Any, str, Any]] = [
         (skeleton, "_types", skeleton._make_types(**answers)),
@@ -362,13 +376,3 @@ def _show_on_device() -> None:
         setattr(module, name, value)
     for name, answer in _OBSERVER_ANSWERS.items():
         _core.Observer.present(name, answer)
-
-
-# The observer's questions to torch, with the answers for a tensor on a device and its storage.
-_OBSERVER_ANSWERS: dict[str, Callable[[Any], Any]] = {
-    "is_cpu": lambda tensor: False,
-    "device_index": lambda tensor: 0,
-    "is_shared": lambda storage: True,
-    "data_ptr": _device_address,
-}
-_originals: list[tuple[Any, str, Any]] = []  # (module, name, original) of each replaced function

@@ -21,6 +21,7 @@ from stillframe._save import ordered
 from stillframe._tree import keypaths
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
+# Parts of messages.
 PACKED = "another program packed it"
 HALF_WRITTEN = "what into= names is half written"
 
@@ -43,36 +44,32 @@ class Request:
 
     @property
     def runs_code(self) -> bool:
-        """Whether all functions that the pickle names may be called. If `weights_only` is None,
-        which is torch.load's default, only those that torch allows are called."""
+        """Whether the pickle may call any function. It may not if `weights_only` is None."""
         return self.weights_only is not None and not self.weights_only
 
     def open_file(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
-        """Wait for the saves of a path that were submitted before, and open the file.
-
-        Args:
-            peek: Only a small part of the file will be read for now.
-        """
+        """Wait for the saves of a path that were submitted before, and open the file. With `peek`,
+        only a small part of the file is read at first."""
         if not self.disk.is_remote:
             return closing(ordered.open_in_order(path))
         ordered.wait_for_key(urls.key(path))
-        # All files that an index names are looked up before the first of them is opened.
         if path.endswith(safetensors.INDEX_SUFFIX):
+            # Wait for the saves to the directory, because the index names files in it.
             ordered.wait_for_key(urls.key(os.path.dirname(path)) + b"/")
         return self.disk.open(path, peek=peek)
 
     def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
-        """Call `_core.restore` for the open file, and add the file's name to an OSError.
+        """Check the archive's directory.
 
         Returns:
-            What a check of the archive's directory found; and a restore of the records, which has
-            not begun, or None if the core cannot find the records.
+            - What the check found.
+            - A restore of the records that has not begun. None if the core cannot find the records.
         """
         with named(self.path):
             return _core.restore(fd, self.verify, self.shared)
 
     def open_again(self, fd: int) -> _core.Restore:
-        """Open a file for which `open` has returned a restore before."""
+        """Return a second restore of a file for which `open` has returned one."""
         return cast("_core.Restore", self.open(fd)[1])
 
 
@@ -82,8 +79,8 @@ class TorchMustReadError(Exception):
 
 @contextmanager
 def half_written() -> Iterator[None]:
-    """Add a note to any exception that is raised in the block: the targets are half written. Add
-    no note if the message says this already."""
+    """Add a note to an exception of the block that the targets are half written. Add no note if the
+    message says this already."""
     try:
         yield
     except BaseException as error:
@@ -94,16 +91,8 @@ def half_written() -> Iterator[None]:
 
 @contextmanager
 def explained(fd: int, request: Request, more: str = "") -> Iterator[None]:
-    """Turn an exception of a restore that is raised in the block into an error for users.
-
-    Args:
-        fd: The open file.
-        request: The arguments of the load.
-        more: A clause for the end of the message.
-
-    Raises:
-        TorchMustReadError: torch has to read the archive.
-    """
+    """Turn an exception of a restore in the block into an error for users. `more` is the end of the
+    message. Raise TorchMustReadError if torch has to read the archive."""
     try:
         yield
     except RestoreFailed as failed:
@@ -124,12 +113,10 @@ def explained(fd: int, request: Request, more: str = "") -> Iterator[None]:
 
 
 def _raise_failure(failure: Failure, fd: int, request: Request, more: str) -> NoReturn:
-    """Raise the error for a restore's failure, with `more` at the end of the message."""
     if failure.code == _core.ECORRUPT:
         more = f" (at byte {failure.offset}{_tensors_in(fd, request, failure.record)}){more}"
         try:
-            # This reads the whole file again, and raises an error in the words of `stillframe
-            # verify` if it is damaged.
+            # Reads the whole file again. If it is damaged, this raises the error.
             check_fd(fd, request.path, verify=request.verify)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}{more}") from None
@@ -139,8 +126,7 @@ def _raise_failure(failure: Failure, fd: int, request: Request, more: str) -> No
             f" read again, it is right: {medium} or the memory is not to be trusted"
         )
     if request.disk.is_remote:
-        # `load` replaces this error by the store's, and adds a note that says the same as `more`.
-        more = ""
+        more = ""  # `load` raises the store's error instead, with a note that says the same
     if failure.reason is not None:
         raise StillframeError(f"{request.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"
@@ -148,7 +134,7 @@ def _raise_failure(failure: Failure, fd: int, request: Request, more: str) -> No
 
 
 def _tensors_in(fd: int, request: Request, record: str) -> str:
-    """Return words for a message that name the tensors in a record, or "" if it has none."""
+    """Return words for a message that name the tensors in a record, or ""."""
     folder, _, key = record.partition("/")
     if folder != "data":
         return ""
@@ -169,7 +155,7 @@ def _tensors_in(fd: int, request: Request, record: str) -> str:
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Replace an OSError that is raised in the block by one that has the file's name."""
+    """Replace an OSError of the block by an OSError that has the file's name."""
     try:
         yield
     except OSError as error:
@@ -192,8 +178,8 @@ def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[s
     """Check that the open file is a whole checkpoint; return what `_core.check` found.
 
     Args:
-        later: Leave the headers of records unread if the records are long. The caller has to check
-            them later; `headers` in the result says whether they were read.
+        later: Do not read the headers of long records. If `headers` in the result is False, the
+            caller has to check the headers later.
 
     Raises:
         CorruptCheckpointError: The file is damaged.

@@ -1,9 +1,8 @@
 """Loads safetensors files: a flat dict of tensors, without a pickle.
 
-The header says where each tensor's bytes are. So the core's threads get a list of the tensors'
-byte ranges (`_core.restore_bare`), and read them ahead of the code that makes the tensors. Here a
-record is the bytes of one tensor. An index names several such files, which are loaded one after the
-other.
+The header says where each tensor's bytes are. The core's threads get a list of these byte ranges,
+and read them ahead of the code that makes the tensors. Here a record is the bytes of one tensor. An
+index names several such files, which are loaded one after the other.
 
 The format has no checksums, so only the structure of a file is checked.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,11 +33,7 @@ from stillframe.errors import CorruptCheckpointError, StillframeError
 
 
 def is_safetensors_or_index(fd: int, path: str) -> bool:
-    """Return whether an open file is a safetensors file, or an index that names such files.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return whether an open file is a safetensors file, or an index that names such files."""
     with named(path):
         return path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path)
 
@@ -51,15 +45,13 @@ class _File:
     opened: Opened
     path: str
     header: Header
-    first: int  # the number of its first tensor, counted over all files
+    first: int  # the number of its first tensor among the tensors of all files
 
 
 class Files:
     """A safetensors file, or all files that an index names; a context manager.
 
-    Args:
-        opened: The open file or index; the caller closes it.
-        request: The arguments of the load.
+    The caller closes `opened`, the file or index.
 
     Raises:
         CorruptCheckpointError: A file is damaged or missing.
@@ -90,21 +82,20 @@ class Files:
         if not path.endswith(safetensors.INDEX_SUFFIX):
             return [_File(opened, path, _header(opened.fileno(), path), 0)]
         files: list[_File] = []
+        first = 0
         for name, tensors in safetensors.read_index(self._request.disk, path).items():
             shard = os.path.join(os.path.dirname(path), name)
             opened = self._stack.enter_context(self._request.open_file(shard, peek=True))
             header = _header(opened.fileno(), shard)
-            # Frees the file's memory, because an index may name many files.
-            self._request.disk.rest(opened)
+            self._request.disk.rest(opened)  # frees memory, because there may be many files
             safetensors.refuse_other_tensors(name, header.entries, tensors)
-            first = files[-1].first + len(files[-1].header.entries) if files else 0
             files.append(_File(opened, shard, header, first))
+            first += len(header.entries)
         return files
 
     # ---- new tensors ----
 
     def load(self, map_location: MapLocation) -> dict[str, Tensor]:
-        """Return new tensors with the files' bytes."""
         tensors: dict[str, Tensor] = {}
         for file in self._files:
             tensors.update(self._load(file, map_location))
@@ -114,17 +105,19 @@ class Files:
         """Yield the names and new tensors of one file."""
         entries = file.header.entries
         if isinstance(map_location, dict):
-            # A safetensors file does not say where its tensors were: all count as saved on the CPU.
+            # In this format, all tensors count as saved on the CPU.
             map_location = map_location.get("cpu", "cpu")
         if str(map_location) == "meta" or restore.reads_no_bytes():
             yield from _without_bytes(entries, map_location)
             return
         if not entries:
             return
+
         devices: dict[int, torch.device] = {}
         if map_location is not None and placement.may_find(map_location):
             device = _device.of_location(str(map_location))
-            devices = {} if device is None else dict.fromkeys(range(len(entries)), device)
+            if device is not None:
+                devices = dict.fromkeys(range(len(entries)), device)
         restore_location = _location_rule(None if devices else map_location)
         core = self._restore(file)
         memory = restore.ReadAhead(core, restore.ahead_bytes(map_location, devices), devices)
@@ -134,7 +127,8 @@ class Files:
                 for index, entry in enumerate(entries):
                     storage = memory.take(index)
                     assert storage is not None  # no record is taken twice
-                    storage = storage if devices else restore_location(storage, "cpu")
+                    if not devices:
+                        storage = restore_location(storage, "cpu")
                     yield entry.name, _tensor_over(storage, entry)
                 memory.finish()
             finally:
@@ -142,42 +136,40 @@ class Files:
         self._request.disk.rest(file.opened)
 
     def mapped(self, map_location: MapLocation) -> dict[str, Tensor]:
-        """Return tensors over the files' pages, mapped privately. A tensor is copied if its bytes
-        do not begin at a multiple of its element size."""
+        """Return tensors over the files' pages, mapped privately."""
         if restore.reads_no_bytes() or str(map_location) == "meta":
             return self.load(map_location)
         tensors: dict[str, Tensor] = {}
         restore_location = _location_rule(map_location)
         for file in self._files:
-            # The path may name another file by now, but this name is that of the open file.
             fd, nbytes = file.opened.fileno(), file.header.nbytes
             _core.arrive(fd)  # waits until all bytes of a remote object are here
-            name = f"/proc/self/fd/{fd}"
+            name = f"/proc/self/fd/{fd}"  # names the open file, unlike the path
             whole = torch.UntypedStorage.from_file(name, False, nbytes)
             for entry in file.header.entries:
                 storage = whole[entry.begin : entry.end]
                 if entry.begin % _dtype(entry).itemsize:
-                    storage = storage.clone()
+                    storage = storage.clone()  # torch needs aligned elements
                 tensors[entry.name] = _tensor_over(restore_location(storage, "cpu"), entry)
         return tensors
 
     # ---- in place ----
 
     def shapes(self) -> tuple[dict[str, Tensor], list[int]]:
-        """Return meta tensors by name, and the length of each record in bytes. The storage of a
-        tensor has the number of its record, as in `restore.Shapes`, for `into.match` and `fill`."""
+        """Return meta tensors by name, and the length of each record in bytes. `restore.record_of`
+        tells the record of a tensor."""
         entries = [entry for file in self._files for entry in file.header.entries]
         sizes = [entry.end - entry.begin for entry in entries]
         tensors: dict[str, Tensor] = {}
         for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
             storage = restore.new_storage(size, "meta")
-            storage._checkpoint_offset = number  # torch keeps an offset in this attribute
+            storage._checkpoint_offset = number  # for `restore.record_of`
             tensors[entry.name] = _tensor_over(storage, entry)
         return tensors, sizes
 
     def fill(self, plan: Plan, new: list[Tensor]) -> None:
-        """Read the bytes into the targets, with `Fill`. Afterwards call the plan's `finish`. `new`
-        is the plan's `new_tensors`."""
+        """Read the bytes into the targets. The caller then calls the plan's `finish`. `new` is the
+        plan's `new_tensors`."""
         for file in self._files:
             if file.header.entries:
                 core = self._restore(file)
@@ -191,16 +183,15 @@ class Files:
 
     def _restore(self, file: _File) -> _core.Restore:
         """Return a restore whose records are the file's tensors."""
-        stretches = array.array("Q")
+        ranges = array.array("Q")  # offset and length of each record
         for entry in file.header.entries:
-            stretches.extend((entry.begin, entry.end - entry.begin))
+            ranges.extend((entry.begin, entry.end - entry.begin))
         fd = file.opened.fileno()
-        return _core.restore_bare(fd, stretches, file.header.nbytes, self._request.shared)
+        return _core.restore_bare(fd, ranges, file.header.nbytes, self._request.shared)
 
 
 def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
-    """Return a file's tensors by name. If `into` is a module, add the names of those of its tensors
-    that are tied to one in the file.
+    """Return a file's tensors by name. If `into` is a module, add the other names of tied tensors.
 
     Tied tensors share memory. A safetensors file has them once, under one of their names.
     """
@@ -212,7 +203,7 @@ def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
         for name, tensor in into.state_dict().items()
         if isinstance(tensor, Tensor) and tensor.numel()
     ]
-    named: dict[tuple[Any, ...], str] = {}  # by memory, the first name that the file has
+    named: dict[tuple[Any, ...], str] = {}  # by memory: the first name that the file has
     for name, memory in live:
         if name in tensors:
             named.setdefault(memory, name)
@@ -223,7 +214,7 @@ def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
 
 
 def _header(fd: int, path: str) -> Header:
-    """Return the header of an open file. See `Files` for the errors."""
+    """Return the header of an open file. Raise the errors of `Files`."""
     try:
         header = safetensors.read_header(fd)
     except safetensors.Damaged as error:
@@ -239,7 +230,6 @@ def _header(fd: int, path: str) -> Header:
 
 
 def _dtype(entry: Entry) -> torch.dtype:
-    """Return torch's type of an entry."""
     dtype: torch.dtype = getattr(torch, safetensors.DTYPES[entry.dtype][1])
     return dtype
 
@@ -254,12 +244,13 @@ def _shape(entry: Entry) -> tuple[int, ...]:
 def _tensor_over(storage: torch.UntypedStorage, entry: Entry) -> Tensor:
     """Return an entry's tensor over `storage`, which has the bytes of this tensor only."""
     shape = _shape(entry)
-    # Strides of a contiguous tensor: in each dimension the product of the later sizes.
-    strides = itertools.accumulate(
-        (max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1
-    )
+    strides: list[int] = []  # of a contiguous tensor
+    stride = 1
+    for size in reversed(shape):
+        strides.insert(0, stride)
+        stride *= max(size, 1)
     empty = torch.empty(0, dtype=_dtype(entry), device=storage.device)
-    return empty.set_(storage, 0, shape, tuple(strides)[: len(shape)][::-1])
+    return empty.set_(storage, 0, shape, tuple(strides))
 
 
 def _without_bytes(entries: list[Entry], map_location: MapLocation) -> Iterator[tuple[str, Tensor]]:
@@ -276,8 +267,8 @@ def _location_rule(map_location: MapLocation) -> Any:
 
 @contextlib.contextmanager
 def _explained(file: _File, more: str = "") -> Iterator[None]:
-    """Turn a RestoreFailed that is raised in the block into an error for users, with `more` at the
-    end of the message."""
+    """Turn a RestoreFailed of the block into an error for users, with `more` at the end of the
+    message."""
     try:
         yield
     except RestoreFailed as failed:

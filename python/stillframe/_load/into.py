@@ -1,8 +1,8 @@
 """The plan of `load(into=)`: which part of a file goes where in a tree of tensors and objects.
 
-`match` compares the user's tree with the file's, so that mismatches are reported before a byte is
-written. The plan can be carried out in two ways: straight from the file's records (fill.py), or by
-copying from a tree that was loaded into new memory (`copy`). Here "found" is what the file has.
+`match` compares the user's tree with the file's tree, before a byte is written. The plan can be
+carried out in two ways: straight from the file's records (fill.py), or by copying from a tree that
+was loaded into new memory (`copy`). Here `target` is in the user's tree, and `found` in the file's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stillframe._tree.rebuild import (
 _MAX_SHOWN = 8  # problems that an error lists
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of these types wrap no other tensors
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_OVERLAPS = 1  # at::MemOverlap::Yes
+_OVERLAPS = 1  # torch's at::MemOverlap::Yes
 WAS_FREED = "its memory was freed or shrunk when it was saved"
 
 
@@ -38,9 +38,8 @@ class Plan:
     """The tensors, values and calls that fill a tree.
 
     Attributes:
-        tensors: (path in the tree, target, the file's tensor) of each tensor to be written to.
-        values: (container, key, the file's value) of each value to be set in a container, after all
-            bytes are read.
+        tensors: The tensors to fill: (path in the tree, target, the file's tensor).
+        values: The values to set when all tensors are filled: (container, key, the file's value).
         calls: The calls to make after the values are set, in this order.
         problems: Sentences about parts of the tree that do not fit the file.
     """
@@ -51,7 +50,7 @@ class Plan:
     problems: list[str] = field(default_factory=list)
 
     def refuse_problems(self) -> None:
-        """Raise ValueError if something does not fit."""
+        """Raise ValueError if there are problems."""
         if self.problems:
             shown = self.problems[:_MAX_SHOWN]
             if len(self.problems) > _MAX_SHOWN:
@@ -59,11 +58,8 @@ class Plan:
             raise ValueError("the file does not fit what into= names: " + "; ".join(shown))
 
     def refuse_short(self, sizes: list[int]) -> None:
-        """Raise ValueError if something does not fit, or a record is too short for its tensor.
-
-        Args:
-            sizes: The bytes of each record.
-        """
+        """Raise ValueError if there are problems, or if a record is too short for its tensor.
+        `sizes` has the bytes of each record."""
         for path, _, found in self.tensors:
             index = restore.record_of(found)
             if index is not None and reach(found) > sizes[index]:
@@ -72,15 +68,13 @@ class Plan:
 
     def new_tensors(self, sizes: list[int]) -> list[Tensor] | None:
         """Return the file's tensors that get new memory: those in `values` and in arguments of
-        `calls`.
+        `calls`. `sizes` has the bytes of each record.
 
-        Return None if the plan cannot be carried out straight from the records. One reason is a
-        tensor of `restore.Shapes` that does not tell which bytes are its own: it wraps other
-        tensors, is inside an object that is no container, or is longer than its record. The other
-        is targets that share memory, where the order in the tree decides which bytes remain.
+        Return None if the plan cannot be carried out straight from the records:
 
-        Args:
-            sizes: The bytes of each record.
+        - A tensor of the file wraps other tensors, is inside an object that is no container, or is
+          longer than its record.
+        - Targets share memory, and get different bytes.
         """
         if any(restore.record_of(found) is None for *_, found in self.tensors):
             return None
@@ -101,7 +95,7 @@ class Plan:
         return found
 
     def finish(self) -> None:
-        """Set the values and make the calls. Call this when all tensors are filled."""
+        """Set the values and make the calls. All tensors must be filled before."""
         for container, key, value in self.values:
             container[key] = value
         for call in self.calls:
@@ -114,8 +108,8 @@ class Plan:
 
 
 def _leaves(trees: list[Any]) -> Iterator[Any]:
-    """Yield every object inside the trees that is not a container, once. Attributes of containers
-    and tensors are walked too."""
+    """Yield each object in the trees that is not a container, once. Walk attributes of containers
+    and tensors too."""
     stack, seen = [*trees], set()
     while stack:
         node = stack.pop()
@@ -135,32 +129,32 @@ def _leaves(trees: list[Any]) -> Iterator[Any]:
 def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
     """Return whether some targets share memory and get different bytes of the file.
 
-    Such memory should get the bytes of the last target in the tree. But records are read in the
-    file's order, and several at a time. Targets count as sharing memory if their address ranges
-    overlap, even if their elements only interleave, as the columns of a matrix do.
+    Such memory has to get the bytes of the last target in the tree, but records are not read in
+    that order. Targets count as sharing memory if their address ranges overlap.
     """
     spans: list[tuple[str, int, int, object]] = []  # (device, first byte, end, source)
     for _, target, found in tensors:
         if type(target) in _PLAIN and target.numel():
             first = target.data_ptr()
-            start = int(target.storage_offset()) * target.element_size()
-            # `source` is equal for two targets that get the same bytes of the file wherever they
-            # share memory: from the same record, at the same distance, in the same order.
-            shift = int(found.storage_offset()) * found.element_size() - first
-            permuted: object = None
+            offset = int(target.storage_offset()) * target.element_size()
+            end = first + reach(target) - offset
+            # Two targets with the same `source` get the same bytes where they share memory: from
+            # the same record, at the same distance, in the same order.
+            distance = int(found.storage_offset()) * found.element_size() - first
+            order: object = None
             if target.stride() != found.stride():
-                permuted = (target.stride(), found.stride(), target.shape)
+                order = (target.stride(), found.stride(), target.shape)
             sign = found.is_conj(), found.is_neg()
-            source: object = (restore.record_of(found), shift, permuted, sign)
-            spans.append((str(target.device), first, first + reach(target) - start, source))
+            source: object = (restore.record_of(found), distance, order, sign)
+            spans.append((str(target.device), first, end, source))
     spans.sort(key=lambda span: span[:3])
-    where, end = "", 0  # the device of the last span, and the largest end of the spans there
-    last: object = None
-    for device, first, span_end, source in spans:
-        if device == where and first < end and source != last:
+    last_device, last_end = "", 0
+    last_source: object = None
+    for device, first, end, source in spans:
+        if device == last_device and first < last_end and source != last_source:
             return True
-        end = max(end, span_end) if device == where else span_end
-        where, last = device, source
+        last_end = max(last_end, end) if device == last_device else end
+        last_device, last_source = device, source
     return False
 
 
@@ -177,8 +171,8 @@ def match(target: Any, found: Any) -> Plan:
 
     All parts of `target` must be in the file; the file may have more. A value in a dictionary or
     list is replaced by the file's value if it is not a tensor, a container or an object with a
-    state_dict. A container or object that is in `target` several times, even inside itself, is
-    filled once, from its first path.
+    state_dict. A container or object that is in `target` several times is filled once, from its
+    first path.
     """
     plan = Plan()
     stack: list[tuple[str, Any, Any]] = [("", target, found)]
@@ -211,11 +205,8 @@ def match(target: Any, found: Any) -> Plan:
 
 
 def _item(found: Any, name: Any) -> Any:
-    """Return an item of `found`, a container in the file.
-
-    Raises:
-        KeyError, IndexError, TypeError: The file has no such item, or `found` is no container.
-    """
+    """Return an item of a container in the file. Raise KeyError, IndexError or TypeError if `found`
+    has no such item."""
     if isinstance(found, (Tensor, str, bytes)) or is_array(found):
         raise TypeError
     if isinstance(found, dict) and name not in found:
@@ -224,7 +215,7 @@ def _item(found: Any, name: Any) -> Any:
 
 
 def _is_walked(value: Any) -> bool:
-    """Return whether a value, or a part of it, is filled in place. If not, the file's value
+    """Return whether a value is filled in place, at least in part. Otherwise the file's value
     replaces it."""
     if isinstance(value, tuple):
         return any(map(_is_walked, value))
@@ -242,11 +233,8 @@ def _why_not_replaced(value: Any, file_value: Any) -> str:
 
 
 def _items(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys or indices of a container of the user's tree, each with its value.
-
-    Raises:
-        TypeError: The node is no container.
-    """
+    """Yield the keys or indices of a container, with their values. Raise TypeError if `node` is no
+    container."""
     if isinstance(node, dict):
         yield from node.items()
     elif isinstance(node, (list, tuple)):
@@ -259,7 +247,6 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _match_stateful(plan: Plan, path: str, node: Any, found: Any) -> None:
-    """Add to the plan how to fill an object with a state_dict, or why this cannot be done."""
     filling = stateful.filling(path, node, found)
     plan.problems += filling.problems
     plan.calls += filling.calls
@@ -268,7 +255,7 @@ def _match_stateful(plan: Plan, path: str, node: Any, found: Any) -> None:
 
 
 def _match_tensor(plan: Plan, path: str, target: Tensor, found: Any) -> None:
-    """Add to the plan how to fill a tensor, or why this cannot be done."""
+    """Add a tensor to the plan, or the problem why it cannot be filled."""
     if not isinstance(found, Tensor):
         plan.problems.append(f"{path} is a tensor, and {type(found).__name__} in the file")
     elif not (_is_strided(target) and _is_strided(found)):
@@ -312,12 +299,9 @@ def copy(plan: Plan) -> None:
 
 
 def copy_tensor(target: Tensor, found: Tensor) -> None:
-    """Copy `found` to the target. autograd does not record the copy.
-
-    `torch.no_grad()` is not used, because a Ctrl-C at the end of its block would leave gradients
-    off for good. The target is detached only if it requires grad, because detach() of some kinds of
-    tensors returns a copy, or a tensor with a scale of its own.
-    """
+    """Copy `found` to the target, unseen by autograd."""
+    # Not `torch.no_grad()`: a Ctrl-C at the end of its block would leave gradients off for good.
+    # detach() only if necessary, because it returns a copy of some kinds of tensors.
     if target.requires_grad:
         target = target.detach()
     target.copy_(found.detach())

@@ -3,20 +3,15 @@
 There are three ways to read a file:
 
     new memory   restore.py   The usual way: torch unpickles, and threads read ahead of it.
-    in place     fill.py      For into=: the pickle is read first, into tensors that have no memory;
-                              then threads read the records into the targets.
-    torch.load   below        For files that the other two cannot read: torch's legacy format,
-                              TorchScript, archives that another program packed; and for mmap=True
-                              and fake modes.
+    in place     fill.py      For into=: the pickle is read first, into tensors that have no memory.
+                              Then threads read the records into the targets.
+    torch.load   below        For mmap=True and fake modes, and for files that the other two cannot
+                              read: legacy format, TorchScript, archives of other programs.
 
 A safetensors file has no pickle: flat.py reads its tensors into new memory or in place.
 
-Each way reads the pickle (the record data.pkl) once, with two exceptions. If another way reads it
-and then gives up, torch.load reads it again. And if storages are to be loaded to the devices where
-they were saved, placement.py first reads the pickle to find these devices.
-
-The pickle may not tell which bytes go to which target of into=. Then another way loads the file
-into new memory, and the targets are filled from there by a copy.
+The pickle may not tell which bytes go to which target of into=. Then the file is loaded into new
+memory, and copied from there to the targets.
 """
 
 from __future__ import annotations
@@ -74,60 +69,59 @@ def load(
 ) -> Any:
     """Load what `async_save`, `save` or `torch.save` wrote to `path`, or a safetensors file.
 
-    This waits for the saves and removes of the path or URL that were submitted before. The file's
-    structure is always checked first, so a file that is truncated, or is not a checkpoint, is
-    refused before anything in it is unpickled. Then threads read the records, in file order, and
-    compare their CRCs, while torch's own unpickler reads the pickle. The unpickler gets only bytes
-    that were checked.
+    `load` waits for the saves and removes of the path or URL that were submitted before. It checks
+    the file's structure before anything is unpickled, and refuses a file that is truncated or not a
+    checkpoint. Then threads read the records and compare their CRCs, while torch's own unpickler
+    reads the pickle. The unpickler gets only bytes that were checked.
 
-    Files in torch.save's legacy format have no checksums and are passed to `torch.load`.
-    TorchScript files and archives packed by other programs are checked, and then passed to it too.
+    `torch.load` reads files in torch.save's legacy format, which has no checksums. After a check,
+    it also reads TorchScript files and archives packed by other programs.
 
     A safetensors file, or an index of several (`model.safetensors.index.json`), gives a flat dict
     of tensors. The file's bytes tell the format, whatever its name is. The structure is checked as
     the safetensors library does. The format has neither checksums nor code, so `verify` and
-    `weights_only` change nothing. If `into` is a module with tied weights, the file may have these
+    `weights_only` change nothing. If `into` is a module with tied weights, the file may have them
     under only one of their names.
 
     If a load ends with an error while it writes to `into`, the message or a note says that `into`
     is partly written.
 
     Args:
-        path: A file of either format, or an index. It is a local path, where a symbolic link is
-            followed, or a URL (`s3://`, `gs://`, `az://`, or any scheme of fsspec). Several ranges
-            of an object are read at a time, and their bytes go straight to the tensors. In addition
-            to these, the load takes about 200 MB of memory, whatever the object's size.
+        path: A file of either format, or an index: a local path, whose symbolic links are followed,
+            or a URL (`s3://`, `gs://`, `az://`, or any scheme of fsspec). From a store, the bytes
+            go straight to the tensors. Besides the tensors, such a load takes about 200 MB of
+            memory, whatever the object's size.
         map_location: As for `torch.load`.
         weights_only: As for `torch.load`; `False` runs whatever code the file's pickle names.
         verify: Compare the CRC of every record. With False, damaged bytes are loaded as they are.
-        into: The object to fill, instead of returning a new one: a tensor, an object with
+        into: The object to fill, instead of returning a new object: a tensor, an object with
             `state_dict` and `load_state_dict`, or dictionaries, lists and tuples of them at any
-            depth. All parts of it must be in the file; other parts of the file are ignored. Nothing
-            is written until everything is known to fit. Saves under way copy their tensors first.
+            depth. All parts of `into` must be in the file; other parts of the file are ignored.
+            Nothing is written until everything is known to fit. Saves under way copy their tensors
+            first.
 
             - Tensors get the file's bytes straight into their memory, on any device and with any
-              strides. Shapes and types must be the file's.
+              strides. Shapes and types must be those of the file.
             - Modules get their parameters and buffers filled, without a second copy. Keys must
-              be the file's. If `load_state_dict` would do more than copy (hooks, methods of
+              be those of the file. If `load_state_dict` would do more than copy (hooks, methods of
               a subclass, other types), it is called with the loaded dictionary instead.
             - Optimizers get the tensors of their state filled. An optimizer without state gets new
               memory for it. Its `load_state_dict` is called in both cases.
             - Other objects (schedulers, scalers, your own) have `load_state_dict` called with their
               part of the file, on the CPU and in new memory.
-            - Other values in dictionaries and lists are replaced by the file's. Values in a tuple
-              that also holds tensors stay.
+            - Other values in dictionaries and lists are replaced by the file's values. Values in a
+              tuple that also holds tensors stay.
 
-            If the file has tensors that wrap others (quantized tensors, DTensors), or if targets
-            share memory and different bytes of the file go there, the whole file is loaded into new
-            memory first, and then copied in the order of `into`.
+            In two cases the whole file is loaded into new memory first, and then copied in the
+            order of `into`: the file has tensors that wrap others (quantized tensors, DTensors), or
+            targets share memory and get different bytes of the file.
         mmap: As for `torch.load`: storages on the CPU are the file's pages, read when used and
             copied when written to. The file may be replaced or removed (as saves do), but must not
             be modified. With `verify`, every byte is read and checked first, which leaves the file
-            in the page cache; with `verify=False` bytes are read when used, unchecked. Such tensors
-            cannot be resized. All of a remote object is fetched first, and stays in memory.
+            in the page cache. With `verify=False`, bytes are read when used, unchecked. Such
+            tensors cannot be resized. A remote object is fetched whole, and stays in memory.
         shared: Other processes on this machine load the file at about the same time, as the ranks
-            of a training do. It is read through the page cache, so the disk reads it only once.
-            It changes nothing for a URL.
+            of a training do. The disk then reads the file only once. Changes nothing for a URL.
         storage_options: Options of the store of a URL, such as credentials, under fsspec's names or
             obstore's. Options that are not given are taken from the environment.
 
@@ -139,12 +133,16 @@ def load(
     Raises:
         CorruptCheckpointError: The file is empty, truncated, damaged or not a checkpoint.
         FileNotFoundError, IsADirectoryError, PermissionError, OSError: The file cannot be read. For
-            a URL the error names the range and the cause, one of which is that the object was
-            replaced while it was read.
-        TypeError, ValueError: `path` is not a path; `storage_options` are wrong, or given with a
-            local path; `into` does not fit, or holds objects that cannot be filled (the error names
-            their paths in the tree, and nothing has been written); `into` is given together with
-            `map_location` or `mmap`; `mmap` is given for a file that another program packed.
+            a URL the error names the range and the cause, for example that the object was replaced
+            while it was read.
+        TypeError, ValueError: An argument is wrong:
+
+            - `path` is not a path.
+            - `storage_options` are wrong, or given with a local path.
+            - `into` does not fit, or holds objects that cannot be filled. The error names their
+              paths in the tree. Nothing has been written.
+            - `into` is given together with `map_location` or `mmap`.
+            - `mmap` is given for a file that another program packed.
         StillframeError: The bytes could not be copied to a device, or this torch lacks a type of
             a safetensors file.
         RuntimeError: A tensor's memory was freed or shrunk when it was saved.
@@ -166,24 +164,24 @@ def load(
     request = Request(text, disk, map_location, weights_only, verify, shared)
     with disk, request.open_file(text) as opened:
         fd = opened.fileno()
-        # Garbage collection takes an eighth of a load of many thousand tensors.
+        # Garbage collection would take an eighth of a load of many thousand tensors.
         with no_collection():
             if flat.is_safetensors_or_index(fd, text):
                 return _load_safetensors(opened, into, request, mmap=mmap)
             if into is not None:
                 return _load_into(fd, into, request)
-            return _load_by_torch(fd, request, mmap=True) if mmap else _load_fd(fd, request)
+            if mmap:
+                return _load_by_torch(fd, request, mmap=True)
+            return _load_fd(fd, request)
 
 
 def _open_records(fd: int, request: Request) -> tuple[int, _core.Restore | None, str]:
     """Check the directory of an open archive.
 
-    The check and the load use the same open file, so it does not matter if a save replaces the file
-    at the path in between.
-
     Returns:
-        The file's length; a restore of its records, or None if torch.load has to read the file; and
-        the reason for that.
+        - The file's length.
+        - A restore of the file's records, or None if torch.load has to read the file.
+        - Why torch.load has to read the file.
     """
     found, core = request.open(fd)
     if found["format"] == "foreign":  # neither an archive nor torch's legacy format
@@ -192,17 +190,16 @@ def _open_records(fd: int, request: Request) -> tuple[int, _core.Restore | None,
             found["error"] = f"it is not a torch.save file; it looks like {words}"
     refuse_damaged(found, request.path)
     why = PACKED if found["format"] == "archive" else "it is in the legacy format"
-    if (
-        core is not None
-        and (reason := restore.why_torch_must_read(core, request.map_location)) is not None
-    ):
-        core.close()
-        core, why = None, reason
+    if core is not None:
+        reason = restore.why_torch_must_read(core, request.map_location)
+        if reason is not None:
+            core.close()
+            core, why = None, reason
     return found["nbytes"], core, why
 
 
 def _load_fd(fd: int, request: Request) -> Any:
-    """Load an open file into new memory. The caller closes `fd`."""
+    """Load an open file into new memory."""
     nbytes, core, why = _open_records(fd, request)
     if core is not None:
         devices: dict[int, torch.device] = {}
@@ -231,7 +228,7 @@ def _load_into(fd: int, into: Any, request: Request) -> Any:
     elif planned is None:
         plan = _copy_into(fd, into, request, "its pickle does not tell what goes where", _load_fd)
     else:
-        gate.wait()  # because saves may still be copying from the tensors of `into`
+        gate.wait()  # saves may still copy from the tensors of `into`
         with half_written():
             try:
                 plan = _fill(*planned, fd, request, nbytes)
@@ -242,7 +239,6 @@ def _load_into(fd: int, into: Any, request: Request) -> Any:
 
 
 def _load_safetensors(opened: Opened, into: Any, request: Request, *, mmap: bool) -> Any:
-    """Load a safetensors file, or all files that an index names."""
     with flat.Files(opened, request) as files:
         if into is None:
             return files.mapped(request.map_location) if mmap else files.load(request.map_location)
@@ -251,16 +247,14 @@ def _load_safetensors(opened: Opened, into: Any, request: Request, *, mmap: bool
         plan.refuse_short(sizes)
         new = plan.new_tensors(sizes)
         if new is None:
+
+            def load_file(_fd: int, _request: Request) -> Any:
+                return flat.with_ties(files.load("cpu"), into)
+
             why = "its targets share memory, or wrap tensors"
-            plan = _copy_into(
-                opened.fileno(),
-                into,
-                request,
-                why,
-                lambda _fd, request: flat.with_ties(files.load("cpu"), into),
-            )
+            plan = _copy_into(opened.fileno(), into, request, why, load_file)
         else:
-            gate.wait()  # because saves may still be copying from the tensors of `into`
+            gate.wait()  # saves may still copy from the tensors of `into`
             with half_written():
                 files.fill(plan, new)
     plan.finish()
@@ -269,11 +263,7 @@ def _load_safetensors(opened: Opened, into: Any, request: Request, *, mmap: bool
 
 def _fill(plan: Plan, new: list[Tensor], fd: int, request: Request, nbytes: int) -> Plan:
     """Read the records of a file straight to their targets. Return the plan, for its `finish`.
-
-    Args:
-        new: The plan's `new_tensors`.
-        nbytes: The file's length, for the progress bar.
-    """
+    `new` is the plan's `new_tensors`."""
     core = request.open_again(fd)
     with bar.watched(core.done, request.path, nbytes), explained(fd, request, f"; {HALF_WRITTEN}"):
         Fill(core, plan, new).run()
@@ -281,14 +271,14 @@ def _fill(plan: Plan, new: list[Tensor], fd: int, request: Request, nbytes: int)
 
 
 def _copy_into(
-    fd: int, into: Any, request: Request, why: str, other: Callable[[int, Request], Any]
+    fd: int, into: Any, request: Request, why: str, load_file: Callable[[int, Request], Any]
 ) -> Plan:
-    """Load the file with `other` into new memory on the CPU, and copy from there to `into`. Return
-    the plan, for its `finish`. `why` says, for the log, why a second copy is necessary."""
+    """Load the file with `load_file` into new memory on the CPU, and copy from there to `into`.
+    Return the plan, for its `finish`. `why` is the reason for the log."""
     _logger.debug("%s goes to its targets by way of a second copy: %s", request.path, why)
-    plan = match(into, other(fd, replace(request, map_location="cpu")))
+    plan = match(into, load_file(fd, replace(request, map_location="cpu")))
     plan.refuse_problems()
-    gate.wait()  # because saves may still be copying from the tensors of `into`
+    gate.wait()  # saves may still copy from the tensors of `into`
     with half_written():
         copy(plan)
     return plan
@@ -297,16 +287,12 @@ def _copy_into(
 def _plan_ahead(
     core: _core.Restore, into: Any, request: Request
 ) -> tuple[Plan, list[Tensor]] | None:
-    """Find which record goes to which target from the file's pickle alone, without reading any
-    tensor's bytes.
+    """Find which record goes to which target from the file's pickle alone. Raise ValueError if
+    something does not fit.
 
     Returns:
         The plan and its `new_tensors`. None if the pickle cannot be read in this way, or does not
-        tell which bytes go where. The caller then loads the file in another way, which raises an
-        error if the pickle is damaged.
-
-    Raises:
-        ValueError: Something does not fit.
+        tell which bytes go where.
     """
     shapes = restore.Shapes(core)
     try:
@@ -321,14 +307,10 @@ def _plan_ahead(
 
 
 def _load_by_torch(fd: int, request: Request, *, mmap: bool = False) -> Any:
-    """Load with torch.load, after a check. If CRCs are compared, the check reads the whole file,
-    and torch.load reads it again.
+    """Load with torch.load, after a check of the file. With `mmap`, storages are the file's pages.
 
-    A check without CRCs reads the headers of the records only after the load. They are far apart,
-    so reading them first would disable the kernel's readahead for a file that is not cached.
-
-    Args:
-        mmap: Make storages that are pages of the file.
+    A check without CRCs reads the headers of the records after the load. They are far apart, and
+    reading them first would disable the kernel's readahead.
     """
     _core.arrive(fd)  # waits until all bytes of a remote object are here
     if mmap:
@@ -342,14 +324,14 @@ def _load_by_torch(fd: int, request: Request, *, mmap: bool = False) -> Any:
             )
     found = check_fd(fd, request.path, verify=request.verify, later=not (request.verify or mmap))
     if mmap:
-        # The path may name another file by now, but this name is that of the open file.
+        # This name is that of the open file; the path may name another file by now.
         return _torch_load(f"/proc/self/fd/{fd}", request, mmap=True)
     if found["format"] != "archive":
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
             return _torch_load(file, request)
     try:
-        # No slower than torch.load with a path, and it reads the very file that was checked.
+        # `File` reads the very file that was checked.
         loaded = _torch_load(_core.File(fd, found["nbytes"]), request)
     except Exception as error:
         try:
@@ -364,8 +346,7 @@ def _load_by_torch(fd: int, request: Request, *, mmap: bool = False) -> Any:
 
 def _torch_load(file: Any, request: Request, *, mmap: bool = False) -> Any:
     """Call torch.load. If the archive lacks a record, raise CorruptCheckpointError."""
-    # mmap is always given, because torch's configuration may make True its default, and then the
-    # tensors would depend on the file.
+    # `mmap` is always given, because torch's configuration may make True the default.
     try:
         return torch.load(file, request.map_location, weights_only=request.weights_only, mmap=mmap)
     except RuntimeError as error:

@@ -1,10 +1,8 @@
 """Finds the devices that a checkpoint's records go to, according to torch.load's map_location.
 
-torch decides on the device of each storage when it unpickles the storage. But the records are read
-earlier, straight to their devices, so the devices have to be known earlier too. If map_location
-names one device, all records go there. Otherwise the device depends on where each storage was
-saved, and only the pickle says that. So the pickle is read first, by a reader that imports and runs
-nothing.
+The records are read straight to their devices, before torch unpickles. If map_location names one
+device, all records go there. Otherwise the device depends on where each storage was saved. To find
+that, the pickle is read first, by a reader that imports and runs nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +26,12 @@ _BYTEORDER = sys.byteorder.encode()
 
 
 def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
-    """Return the numbers of the records that are to be read straight to a CUDA device, each with
-    the device. Return {} if torch has to decide on the device of each storage itself.
-
-    Args:
-        peek: A restore of the file that has not begun; it is closed here.
-    """
+    """Return the CUDA device of each record that can be read straight to it, by record number.
+    Return {} if torch has to decide on the devices itself. Close `peek`, a restore of the file."""
     try:
         devices = _devices(peek, map_location)
         numbers = {key: peek.find(f"data/{key}") for key in devices}
-    except Exception as error:  # of any kind: the load itself will report a bad pickle
+    except Exception as error:  # the load itself reports a bad pickle
         _logger.debug("by way of host memory: no devices were found ahead: %r", error)
         return {}
     finally:
@@ -50,10 +44,10 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
 
 
 def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device | None]:
-    """Return the key of each storage with its CUDA device, or with None if it goes to the host.
-    Return no storages if the file has another byte order, because torch then has to swap bytes."""
+    """Return the CUDA device of each storage by its key; None for a storage that goes to the host.
+    Return {} if the file has another byte order, because torch then has to swap bytes."""
     if isinstance(map_location, (str, torch.device)):
-        # All storages go there, so the pickle need not be read: their keys are "0", "1", ...
+        # The pickle need not be read. The keys are "0", "1", ...
         (byteorder,) = records.read(peek, ("byteorder",))
         device = _device.of_location(str(map_location))
         keys: list[str] = []
@@ -71,7 +65,7 @@ def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device |
 
 
 def may_find(map_location: Any) -> bool:
-    """Return False if `find` would find no device, whatever the file is."""
+    """Return False if `find` would find no device in any file."""
     if callable(map_location) or not (_device.may_be_loaded_to() and _is_torchs_rule_known()):
         return False
     if isinstance(map_location, (str, torch.device)):
@@ -82,16 +76,16 @@ def may_find(map_location: Any) -> bool:
 @functools.cache
 def _is_torchs_rule_known() -> bool:
     """Return whether torch restores the location "cuda" by its own rule, which this module follows.
-
-    Return False if other code has registered a rule before torch's.
-    """
-    # Each row has a priority, a function for saving and one for loading; the lowest comes first.
+    Other code may have registered a rule before torch's."""
+    # Rows of (priority, function for saving, function for loading), lowest priority first.
     registry = serialization._package_registry
-    device_of = getattr(registry[1][2], "func", None) if len(registry) > 1 else None
+    if len(registry) < 2:
+        return False
+    load_cpu, load_cuda = registry[0][2], registry[1][2]
     return (
-        registry[0][2] is serialization._cpu_deserialize
-        and device_of is serialization._deserialize
-        and registry[1][2].args == ("cuda",)  # type: ignore[attr-defined]
+        load_cpu is serialization._cpu_deserialize
+        and getattr(load_cuda, "func", None) is serialization._deserialize
+        and load_cuda.args == ("cuda",)  # type: ignore[attr-defined]
     )
 
 

@@ -1,16 +1,15 @@
 """Reads an archive's storages on threads while torch's unpickler reads its pickle.
 
-torch.load has two halves. `torch.load` itself opens the file. `torch.serialization._load` runs an
-unpickler, and asks an object for the archive's records by name. `Archive` is such an object.
+torch's function `serialization._load` runs an unpickler, and asks an object for the archive's
+records by name. `Archive` is such an object.
 
 Threads of the core read the records in the file's order, ahead of the unpickler, into memory that
-torch allocated. A request for a record waits until it is read and its CRC is compared. So no object
-is ever made from bytes that were not checked.
+torch allocated. A request for a record waits until the record is read and its CRC is compared.
 
     the core's threads   record 0 | record 1 | record 2 | record 3 | ...
     the unpickler             asks for 0 ....... for 1 ... for 2 ...
 
-Files that need more than this, such as TorchScript, are left to torch.load (`why_torch_must_read`).
+Some files, such as TorchScript, are left to torch.load: see `why_torch_must_read`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from stillframe.errors import StillframeError
 EVERYTHING = 1 << 62  # bytes; more than any file has
 _BATCH_BYTES = 64 << 20  # bytes of memory that are allocated at a time
 _AHEAD_BYTES = 1 << 30  # bytes of memory that are allocated ahead of the unpickler
-# The same limit if torch copies each storage from host memory to a device afterwards.
+# The same if torch copies each storage to a device afterwards.
 _DEVICE_AHEAD_BYTES = 256 << 20
 _Devices: TypeAlias = dict[int, torch.device]  # number of a record -> the device it is read to
 _BYTEORDER = sys.byteorder.encode()
@@ -45,7 +44,7 @@ _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")  # contents of the record "version"
 
 
 class _Loaded:
-    """A storage in the form in which torch's reader of archives returns it to `_load`."""
+    """Wraps a storage for `_load`, as torch's reader of archives does."""
 
     __slots__ = ("_untyped_storage",)
 
@@ -77,21 +76,21 @@ class ReadAhead:
         self._core = core
         self._ahead = ahead
         self._devices = devices
-        # The memory of the first records, by number; None once a caller has taken it.
+        # The memory of the first records, in order; None once a caller has taken it.
         self._storages: list[torch.UntypedStorage | None] = []
-        self._waiting_nbytes = 0  # bytes of allocated memory that no caller has taken yet
+        self._waiting_nbytes = 0  # bytes in `_storages`
 
     def begin(self) -> None:
         """Allocate memory for the first records and start the threads."""
-        for device in {*self._devices.values()}:
+        for device in set(self._devices.values()):
             new_storage(1, device)  # makes torch create a context of the driver for the device
         open_devices(self._core, numbers_of(self._devices.values()))
         self._allocate_memory(1)
 
     def take(self, index: int) -> torch.UntypedStorage | None:
-        """Wait until a record is read and checked, and return its bytes, which the caller then
+        """Wait until a record is read and checked, and return its memory, which the caller then
         owns. Return None if the record was taken before."""
-        # Records in the same chunk of the file are read together, so all of them need memory.
+        # All records in a chunk of the file are read together, and need memory.
         reach = self._core.reach(index)
         if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
             self._allocate_memory(reach)
@@ -102,7 +101,6 @@ class ReadAhead:
         return storage
 
     def finish(self) -> None:
-        """Wait until every record is read and checked."""
         self._allocate_memory(self._core.nr)
         records.wait(self._core, self._core.nr)
 
@@ -112,28 +110,23 @@ class ReadAhead:
         self._storages.clear()
 
     def _allocate_memory(self, least: int) -> None:
-        """Allocate memory for at least the first `least` records, and then for as many more as may
-        be read ahead. Let the threads read them."""
-        before = count = len(self._storages)  # records that have memory
+        """Allocate memory for the first `least` records, and for as many more as may be read ahead.
+        Let the threads read them."""
+        before = count = len(self._storages)
         while count < least or (count < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(count, _BATCH_BYTES)
             self._storages += give_memory(self._core, count, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
             count += len(sizes)
-        # The threads start after all batches, not after each. Threads that fill new memory hold the
-        # kernel's lock of the address space, and an allocation would wait for it.
+        # The threads start only after all batches. While they fill new memory, they hold the
+        # kernel's lock of the address space, and an allocation would wait for the lock.
         if count > before:
             self._core.go(count)
 
 
 class Archive:
-    """The records of an open file, in place of torch's reader: `_load` asks for them by name.
-
-    Args:
-        core, ahead, devices: As for `ReadAhead`.
-        fd: The open file; the caller closes it.
-        nbytes: The file's length.
-    """
+    """The records of an open file of `nbytes` bytes, in place of torch's reader: `_load` asks for
+    them by name. The caller closes `fd`."""
 
     def __init__(
         self, core: _core.Restore, fd: int, nbytes: int, ahead: int, devices: _Devices
@@ -143,27 +136,26 @@ class Archive:
         self._fd = fd
         self._nbytes = nbytes
         self._records = ReadAhead(core, ahead, devices)
-        # (storage, its record, the record's length) of each storage that was given to torch.
+        # The storages that were given to torch: (storage, name of its record, record's length).
         self._given: list[tuple[weakref.ref[torch.UntypedStorage], str, int]] = []
 
     def load(self, map_location: Any, weights_only: bool) -> Any:
-        """Return what torch.load would return.
+        """Return what torch.load would return, or raise what it would raise.
 
         Raises:
             records.RestoreFailed: A record is damaged or could not be read.
             CutShort: A record is shorter than a tensor in it.
             Missing: The file lacks a record.
-            Exception: Everything that torch.load raises after it has opened the file.
         """
         unpickler: Any = _weights_only_unpickler if weights_only else pickle
         stays: Callable[[str], bool] | None = None
         if _cpu_rule_is_torchs() and (map_location is None or _is_cpu(map_location)):
-            stays = _stays_on_cpu(map_location is not None)
+            stays = _stays_on_cpu(always=map_location is not None)
         unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, stays))
         try:
             self._records.begin()
             if self.get_record("version") not in _KNOWN_VERSIONS:
-                _ = self._torch  # torch's reader raises for versions that it does not know
+                _ = self._torch  # torch's own reader raises an error for an unknown version
             loaded = serialization._load(self, map_location, unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
             self._records.finish()
         finally:
@@ -171,8 +163,8 @@ class Archive:
         return loaded
 
     def storage(self, kind: Any, key: Any, numel: int) -> Any:
-        """Return a storage of class `kind` on the CPU as `_load` would make it, or None if torch
-        has to make it. According to the pickle, its record data/<key> has `numel` elements."""
+        """Return the storage of the record data/<key>, of class `kind`, on the CPU. Return None if
+        torch has to make it. `numel` is the number of elements, according to the pickle."""
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if not isinstance(key, str):
             return None
@@ -198,7 +190,7 @@ class Archive:
 
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> Any:
         storage = self._take(name)
-        if storage.nbytes() != nbytes:  # torch decides what to do about a record of another length
+        if storage.nbytes() != nbytes:  # torch decides what to do
             return self._torch.get_storage_from_record(name, nbytes, kind)
         self._note_given(name, storage)
         return _Loaded(storage)
@@ -208,8 +200,7 @@ class Archive:
         return self.get_record(name).decode() if self.has_record(name) else ""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of torch's own reader, in case another version of torch asks for an
-        attribute that this class lacks."""
+        """Return an attribute of torch's own reader, for versions of torch that need more."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._torch, name)
@@ -217,13 +208,11 @@ class Archive:
     # ---- records ----
 
     def _note_given(self, name: str, storage: torch.UntypedStorage) -> None:
-        """Remember the length of a storage that is given to torch, for `refuse_short`."""
         self._given.append((weakref.ref(storage), name, storage.nbytes()))
 
     def refuse_short(self) -> None:
         """Raise CutShort if a tensor reaches beyond its record. torch has then lengthened the
-        storage to make the tensor, and the new bytes are undefined. (torch.load's own storages
-        cannot grow, so it raises an error.)"""
+        storage, and the new bytes are undefined."""
         for alive, name, nbytes in self._given:
             storage = alive()
             if storage is not None and storage.nbytes() != nbytes:
@@ -235,8 +224,7 @@ class Archive:
         return torch._C.PyTorchFileReader(cast("IO[bytes]", _core.File(self._fd, self._nbytes)))
 
     def _take(self, name: str) -> torch.UntypedStorage:
-        """Wait until a record is read and checked, and return its bytes, which the caller then
-        owns."""
+        """Wait until a record is read and checked, and return its bytes."""
         index = self._core.find(name)
         if index < 0:
             raise Missing(name)
@@ -265,24 +253,20 @@ def give_memory(
     core: _core.Restore, first: int, sizes: list[int], devices: _Devices
 ) -> list[torch.UntypedStorage]:
     """Allocate memory for the records from `first` on, each on its device, and make it the
-    destination of the record. `sizes` has the bytes of each record. Return the memory.
-
-    Raises:
-        torch.OutOfMemoryError, RuntimeError: There is not enough memory.
-    """
+    destination of the record. `sizes` has the bytes of each record. Return the memory."""
     numbers = range(first, first + len(sizes))
     storages = [
         new_storage(size, devices.get(number, "cpu"))
         for number, size in zip(numbers, sizes, strict=True)
     ]
-    addresses = [  # 0: the record has no destination in host memory
+    addresses = [  # 0 is no destination in host memory
         0 if number in devices else storage.data_ptr()
         for number, storage in zip(numbers, storages, strict=True)
     ]
     core.into(first, addresses)
     on_devices = [(number, devices[number]) for number in numbers if number in devices]
-    # After the allocations, because memory that torch returns may still be in use by earlier work
-    # on its stream.
+    # After the allocations, because earlier work on a stream may still use memory that torch
+    # returns.
     open_devices(core, numbers_of(device for _, device in on_devices))
     for index, device in on_devices:
         address = _device.address_of(storages[index - first])
@@ -291,47 +275,30 @@ def give_memory(
 
 
 def numbers_of(devices: Iterable[torch.device]) -> set[int]:
-    """Return the indices of CUDA devices, which the core counts from 0. `_base/device.py` counts
-    them from 1, and 0 is the host."""
+    """Return the core's numbers of CUDA devices: 0 for the first one, which is 1 in `_device`."""
     return {_device.number_of(device) - 1 for device in devices}
 
 
 def open_devices(core: _core.Restore, numbers: set[int]) -> None:
-    """Prepare copies to these devices: later copies come after the work that is on their current
-    streams now.
-
-    Raises:
-        StillframeError: A device cannot be used.
-    """
+    """Prepare copies to devices. Later copies wait for the work on the devices' current streams.
+    Raise StillframeError if a device cannot be used."""
     for number in sorted(numbers):
         if why := core.device(number, _device.current_stream(number)):
             raise StillframeError(f"nothing can be loaded to a device: {why}")
 
 
-def _stays_on_cpu(all_do: bool) -> Callable[[str], bool]:
-    """Return a function that tells whether a storage is loaded to the CPU, given the location where
-    it was saved. With `all_do` it always returns True."""
-    if all_do:
+def _stays_on_cpu(always: bool) -> Callable[[str], bool]:
+    """Return a function that says whether a storage is loaded to the CPU. Its argument is the
+    location where the storage was saved."""
+    if always:
         return lambda location: True
     return lambda location: location == "cpu"
 
 
 def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None) -> Any:
-    """Return a subclass of torch's unpickler that makes storages on the CPU itself, which is
-    faster.
-
-    For every storage, `_load` finds out three times whether tensors are to be fake, and to which
-    device the storage goes. With many small tensors that is a quarter of the whole load.
-
-    Every class is part of a reference cycle, so it lives until garbage is collected. This class has
-    only a weak reference to the archive; a strong one would keep the archive's threads and memory
-    after a Ctrl-C.
-
-    Args:
-        base: torch's unpickler, which reads the pickle.
-        stays: Tells which storages are loaded to the CPU (`_stays_on_cpu`); with None, torch makes
-            all storages.
-    """
+    """Return a subclass of torch's unpickler `base` that makes storages on the CPU itself. This
+    saves a quarter of a load of many small tensors. With `stays` None, torch makes all storages."""
+    # The class lives until garbage is collected, and must not keep the archive's memory.
     alive = weakref.ref(archive)
 
     class Unpickler(base):  # type: ignore[misc]
@@ -351,9 +318,8 @@ def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None)
 def _short_cut(
     archive: Archive, stays: Callable[[str], bool], theirs: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a `persistent_load`: the function with which an unpickler turns a reference to a
-    storage into the storage. This one makes storages on the CPU, and calls torch's function
-    (`theirs`) for all others."""
+    """Return a `persistent_load`: the function that turns an unpickler's reference to a storage
+    into the storage. It makes storages on the CPU, and calls torch's `theirs` for all others."""
     made: dict[str, Any] = {}  # the storages made so far, by key
 
     def persistent_load(saved: Any) -> Any:
@@ -364,7 +330,7 @@ def _short_cut(
             if stays(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
-                    if storage._data_ptr():  # not empty; torch makes a new object for empty ones
+                    if storage._data_ptr():  # torch makes a new object for each empty storage
                         made[key] = storage
                     return storage
         return theirs(saved)
@@ -381,30 +347,26 @@ def _is_cpu(map_location: Any) -> bool:
 
 
 def _cpu_rule_is_torchs() -> bool:
-    """Return whether nobody has registered another rule for storages that were saved on the CPU."""
+    """Return whether torch's own rule restores storages that were saved on the CPU."""
     return serialization._package_registry[0][2] is serialization._cpu_deserialize
 
 
 class Shapes:
     """A reader of an archive's pickle alone, which makes every tensor on the meta device.
 
-    In such a load, torch asks for the offset of each record and keeps it in the storage. This class
-    answers with the record's number instead, so `record_of` can tell the record of a tensor.
-
-    Attributes:
-        sizes: The bytes of each record.
+    torch asks for the offset of each record and keeps the answer in the storage. This class answers
+    with the record's number instead, for `record_of`.
     """
 
     _NAMES = ("data.pkl", "byteorder")
 
     def __init__(self, core: _core.Restore) -> None:
-        self.sizes = core.sizes(0, EVERYTHING)
+        self.sizes = core.sizes(0, EVERYTHING)  # the bytes of each record
         self._core = core
         self._records: dict[str, bytes] = {}
 
     def load(self, weights_only: bool) -> Any:
-        """Return the tree with its tensors on the meta device. `weights_only` is as for
-        `Archive.load`."""
+        """Return the tree with its tensors on the meta device."""
         unpickler = _weights_only_unpickler if weights_only else pickle
         names = [name for name in self._NAMES if self._core.find(name) >= 0]
         try:
@@ -416,8 +378,7 @@ class Shapes:
             self._core.close()
 
     def has_record(self, name: str) -> bool:
-        # False for ".format_version": if it existed, torch would compute the offsets of records
-        # instead of calling get_record_offset.
+        # False for ".format_version": otherwise torch would not call get_record_offset.
         return name in self._records
 
     def get_record(self, name: str) -> bytes:
@@ -430,17 +391,17 @@ class Shapes:
         return index
 
     def serialization_id(self) -> str:
-        return ""  # its record is at the end of the file, and nothing here needs it
+        return ""  # not needed here, and its record is at the end of the file
 
 
 def record_of(tensor: torch.Tensor) -> int | None:
-    """Return the number of the record that has the bytes of a tensor of `Shapes`; None if the
-    tensor wraps others."""
+    """Return the number of the record of a tensor that `Shapes` has made. Return None if the tensor
+    wraps others."""
     return tensor.untyped_storage()._checkpoint_offset
 
 
 def why_torch_must_read(core: _core.Restore, map_location: Any) -> str | None:
-    """Return why torch.load has to read an archive; None if this module can read it."""
+    """Return why torch.load has to read an archive, or None if this module can read it."""
     if not _load_is_as_known():
         return "this torch loads in another way"
     if core.find("constants.pkl") >= 0:
@@ -467,7 +428,6 @@ def reads_no_bytes() -> bool:
 
 @functools.cache
 def _load_is_as_known() -> bool:
-    """Return whether this torch has the function `_load` in the form that is used here."""
     load = getattr(serialization, "_load", None)
     return load is not None and [*inspect.signature(load).parameters][:3] == [
         "zip_file",
@@ -479,11 +439,10 @@ def _load_is_as_known() -> bool:
 def open_archive(
     core: _core.Restore, fd: int, nbytes: int, map_location: Any, devices: _Devices
 ) -> Archive:
-    """Return the archive for a load to `map_location`; arguments as for `Archive`."""
     return Archive(core, fd, nbytes, ahead_bytes(map_location, devices), devices)
 
 
 def ahead_bytes(map_location: Any, devices: _Devices) -> int:
     """Return how many bytes a load to `map_location` may read ahead."""
-    is_final = map_location is None or _is_cpu(map_location) or bool(devices)
-    return _AHEAD_BYTES if is_final else _DEVICE_AHEAD_BYTES
+    torch_copies = not (map_location is None or _is_cpu(map_location) or devices)
+    return _DEVICE_AHEAD_BYTES if torch_copies else _AHEAD_BYTES

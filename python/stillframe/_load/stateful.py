@@ -1,16 +1,13 @@
 """Objects with a state_dict in `load(into=)`: modules, optimizers, and users' own objects.
 
-If the tensors that `state_dict()` returns are the object's own memory, they are filled in place,
-without a second copy of the state:
+There are three ways to fill them:
 
     plain module     tensors in place; extra state by `set_extra_state`
     plain optimizer  tensors in place; then `load_state_dict` gets these tensors and keeps them
     anything else    its part of the file is loaded into new memory, then `load_state_dict`
 
-"Plain" means that torch's own `load_state_dict` would only copy tensors. The last row covers
-modules with hooks or methods of their own, and optimizers that have no state yet. It also covers
-schedulers, scalers, and users' objects. As in torch.distributed.checkpoint and Fabric, such an
-object gets the loaded dictionary.
+"Plain" means that `load_state_dict` would only copy tensors. Modules with hooks or own methods are
+not plain, nor are optimizers without state, schedulers, scalers and users' objects.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from torch.optim import Optimizer
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN_TENSORS = (Tensor, Parameter)
-# An object that has replaced one of these methods of its class is not plain.
+# An object with an attribute of one of these names is not plain.
 _STATE_METHODS = {
     "state_dict",
     "load_state_dict",
@@ -39,7 +36,7 @@ _MODULE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-# The same for an optimizer: such hooks may replace its tensors.
+# An optimizer with hooks in one of these attributes is not plain.
 _OPTIMIZER_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -49,19 +46,12 @@ _OPTIMIZER_HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call to make when all tensors are filled.
+    """A call to make when all tensors are filled."""
 
-    Attributes:
-        path: The object's path in the tree.
-        function: `load_state_dict`, or `set_extra_state`.
-        argument: The function's argument.
-        trees: The parts of the argument that come from the file.
-    """
-
-    path: str
-    function: Callable[[Any], object]
+    path: str  # of the object in the tree
+    function: Callable[[Any], object]  # `load_state_dict`, or `set_extra_state`
     argument: Any
-    trees: tuple[Any, ...]
+    trees: tuple[Any, ...]  # the parts of the argument that come from the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +69,14 @@ def is_stateful(node: object) -> bool:
 
 
 def missing_method(node: object) -> str:
-    """Return the name of the method that a node lacks, if it has only one of state_dict and
-    load_state_dict; otherwise ""."""
+    """Return the name of the method that a node lacks if it has only one of state_dict and
+    load_state_dict. Otherwise return ""."""
     names = "state_dict", "load_state_dict"
     lacking = [name for name in names if not _has_method(node, name)]
     return lacking[0] if len(lacking) == 1 else ""
 
 
 def _has_method(node: object, name: str) -> bool:
-    """Return whether a node has a method of this name. Classes and tensors count as having none."""
     return not isinstance(node, (type, Tensor)) and callable(getattr(node, name, None))
 
 
@@ -105,12 +94,10 @@ def filling(path: str, node: Any, found: Any) -> Filling:
 
 
 def _by_load_state_dict(path: str, node: Any, found: Any) -> Filling:
-    """Return a filling that calls the node's `load_state_dict` with the file's object."""
     return Filling(calls=(Call(path, node.load_state_dict, found, (found,)),))
 
 
 def _item_path(path: str, name: Any) -> str:
-    """Return the path of the item `name` of the object at `path`."""
     return f"{path}.{name}" if path else str(name)
 
 
@@ -118,7 +105,6 @@ def _item_path(path: str, name: Any) -> str:
 
 
 def _module_filling(path: str, module: Module, found: dict[str, Any]) -> Filling:
-    """Return how to fill a module: in place if `load_state_dict` would only copy."""
     if not _is_plain(module):
         return _by_load_state_dict(path, module, found)
     live = module.state_dict()
@@ -128,12 +114,12 @@ def _module_filling(path: str, module: Module, found: dict[str, Any]) -> Filling
         if _takes_other_keys(module):
             return _by_load_state_dict(path, module, found)
         where = path or "the object itself"
-        said = (
-            f"{where}: {kind} key(s) in state_dict: {', '.join(map(_quoted, names))}"
-            for kind, names in (("Missing", missing), ("Unexpected", unexpected))
-            if names
-        )
-        return Filling(problems=tuple(said))
+        problems: list[str] = []
+        if missing:
+            problems.append(f"{where}: Missing key(s) in state_dict: {_quoted(missing)}")
+        if unexpected:
+            problems.append(f"{where}: Unexpected key(s) in state_dict: {_quoted(unexpected)}")
+        return Filling(problems=tuple(problems))
     extra = [name for name in live if name.rpartition(".")[2] == _EXTRA_STATE]
     names = [name for name in live if name not in extra]
     pairs = [(_item_path(path, name), live[name], found[name]) for name in names]
@@ -143,19 +129,17 @@ def _module_filling(path: str, module: Module, found: dict[str, Any]) -> Filling
     return Filling(tuple(pairs), tuple(calls))
 
 
-def _quoted(name: Any) -> str:
-    return f'"{name}"'
+def _quoted(names: list[Any]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 def _set_extra_state(path: str, module: Module, name: str, value: Any) -> Call:
-    """Return the call that gives extra state to the submodule that `name` begins with."""
     owner = module.get_submodule(name.rpartition(".")[0])
     return Call(_item_path(path, name), owner.set_extra_state, value, (value,))
 
 
 def _is_plain(module: Module) -> bool:
-    """Return whether load_state_dict would only copy, judging by the methods and hooks of the
-    module and its submodules."""
+    """Return whether a module and its submodules have only torch's own methods, and no hooks."""
     return all(
         type(each).state_dict is Module.state_dict
         and type(each).load_state_dict is Module.load_state_dict
@@ -168,17 +152,14 @@ def _is_plain(module: Module) -> bool:
 
 
 def _takes_other_keys(module: Module) -> bool:
-    """Return whether some submodule may accept other keys than its own. BatchNorm, for example,
-    accepts the keys of its older versions."""
+    """Return whether some submodule may accept other keys, as BatchNorm does for older versions."""
     plain = Module._load_from_state_dict
     return any(type(each)._load_from_state_dict is not plain for each in module.modules())
 
 
 def _is_copied(target: Any, found: Any) -> bool:
-    """Return whether a tensor may be filled in place: the file's bytes can be copied unchanged.
-
-    Return True as well if the file's value does not fit at all: `into.match` then reports that.
-    """
+    """Return whether the file's bytes can be copied unchanged to the target. Return True as well if
+    the file's value does not fit at all, which `into.match` reports."""
     if not isinstance(target, Tensor):
         return False
     if not isinstance(found, Tensor):
@@ -195,7 +176,6 @@ def _is_copied(target: Any, found: Any) -> bool:
 
 
 def _optimizer_filling(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Filling:
-    """Return how to fill an optimizer: its state in place if `load_state_dict` would only copy."""
     plain = (
         type(optimizer).state_dict is Optimizer.state_dict
         and type(optimizer).load_state_dict is Optimizer.load_state_dict
@@ -222,8 +202,7 @@ def _optimizer_filling(path: str, optimizer: Optimizer, found: dict[str, Any]) -
 
 
 def _why_groups_differ(optimizer: Optimizer, found: dict[str, Any]) -> str:
-    """Return why load_state_dict would refuse the file's parameter groups, or "" if it would
-    accept them."""
+    """Return why load_state_dict would refuse the file's parameter groups, or ""."""
     try:
         theirs = [len(group["params"]) for group in found["param_groups"]]
         if not isinstance(found["state"], dict):
@@ -242,11 +221,8 @@ def _why_groups_differ(optimizer: Optimizer, found: dict[str, Any]) -> str:
 
 
 def _state_with_own_tensors(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any] | None:
-    """Return an optimizer's state from the file, but with the optimizer's own tensors in it.
-
-    Return None if the two states differ in more than values. The state of an optimizer that has not
-    stepped yet, for example, is empty.
-    """
+    """Return an optimizer's state from the file, but with the optimizer's own tensors in it. Return
+    None if the optimizer has no state yet, or if the states differ in more than values."""
     if not live or live.keys() != found.keys():
         return None
     state: dict[Any, Any] = {}
@@ -265,8 +241,7 @@ def _state_with_own_tensors(live: dict[Any, Any], found: dict[Any, Any]) -> dict
 
 
 def _is_alike(value: Any, found: Any) -> bool:
-    """Return whether both are tensors of the same shape and dtype, or both are numbers, strings or
-    None."""
+    """Return whether both are tensors of the same shape and type, or both are plain values."""
     if isinstance(value, Tensor) and isinstance(found, Tensor):
         return (
             type(value) in _PLAIN_TENSORS
