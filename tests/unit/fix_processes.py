@@ -23,6 +23,8 @@ import psutil
 TORCH = ("torch",)
 LIGHTNING = ("torch", "lightning.pytorch")
 
+warm_sockets: set[int] = set()  # descriptors of this process that stay open for `start_python`
+
 _WARM = Path(__file__).with_name("warm_python.py")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # The beginnings of variables that a library or the interpreter reads when it starts.
@@ -102,6 +104,7 @@ class _WarmPython:
     def __init__(self, options: Sequence[str], modules: Sequence[str]) -> None:
         self._lock = threading.Lock()
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        warm_sockets.add(self._socket.fileno())
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, *options, str(_WARM), str(other.fileno()), *modules],
