@@ -461,3 +461,14 @@ def test_message_names_what_a_scheme_of_fsspec_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "paramiko", None)
     with pytest.raises(stillframe.StillframeError, match=r"sftp://host: .*paramiko"):
         stores.open_store("sftp://user:pass@host/a.pt")
+
+
+@pytest.mark.parametrize("error", [ValueError, ImportError])
+def test_error_without_a_text_is_raised_with_the_url(error, monkeypatch):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", fail)
+    expected = ValueError if error is ValueError else stillframe.StillframeError
+    with pytest.raises(expected, match="^memory://bkt"):
+        stores.open_store("memory://bkt/a.pt")
