@@ -255,7 +255,7 @@ class Bars:
 def bars(monkeypatch):
     bars = Bars()
     monkeypatch.setattr(bar, "bar", bars)
-    monkeypatch.setattr(bar, "_EVERY_S", 0.001)
+    monkeypatch.setattr(bar, "_UPDATE_EVERY_S", 0.001)
     return bars
 
 
