@@ -470,5 +470,5 @@ def test_error_without_a_text_is_raised_with_the_url(error, monkeypatch):
 
     monkeypatch.setattr("fsspec.core.url_to_fs", fail)
     expected = ValueError if error is ValueError else stillframe.StillframeError
-    with pytest.raises(expected, match="^memory://bkt"):
+    with pytest.raises(expected, match=r"^memory://bkt"):
         stores.open_store("memory://bkt/a.pt")
