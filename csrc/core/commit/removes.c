@@ -22,10 +22,7 @@ static void remove_or_report(struct sfr__log_entry *entry, bool after_good)
 		sfr__notice_text("%s was not removed: the save before it did not become durable",
 				 path);
 	} else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0) {
-		const bool is_errno = err.code > -1000; /* otherwise SFR_E* */
-
-		sfr__notice_text("%s could not be removed: %s", path,
-				 is_errno ? strerror(-err.code) : sfr_code_message(err.code));
+		sfr__notice_text("%s could not be removed: %s", path, sfr_code_message(err.code));
 	}
 }
 

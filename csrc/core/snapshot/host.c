@@ -90,7 +90,8 @@ static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 
 static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 {
-	(void)copy, (void)blk; /* only the end of the whole copy matters */
+	(void)copy;
+	(void)blk; /* only the end of the whole copy matters */
 }
 
 static void copy_has_ended(struct sfr__host_copy *copy)

@@ -86,9 +86,8 @@ def _lock(path: str, flags: int = 0) -> Lock | None:
 
 def _unlock(fd: int) -> None:
     """Unlock and close a descriptor, except one that `_forked` has closed."""
-    if fd not in _locked:
+    if _locked.pop(fd, None) is None:  # in one atomic operation
         return
-    del _locked[fd]
     with contextlib.suppress(OSError):  # unlock, because a child may share the descriptor
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)

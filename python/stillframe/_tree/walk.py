@@ -238,9 +238,12 @@ class Tree:
 
     def sources(self) -> Iterator[tuple[int, int]]:
         """Yield the address and the length in bytes of each storage, as in `rows`."""
+        return zip(self._column(0), self._column(1), strict=True)
+
+    def _column(self, number: int) -> memoryview:
+        """Return a column of `rows`: 0, the addresses, or 1, the lengths in bytes."""
         # A row has three words of 8 bytes: the address, the length, and lane and device.
-        words = memoryview(self.rows).cast("Q")
-        return zip(words[::3], words[1::3], strict=True)
+        return memoryview(self.rows).cast("Q")[number::3]
 
     def rebuild(
         self,
@@ -270,7 +273,7 @@ class Tree:
             made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
             self._views.update((id(tensor), number) for tensor, number in left)
             made.update(objects or {})
-            nbytes = [nbytes for _, nbytes in self.sources()]
+            nbytes = self._column(1)
             builder = Builder(
                 made, firsts, self._views, self._others, self.numbers, memory, offsets, nbytes
             )
