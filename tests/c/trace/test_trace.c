@@ -6,6 +6,7 @@
 
 #include "fix_dir.h"
 #include "saving.h"
+#include "trace/document.h"
 #include "trace/ring.h"
 
 enum { NR_THREADS = 4, NR_SPANS = 5000 };
@@ -345,6 +346,40 @@ TEST(trace_shows_every_phase_of_a_save)
 	}
 	CHECK_EQ(count(text, "\"file\":\"a \\\"b\\\"\\u000a?.pt\",\"state\":\"durable\""), 1);
 	CHECK_EQ(count(text, "\"name\":\"copy storage\""), 0); /* all of them are small */
+}
+
+TEST(only_valid_utf8_is_kept_in_names)
+{
+	static const struct {
+		const char *in, *out;
+	} cases[] = {
+		{ "a\x7f\"\\\n", "a\\u007f\\\"\\\\\\u000a" },
+		/* the first and last character of each length; the neighbours of surrogates */
+		{ "\xc2\x80\xdf\xbf", "\xc2\x80\xdf\xbf" },
+		{ "\xe0\xa0\x80\xef\xbf\xbf", "\xe0\xa0\x80\xef\xbf\xbf" },
+		{ "\xed\x9f\xbf\xee\x80\x80", "\xed\x9f\xbf\xee\x80\x80" },
+		{ "\xf0\x90\x80\x80\xf4\x8f\xbf\xbf", "\xf0\x90\x80\x80\xf4\x8f\xbf\xbf" },
+		/* too long for their values */
+		{ "\xc0\xaf", "??" },
+		{ "\xc1\xbf", "??" },
+		{ "\xe0\x9f\xbf", "???" },
+		{ "\xf0\x8f\xbf\xbf", "????" },
+		{ "\xed\xa0\x80", "???" },      /* a surrogate */
+		{ "\xf4\x90\x80\x80", "????" }, /* above U+10FFFF */
+		{ "\xf5\x80\x80\x80", "????" },
+		{ "\x80z", "?z" }, /* not the first byte of a character */
+		{ "\xc3z", "?z" }, /* not a second byte */
+		{ "\xe2\x82z", "??z" },
+		{ "\xe2\x82", "??" }, /* cut off */
+	};
+	char out[64];
+
+	for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+		sfr__document_escape(cases[i].in, strlen(cases[i].in), out);
+		CHECK(strcmp(out, cases[i].out) == 0);
+	}
+	sfr__document_escape("ab\xc3\xa9", 3, out); /* ends inside the character */
+	CHECK(strcmp(out, "ab?") == 0);
 }
 
 BEGIN
