@@ -135,6 +135,10 @@ class Server:
         found: list[str] = self._control("uploads")
         return found
 
+    def leave_upload(self, key: str, age_h: float) -> None:
+        """Leave an unfinished upload that began some hours ago."""
+        self._control("leave", {"key": key, "age_h": age_h})
+
     def put(self, key: str, data: bytes) -> None:
         """Make an object, past the proxy."""
         self.fill({key: data})

@@ -3,9 +3,11 @@
 import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import stillframe
@@ -13,6 +15,13 @@ from fix_waits import eventually
 from stillframe._remote import obstore_client, store, stores
 
 MIB = 1 << 20
+
+
+def wait_for_cleaning():
+    """Wait until unfinished uploads have been aborted."""
+    for thread in threading.enumerate():
+        if thread.name == "sf-clean":
+            thread.join()
 
 
 @pytest.fixture(params=["s3", "memory", "local"])
@@ -163,13 +172,116 @@ def test_temporary_of_a_killed_process_is_removed_after_a_day(tmp_path, age_h, c
     assert all(each.exists() for each in others)
 
 
-def test_directory_is_searched_for_temporaries_once(tmp_path, monkeypatch):
-    opened, key = stores.open_store(f"file://{tmp_path}/run/a.pt")
-    listed = []
-    monkeypatch.setattr(opened, "_remove_stale", listed.append)
-    for name in ("a.pt", "b.pt", "other/c.pt"):
-        opened.put(f"{key.removesuffix('a.pt')}{name}", [b"bytes"])
-    assert [os.path.basename(each) for each in listed] == ["run", "other"]
+def test_directory_is_cleaned_once_for_each_suffix(run, monkeypatch):
+    opened, base = stores.open_store(run)
+    cleaned = []
+    monkeypatch.setattr(opened, "_clean", cleaned.append)
+    names = ("a.pt", "b.pt", "other/c.pt", "d.ckpt", "other/e.pt")
+    for name in names:
+        opened.put(f"{base}/{name}", [b"bytes"])
+    assert cleaned == [f"{base}/{name}" for name in ("a.pt", "other/c.pt", "d.ckpt")]
+
+
+def test_upload_of_a_killed_process_is_aborted_after_a_day(server, caplog):
+    server.leave_upload("run/killed.pt", 25)
+    server.leave_upload("run/%20 ü&.pt", 25)
+    others = {"run/young.pt": 23, "run/backup.tar": 99, "run/other/a.pt": 99, "elsewhere.pt": 99}
+    for key, age_h in others.items():
+        server.leave_upload(key, age_h)
+    opened, key = stores.open_store(server.url("run/b.pt"))
+    with caplog.at_level("INFO", "stillframe"):
+        opened.put(key, [b"bytes"])
+        wait_for_cleaning()
+    assert server.unfinished_uploads() == sorted(others)
+    assert "aborted an upload to s3://bkt/run/killed.pt" in caplog.text
+
+
+def test_uploads_beside_an_object_in_the_bucket_itself_are_aborted(server):
+    for key in ("old.pt", "run/old.pt"):
+        server.leave_upload(key, 25)
+    opened, key = stores.open_store(server.url("b.pt"))
+    opened.put(key, [b"bytes"])
+    wait_for_cleaning()
+    assert server.unfinished_uploads() == ["run/old.pt"]
+
+
+@pytest.mark.parametrize("names", ["fsspec", "obstore", "environment"])
+def test_uploads_are_aborted_with_the_given_credentials(server, names, monkeypatch):
+    options = server.options
+    if names == "obstore":
+        options = {"AWS_ACCESS_KEY_ID": options["key"], "secret_access_key": options["secret"]}
+        options |= {"aws_endpoint": server.endpoint, "region": "eu-north-1"}
+    if names == "environment":
+        options = {}
+        monkeypatch.delenv("AWS_ENDPOINT_URL")
+        monkeypatch.setenv("AWS_ENDPOINT", server.endpoint)  # botocore does not know this name
+    else:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+            monkeypatch.delenv(name)
+    server.leave_upload("run/old.pt", 25)
+    opened, key = stores.open_store(server.url("run/b.pt"), options)
+    opened.put(key, [b"bytes"])
+    wait_for_cleaning()
+    assert server.unfinished_uploads() == []
+    (listing,) = server.lines("GET.*uploads")
+    assert "run%2F" in listing  # only this directory
+
+
+def test_upload_succeeds_without_botocore(server, monkeypatch, tmp_path):
+    server.leave_upload("run/old.pt", 25)
+    (tmp_path / "botocore.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    opened, key = stores.open_store(server.url("run/b.pt"))
+    opened.put(key, [b"bytes"])
+    wait_for_cleaning()
+    assert server.objects() == {"run/b.pt": b"bytes"}
+    assert server.unfinished_uploads() == ["run/old.pt"]
+
+
+def test_store_that_does_not_list_uploads_takes_an_upload(server, caplog):
+    server.fail(403, match="GET.*uploads")
+    opened, key = stores.open_store(server.url("run/b.pt"))
+    opened.put(key, [b"bytes"])
+    wait_for_cleaning()
+    assert len(server.lines("GET.*uploads")) == 1
+    assert server.objects() == {"run/b.pt": b"bytes"}
+    assert not caplog.records
+
+
+def test_new_directories_are_cleaned_once_an_hour(server, monkeypatch):
+    opened, _ = stores.open_store(server.url("run/b.pt"))
+    for hour in (0, 0.9, 1.1, 2):
+        clock = SimpleNamespace(monotonic=lambda hour=hour: 1e6 + hour * 3600)
+        monkeypatch.setattr(obstore_client, "time", clock)
+        opened.put(f"run/{hour}/b.pt", [b"bytes"])
+        wait_for_cleaning()
+    assert [line.rpartition("prefix=")[2] for line in server.lines("GET.*uploads")] == [
+        "run%2F0%2F&delimiter=%2F",
+        "run%2F1.1%2F&delimiter=%2F",
+    ]
+
+
+def test_frozen_program_is_not_started_again(server, monkeypatch):
+    server.leave_upload("run/old.pt", 25)
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    opened, key = stores.open_store(server.url("run/b.pt"))
+    opened.put(key, [b"bytes"])
+    wait_for_cleaning()
+    assert server.unfinished_uploads() == ["run/old.pt"]
+
+
+def test_cleaning_imports_nothing_into_the_training(server):
+    server.leave_upload("run/old.pt", 25)
+    program = f"""
+import sys, threading, stillframe
+stillframe.save({{"step": 1}}, "{server.url("run/b.pt")}")
+for each in threading.enumerate():
+    if each.name == "sf-clean":
+        each.join()
+assert "botocore" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert server.unfinished_uploads() == []
 
 
 def test_store_that_cannot_list_takes_an_upload(tmp_path, monkeypatch):
@@ -321,7 +433,7 @@ def test_timeout_of_a_request_grows_with_its_length(server):
 def test_small_object_takes_one_request(server):
     opened, key = stores.open_store("s3://bkt/a.pt")
     opened.put(key, iter([b"ab", b"c"]), nbytes=3)
-    assert server.lines() == ["PUT /bkt/a.pt"]
+    assert server.lines("^(PUT|POST)") == ["PUT /bkt/a.pt"]
     assert server.objects() == {"a.pt": b"abc"}
 
 

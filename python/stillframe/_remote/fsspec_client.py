@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from stillframe._base.urls import Url
 from stillframe._remote.redact import failure, redact
-from stillframe._remote.store import Buffer, Feed, Found, Store, part_bytes
+from stillframe._remote.store import STALE_S, Buffer, Feed, Found, Store, part_bytes
 from stillframe.errors import StillframeError
 
 T = TypeVar("T")
@@ -23,14 +23,12 @@ T = TypeVar("T")
 log = logging.getLogger("stillframe")
 
 _TEMPORARY = ".stillframe-tmp"
-_STALE_S = 24 * 3600.0  # the process of an older upload was killed
 
 
 class FsspecStore(Store):
     """A store behind fsspec.
 
-    An object is written under a temporary name, and then renamed, or copied in the store. The first
-    upload to a directory removes the temporaries that killed processes have left there.
+    An object is written under a temporary name, and then renamed, or copied in the store.
     """
 
     client = "fsspec"
@@ -44,7 +42,6 @@ class FsspecStore(Store):
         self._base = f"{given.partition('://')[0]}://{host}"
         self._query = f"?{url.query}" if url.query else ""
         self._fs = self._open(options)
-        self._cleaned: set[str] = set()  # directories without stale temporaries
         # A lock for file systems that take one call at a time, such as FTP.
         self._one_call = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
 
@@ -78,10 +75,6 @@ class FsspecStore(Store):
         parent = self._fs._parent(path)
         with contextlib.suppress(Exception):  # the store has no directories
             self._call(self._fs.makedirs, parent, exist_ok=True)
-        if parent not in self._cleaned:
-            self._cleaned.add(parent)
-            with contextlib.suppress(Exception):  # upload all the same
-                self._remove_stale(parent)
         try:
             file = self._call(self._fs.open, temporary, "wb", block_size=part_bytes(nbytes))
             try:
@@ -95,15 +88,6 @@ class FsspecStore(Store):
             with contextlib.suppress(Exception):
                 self._call(self._fs.rm_file, temporary)
             raise
-
-    def _remove_stale(self, directory: str) -> None:
-        for info in self._call(self._fs.ls, directory, detail=True):
-            found = _of_info(info, info["name"])
-            has_time = found.modified_s > 0
-            is_stale = has_time and found.modified_s < time.time() - _STALE_S
-            if is_stale and found.key.endswith(_TEMPORARY):
-                self._call(self._fs.rm_file, found.key)
-                log.info("stillframe: removed %s, left by a killed process", found.key)
 
     def _move(self, source: str, target: str) -> None:
         """Move an object in the store, by a rename if the file system can, else by a copy."""
@@ -144,6 +128,16 @@ class FsspecStore(Store):
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 self._call(self._fs.rm_file, self._path(key))
+
+    def _clean(self, key: str) -> None:
+        directory = self._fs._parent(self._path(key))
+        for info in self._call(self._fs.ls, directory, detail=True):
+            found = _of_info(info, info["name"])
+            has_time = found.modified_s > 0
+            is_stale = has_time and found.modified_s < time.time() - STALE_S
+            if is_stale and found.key.endswith(_TEMPORARY):
+                self._call(self._fs.rm_file, found.key)
+                log.info("stillframe: removed %s, left by a killed process", found.key)
 
 
 def _of_info(info: Mapping[str, Any], key: str) -> Found:

@@ -8,22 +8,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
+import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from stillframe._base import threads
 from stillframe._base.urls import Url
+from stillframe._remote import unfinished
 from stillframe._remote.options import config_of
 from stillframe._remote.redact import redact, secrets_of
 from stillframe._remote.store import (
     MIB,
     PART_BYTES,
+    STALE_S,
     Buffer,
     Feed,
     Found,
+    Kind,
     Store,
     fork_error,
+    kind_of,
     part_bytes,
 )
 
@@ -37,6 +45,7 @@ RETRY_S = 180.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
 REQUEST_S = 120.0  # the time limit of a request of PART_BYTES; larger requests get more
+CLEANING_PAUSE_S = 3600.0  # directories that are new within this time are not cleaned
 
 # A metadata field with the id of the upload that made the object. Some proxies pass only letters.
 _MARK = "stillframeupload"
@@ -61,12 +70,13 @@ class ObstoreStore(Store):
         super().__init__(url, options)
         if _used_in not in (None, self._generation):
             raise fork_error()
-        self._bucket = f"{url.scheme}://{url.bucket}"
+        self._url = url
         self._config = config_of(url.scheme, options)
         if url.account:
             self._config.values.setdefault("account_name", url.account)
         self._secrets |= secrets_of(self._config.values, "")
         self._clients: dict[int, Any] = {}  # obstore's clients, by their timeouts in seconds
+        self._cleaned_s = -math.inf  # when `_clean` last did something, by time.monotonic()
         self._client(PART_BYTES)  # raises an error for wrong options
         _used_in = self._generation
 
@@ -84,7 +94,7 @@ class ObstoreStore(Store):
         }
         try:
             return _obstore().store.from_url(
-                self._bucket,
+                f"{self._url.scheme}://{self._url.bucket}",
                 config=self._config.values,
                 client_options={"timeout": timedelta(seconds=seconds), **self._config.client},
                 retry_config={
@@ -153,6 +163,24 @@ class ObstoreStore(Store):
             for key in keys:  # obstore stopped at a missing object
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._client(), key)
+
+    def _clean(self, key: str) -> None:
+        is_recent = time.monotonic() - self._cleaned_s < CLEANING_PAUSE_S
+        if self._url.scheme != "s3" or self._config.values.get("skip_signature") or is_recent:
+            return
+        self._cleaned_s = time.monotonic()
+        thread = threading.Thread(
+            target=self._abort_stale, args=(kind_of(key),), name="sf-clean", daemon=True
+        )
+        threads.start(thread)
+
+    def _abort_stale(self, kind: Kind) -> None:
+        config, endpoint = self._client().config, self._config.endpoint
+        verify = not self._config.client.get("allow_invalid_certificates")
+        with contextlib.suppress(Exception):  # the uploads stay
+            for key in unfinished.abort_stale(config, endpoint, *kind, STALE_S, verify=verify):
+                name = self.shown(key)
+                log.info("stillframe: aborted an upload to %s, left by a killed process", name)
 
 
 def _of_meta(meta: Mapping[str, Any]) -> Found:

@@ -39,8 +39,11 @@ _OTHER_CREDENTIALS = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
-# Options that name an endpoint, and environment variables that do so, by scheme.
-_ENDPOINTS = ("endpoint", "aws_endpoint_url_s3", "base_url")
+# Options of obstore that name an endpoint, and environment variables that do so, by scheme.
+_ENDPOINTS = (
+    *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url"),
+    *("azure_endpoint", "azure_storage_endpoint", "base_url", "google_base_url"),
+)
 _ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": (),
@@ -54,6 +57,7 @@ class Config:
 
     values: dict[str, Any] = field(default_factory=dict)  # with obstore's names
     client: dict[str, Any] = field(default_factory=dict)  # options of the HTTP client
+    endpoint: str | None = None  # the server's URL; None: the scheme's own server
 
 
 def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
@@ -71,10 +75,12 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
     {"s3": _s3, "gs": _gs, "az": _az}[scheme](rest, config)
     config.values.update(rest)
     # obstore uses the first endpoint.
-    endpoints = [config.values[name] for name in _ENDPOINTS if name in config.values]
+    endpoints = [value for name, value in config.values.items() if name.lower() in _ENDPOINTS]
     endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES[scheme] if os.environ.get(name)]
-    if endpoints and str(endpoints[0]).startswith("http://"):
-        config.client.setdefault("allow_http", True)
+    if endpoints:
+        config.endpoint = str(endpoints[0])
+        if config.endpoint.startswith("http://"):
+            config.client.setdefault("allow_http", True)
     return config
 
 

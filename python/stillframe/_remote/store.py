@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -29,6 +31,7 @@ MIB = 1 << 20
 PART_BYTES = 16 * MIB
 MOST_PARTS = 9_500  # S3 takes 10,000
 SLOW_S = 10.0  # a longer wait for the store is logged
+STALE_S = 24 * 3600.0  # the process of an upload that began before was killed
 
 
 class Found(NamedTuple):
@@ -38,6 +41,18 @@ class Found(NamedTuple):
     nbytes: int
     modified_s: float  # the time of the last change in seconds since 1970; 0.0: not known
     version: str = ""  # the ETag, which every change changes; "": not known
+
+
+class Kind(NamedTuple):
+    """What keys of alike checkpoints have in common."""
+
+    directory: str
+    suffix: str  # such as ".pt"
+
+
+def kind_of(key: str) -> Kind:
+    directory, _, name = key.rpartition("/")
+    return Kind(directory, os.path.splitext(name)[1])
 
 
 def part_bytes(nbytes: int | None) -> int:
@@ -63,6 +78,7 @@ class Store(ABC):
         self._root = url.root
         self._secrets = secrets_of(options, url.user)
         self._generation = _core.fork_generation()
+        self._cleaned: set[Kind] = set()  # for which `_clean` was called
 
     def put(self, key: str, pieces: Iterable[Buffer], nbytes: int | None = None) -> None:
         """Upload an object: all of `pieces`, or nothing.
@@ -70,6 +86,8 @@ class Store(ABC):
         The calling thread iterates over `pieces`, which must not start another upload. obstore does
         not copy a piece: it holds the piece until the store has acknowledged it, at most five parts
         at a time.
+
+        The first upload of each `Kind` is followed by `_clean`.
 
         Args:
             pieces: Contiguous buffers of bytes.
@@ -92,6 +110,11 @@ class Store(ABC):
             feed.close()
         if feed.error is not None:
             raise feed.error
+        kind = kind_of(key)
+        if kind not in self._cleaned:
+            self._cleaned.add(kind)
+            with contextlib.suppress(Exception):  # the object is there all the same
+                self._clean(key)
 
     def get(self, key: str, start: int, end: int, version: str = "") -> Buffer:
         """Return the bytes from `start` to `end`, exactly `end - start` of them.
@@ -157,6 +180,11 @@ class Store(ABC):
 
     @abstractmethod
     def _delete(self, keys: Iterable[str]) -> None: ...
+
+    @abstractmethod
+    def _clean(self, key: str) -> None:
+        """Remove what killed processes have left of uploads of the kind of `key`. May raise any
+        error."""
 
     def _do(self, doing: str, key: str, call: Callable[[], T]) -> T:
         """Call the client and translate its error. `doing` names the operation in the message."""
