@@ -1,4 +1,4 @@
-/* Turns the core's codes into Python exceptions. Codes above -1000 are -errno, the others SFR_E*.
+/* Turns the core's codes into Python exceptions.
  *
  * The error of a failed save is not raised here: core_save.py builds it from the save's report.
  *
@@ -6,10 +6,14 @@
 #include "module.h"
 
 #include <errno.h>
+#include <stdbool.h>
 #include <string.h>
 
-/* Raises the package's error for a thread that could not start. The core reports it as -EAGAIN,
- * and the system's text for that would not help the user. Always returns NULL. */
+/* A negative code is -errno, or one of SFR_E*, which begin at -1001. */
+#define IS_ERRNO(code) ((code) > -1000)
+
+/* Raises the package's error for a thread that could not start. The core reports -EAGAIN for that,
+ * but the system's text for EAGAIN would not help the user. Always returns NULL. */
 static PyObject *raise_no_thread(void)
 {
 	PyObject *threads = PyImport_ImportModule("stillframe._base.threads");
@@ -26,7 +30,7 @@ PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 {
 	PyObject *type = state->stillframe_error;
 
-	if (code == SFR_PY_RAISED)
+	if (code == SFR_PY_RAISED) /* an exception is set already */
 		return NULL;
 #define X(member, name, its_code)                                                                  \
 	if (code == (its_code))                                                                    \
@@ -37,7 +41,7 @@ PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 		return PyErr_NoMemory();
 	if (code == -EINVAL)
 		type = PyExc_ValueError;
-	else if (code > -1000)
+	else if (IS_ERRNO(code))
 		return sfr_py_raise_os(state, code);
 	PyErr_SetString(type, sfr_code_message(code));
 	return NULL;
@@ -49,13 +53,14 @@ PyObject *sfr_py_error_text(const struct sfr_err *err)
 		return PyUnicode_FromString("");
 	if (err->note[0])
 		return sfr_py_text(err->note);
-	return PyUnicode_FromString(err->code > -1000 ? strerror(-err->code) :
-							sfr_code_message(err->code));
+	if (IS_ERRNO(err->code))
+		return PyUnicode_FromString(strerror(-err->code));
+	return PyUnicode_FromString(sfr_code_message(err->code));
 }
 
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code)
 {
-	if (code <= -1000 || code >= 0)
+	if (!IS_ERRNO(code) || code >= 0)
 		return sfr_py_raise(state, code);
 	if (code == -EAGAIN)
 		return raise_no_thread();
@@ -134,9 +139,12 @@ struct sfr_py_wait sfr_py_wait(PyObject *timeout)
 
 int sfr_py_next_slice(struct sfr_py_wait *wait)
 {
-	if (wait->rc != SFR_PY_BEGINS && (wait->rc != SFR_EAGAIN || wait->left_ns == 0))
+	const bool first = wait->rc == SFR_PY_BEGINS;
+	const bool again = wait->rc == SFR_EAGAIN && wait->left_ns > 0;
+
+	if (!first && !again)
 		return 0;
-	/* A call that does not wait runs no signal handlers. */
+	/* Only a call that waits runs signal handlers. */
 	if (wait->left_ns > 0 && PyErr_CheckSignals() < 0) {
 		wait->rc = SFR_PY_RAISED;
 		return 0;

@@ -11,7 +11,7 @@ struct sfr_py_state *sfr_py_state(PyObject *module)
 	return PyModule_GetState(module);
 }
 
-/* Stores the exceptions of stillframe.errors in the state. */
+/* Imports stillframe.errors, and stores its exceptions in the state. */
 static int exec_errors(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
@@ -109,7 +109,7 @@ static struct PyModuleDef definition = {
 	.m_free = module_free,
 };
 
-PyMODINIT_FUNC PyInit__core(void);
+PyMODINIT_FUNC PyInit__core(void); /* -Wmissing-prototypes asks for it */
 PyMODINIT_FUNC PyInit__core(void)
 {
 	return PyModuleDef_Init(&definition);

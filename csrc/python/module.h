@@ -18,8 +18,8 @@
 /* CPython prescribes the parameters of methods, and many methods do not use all of them. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-/* SFR_PY_TYPES: the module's types. SFR_PY_ERRORS: X(field in the state, name in stillframe.errors,
- * the core's code). The base class is for all other codes. */
+/* SFR_PY_TYPES: the module's types. SFR_PY_ERRORS: its exceptions, as X(field in the state, name in
+ * stillframe.errors, the core's code). StillframeError is for all codes without another class. */
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
@@ -51,8 +51,8 @@ struct sfr_py_state *sfr_py_state_of(PyObject *object);
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
 /* Returns the error's message as a str; "" if nothing failed. */
 PyObject *sfr_py_error_text(const struct sfr_err *err);
-/* Does the same as sfr_py_raise, but -EINVAL and -ENOMEM raise OSError too. For codes that come
- * from the operating system. */
+/* Raises as sfr_py_raise does, for a code that comes from the operating system: here -EINVAL and
+ * -ENOMEM raise OSError too. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
 /* Makes a Restore of an archive. `check` is a finished check with SFR_CHECK_KEEP, which this
@@ -61,8 +61,8 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
-/* Makes a Restore of a file of another format. Its records are the `nr` stretches in `v`, which are
- * read in the call, up to offset `end`. */
+/* Makes a Restore of a file of another format. Its records are the `nr` stretches in `v`, which end
+ * at or before the offset `end`. The call does not keep `v`. */
 struct sfr_stretch;
 PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
 				  uint64_t nr, uint64_t end, int fd, unsigned flags);
@@ -74,15 +74,15 @@ static inline int sfr_py_no_memory(void)
 	return -1;
 }
 
-/* Returns a new, zeroed object of the type. */
+/* Returns a new object of the type, whose fields are all zero. */
 PyObject *sfr_py_alloc(PyTypeObject *type);
 /* Frees an object's memory, at the end of its tp_dealloc. */
 void sfr_py_free(PyObject *object);
 /* Makes a type, adds it to the module and stores it in *slot, a field of the state. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 
-/* Defines the spec of a type that cannot be subclassed. `layout` is the struct of its objects,
- * `more` are additional flags. */
+/* Defines the spec of a type that cannot be subclassed. `layout` is the struct of its objects.
+ * `more` are flags besides the usual ones, or 0. */
 #define SFR_PY_TYPE(variable, type_name, layout, more, of_slots)                                   \
 	static PyType_Spec variable = {                                                            \
 		.name = "stillframe._core." type_name,                                             \
@@ -91,7 +91,7 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		.slots = (of_slots),                                                               \
 	}
 
-/* Calls the core without the interpreter lock. The value is the call's result. */
+/* Calls the core without the interpreter lock. The macro's value is the result of the call. */
 #define sfr_py_unlocked(call)                                                                      \
 	__extension__({                                                                            \
 		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
@@ -138,8 +138,8 @@ struct sfr_py_wait sfr_py_wait(PyObject *timeout);
 /* Runs Python's signal handlers. Returns whether another slice follows, and sets its length. */
 int sfr_py_next_slice(struct sfr_py_wait *wait);
 
-/* Starts to load the cache line at `address`, which may be stale: prefetching cannot fault. The asm
- * statement keeps GCC from dropping calls of this function. */
+/* Starts to load the cache line at `address`. The address may be invalid, because a prefetch cannot
+ * fault. The asm statement keeps GCC from dropping calls of this function. */
 static inline void sfr_py_prefetch(uintptr_t address)
 {
 	__builtin_prefetch((const void *)address);

@@ -16,29 +16,29 @@ static inline uint32_t pool__nr_listed(const struct sfr__list *list, enum sfr__b
 
 static inline void pool_figures_agree(struct sfr__pool *pool)
 {
-	uint32_t nr_full = 0, nr_owned = 0, nr_of[SFR__NR_BLOCK_STATES] = { 0 };
+	uint32_t nr_whole = 0, nr_owned = 0, nr_of[SFR__NR_BLOCK_STATES] = { 0 };
 	uint64_t committed = 0, leased = 0, retired = 0;
 
 	sfr__lock(&pool->mu);
-	for (uint32_t i = 0; i < pool->nr_known; i++) {
+	for (uint32_t i = 0; i < pool->nr_ever_used; i++) {
 		const struct sfr__block *block = &pool->blocks[i];
 
 		nr_of[block->state]++;
-		if (sfr__block_is_full(pool, block))
-			nr_full++;
+		if (sfr__block_is_whole_for_saves(pool, block))
+			nr_whole++;
 		if (sfr__block_is_owned(block->state))
 			nr_owned++;
 		committed += block->committed;
 		leased += block->state == SFR__BLOCK_LEASED ? block->committed : 0;
 		retired += block->state == SFR__BLOCK_RETIRED ? block->committed : 0;
 	}
-	CHECK_EQ(pool->nr_full, nr_full);
+	CHECK_EQ(pool->nr_whole_for_saves, nr_whole);
 	CHECK_EQ(pool->nr_owned, nr_owned);
 	CHECK_EQ(pool->nr_retired, nr_of[SFR__BLOCK_RETIRED]);
 	CHECK_EQ(pool->committed_bytes, committed);
 	CHECK_EQ(pool->leased_bytes, leased);
 	CHECK_EQ(pool->retired_bytes, retired);
-	CHECK(pool->nr_filling <= nr_of[SFR__BLOCK_GROWING]);
+	CHECK(pool->nr_whole_growing <= nr_of[SFR__BLOCK_GROWING]);
 	CHECK_EQ(pool__nr_listed(&pool->reserved, SFR__BLOCK_RESERVED), nr_of[SFR__BLOCK_RESERVED]);
 	CHECK_EQ(pool__nr_listed(&pool->whole, SFR__BLOCK_FREE) +
 			 pool__nr_listed(&pool->partial, SFR__BLOCK_FREE),
@@ -51,11 +51,11 @@ static inline void pool_is_at_rest(struct sfr__pool *pool)
 {
 	pool_figures_agree(pool);
 	CHECK_EQ(pool->nr_owned, 0);
-	CHECK_EQ(pool->nr_filling, 0);
-	CHECK_EQ(pool->nr_held, 0);
+	CHECK_EQ(pool->nr_whole_growing, 0);
+	CHECK_EQ(pool->nr_user_held, 0);
 	CHECK(pool->waiters == NULL);
 	CHECK_EQ(pool->nr_saves, 0);
-	CHECK_EQ(pool->nr_expected, 0);
+	CHECK_EQ(pool->nr_whole_useful, 0);
 }
 
 #endif

@@ -259,7 +259,7 @@ static inline void saving_poison(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = engine->pool;
 
-	for (uint32_t i = 0; i < pool->nr_known; i++)
+	for (uint32_t i = 0; i < pool->nr_ever_used; i++)
 		if (pool->blocks[i].state == SFR__BLOCK_FREE)
 			memset(pool->blocks[i].mem, 0xa5, pool->blocks[i].committed);
 }

@@ -50,13 +50,13 @@ static int check_members(const struct sfr_save_desc *desc)
 
 static uint32_t count_extents(const struct sfr_save_desc *desc)
 {
-	uint64_t last = 0; /* the header's key, that of captured host memory */
+	uint64_t previous = 0; /* the header counts as captured host memory, whose key is 0 */
 	uint32_t nr = 1;
 
 	for (uint32_t i = 0; i < desc->nr_members; i++) {
-		if (member_key(desc, i) != last)
+		if (member_key(desc, i) != previous)
 			nr++;
-		last = member_key(desc, i);
+		previous = member_key(desc, i);
 	}
 	return nr;
 }
@@ -84,7 +84,8 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
 {
 	uint64_t *total = key >> 32 == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes;
 	uint64_t off = desc->skeleton_len;
-	uint64_t previous = 0, current; /* keys of two adjacent members */
+	/* keys of two adjacent members; the header, before the first member, has key 0 */
+	uint64_t previous = 0, current;
 
 	if (key == 0) { /* the header begins the first extent */
 		open_extent(img, 0);
@@ -110,8 +111,8 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
 	}
 }
 
-/* Sets the bounds of an extent whose entries are known. If its first page is an edge page, adds the
- * page to the list of edge pages. Returns 0 or -EFBIG. */
+/* Sets offset, length and blocks of an extent whose entries are known. If another extent shares the
+ * first page, adds the page to the list of edge pages. Returns 0 or -EFBIG. */
 static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 {
 	struct sfr__entry *first = &img->entries[extent->first_entry];
@@ -120,8 +121,8 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 
 	extent->off = first->data_off / SFR_PAGE * SFR_PAGE;
 	extent->len = sfr__round_up(last->data_off + last->nbytes, SFR_PAGE) - extent->off;
-	/* Bytes of another extent in the first page count as the first entry's header here, which
-	 * is copied from the zeros in img->glue. */
+	/* If the first page begins with bytes of another extent, these count as the header of the
+	 * first entry. That header is copied from the zeros in img->glue. */
 	first->hdr_off = extent->off;
 	extent->first_block =
 		extent == img->extents ? 0 : extent[-1].first_block + extent[-1].nr_blocks;
@@ -134,18 +135,20 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 	return 0;
 }
 
-static void set_all_counts(struct sfr__image *img)
+/* Sets nr_lane_entries and nr_lane_blocks. Goes backwards, because an extent adds the counts of the
+ * next extent to its own. */
+static void set_lane_counts(struct sfr__image *img)
 {
 	for (uint32_t r = img->nr_extents; r-- > 0;) {
 		struct sfr__extent *extent = &img->extents[r];
 		const struct sfr__extent *next = extent + 1;
+		const bool has_next = r + 1 < img->nr_extents;
 
-		extent->all_entries = extent->nr_entries;
-		extent->all_blocks = extent->nr_blocks;
-		if (r + 1 < img->nr_extents && next->lane == extent->lane &&
-		    next->device == extent->device) {
-			extent->all_entries += next->all_entries;
-			extent->all_blocks += next->all_blocks;
+		extent->nr_lane_entries = extent->nr_entries;
+		extent->nr_lane_blocks = extent->nr_blocks;
+		if (has_next && next->lane == extent->lane && next->device == extent->device) {
+			extent->nr_lane_entries += next->nr_lane_entries;
+			extent->nr_lane_blocks += next->nr_lane_blocks;
 		}
 	}
 }
@@ -181,7 +184,7 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 		rc = end_extent(img, &img->extents[r]);
 	if (rc != 0)
 		goto fail;
-	set_all_counts(img);
+	set_lane_counts(img);
 	img->tail_off = img->len;
 	return 0;
 fail:

@@ -24,7 +24,7 @@
  * a multiple of 64, except those of the last record, .data/serialization_id.
  *
  * The record .format_version must stay 0. From 1 on, torch's reader computes the offsets of
- * storages from their order in the pickle. The order in our files is another one.
+ * storages from their order in the pickle, which is not their order in our files.
  *
  * Code that fills or completes a block visits its segments in turn (sfr__seg_next). A header or
  * descriptor that spans two blocks is a segment of each.
@@ -88,7 +88,7 @@ static void add_entry(struct sfr__image *img, const char *name, const char *src,
 	memcpy(e->name, name, strlen(name) + 1);
 }
 
-/* Appends the storages with this extent key, in the caller's order. */
+/* Adds an entry for each source with this extent key, in the order of desc->sources. */
 static void add_storages(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
@@ -124,8 +124,8 @@ bool sfr__next_extent_key(const struct sfr_save_desc *desc, uint64_t *key)
 	return found;
 }
 
-/* Adds the extent to the image. It gets all entries from extent->first_entry on, whose offsets are
- * set here. Returns 0 or -EFBIG. */
+/* Ends the extent with the last entry added so far. Sets the offsets of its entries and adds the
+ * extent to the image. Returns 0 or -EFBIG. */
 static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 {
 	uint64_t off = extent->off, nr_blocks;
@@ -137,8 +137,10 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 	nr_blocks = sfr__round_up(extent->len, img->block_bytes) / img->block_bytes;
 	if (nr_blocks > UINT32_MAX)
 		return -EFBIG;
-	extent->nr_blocks = extent->all_blocks = (uint32_t)nr_blocks;
-	extent->all_entries = extent->nr_entries;
+	extent->nr_blocks = (uint32_t)nr_blocks;
+	/* in this format each lane and device has only one extent */
+	extent->nr_lane_blocks = extent->nr_blocks;
+	extent->nr_lane_entries = extent->nr_entries;
 	if (extent != img->extents)
 		extent->first_block = extent[-1].first_block + extent[-1].nr_blocks;
 	img->nr_extents++;
@@ -154,7 +156,7 @@ int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes
 		return -EINVAL;
 	if ((desc->skeleton == NULL && desc->skeleton_len != 0) ||
 	    (desc->sources == NULL && desc->nr_sources != 0) ||
-	    desc->nr_sources > UINT32_MAX - 1 - NR_RECORDS)
+	    desc->nr_sources > UINT32_MAX - 1 - NR_RECORDS) /* nr_entries would overflow */
 		return -EINVAL;
 	if (total > SFR__IMAGE_LEN_MAX)
 		return -EFBIG;
@@ -170,8 +172,8 @@ int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes
 
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes)
 {
-	uint64_t nr_entries = UINT64_C(1) + NR_RECORDS + desc->nr_sources;
-	uint64_t key = 0;
+	uint64_t nr_entries = UINT64_C(1) + NR_RECORDS + desc->nr_sources; /* 1: data.pkl */
+	uint64_t key = 0; /* the key of captured sources of the host, which come first */
 	uint32_t nr_extents = 1;
 	int rc;
 
@@ -221,12 +223,12 @@ void sfr__image_fini(struct sfr__image *img)
 	sfr_sys.free(img->entries);
 	sfr_sys.free(img->extents);
 	sfr_sys.free(img->glue);
-	sfr_sys.free(img->fields);
+	sfr_sys.free(img->crc_fields);
 	sfr_sys.free(img->edges);
 	img->entries = NULL;
 	img->extents = NULL;
 	img->glue = NULL;
-	img->fields = NULL;
+	img->crc_fields = NULL;
 	img->edges = NULL;
 	img->nr_edges = 0;
 }
@@ -242,8 +244,8 @@ const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32
 
 /* ---- blocks and segments ------------------------------------------------- */
 
-/* Returns the extent that contains block *blk of `first` and the extents after it. *blk becomes the
- * block's number in the returned extent. */
+/* Returns the extent that contains block *blk, which is counted from the start of `first`. *blk
+ * becomes the block's number in the returned extent. */
 static const struct sfr__extent *extent_of_block(const struct sfr__extent *first, uint32_t *blk)
 {
 	while (*blk >= first->nr_blocks) {
@@ -278,8 +280,8 @@ bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off)
 	return false;
 }
 
-void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent *extent,
-			  uint32_t blk, uint64_t *from, uint64_t *to)
+void sfr__image_unshared_pages(const struct sfr__image *img, const struct sfr__extent *extent,
+			       uint32_t blk, uint64_t *from, uint64_t *to)
 {
 	*from = sfr__image_block_off(img, extent, blk);
 	*to = *from + sfr__image_block_len(img, extent, blk);
@@ -311,40 +313,45 @@ void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 	it->entry = entry_at(img, extent, it->off);
 }
 
+/* Finds which of an entry's header, data and descriptor contains offset `off` of the file. Sets the
+ * kind and [*begin, *end), its range of the file. Returns false if `off` is after all three. */
+static bool find_in_entry(const struct sfr__entry *e, uint64_t off, enum sfr__seg_kind *kind,
+			  uint64_t *begin, uint64_t *end)
+{
+	const uint64_t data_end = e->data_off + e->nbytes;
+
+	if (off < e->data_off) {
+		*kind = SFR__SEG_HEADER;
+		*begin = e->hdr_off;
+		*end = e->data_off;
+	} else if (off < data_end) {
+		*kind = SFR__SEG_DATA;
+		*begin = e->data_off;
+		*end = data_end;
+	} else {
+		*kind = SFR__SEG_DESC;
+		*begin = data_end;
+		*end = data_end + e->desc_len;
+	}
+	return off < *end;
+}
+
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 {
 	const struct sfr__extent *extent = it->extent;
-	uint64_t begin, end; /* range of the header, data, descriptor or padding in the file */
+	const uint32_t end_entry = extent->first_entry + extent->nr_entries;
+	/* range of the header, data, descriptor or padding in the file */
+	uint64_t begin, end;
 
 	if (it->off >= it->end)
 		return false;
-	/* find the header, data, descriptor or padding that contains it->off */
-	for (;; it->entry++) {
-		const struct sfr__entry *e;
-
-		/* after the last entry there is padding */
-		if (it->entry == extent->first_entry + extent->nr_entries) {
-			seg->kind = SFR__SEG_PAD;
-			begin = it->off;
-			end = extent->off + extent->len;
-			break;
-		}
-		e = &it->img->entries[it->entry];
-		seg->kind = SFR__SEG_HEADER;
-		begin = e->hdr_off;
-		end = e->data_off;
-		if (it->off < end)
-			break;
-		seg->kind = SFR__SEG_DATA;
-		begin = end;
-		end += e->nbytes;
-		if (it->off < end)
-			break;
-		seg->kind = SFR__SEG_DESC;
-		begin = end;
-		end += e->desc_len;
-		if (it->off < end)
-			break;
+	while (it->entry != end_entry &&
+	       !find_in_entry(&it->img->entries[it->entry], it->off, &seg->kind, &begin, &end))
+		it->entry++;
+	if (it->entry == end_entry) { /* after the last entry there is padding */
+		seg->kind = SFR__SEG_PAD;
+		begin = it->off;
+		end = extent->off + extent->len;
 	}
 	if (end > it->end)
 		end = it->end;

@@ -23,7 +23,7 @@ struct sfr__entry {
 	uint64_t nbytes;   /* length of the data */
 	uint64_t hdr_off;  /* offset of the local header in the file */
 	uint64_t data_off; /* offset of the data; in torch's format a multiple of SFR_ALIGN */
-	int64_t source;    /* index in sfr_save_desc.sources, or -1 */
+	int64_t source;    /* index in sfr_save_desc.sources; -1: the data are no source */
 	uint32_t crc;      /* CRC-32 of the first crc_len bytes; guarded by the engine's mutex */
 	uint32_t desc_len; /* length of the descriptor: 16, or 24 with zip64 */
 	uint64_t crc_len;  /* equals nbytes when crc is final; guarded by the engine's mutex */
@@ -37,11 +37,11 @@ struct sfr__extent {
 	uint32_t lane, device;            /* as in struct sfr_source */
 	uint32_t first_entry, nr_entries; /* its entries in image.entries */
 	uint32_t first_block, nr_blocks;  /* its blocks, numbered through the whole image */
-	/* entries and blocks of this extent and of all later extents of the same lane and device;
-	 * only flat files have such later extents */
-	uint32_t all_entries, all_blocks;
+	/* entries and blocks of this extent and of the later extents with the same lane and device,
+	 * which only flat files have */
+	uint32_t nr_lane_entries, nr_lane_blocks;
 	/* for parts: the source's memory from which this extent is written in place; else NULL */
-	const char *direct;
+	const char *direct_src;
 };
 
 /* For parts: four bytes of the file that hold the CRC of an entry. */
@@ -57,11 +57,12 @@ struct sfr__image {
 	uint64_t block_bytes;        /* length of one block of the pool */
 	uint64_t tail_off, tail_len; /* in a file without a tail: the file's length, and 0 */
 	uint64_t len;                /* length of the file */
-	/* torch's format: NULL; parts: the bytes between the sources; flat: a page of zeros */
+	/* The bytes before the data of each entry. NULL in torch's format, which has headers there.
+	 * In a file of parts the bytes between the sources; in a flat file a page of zeros. */
 	char *glue;
-	struct sfr__crc_field *fields; /* in ascending order of `off` */
-	uint32_t nr_fields;
-	uint64_t *edges; /* for flat files: offsets of the edge pages (flat.c) */
+	struct sfr__crc_field *crc_fields; /* in ascending order of `off` */
+	uint32_t nr_crc_fields;
+	uint64_t *edges; /* for flat files: offsets of the pages that two extents share (flat.c) */
 	uint32_t nr_edges;
 	bool has_crcs;            /* the file contains the CRCs of its entries */
 	uint64_t captured_nbytes; /* bytes of captured storages and of the skeleton */
@@ -74,14 +75,15 @@ struct sfr__image {
  *   -EFBIG   the file would have more than 2^62 bytes, or an extent 2^32 blocks or more
  *   -ENOMEM */
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes);
-/* Makes the image of a file of parts. On success the image takes the contents of `parts`, which the
- * caller can then only free. Returns 0, the parts' own error, -ENOMEM or -EFBIG. */
+/* Makes the image of a file of parts. On success the image owns the contents of `parts`, and the
+ * caller can only free `parts`. Returns 0, an earlier error of the parts, -ENOMEM or -EFBIG. */
 int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *parts, uint64_t block_bytes);
 /* Makes the image of a flat file. Returns errors like sfr__image_init. It returns -EINVAL also for
  * an empty header, and for a member that has no bytes or is beyond its source. */
 int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *desc,
 			 uint64_t block_bytes);
-/* Checks block size, skeleton and sources. Returns 0, -EINVAL or -EFBIG as sfr__image_init does. */
+/* Checks the block size, the skeleton and the sources. Returns 0, or -EINVAL or -EFBIG like
+ * sfr__image_init. */
 int sfr__image_check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes);
 /* Returns a source's extent key: the lane in the upper 32 bits, the device in the lower. Sources of
  * one extent have the same key. Extents are in ascending order of their keys. */
@@ -96,8 +98,8 @@ void sfr__image_fini(struct sfr__image *img);
 /* Returns the first extent of this lane and device, or NULL. */
 const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32_t lane,
 					    uint32_t device);
-/* Return the length of block `blk` of an extent in bytes, and its offset in the file. `blk` is
- * below extent->all_blocks. */
+/* Return the length of a block in bytes, and its offset in the file. `blk` counts from the start of
+ * `extent` and is below extent->nr_lane_blocks, so the block may be in a later extent. */
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__extent *extent,
 			    uint32_t blk);
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__extent *extent,
@@ -105,13 +107,12 @@ uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__ex
 
 /* Returns whether the page at `off` is an edge page (flat.c). */
 bool sfr__image_is_edge(const struct sfr__image *img, uint64_t off);
-/* Sets [*from, *to), offsets in the file, to the pages of a block that are not edge pages. Only the
- * first and the last page of a block can be edge pages. */
-void sfr__image_own_pages(const struct sfr__image *img, const struct sfr__extent *extent,
-			  uint32_t blk, uint64_t *from, uint64_t *to);
+/* Sets [*from, *to) to a block's range of the file, without edge pages. Only the first and the last
+ * page of a block can be edge pages. */
+void sfr__image_unshared_pages(const struct sfr__image *img, const struct sfr__extent *extent,
+			       uint32_t blk, uint64_t *from, uint64_t *to);
 
-/* Returns how many of the bytes [from, to) are in the file. The last page of the image may extend
- * beyond the end of the file. */
+/* Returns how many bytes of the range [from, to) are before the end of the file. */
 static inline uint64_t sfr__image_in_file(const struct sfr__image *img, uint64_t from, uint64_t to)
 {
 	to = to < img->len ? to : img->len;
@@ -134,23 +135,23 @@ struct sfr__seg_iter {
 	uint64_t off, end; /* the range of the file that the rest of the block fills */
 	uint32_t entry;    /* index of the entry at `off` */
 };
-/* Begins a walk over block `blk` of an extent. `blk` is below extent->all_blocks. */
+/* Begins a walk over block `blk` of an extent. `blk` is below extent->nr_lane_blocks. */
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__extent *extent, uint32_t blk);
 /* Sets *seg to the next segment, in the order of the file. Returns false at the end. */
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg);
-/* Write bytes [off, off + len) of an entry's header, or of its descriptor, to `dst`. If the image
- * has glue, the glue takes the header's place. For the descriptor entry->crc must be final. */
+/* Write bytes [off, off + len) of an entry's header, or of its descriptor, to `dst`. In an image
+ * with glue, the entry's glue is its header. For the descriptor entry->crc must be final. */
 void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			   void *dst);
 void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			 void *dst);
 /* For files of parts: returns whether all CRCs whose fields are in [off, off + len) of the file are
  * final. The caller holds the engine's mutex. */
-bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len);
-/* Writes the CRCs of these fields into `dst`, which holds the bytes of that range. Of a field that
- * is partly in the range, only that part is written. */
-void sfr__image_put_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst);
+bool sfr__image_crc_fields_known(const struct sfr__image *img, uint64_t off, size_t len);
+/* Writes the CRC fields in [off, off + len) of the file into `dst`, which holds the bytes of that
+ * range. Of a field that is partly in the range, only that part is written. */
+void sfr__image_put_crc_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst);
 /* Writes the whole tail, img->tail_len bytes, to `dst`. Every entry's crc must be final. */
 void sfr__image_put_tail(const struct sfr__image *img, void *dst);
 

@@ -27,31 +27,31 @@
 #define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE)
 
 struct sfr_parts {
-	struct sfr__entry *entries; /* the last is open: it gets the next glue and source */
-	size_t nr_entries, room_entries;
-	struct sfr__crc_field *fields;
-	size_t nr_fields, room_fields;
+	struct sfr__entry *entries; /* the next glue and source are added to the last entry */
+	size_t nr_entries, entries_capacity;
+	struct sfr__crc_field *crc_fields;
+	size_t nr_crc_fields, crc_fields_capacity;
 	char *glue; /* all glue of the file, without the sources */
-	size_t glue_len, glue_room;
+	size_t glue_len, glue_capacity;
 	uint64_t len; /* length of the file so far */
 	int rc;       /* the first error */
 };
 
-/* Makes room for `more` items after the first `nr` of an array. An item has `size` bytes, and *room
- * is the array's capacity in items. Returns the array, possibly moved. Returns NULL if there is no
- * memory; `items` then stays valid. */
-static void *grow(void *items, size_t nr, size_t *room, size_t more, size_t size)
+/* Makes room for `more` items after the first `nr` items of an array. An item has `size` bytes.
+ * *capacity counts items. Returns the array, possibly moved. Returns NULL if there is no memory;
+ * `items` then stays valid. */
+static void *grow(void *items, size_t nr, size_t *capacity, size_t more, size_t size)
 {
-	size_t want = *room == 0 ? 64 : *room;
+	size_t new_capacity = *capacity == 0 ? 64 : *capacity;
 	void *larger;
 
-	if (items != NULL && nr + more <= *room)
+	if (items != NULL && nr + more <= *capacity)
 		return items;
-	while (want < nr + more)
-		want *= 2;
-	larger = sfr_sys.realloc(items, want * size);
+	while (new_capacity < nr + more)
+		new_capacity *= 2;
+	larger = sfr_sys.realloc(items, new_capacity * size);
 	if (larger != NULL)
-		*room = want;
+		*capacity = new_capacity;
 	return larger;
 }
 
@@ -62,11 +62,11 @@ int sfr__parts_fail(struct sfr_parts *p, int rc)
 	return p->rc;
 }
 
-/* Returns 0, or the parts' error. */
-static int open_entry(struct sfr_parts *p)
+/* Appends an empty entry, for the next glue and source. Returns 0, or the parts' first error. */
+static int append_entry(struct sfr_parts *p)
 {
 	struct sfr__entry *entries =
-		grow(p->entries, p->nr_entries, &p->room_entries, 1, sizeof(*entries));
+		grow(p->entries, p->nr_entries, &p->entries_capacity, 1, sizeof(*entries));
 
 	if (entries == NULL)
 		return sfr__parts_fail(p, -ENOMEM);
@@ -84,7 +84,7 @@ int sfr_parts_new(struct sfr_parts **out)
 	*out = NULL;
 	if (p == NULL)
 		return -ENOMEM;
-	if (open_entry(p) != 0) {
+	if (append_entry(p) != 0) {
 		sfr_parts_free(p);
 		return -ENOMEM;
 	}
@@ -97,7 +97,7 @@ void sfr_parts_free(struct sfr_parts *p)
 	if (p == NULL)
 		return;
 	sfr_sys.free(p->entries);
-	sfr_sys.free(p->fields);
+	sfr_sys.free(p->crc_fields);
 	sfr_sys.free(p->glue);
 	sfr_sys.free(p);
 }
@@ -109,11 +109,11 @@ uint64_t sfr_parts_len(const struct sfr_parts *p)
 
 uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
 {
-	return (uint32_t)p->nr_entries - 1;
+	return (uint32_t)p->nr_entries - 1; /* the last entry has no source yet */
 }
 
-/* Adds `len` bytes of glue to the open entry. Returns their address for the caller to fill, or NULL
- * after an error. */
+/* Adds room for `len` bytes of glue to the last entry. Returns the address to which the caller must
+ * write them, or NULL after an error, which is in p->rc. */
 static char *add_glue(struct sfr_parts *p, size_t len)
 {
 	char *glue, *at;
@@ -124,7 +124,7 @@ static char *add_glue(struct sfr_parts *p, size_t len)
 		(void)sfr__parts_fail(p, -EFBIG);
 		return NULL;
 	}
-	glue = grow(p->glue, p->glue_len, &p->glue_room, len, 1);
+	glue = grow(p->glue, p->glue_len, &p->glue_capacity, len, 1);
 	if (glue == NULL) {
 		(void)sfr__parts_fail(p, -ENOMEM);
 		return NULL;
@@ -161,10 +161,10 @@ int sfr_parts_source(struct sfr_parts *p, uint64_t addr, uint64_t nbytes)
 	entry->nbytes = nbytes;
 	entry->source = (int64_t)p->nr_entries - 1;
 	p->len += nbytes;
-	return open_entry(p);
+	return append_entry(p);
 }
 
-int sfr__parts_field(struct sfr_parts *p, uint64_t off, uint32_t source)
+int sfr__parts_add_crc_field(struct sfr_parts *p, uint64_t off, uint32_t source)
 {
 	struct sfr__crc_field *fields;
 
@@ -172,30 +172,30 @@ int sfr__parts_field(struct sfr_parts *p, uint64_t off, uint32_t source)
 		return p->rc;
 	if (source >= sfr__parts_nr_sources(p))
 		return sfr__parts_fail(p, -EINVAL);
-	if (p->nr_fields == UINT32_MAX)
+	if (p->nr_crc_fields == UINT32_MAX)
 		return sfr__parts_fail(p, -EFBIG);
-	fields = grow(p->fields, p->nr_fields, &p->room_fields, 1, sizeof(*fields));
+	fields = grow(p->crc_fields, p->nr_crc_fields, &p->crc_fields_capacity, 1, sizeof(*fields));
 	if (fields == NULL)
 		return sfr__parts_fail(p, -ENOMEM);
-	p->fields = fields;
-	p->fields[p->nr_fields++] = (struct sfr__crc_field){ .off = off, .entry = source };
+	p->crc_fields = fields;
+	p->crc_fields[p->nr_crc_fields++] = (struct sfr__crc_field){ .off = off, .entry = source };
 	return 0;
 }
 
 int sfr_parts_crc(struct sfr_parts *p, uint32_t source)
 {
-	static const char unknown[SFR__FIELD_LEN];
+	static const char zeros[SFR__CRC_FIELD_LEN]; /* replaced by the CRC later */
 	uint64_t off = p->len;
 
-	if (sfr__parts_field(p, off, source) == 0)
-		(void)sfr_parts_bytes(p, unknown, sizeof(unknown)); /* p->rc keeps the error */
+	if (sfr__parts_add_crc_field(p, off, source) == 0)
+		(void)sfr_parts_bytes(p, zeros, sizeof(zeros)); /* an error is in p->rc */
 	return p->rc;
 }
 
 /* ---- the image ------------------------------------------------------------ */
 
-/* Returns whether an entry's data are written in place. Sets [*from, *to) to the range of the file
- * that the whole pages of the data have. */
+/* Returns whether an entry's data are written in place. Sets [*from, *to) to the whole pages of the
+ * file that the data fill. */
 static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 {
 	const uint64_t end = e->data_off + e->nbytes;
@@ -207,12 +207,12 @@ static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 }
 
 /* Adds an extent from the end of the previous extent to the offset `end`. The extent has bytes of
- * the entries `first` to `last`. It is written from the memory at `direct`, or through a buffer if
- * `direct` is NULL. Returns 0 or -EFBIG. */
+ * the entries `first` to `last`. It is written from the memory at `direct_src`, or through a
+ * buffer if that is NULL. Returns 0 or -EFBIG. */
 static int add_extent(struct sfr__image *img, uint64_t end, uint32_t first, uint32_t last,
-		      const char *direct)
+		      const char *direct_src)
 {
-	static const struct sfr__extent before_first; /* all zero */
+	static const struct sfr__extent before_first; /* an empty extent at offset 0 */
 	struct sfr__extent *extent = &img->extents[img->nr_extents];
 	const struct sfr__extent *previous = img->nr_extents == 0 ? &before_first : extent - 1;
 	uint64_t off = previous->off + previous->len;
@@ -227,15 +227,16 @@ static int add_extent(struct sfr__image *img, uint64_t end, uint32_t first, uint
 		.nr_entries = last - first + 1,
 		.first_block = previous->first_block + previous->nr_blocks,
 		.nr_blocks = (uint32_t)nr_blocks,
-		.all_entries = last - first + 1,
-		.all_blocks = (uint32_t)nr_blocks,
-		.direct = direct,
+		.nr_lane_entries = last - first + 1,
+		.nr_lane_blocks = (uint32_t)nr_blocks,
+		.direct_src = direct_src,
 	};
 	img->nr_extents++;
 	return 0;
 }
 
-/* Returns 0 or -EFBIG. */
+/* Adds an extent for each source that is written in place, and for the bytes before and after it.
+ * Returns 0 or -EFBIG. */
 static int add_extents(struct sfr__image *img)
 {
 	uint64_t off = 0, from, to;
@@ -254,7 +255,7 @@ static int add_extents(struct sfr__image *img)
 		off = to;
 		first = i;
 	}
-	/* an empty file has an extent, too */
+	/* the rest of the file; an empty file has an extent, too */
 	if (rc == 0 && (off < img->len || img->nr_extents == 0))
 		rc = add_extent(img, sfr__round_up(img->len, SFR_PAGE), first, img->nr_entries - 1,
 				NULL);
@@ -268,8 +269,8 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
-	/* An image with glue NULL would count as one in torch's format. So `glue` is allocated here
-	 * with one byte, which is taken back below. */
+	/* An image without glue would count as one in torch's format. So a byte of glue is added,
+	 * which allocates p->glue, and removed again. */
 	if (rc == 0 && add_glue(p, 1) == NULL)
 		rc = p->rc;
 	if (rc != 0)
@@ -277,7 +278,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	p->glue_len--;
 	p->len--;
 	p->entries[p->nr_entries - 1].data_off = p->len;
-	/* at most two extents for each direct one: a buffered one may come before it */
+	/* one extent for each source in place, one for the bytes before it, and one for the end */
 	for (size_t i = 0; i < p->nr_entries; i++)
 		if (is_direct(&p->entries[i], &from, &to))
 			nr_extents += 2;
@@ -294,43 +295,43 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 		return rc;
 	}
 	img->glue = p->glue;
-	img->fields = p->fields;
-	img->nr_fields = (uint32_t)p->nr_fields;
+	img->crc_fields = p->crc_fields;
+	img->nr_crc_fields = (uint32_t)p->nr_crc_fields;
 	*p = (struct sfr_parts){ .rc = -EINVAL }; /* the image owns the arrays now */
 	return 0;
 }
 
-/* ---- fields ---------------------------------------------------------------- */
+/* ---- CRC fields ------------------------------------------------------------ */
 
-/* Returns the index of the first field that ends after offset `off` of the file. */
-static uint32_t field_at(const struct sfr__image *img, uint64_t off)
+/* Returns the index of the first CRC field that ends after offset `off` of the file. */
+static uint32_t first_field_after(const struct sfr__image *img, uint64_t off)
 {
-	return (uint32_t)sfr__lower_bound(i, 0, img->nr_fields,
-					  img->fields[i].off + SFR__FIELD_LEN <= off);
+	return (uint32_t)sfr__lower_bound(i, 0, img->nr_crc_fields,
+					  img->crc_fields[i].off + SFR__CRC_FIELD_LEN <= off);
 }
 
-bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len)
+bool sfr__image_crc_fields_known(const struct sfr__image *img, uint64_t off, size_t len)
 {
-	for (uint32_t i = field_at(img, off); i < img->nr_fields; i++) {
-		const struct sfr__entry *e = &img->entries[img->fields[i].entry];
+	for (uint32_t i = first_field_after(img, off); i < img->nr_crc_fields; i++) {
+		const struct sfr__entry *e = &img->entries[img->crc_fields[i].entry];
 
-		if (img->fields[i].off >= off + len)
+		if (img->crc_fields[i].off >= off + len)
 			break;
 		if (e->crc_len != e->nbytes)
-			return false;
+			return false; /* the CRC is not final */
 	}
 	return true;
 }
 
-void sfr__image_put_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst)
+void sfr__image_put_crc_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst)
 {
-	for (uint32_t i = field_at(img, off); i < img->nr_fields; i++) {
-		uint64_t at = img->fields[i].off;
-		const char *crc = (const char *)&img->entries[img->fields[i].entry].crc;
+	for (uint32_t i = first_field_after(img, off); i < img->nr_crc_fields; i++) {
+		uint64_t at = img->crc_fields[i].off;
+		const char *crc = (const char *)&img->entries[img->crc_fields[i].entry].crc;
 
 		if (at >= off + len)
 			break;
-		for (unsigned byte = 0; byte < SFR__FIELD_LEN; byte++)
+		for (unsigned byte = 0; byte < SFR__CRC_FIELD_LEN; byte++)
 			if (at + byte >= off && at + byte < off + len)
 				dst[at + byte - off] = crc[byte];
 	}

@@ -4,8 +4,8 @@
  * before numbers are added, each is compared with a bound that rules out an overflow.
  *
  * A zip file stores most facts twice: in the directory, and in the local header before the data or
- * the descriptor after the data. Damage shows as disagreement, so everything stored twice is
- * compared, including timestamps. Different programs write:
+ * the descriptor after the data. Everything stored twice is compared, including timestamps, because
+ * damage makes the two differ. Different programs write:
  *
  *   torch     flag bit 3 (sizes and CRC are zero in the local header, true in the descriptor),
  *             but no descriptor and no bit 3 for an empty record. There are always zip64 end
@@ -29,7 +29,7 @@
 
 #include "archive/read.h"
 
-/* The largest value of a field means that the number is in the zip64 field or record. */
+/* The largest value of a 16-bit or 32-bit field: the number is in the zip64 field or record. */
 #define MAX16 0xffffu
 #define MAX32 UINT32_C(0xffffffff)
 
@@ -48,8 +48,8 @@
 #define TAG_ZIP64 1u
 /* The attribute of a directory. torch reads nothing from such a record into a tensor's memory. */
 #define DOS_DIRECTORY 0x10u
-/* Accepted flags: bit 3, a descriptor follows; bit 11, names are UTF-8; bits 1 and 2, the level of
- * compression. */
+/* The flags that are accepted. Bit 3: a descriptor follows. Bit 11: names are UTF-8. Bits 1 and 2:
+ * the level of compression. */
 #define FLAGS_KNOWN 0x080eu
 
 static uint16_t le16(const unsigned char *p)
@@ -79,6 +79,8 @@ size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len)
 	return SIZE_MAX;
 }
 
+/* These two return whether a field of the old end record has the value of the zip64 end record, or
+ * refers to it by the largest value. */
 static bool agrees16(uint16_t old, uint64_t value)
 {
 	return old == value || old == MAX16;
@@ -89,18 +91,19 @@ static bool agrees32(uint32_t old, uint64_t value)
 	return old == value || old == MAX32;
 }
 
-/* Checks the zip64 end record at `end64` and the locator after it, and stores in *end what they say
- * about the directory. */
+/* Checks the zip64 end record at `end64` and the locator after it. Fills *end with the number of
+ * records and the directory's offset and length. */
 static const char *read_end64(const unsigned char *end64, struct sfr__unzip_end *end)
 {
 	static const char damaged[] = "its zip64 end record is damaged";
 	const unsigned char *locator = end64 + END64_LEN;
 	const uint64_t end64_off = le64(locator + 8);
-	const uint64_t rest_len = le64(end64 + 4); /* without the first 12 bytes */
+	const uint64_t rest_len = le64(end64 + 4); /* of the record, after its first 12 bytes */
+	/* the numbers of disks are 0, and the count of disks is 1 */
 	const bool one_disk = le32(locator + 4) == 0 && le32(locator + 16) == 1 &&
 			      le32(end64 + 16) == 0 && le32(end64 + 20) == 0;
 
-	if (le32(end64) != SIG_END64 || !one_disk || end64_off != end->len - SFR__UNZIP_TAIL ||
+	if (le32(end64) != SIG_END64 || !one_disk || end64_off != end->len - SFR__UNZIP_TAIL_LEN ||
 	    rest_len != END64_LEN - 12)
 		return damaged;
 	if (le64(end64 + 24) != le64(end64 + 32)) /* records on this disk, and in all */
@@ -117,7 +120,7 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 	static const char damaged[] = "its end record is damaged";
 	const size_t trailing = sfr__unzip_trailing_bytes(tail, len);
 	const unsigned char *last; /* the old end record */
-	uint16_t nr_records;
+	uint16_t nr_records, comment_len, this_disk, dir_disk;
 	uint32_t dir_len, dir_off;
 	uint64_t dir_end;
 
@@ -126,9 +129,12 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 	len -= trailing;
 	last = tail + len - END_LEN;
 	end->len = file_len - trailing;
+	this_disk = le16(last + 4);
+	dir_disk = le16(last + 6);
+	comment_len = le16(last + 20);
 	/* A comment longer than the rest of the file shows that the file is truncated. It may be
-	 * shorter, because torch's reader ignores its length. Disk numbers must be 0. */
-	if (le16(last + 20) > trailing || le16(last + 4) != 0 || le16(last + 6) != 0)
+	 * shorter, because torch's reader ignores its length. */
+	if (comment_len > trailing || this_disk != 0 || dir_disk != 0)
 		return damaged;
 	if (le16(last + 8) != le16(last + 10)) /* records on this disk, and in all */
 		return damaged;
@@ -136,15 +142,15 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 	dir_len = le32(last + 12);
 	dir_off = le32(last + 16);
 
-	if (len >= SFR__UNZIP_TAIL && le32(last - LOCATOR_LEN) == SIG_LOCATOR) {
-		const char *wrong = read_end64(tail + len - SFR__UNZIP_TAIL, end);
+	if (len >= SFR__UNZIP_TAIL_LEN && le32(last - LOCATOR_LEN) == SIG_LOCATOR) {
+		const char *wrong = read_end64(tail + len - SFR__UNZIP_TAIL_LEN, end);
 
 		if (wrong != NULL)
 			return wrong;
 		if (!agrees16(nr_records, end->nr_records) || !agrees32(dir_len, end->dir_len) ||
 		    !agrees32(dir_off, end->dir_off))
 			return "its two end records disagree";
-		dir_end = end->len - SFR__UNZIP_TAIL;
+		dir_end = end->len - SFR__UNZIP_TAIL_LEN;
 	} else {
 		if (nr_records == MAX16 || dir_len == MAX32 || dir_off == MAX32)
 			return "its zip64 end record is missing";
@@ -155,7 +161,7 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 	}
 	if (end->dir_off > dir_end || end->dir_len != dir_end - end->dir_off)
 		return "its directory is not where its end record says";
-	if (end->nr_records > end->dir_len / SFR__UNZIP_CENTRAL)
+	if (end->nr_records > end->dir_len / SFR__UNZIP_CENTRAL_LEN)
 		return "its directory is too short for its number of records";
 	return NULL;
 }
@@ -170,8 +176,8 @@ const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_rec
 	rec->method = le16(fixed + 10);
 	rec->timestamp = le32(fixed + 12);
 	rec->crc = le32(fixed + 16);
-	rec->clen = le32(fixed + 20);
-	rec->ulen = le32(fixed + 24);
+	rec->packed_len = le32(fixed + 20);
+	rec->unpacked_len = le32(fixed + 24);
 	rec->name_len = le16(fixed + 28);
 	rec->extra_len = le16(fixed + 30);
 	rec->comment_len = le16(fixed + 32);
@@ -192,27 +198,27 @@ static bool find_zip64(const unsigned char *extra, size_t len, const unsigned ch
 	*field = NULL;
 	*field_len = 0;
 	while (len != 0) {
-		size_t body; /* length of the field's contents */
+		size_t contents_len;
 
 		if (len < EXTRA_HEAD_LEN)
 			return false;
-		body = le16(extra + 2);
-		if (body > len - EXTRA_HEAD_LEN)
+		contents_len = le16(extra + 2);
+		if (contents_len > len - EXTRA_HEAD_LEN)
 			return false;
 		if (le16(extra) == TAG_ZIP64) {
 			if (*field != NULL)
 				return false;
 			*field = extra + EXTRA_HEAD_LEN;
-			*field_len = body;
+			*field_len = contents_len;
 		}
-		extra += EXTRA_HEAD_LEN + body;
-		len -= EXTRA_HEAD_LEN + body;
+		extra += EXTRA_HEAD_LEN + contents_len;
+		len -= EXTRA_HEAD_LEN + contents_len;
 	}
 	return true;
 }
 
-/* If *value is 0xffffffff, takes *value from the zip64 field: *field is its next number, and *left
- * the length of its rest. Returns false if no number is left. */
+/* If *value is 0xffffffff, replaces it by the next number of the zip64 field, which is at *field.
+ * *left is the length of the field's rest. Returns false if no number is left. */
 static bool widen_from_zip64(uint64_t *value, const unsigned char **field, size_t *left)
 {
 	if (*value != MAX32)
@@ -233,17 +239,18 @@ const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unz
 
 	if (!find_zip64(extra, rec->extra_len, &field, &left))
 		return "its extra fields in the directory are damaged";
-	if (!widen_from_zip64(&rec->ulen, &field, &left) ||
-	    !widen_from_zip64(&rec->clen, &field, &left) ||
+	/* the zip64 field has these numbers in this order */
+	if (!widen_from_zip64(&rec->unpacked_len, &field, &left) ||
+	    !widen_from_zip64(&rec->packed_len, &field, &left) ||
 	    !widen_from_zip64(&rec->hdr_off, &field, &left) || left != 0)
 		return "its zip64 sizes in the directory are damaged";
 	if ((rec->flags & ~FLAGS_KNOWN) != 0 ||
 	    (rec->method != SFR__UNZIP_STORED && rec->method != SFR__UNZIP_DEFLATED))
 		return "it is packed in a way that no checkpoint is";
-	if (rec->method == SFR__UNZIP_STORED && rec->clen != rec->ulen)
+	if (rec->method == SFR__UNZIP_STORED && rec->packed_len != rec->unpacked_len)
 		return "its two sizes in the directory disagree";
-	if (rec->hdr_off > end->dir_off || end->dir_off - rec->hdr_off < SFR__UNZIP_LOCAL ||
-	    rec->clen > end->dir_off - rec->hdr_off - SFR__UNZIP_LOCAL)
+	if (rec->hdr_off > end->dir_off || end->dir_off - rec->hdr_off < SFR__UNZIP_LOCAL_LEN ||
+	    rec->packed_len > end->dir_off - rec->hdr_off - SFR__UNZIP_LOCAL_LEN)
 		return "it reaches beyond the data of the file";
 	return NULL;
 }
@@ -253,7 +260,7 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 	if (memchr(name, 0, rec->name_len) != NULL)
 		return "its name holds a zero byte";
 	/* zip -r writes records for directories; they have no data */
-	if (name[rec->name_len - 1] == '/' && rec->ulen != 0)
+	if (name[rec->name_len - 1] == '/' && rec->unpacked_len != 0)
 		return "it is a directory and yet has data";
 	if (name[rec->name_len - 1] != '/' && rec->is_dir)
 		return "it is marked as a directory";
@@ -262,17 +269,18 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 
 /* ---- local header and descriptor --------------------------------------------- */
 
-/* Returns whether the size in the local header, `recorded`, agrees with the directory's `value`. It
- * may be 0 if a descriptor follows, and 0xffffffff if the zip64 field has the size. */
-static bool sizes_agree(uint32_t recorded, uint64_t value, const struct sfr__unzip_record *rec)
+/* Returns whether a size in the local header agrees with the directory. The header may have 0 if a
+ * descriptor follows, and 0xffffffff if the zip64 field has the size. */
+static bool sizes_agree(uint32_t in_header, uint64_t in_dir, const struct sfr__unzip_record *rec)
 {
-	return recorded == value || recorded == MAX32 ||
-	       (recorded == 0 && (rec->flags & SFR__UNZIP_DESCRIBED) != 0);
+	return in_header == in_dir || in_header == MAX32 ||
+	       (in_header == 0 && (rec->flags & SFR__UNZIP_HAS_DESC) != 0);
 }
 
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
 			     size_t *extra_len)
 {
+	const bool has_desc = (rec->flags & SFR__UNZIP_HAS_DESC) != 0;
 	uint32_t crc = le32(fixed + 14);
 
 	*extra_len = le16(fixed + 28);
@@ -281,10 +289,11 @@ const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip
 	if (le16(fixed + 6) != rec->flags || le16(fixed + 8) != rec->method ||
 	    le32(fixed + 10) != rec->timestamp || le16(fixed + 26) != rec->name_len)
 		return "its local header and the directory disagree";
-	if (crc != rec->crc && (crc != 0 || (rec->flags & SFR__UNZIP_DESCRIBED) == 0))
+	/* the CRC may be 0 if the descriptor has it */
+	if (crc != rec->crc && (crc != 0 || !has_desc))
 		return "its CRC in the local header is not the directory's";
-	if (!sizes_agree(le32(fixed + 18), rec->clen, rec) ||
-	    !sizes_agree(le32(fixed + 22), rec->ulen, rec))
+	if (!sizes_agree(le32(fixed + 18), rec->packed_len, rec) ||
+	    !sizes_agree(le32(fixed + 22), rec->unpacked_len, rec))
 		return "its sizes in the local header are not the directory's";
 	return NULL;
 }
@@ -293,9 +302,10 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 				   size_t extra_len, const struct sfr__unzip_record *rec)
 {
 	static const char wrong[] = "its zip64 sizes in the local header are not the directory's";
-	const bool described = (rec->flags & SFR__UNZIP_DESCRIBED) != 0;
-	const uint64_t all[3] = { rec->ulen, rec->clen, rec->hdr_off };
-	const uint64_t *want = all; /* the number that comes next in the field */
+	const bool has_desc = (rec->flags & SFR__UNZIP_HAS_DESC) != 0;
+	const uint64_t all[3] = { rec->unpacked_len, rec->packed_len, rec->hdr_off };
+	const uint64_t *expected = all; /* the number that comes next in the field */
+	const uint32_t packed_len = le32(fixed + 18), unpacked_len = le32(fixed + 22);
 	const unsigned char *field;
 	size_t len;
 
@@ -303,18 +313,18 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 		return "its extra fields in the local header are damaged";
 	/* 0xffffffff in the header means that the size is in the zip64 field, unless the record
 	 * really has this size. A zip64 field that has sizes has both: 16 bytes. */
-	if (len < 16 && ((le32(fixed + 18) == MAX32 && rec->clen != MAX32) ||
-			 (le32(fixed + 22) == MAX32 && rec->ulen != MAX32)))
+	if (len < 16 && ((packed_len == MAX32 && rec->packed_len != MAX32) ||
+			 (unpacked_len == MAX32 && rec->unpacked_len != MAX32)))
 		return wrong;
 	if (field == NULL)
 		return NULL;
 	if (len == 8) /* torch writes only the offset if both sizes are below 4 GiB */
-		want = &all[2];
+		expected = &all[2];
 	else if (len != 16 && len != 24)
 		return wrong;
 	/* each number agrees, or is 0 because a descriptor follows */
-	for (; len != 0; field += 8, len -= 8, want++)
-		if (le64(field) != *want && (le64(field) != 0 || !described))
+	for (; len != 0; field += 8, len -= 8, expected++)
+		if (le64(field) != *expected && (le64(field) != 0 || !has_desc))
 			return wrong;
 	return NULL;
 }
@@ -323,16 +333,17 @@ const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
 			    const struct sfr__unzip_record *rec, size_t *desc_len)
 {
 	*desc_len = 0;
-	if ((rec->flags & SFR__UNZIP_DESCRIBED) == 0)
+	if ((rec->flags & SFR__UNZIP_HAS_DESC) == 0)
 		return NULL;
 	if (len < 16 || le32(bytes) != SIG_DESC)
 		return "the descriptor after its data is missing";
 	if (le32(bytes + 4) != rec->crc)
 		return "its CRC in the descriptor is not the directory's";
 	/* the sizes tell whether the descriptor is the short or the long one */
-	if (le32(bytes + 8) == rec->clen && le32(bytes + 12) == rec->ulen)
+	if (le32(bytes + 8) == rec->packed_len && le32(bytes + 12) == rec->unpacked_len)
 		*desc_len = 16;
-	else if (len >= 24 && le64(bytes + 8) == rec->clen && le64(bytes + 16) == rec->ulen)
+	else if (len >= 24 && le64(bytes + 8) == rec->packed_len &&
+		 le64(bytes + 16) == rec->unpacked_len)
 		*desc_len = 24;
 	else
 		return "its sizes in the descriptor are not the directory's";

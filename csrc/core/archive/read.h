@@ -7,22 +7,22 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SFR__UNZIP_TAIL 98u /* zip64 end record, its locator, end record */
+#define SFR__UNZIP_TAIL_LEN 98u /* bytes of the zip64 end record, its locator and the end record */
 /* How far from the file's end torch's reader (miniz) searches for the end record: it reads 17
  * buffers of 4096 bytes, each beginning 4093 bytes before the previous one. */
 #define SFR__UNZIP_END_REACH (4096u + 16u * 4093u)
-#define SFR__UNZIP_TAIL_MAX (SFR__UNZIP_END_REACH + SFR__UNZIP_TAIL)
-#define SFR__UNZIP_CENTRAL 46u /* fixed part of a directory record */
-#define SFR__UNZIP_LOCAL 30u   /* fixed part of a local header */
-#define SFR__UNZIP_DESC 24u    /* longest descriptor */
+#define SFR__UNZIP_TAIL_MAX (SFR__UNZIP_END_REACH + SFR__UNZIP_TAIL_LEN)
+#define SFR__UNZIP_CENTRAL_LEN 46u /* fixed part of a directory record */
+#define SFR__UNZIP_LOCAL_LEN 30u   /* fixed part of a local header */
+#define SFR__UNZIP_DESC_MAX 24u    /* longest descriptor */
 #define SFR__UNZIP_NAME_MAX 1024u
 
-#define SFR__UNZIP_DESCRIBED 0x0008u /* flag: a descriptor follows the data */
+#define SFR__UNZIP_HAS_DESC 0x0008u /* flag: a descriptor follows the data */
 #define SFR__UNZIP_STORED 0u
 #define SFR__UNZIP_DEFLATED 8u
 
-/* The functions that return text return NULL if they find no damage, else a constant text. The text
- * is worded to follow the name of the file or record, such as "its local header is missing". */
+/* Functions that return `const char *` return NULL if they find no damage, else a text to be put
+ * after the name of the file or record, such as "its local header is missing". */
 
 struct sfr__unzip_end {
 	uint64_t len; /* length of the archive: the file without the bytes after the end record */
@@ -32,12 +32,13 @@ struct sfr__unzip_end {
 
 /* One record, as the directory describes it. */
 struct sfr__unzip_record {
-	uint64_t hdr_off;    /* offset of the local header; below dir_off */
-	uint64_t clen, ulen; /* bytes in the file, and unpacked; equal if the record is stored */
+	uint64_t hdr_off;      /* offset of the local header; below dir_off */
+	uint64_t packed_len;   /* length of the data in the file */
+	uint64_t unpacked_len; /* equals packed_len if the record is stored */
 	uint32_t crc;
 	uint32_t timestamp; /* time and date, only to be compared */
 	uint16_t flags, method;
-	bool is_dir; /* marked as a directory */
+	bool is_dir; /* has the attribute of a directory */
 	/* lengths of the fields that follow in the directory, in this order */
 	uint16_t name_len, extra_len, comment_len;
 };
@@ -46,18 +47,18 @@ struct sfr__unzip_record {
  * record where torch's reader searches. `tail` has the file's last `len` bytes. */
 size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len);
 /* Checks the end of a file and fills *end. `tail` has the file's last `len` bytes: at least
- * SFR__UNZIP_TAIL and the bytes after the end record, or the whole file if that is shorter. */
+ * SFR__UNZIP_TAIL_LEN and the bytes after the end record, or the whole file if that is shorter. */
 const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
 			   struct sfr__unzip_end *end);
-/* Check a directory record and fill *rec. The first function gets the fixed part of
- * SFR__UNZIP_CENTRAL bytes, the second the extra fields of rec->extra_len bytes. Sizes and hdr_off
- * are final after the second. */
+/* Check a record of the central directory and fill *rec. The first function gets the fixed part of
+ * SFR__UNZIP_CENTRAL_LEN bytes, the second the extra fields of rec->extra_len bytes. Lengths and
+ * hdr_off are final only after the second. */
 const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
 const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
 				     const struct sfr__unzip_end *end);
-/* Checks a record's name, of rec->name_len bytes. rec->ulen must be final. */
+/* Checks a record's name, of rec->name_len bytes. rec->unpacked_len must be final. */
 const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
-/* Compares the fixed part of a local header, SFR__UNZIP_LOCAL bytes, with the directory. In the
+/* Compares the fixed part of a local header, SFR__UNZIP_LOCAL_LEN bytes, with the directory. In the
  * file the name follows, of rec->name_len bytes, and then the extra fields, of *extra_len bytes. */
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
 			     size_t *extra_len);
@@ -65,7 +66,7 @@ const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip
 const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
 				   size_t extra_len, const struct sfr__unzip_record *rec);
 /* Checks the descriptor of a record, if the record has one. `bytes` are the `len` bytes after the
- * data, at most SFR__UNZIP_DESC. *desc_len receives the descriptor's length, or 0. */
+ * data, at most SFR__UNZIP_DESC_MAX. *desc_len receives the descriptor's length, or 0. */
 const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
 			    const struct sfr__unzip_record *rec, size_t *desc_len);
 

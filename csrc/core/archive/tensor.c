@@ -26,7 +26,7 @@
 static const struct {
 	const char *name, *data;
 } records[] = {
-	{ "archive/data.pkl", NULL },
+	{ "archive/data.pkl", NULL }, /* the pickle is made for each tensor */
 	{ "archive/byteorder", "little" },
 	{ "archive/version", "3\n" },
 };
@@ -35,7 +35,29 @@ static const struct {
 
 /* ---- the pickle ------------------------------------------------------------- */
 
-/* Python's module pickletools explains the opcodes, such as 'q'. */
+/* The opcodes have the names of Python's module pickletools, which explains them. */
+enum opcode {
+	PROTO = '\x80',
+	MARK = '(',
+	BINPUT = 'q',
+	BINUNICODE = 'X',
+	GLOBAL = 'c',
+	BININT1 = 'K',
+	BININT2 = 'M',
+	BININT = 'J',
+	LONG1 = '\x8a',
+	NEWFALSE = '\x89',
+	EMPTY_TUPLE = ')',
+	TUPLE1 = '\x85',
+	TUPLE2 = '\x86',
+	TUPLE3 = '\x87',
+	TUPLE = 't',
+	BINPERSID = 'Q',
+	REDUCE = 'R',
+	STOP = '.',
+};
+
+/* A pickle that is being written. */
 struct pickle {
 	char *at;              /* where the next byte goes */
 	unsigned char nr_memo; /* objects in the pickler's memo so far */
@@ -47,23 +69,23 @@ static void put(struct pickle *p, const void *bytes, size_t len)
 	p->at += len;
 }
 
-static void put_op(struct pickle *p, char code)
+static void put_byte(struct pickle *p, int byte)
 {
-	*p->at++ = code;
+	*p->at++ = (char)byte;
 }
 
-/* Stores the object that was written last in the memo. Called wherever torch's pickler does so. */
+/* Adds the last written object to the memo. Called wherever torch's pickler does so. */
 static void memoize(struct pickle *p)
 {
-	put_op(p, 'q');
-	put_op(p, (char)p->nr_memo++);
+	put_byte(p, BINPUT);
+	put_byte(p, p->nr_memo++);
 }
 
 static void put_text(struct pickle *p, const char *text)
 {
 	uint32_t len = (uint32_t)strlen(text);
 
-	put_op(p, 'X');
+	put_byte(p, BINUNICODE);
 	put(p, &len, sizeof(len));
 	put(p, text, len);
 	memoize(p);
@@ -72,11 +94,11 @@ static void put_text(struct pickle *p, const char *text)
 /* Writes a reference to a function or class of a module. */
 static void put_global(struct pickle *p, const char *module, const char *name)
 {
-	put_op(p, 'c');
+	put_byte(p, GLOBAL);
 	put(p, module, strlen(module));
-	put_op(p, '\n');
+	put_byte(p, '\n');
 	put(p, name, strlen(name));
-	put_op(p, '\n');
+	put_byte(p, '\n');
 	memoize(p);
 }
 
@@ -87,40 +109,40 @@ static void put_int(struct pickle *p, int64_t value)
 	char len = 8;
 
 	if (value >= 0 && value < 256) {
-		put_op(p, 'K');
+		put_byte(p, BININT1);
 		put(p, &bits, 1);
 	} else if (value >= 0 && value < 65536) {
-		put_op(p, 'M');
+		put_byte(p, BININT2);
 		put(p, &bits, 2);
 	} else if (value >= INT32_MIN && value <= INT32_MAX) {
-		put_op(p, 'J');
+		put_byte(p, BININT);
 		put(p, &bits, 4);
 	} else {
-		/* drop the highest byte while the rest keeps the sign */
+		/* drop the highest byte while it only repeats the sign bit of the next byte */
 		while (len > 1) {
-			int64_t sign = value >> (8 * (len - 1) - 1);
+			int64_t top_bits = value >> (8 * (len - 1) - 1);
 
-			if (sign != 0 && sign != -1)
+			if (top_bits != 0 && top_bits != -1)
 				break;
 			len--;
 		}
-		put_op(p, '\x8a');
-		put_op(p, len);
+		put_byte(p, LONG1);
+		put_byte(p, len);
 		put(p, &bits, (size_t)len);
 	}
 }
 
 static void put_tuple(struct pickle *p, const int64_t *values, uint32_t nr)
 {
-	/* opcodes for 0 to 3 items; a longer tuple is between '(' and 't' */
-	static const char tuples[] = { ')', '\x85', '\x86', '\x87' };
+	/* by number of items; a longer tuple is between MARK and TUPLE */
+	static const char short_tuples[] = { EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3 };
 
 	if (nr > 3)
-		put_op(p, '(');
+		put_byte(p, MARK);
 	for (uint32_t i = 0; i < nr; i++)
 		put_int(p, values[i]);
-	put_op(p, nr > 3 ? 't' : tuples[nr]);
-	if (nr > 0)
+	put_byte(p, nr > 3 ? TUPLE : short_tuples[nr]);
+	if (nr > 0) /* the pickler does not memoize the empty tuple */
 		memoize(p);
 }
 
@@ -130,29 +152,32 @@ static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
 {
 	struct pickle p = { .at = dst };
 
-	put(&p, "\x80\x02", 2);
+	put_byte(&p, PROTO);
+	put_byte(&p, 2);
 	put_global(&p, "torch._utils", "_rebuild_tensor_v2");
-	put(&p, "((", 2);
+	put_byte(&p, MARK); /* the arguments of _rebuild_tensor_v2 */
+	put_byte(&p, MARK); /* the storage's persistent id, a tuple */
 	put_text(&p, "storage");
 	put_global(&p, "torch", tensor->storage);
 	put_text(&p, "0");
 	put_text(&p, "cpu");
 	put_int(&p, (int64_t)tensor->numel);
-	put_op(&p, 't');
+	put_byte(&p, TUPLE);
 	memoize(&p);
-	put_op(&p, 'Q');
-	put_int(&p, 0);
+	put_byte(&p, BINPERSID);
+	put_int(&p, 0); /* offset in the storage */
 	put_tuple(&p, tensor->sizes, tensor->ndim);
 	put_tuple(&p, tensor->strides, tensor->ndim);
-	put_op(&p, '\x89');
+	put_byte(&p, NEWFALSE); /* requires_grad */
 	put_global(&p, "collections", "OrderedDict");
-	put(&p, ")R", 2);
+	put_byte(&p, EMPTY_TUPLE);
+	put_byte(&p, REDUCE);
 	memoize(&p);
-	put_op(&p, 't');
+	put_byte(&p, TUPLE);
 	memoize(&p);
-	put_op(&p, 'R');
+	put_byte(&p, REDUCE);
 	memoize(&p);
-	put_op(&p, '.');
+	put_byte(&p, STOP);
 	return (size_t)(p.at - dst);
 }
 
@@ -160,6 +185,7 @@ static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
 
 #define TENSOR NR_RECORDS /* index of the tensor's own record */
 
+/* The records of one archive; data[TENSOR] is not used. */
 struct archive {
 	char pickle[PICKLE_MAX];
 	const char *data[NR_RECORDS + 1];
@@ -181,11 +207,11 @@ static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 	return (size_t)(at - dst);
 }
 
-/* Returns how many bytes of padding align data at `off` of the file. */
+/* Returns the length of the padding before data that would begin at `off` of the file. */
 static size_t padding_len(uint64_t off, const struct sfr_tensor *tensor)
 {
 	if (tensor->nbytes >= ALIGN_MIN)
-		return (size_t)((tensor->addr - off) % SFR_PAGE);
+		return (size_t)((tensor->addr - off) % SFR_PAGE); /* same offset as in memory */
 	return (size_t)(sfr__round_up(off, SFR_ALIGN) - off);
 }
 
@@ -193,20 +219,20 @@ static size_t padding_len(uint64_t off, const struct sfr_tensor *tensor)
  * archive in the file. */
 static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct sfr_tensor *tensor)
 {
-	char unpadded[SFR__ZIP_LOCAL_MAX]; /* the last header, made only for its length */
-	size_t used = 0, len;
+	char unpadded[SFR__ZIP_LOCAL_MAX]; /* the tensor's header, made only for its length */
+	size_t used = 0, len, pad;
 
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used = put_record(a, dst, used, i);
 	a->hdr_off[TENSOR] = used;
 	len = sfr__zip_put_local(unpadded, DATA_NAME, tensor->nbytes, 0);
-	return used + sfr__zip_put_local(dst + used, DATA_NAME, tensor->nbytes,
-					 padding_len(off + used + len, tensor));
+	pad = padding_len(off + used + len, tensor);
+	return used + sfr__zip_put_local(dst + used, DATA_NAME, tensor->nbytes, pad);
 }
 
 /* Adds everything after the data. `begin` is the offset of the archive in the file, `source` the
- * number of the tensor's source. The source's CRC is not known yet: two fields will get it. Returns
- * 0, or the parts' error. */
+ * number of the tensor's source. The source's CRC is filled into two fields later.
+ * Returns 0, or the parts' first error. */
 static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t begin,
 		    uint32_t source)
 {
@@ -218,9 +244,9 @@ static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t b
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used += sfr__zip_put_central(tail + used, records[i].name, a->crc[i], a->nbytes[i],
 					     a->hdr_off[i]);
-	/* sfr_parts_bytes below returns an error of these two calls */
-	(void)sfr__parts_field(parts, off + SFR__ZIP_DESC_CRC, source);
-	(void)sfr__parts_field(parts, off + used + SFR__ZIP_CENTRAL_CRC, source);
+	/* sfr_parts_bytes below also returns an error of these two calls */
+	(void)sfr__parts_add_crc_field(parts, off + SFR__ZIP_DESC_CRC, source);
+	(void)sfr__parts_add_crc_field(parts, off + used + SFR__ZIP_CENTRAL_CRC, source);
 	used += sfr__zip_put_central(tail + used, DATA_NAME, 0, a->nbytes[TENSOR],
 				     a->hdr_off[TENSOR]);
 	used += sfr__zip_put_end(tail + used, NR_RECORDS + 1, off + central - begin,
@@ -230,7 +256,9 @@ static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t b
 
 int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
 {
+	/* SFR_PAGE: the longest padding */
 	char head[PICKLE_MAX + (NR_RECORDS + 1) * (SFR__ZIP_LOCAL_MAX + DESC_MAX) + SFR_PAGE];
+	size_t head_len;
 	uint64_t begin = sfr_parts_len(parts);
 	uint32_t source = sfr__parts_nr_sources(parts);
 	struct archive a = { .nbytes = { [TENSOR] = tensor->nbytes } };
@@ -244,8 +272,11 @@ int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
 		a.data[i] = records[i].data;
 		a.nbytes[i] = strlen(records[i].data);
 	}
-	rc = sfr_parts_bytes(parts, head, make_head(&a, head, begin, tensor));
+	head_len = make_head(&a, head, begin, tensor);
+	rc = sfr_parts_bytes(parts, head, head_len);
 	if (rc == 0)
 		rc = sfr_parts_source(parts, tensor->addr, tensor->nbytes);
-	return rc == 0 ? add_tail(parts, &a, begin, source) : rc;
+	if (rc == 0)
+		rc = add_tail(parts, &a, begin, source);
+	return rc;
 }

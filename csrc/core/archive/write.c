@@ -36,7 +36,8 @@
 #define NAME_MAX_LEN sizeof(((struct sfr__entry *)0)->name)
 #define HEADER_MAX (LOCAL_LEN + NAME_MAX_LEN + ZIP64_LEN + EXTRA_HEAD_LEN + SFR_ALIGN)
 
-#define MAX16 0xffffu /* stands for a number that is in the zip64 field or record */
+/* written instead of a number that is in the zip64 field or record */
+#define MAX16 0xffffu
 #define MAX32 UINT32_C(0xffffffff)
 #define FLAGS 0x0808u /* bit 3: a descriptor follows; bit 11: names are UTF-8 */
 #define ZIP64_TAG 0x0001u
@@ -63,6 +64,7 @@ uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off
 {
 	const bool zip64 = needs_zip64(nbytes) || needs_zip64(hdr_off);
 
+	/* EXTRA_HEAD_LEN: the field "FB" without its padding */
 	return LOCAL_LEN + name_len + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
 }
 
@@ -84,6 +86,7 @@ static uint64_t central_zip64_len(bool long_size, bool long_off)
 	return numbers != 0 ? EXTRA_HEAD_LEN + numbers : 0;
 }
 
+/* Returns the length of an entry's record in the central directory. */
 static uint64_t central_len(const struct sfr__entry *e)
 {
 	return CENTRAL_LEN + strlen(e->name) +
@@ -97,24 +100,26 @@ static bool tail_is_zip64(const struct sfr__image *img)
 	return img->tail_off + SFR_PAGE > sfr_limits.zip64_bytes;
 }
 
-/* Returns the length of the tail without its zeros. Sets *central to that of the directory. */
-static uint64_t tail_used(const struct sfr__image *img, uint64_t *central)
+/* Returns the length of the tail without its zeros. Sets *dir_len to the length of the central
+ * directory. */
+static uint64_t tail_used(const struct sfr__image *img, uint64_t *dir_len)
 {
 	bool zip64 = tail_is_zip64(img);
 	uint64_t id_header = LOCAL_LEN + ID_NAME_LEN + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
 	uint64_t id_desc = zip64 ? DESC64_LEN : DESC_LEN;
 
-	*central = CENTRAL_LEN + ID_NAME_LEN + central_zip64_len(false, zip64);
+	/* false: the size of the id always fits into 32 bits */
+	*dir_len = CENTRAL_LEN + ID_NAME_LEN + central_zip64_len(false, zip64);
 	for (uint32_t i = 0; i < img->nr_entries; i++)
-		*central += central_len(&img->entries[i]);
-	return id_header + ID_LEN + id_desc + *central + END_LEN;
+		*dir_len += central_len(&img->entries[i]);
+	return id_header + ID_LEN + id_desc + *dir_len + END_LEN;
 }
 
 uint64_t sfr__zip_tail_len(const struct sfr__image *img)
 {
-	uint64_t central;
+	uint64_t dir_len;
 
-	return sfr__round_up(tail_used(img, &central), SFR_PAGE);
+	return sfr__round_up(tail_used(img, &dir_len), SFR_PAGE);
 }
 
 /* ---- records ------------------------------------------------------------- */
@@ -149,7 +154,7 @@ static void put64(struct cursor *out, uint64_t value)
 	put(out, &value, sizeof(value));
 }
 
-/* Writes a value in 32 bits, or the maximum if the value goes to the zip64 field or record. */
+/* Writes a value in 32 bits; or 0xffffffff if the value is written to the zip64 field or record. */
 static void put32_max(struct cursor *out, uint64_t value)
 {
 	put32(out, needs_zip64(value) ? MAX32 : value);
@@ -165,17 +170,17 @@ static void put_local(struct cursor *out, const char *name, uint64_t nbytes, boo
 	put16(out, FLAGS);
 	put16(out, 0); /* stored */
 	put32(out, 0); /* time and date */
-	put32(out, 0); /* CRC and sizes are in the descriptor */
-	put32(out, 0);
-	put32(out, 0);
+	put32(out, 0); /* CRC: it is in the descriptor, like the sizes */
+	put32(out, 0); /* packed size */
+	put32(out, 0); /* size */
 	put16(out, name_len);
 	put16(out, (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN + pad);
 	put(out, name, name_len);
 	if (zip64) {
 		put16(out, ZIP64_TAG);
 		put16(out, ZIP64_LEN - EXTRA_HEAD_LEN);
-		put64(out, nbytes);
-		put64(out, nbytes);
+		put64(out, nbytes); /* size */
+		put64(out, nbytes); /* packed size */
 	}
 	put(out, "FB", 2);
 	put16(out, pad);
@@ -187,7 +192,7 @@ static void put_descriptor(struct cursor *out, uint32_t crc, uint64_t nbytes, bo
 {
 	put32(out, 0x08074b50); /* signature */
 	put32(out, crc);
-	if (zip64) {
+	if (zip64) { /* packed size and size, which are equal */
 		put64(out, nbytes);
 		put64(out, nbytes);
 	} else {
@@ -201,32 +206,32 @@ static void put_central(struct cursor *out, const char *name, uint32_t crc, uint
 			uint64_t hdr_off, bool long_off)
 {
 	bool long_size = needs_zip64(nbytes);
-	size_t name_len = strlen(name), extra = (size_t)central_zip64_len(long_size, long_off);
+	size_t name_len = strlen(name), extra_len = (size_t)central_zip64_len(long_size, long_off);
 
 	put32(out, 0x02014b50); /* signature */
-	put16(out, 0);          /* version made by, version needed: torch writes 0 */
-	put16(out, 0);
+	put16(out, 0);          /* version made by: torch writes 0 */
+	put16(out, 0);          /* version needed: torch writes 0 */
 	put16(out, FLAGS);
 	put16(out, 0); /* stored */
 	put32(out, 0); /* time and date */
 	put32(out, crc);
-	put32_max(out, nbytes);
-	put32_max(out, nbytes);
+	put32_max(out, nbytes); /* packed size */
+	put32_max(out, nbytes); /* size */
 	put16(out, name_len);
-	put16(out, extra);
-	put16(out, 0); /* comment */
+	put16(out, extra_len);
+	put16(out, 0); /* length of the comment */
 	put16(out, 0); /* disk */
-	put16(out, 0); /* attributes */
-	put32(out, 0);
+	put16(out, 0); /* internal attributes */
+	put32(out, 0); /* external attributes */
 	put32(out, long_off ? MAX32 : hdr_off);
 	put(out, name, name_len);
-	if (extra != 0) {
+	if (extra_len != 0) {
 		put16(out, ZIP64_TAG);
-		put16(out, extra - EXTRA_HEAD_LEN);
+		put16(out, extra_len - EXTRA_HEAD_LEN);
 	}
 	if (long_size) {
-		put64(out, nbytes);
-		put64(out, nbytes);
+		put64(out, nbytes); /* size */
+		put64(out, nbytes); /* packed size */
 	}
 	if (long_off)
 		put64(out, hdr_off);
@@ -243,23 +248,23 @@ static void put_end(struct cursor *out, uint64_t nr, uint64_t central_off, uint6
 	put64(out, 56 - 12);    /* length of the rest of this record */
 	put16(out, 0x031e);     /* version made by, as torch writes it */
 	put16(out, 45);         /* version needed: 4.5 for zip64 */
-	put32(out, 0);          /* disks */
-	put32(out, 0);
-	put64(out, nr);
-	put64(out, nr);
+	put32(out, 0);          /* this disk */
+	put32(out, 0);          /* disk with the directory */
+	put64(out, nr);         /* records on this disk */
+	put64(out, nr);         /* records in all */
 	put64(out, size);
 	put64(out, central_off);
 
-	put32(out, 0x07064b50); /* its locator */
+	put32(out, 0x07064b50); /* locator of the zip64 end record */
 	put32(out, 0);          /* disk */
 	put64(out, end_off);
 	put32(out, 1); /* number of disks */
 
 	put32(out, 0x06054b50); /* old end record */
-	put16(out, 0);          /* disks */
-	put16(out, 0);
-	put16(out, short_nr);
-	put16(out, short_nr);
+	put16(out, 0);          /* this disk */
+	put16(out, 0);          /* disk with the directory */
+	put16(out, short_nr);   /* records on this disk */
+	put16(out, short_nr);   /* records in all */
 	put32_max(out, size);
 	put32_max(out, central_off);
 	put16(out, 0); /* length of the comment */
@@ -330,6 +335,7 @@ size_t sfr__zip_put_end(void *dst, uint64_t nr, uint64_t central_off, uint64_t s
 
 /* ---- tail ---------------------------------------------------------------- */
 
+/* Returns the FNV-1a hash of the bytes hashed so far and these. */
 static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
 {
 	const unsigned char *byte = src;
@@ -339,6 +345,7 @@ static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
 	return hash;
 }
 
+/* Writes a value as ID_LEN / 2 decimal digits. */
 static void put_digits(char *digits, uint64_t value)
 {
 	for (size_t i = ID_LEN / 2; i-- > 0; value /= 10)
@@ -349,7 +356,7 @@ static void put_digits(char *digits, uint64_t value)
  * same contents have the same id. The id is not cryptographic. */
 static void make_id(const struct sfr__image *img, char id[ID_LEN])
 {
-	const uint64_t start = UINT64_C(0xcbf29ce484222325);
+	const uint64_t start = UINT64_C(0xcbf29ce484222325); /* of FNV-1a */
 	uint64_t names = start, contents = start;
 
 	for (uint32_t i = 0; i < img->nr_entries; i++) {
@@ -365,7 +372,8 @@ static void make_id(const struct sfr__image *img, char id[ID_LEN])
 
 void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 {
-	uint64_t central, used = tail_used(img, &central), pad = img->tail_len - used;
+	uint64_t dir_len, used = tail_used(img, &dir_len);
+	uint64_t pad = img->tail_len - used; /* zeros before the id's header */
 	bool zip64 = tail_is_zip64(img);
 	struct cursor out = { (unsigned char *)dst + pad };
 	char id[ID_LEN];
@@ -383,5 +391,6 @@ void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 		put_central(&out, e->name, e->crc, e->nbytes, e->hdr_off, needs_zip64(e->hdr_off));
 	}
 	put_central(&out, ID_NAME, crc, ID_LEN, img->tail_off + pad, zip64);
-	put_end(&out, UINT64_C(1) + img->nr_entries, img->len - END_LEN - central, central);
+	/* 1: the record of the id */
+	put_end(&out, UINT64_C(1) + img->nr_entries, img->len - END_LEN - dir_len, dir_len);
 }

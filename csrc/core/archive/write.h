@@ -1,5 +1,4 @@
-/* Lengths of zip records, from which layout.c computes offsets; and the records of archives within
- * a file. */
+/* Lengths of zip records, for layout.c, and the records themselves, for archives within a file. */
 #ifndef SFR_WRITE_H
 #define SFR_WRITE_H
 
@@ -7,7 +6,7 @@
 
 /* Returns the length of a local header at `hdr_off` without the padding that aligns the data. */
 uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off);
-/* Return the lengths of an entry's local header, without that padding, and of its descriptor. The
+/* Return the length of an entry's local header (without that padding), and of its descriptor. The
  * entry's name, nbytes and hdr_off must be set. */
 uint64_t sfr__zip_header_len(const struct sfr__entry *e);
 uint32_t sfr__zip_desc_len(const struct sfr__entry *e);
@@ -15,8 +14,8 @@ uint32_t sfr__zip_desc_len(const struct sfr__entry *e);
  * tail_off must be set. */
 uint64_t sfr__zip_tail_len(const struct sfr__image *img);
 
-/* For archives within a file (tensor.c). Each function writes one record to `dst` and returns the
- * record's length. Offsets count from the start of the archive.
+/* For archives within a file (tensor.c). Each function writes one zip record to `dst` and returns
+ * the record's length. Offsets count from the start of the archive.
  *   pad                    bytes of padding that align the data
  *   nr, central_off, size  of the directory: number of records, offset, length */
 size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t pad);

@@ -21,9 +21,9 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 	return (value + to - 1) / to * to;
 }
 
-/* Returns the first number in [from, to) for which the expression `is_before` is false, or `to` if
- * there is none. `is_before` uses the variable `number`, which the caller names. It must be true up
- * to some number and false from there on. */
+/* Binary search. Returns the first number in [from, to) for which the expression `is_before` is
+ * false, or `to` if there is none. `is_before` uses the variable `number`, which the caller names.
+ * It must be true up to some number and false from there on. */
 #define sfr__lower_bound(number, from, to, is_before)                                              \
 	__extension__({                                                                            \
 		uint64_t sfr__low = (from), sfr__high = (to);                                      \
@@ -44,7 +44,8 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 
 /* Copies like memcpy, with stores that bypass the caches, for bytes that only a disk will read. */
 void sfr__copy(void *dst, const void *src, size_t len);
-/* Called after sfr__copy, before another thread may read the copies. */
+/* Called between sfr__copy and the moment when another thread may read the copy: the streaming
+ * stores of sfr__copy are not ordered before other stores. */
 void sfr__copy_fence(void);
 
 /* ---- sys.c: helpers over the system-call table ---- */
@@ -75,8 +76,8 @@ char *sfr__text_copy(const char *text);
 
 enum sfr__thread_kind {
 	SFR__BACKGROUND, /* runs at nice 10; the other kinds keep the caller's priority */
-	SFR__AWAITED,    /* a call waits for the thread and does nothing else */
-	SFR__PROMPT,     /* a step may wait for the thread: its short sleeps end on time */
+	SFR__AWAITED,    /* a caller waits idly until the thread has done its work */
+	SFR__PROMPT,     /* an optimizer step may wait for it: its short sleeps must not end late */
 };
 /* Starts a named thread. Every signal is blocked on it, except those that a thread raises itself,
  * such as SIGSEGV. Returns 0 or -errno. */
@@ -91,13 +92,13 @@ void sfr__cpus_apply(void);
 /* ---- err.c ---- */
 
 /* Sets *err, unless it already has an error: the first error wins. `code` is not 0. `note` may be
- * NULL and is cut to fit. The caller guards *err. */
+ * NULL and is cut to fit. Takes no lock: the caller protects *err. */
 void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note);
 
 /* ---- fork.c ---- */
 
 /* Opens a file like open(2), with O_CLOEXEC. Registers the descriptor, so that a forked child
- * closes it. Returns the descriptor or -errno; -EMFILE also when the register is full. */
+ * closes it. Returns the descriptor or -errno; -EMFILE also when the register is full (fork.c). */
 int sfr__fd_open(const char *path, int flags, mode_t mode);
 /* Does the same for a name in an open directory. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
@@ -110,11 +111,11 @@ int sfr__fd_close(int fd);
  * registers a function when the library is loaded. */
 struct sfr__fork_hook {
 	struct sfr__fork_hook *next;
-	void (*forget)(void);
+	void (*reset)(void);
 };
 void sfr__fork_hook_add(struct sfr__fork_hook *hook);
 #define SFR__AT_FORK(function)                                                                     \
-	static struct sfr__fork_hook sfr__fork_hook = { .forget = function };                      \
+	static struct sfr__fork_hook sfr__fork_hook = { .reset = function };                       \
 	__attribute__((constructor)) static void sfr__link_fork_hook(void)                         \
 	{                                                                                          \
 		sfr__fork_hook_add(&sfr__fork_hook);                                               \

@@ -18,19 +18,19 @@
 #define NR_WORDS (CPU_SETSIZE / WORD_BITS)
 
 /* A bit for each CPU. If all are zero, threads inherit their CPUs. */
-static _Atomic uint64_t words[NR_WORDS];
+static _Atomic uint64_t cpu_bits[NR_WORDS];
 
 int sfr_cpus_set(const int *cpus, size_t nr)
 {
-	uint64_t wanted[NR_WORDS] = { 0 };
+	uint64_t new_bits[NR_WORDS] = { 0 };
 
 	for (size_t i = 0; i < nr; i++) {
 		if (cpus[i] < 0 || cpus[i] >= CPU_SETSIZE)
 			return -EINVAL;
-		wanted[cpus[i] / WORD_BITS] |= UINT64_C(1) << (cpus[i] % WORD_BITS);
+		new_bits[cpus[i] / WORD_BITS] |= UINT64_C(1) << (cpus[i] % WORD_BITS);
 	}
 	for (size_t i = 0; i < NR_WORDS; i++)
-		atomic_store(&words[i], wanted[i]);
+		atomic_store(&cpu_bits[i], new_bits[i]);
 	return 0;
 }
 
@@ -41,7 +41,7 @@ void sfr__cpus_apply(void)
 
 	CPU_ZERO(&cpus);
 	for (size_t i = 0; i < CPU_SETSIZE; i++) {
-		uint64_t word = atomic_load(&words[i / WORD_BITS]);
+		uint64_t word = atomic_load(&cpu_bits[i / WORD_BITS]);
 
 		if ((word >> (i % WORD_BITS) & 1) != 0) {
 			CPU_SET(i, &cpus);

@@ -18,7 +18,7 @@
  *   state_pclmul    folding with PCLMULQDQ, which multiplies polynomials of 64 bits. A word of
  *                   128 bits is removed from the message. Each half of the word is multiplied by
  *                   a power of x mod P. Both products (96 bits) are added (xor) to the word that
- *                   is `distance` bits further on. So the remainder mod P stays the same. Four
+ *                   is `distance` bits later. So the remainder mod P stays the same. Four
  *                   words are folded side by side, because a multiplication takes longer than
  *                   starting the next. The tables reduce the last 128 bits.
  *   state_vpclmul   the same with 512-bit registers: sixteen words side by side.
@@ -50,7 +50,7 @@
 
 enum { STREAM_FROM = 2048 }; /* bytes; shorter copies do not use streaming stores */
 
-/* slices[k][b]: the state after byte b and then k zero bytes. */
+/* slices[k][b]: the state after byte b and then k zero bytes, if it was 0 before. */
 static uint32_t slices[8][256];
 /* powers[n] = x^(2^n) mod P. 32 entries suffice, because x^(2^32) mod P is x again. */
 static uint32_t powers[32];
@@ -96,10 +96,10 @@ static uint32_t state_portable(uint32_t state, const unsigned char *p, size_t le
 
 #define PCLMUL __attribute__((target("pclmul")))
 
-/* Returns the factors of a word's two halves, for fold. */
-PCLMUL static inline __m128i constant(long long early, long long late)
+/* Returns the factors by which fold multiplies the two halves of a word. */
+PCLMUL static inline __m128i factors(long long first, long long second)
 {
-	return _mm_set_epi64x(late, early);
+	return _mm_set_epi64x(second, first);
 }
 
 PCLMUL static inline __m128i load(const unsigned char *p)
@@ -107,32 +107,32 @@ PCLMUL static inline __m128i load(const unsigned char *p)
 	return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-/* Folds the word `part` into the word `later`. `k` has the factors for their distance. */
-PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i later)
+/* Folds `word` into the word `later`. `k` has the factors for their distance. */
+PCLMUL static inline __m128i fold(__m128i word, __m128i k, __m128i later)
 {
-	__m128i early = _mm_clmulepi64_si128(part, k, 0x00);
-	__m128i late = _mm_clmulepi64_si128(part, k, 0x11);
+	__m128i first_half = _mm_clmulepi64_si128(word, k, 0x00);
+	__m128i second_half = _mm_clmulepi64_si128(word, k, 0x11);
 
-	return _mm_xor_si128(_mm_xor_si128(early, late), later);
+	return _mm_xor_si128(_mm_xor_si128(first_half, second_half), later);
 }
 
-/* Returns the state after the 128 bits of `part` and the `len` bytes at `p`. The state before them
+/* Returns the state after the 128 bits of `word` and the `len` bytes at `p`. The state before them
  * is 0. `len` is below 64. */
-PCLMUL static uint32_t finish(__m128i part, const unsigned char *p, size_t len)
+PCLMUL static uint32_t finish(__m128i word, const unsigned char *p, size_t len)
 {
-	__m128i k = constant(FOLD_128);
+	__m128i k = factors(FOLD_128);
 	unsigned char last[16];
 
 	for (; len >= 16; p += 16, len -= 16)
-		part = fold(part, k, load(p));
-	_mm_storeu_si128((__m128i *)(void *)last, part);
+		word = fold(word, k, load(p));
+	_mm_storeu_si128((__m128i *)(void *)last, word);
 	return state_portable(state_portable(0, last, sizeof(last)), p, len);
 }
 
 PCLMUL static uint32_t state_pclmul(uint32_t state, const unsigned char *p, size_t len)
 {
-	__m128i k = constant(FOLD_512);
-	__m128i a, b, c, d;
+	__m128i k = factors(FOLD_512);
+	__m128i a, b, c, d; /* one word each */
 
 	if (len < 64)
 		return state_portable(state, p, len);
@@ -147,7 +147,7 @@ PCLMUL static uint32_t state_pclmul(uint32_t state, const unsigned char *p, size
 		c = fold(c, k, load(p + 32));
 		d = fold(d, k, load(p + 48));
 	}
-	k = constant(FOLD_128);
+	k = factors(FOLD_128);
 	return finish(fold(fold(fold(a, k, b), k, c), k, d), p, len);
 }
 
@@ -160,27 +160,30 @@ VPCLMUL static inline __m512i load_wide(const unsigned char *p)
 	return _mm512_loadu_si512((const void *)p);
 }
 
-VPCLMUL static inline __m512i constant_wide(long long early, long long late)
+VPCLMUL static inline __m512i factors_wide(long long first, long long second)
 {
-	return _mm512_broadcast_i64x2(_mm_set_epi64x(late, early));
+	return _mm512_broadcast_i64x2(_mm_set_epi64x(second, first));
 }
 
-VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i later)
+/* Does the same as fold for four words at a time. */
+VPCLMUL static inline __m512i fold_wide(__m512i words, __m512i k, __m512i later)
 {
-	__m512i early = _mm512_clmulepi64_epi128(parts, k, 0x00);
-	__m512i late = _mm512_clmulepi64_epi128(parts, k, 0x11);
+	__m512i first_halves = _mm512_clmulepi64_epi128(words, k, 0x00);
+	__m512i second_halves = _mm512_clmulepi64_epi128(words, k, 0x11);
 
-	return _mm512_ternarylogic_epi64(early, late, later, 0x96); /* xor of all three */
+	/* 0x96: xor of all three */
+	return _mm512_ternarylogic_epi64(first_halves, second_halves, later, 0x96);
 }
 
-VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const unsigned char *p,
+/* Loads four words, and copies them to `to` unless that is NULL. */
+VPCLMUL __attribute__((always_inline)) static inline __m512i load_copy(const unsigned char *p,
 								       unsigned char *to)
 {
-	__m512i parts = load_wide(p);
+	__m512i words = load_wide(p);
 
 	if (to != NULL)
-		_mm512_stream_si512((void *)to, parts);
-	return parts;
+		_mm512_stream_si512((void *)to, words);
+	return words;
 }
 
 /* Returns the state after the `len` bytes at `p`, and copies them to `to` unless that is NULL.
@@ -190,26 +193,27 @@ VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32
 									  size_t len,
 									  unsigned char *to)
 {
-	__m512i k = constant_wide(FOLD_2048);
-	__m512i a, b, c, d;
+	__m512i k = factors_wide(FOLD_2048);
+	__m512i a, b, c, d; /* four words each */
 	__m128i last;
 
 #define TO(n) (to != NULL ? to + (n) : NULL)
-	a = take_wide(p, TO(0));
+	a = load_copy(p, TO(0));
+	/* to start with `state`, xor it into the first 32 bits */
 	a = _mm512_xor_si512(a, _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
-	b = take_wide(p + 64, TO(64));
-	c = take_wide(p + 128, TO(128));
-	d = take_wide(p + 192, TO(192));
+	b = load_copy(p + 64, TO(64));
+	c = load_copy(p + 128, TO(128));
+	d = load_copy(p + 192, TO(192));
 	for (p += 256, to = TO(256), len -= 256; len >= 256; p += 256, to = TO(256), len -= 256) {
-		a = fold_wide(a, k, take_wide(p, TO(0)));
-		b = fold_wide(b, k, take_wide(p + 64, TO(64)));
-		c = fold_wide(c, k, take_wide(p + 128, TO(128)));
-		d = fold_wide(d, k, take_wide(p + 192, TO(192)));
+		a = fold_wide(a, k, load_copy(p, TO(0)));
+		b = fold_wide(b, k, load_copy(p + 64, TO(64)));
+		c = fold_wide(c, k, load_copy(p + 128, TO(128)));
+		d = fold_wide(d, k, load_copy(p + 192, TO(192)));
 	}
-	k = constant_wide(FOLD_512);
+	k = factors_wide(FOLD_512);
 	a = fold_wide(fold_wide(fold_wide(a, k, b), k, c), k, d);
 	for (; len >= 64; p += 64, to = TO(64), len -= 64)
-		a = fold_wide(a, k, take_wide(p, TO(0)));
+		a = fold_wide(a, k, load_copy(p, TO(0)));
 #undef TO
 	if (to != NULL) {
 		memcpy(to, p, len);
@@ -218,9 +222,9 @@ VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32
 		_mm_sfence();
 	}
 	/* fold the first three 128-bit words of `a` into the last one */
-	last = fold(_mm512_castsi512_si128(a), constant(FOLD_384), _mm512_extracti64x2_epi64(a, 3));
-	last = fold(_mm512_extracti64x2_epi64(a, 1), constant(FOLD_256), last);
-	last = fold(_mm512_extracti64x2_epi64(a, 2), constant(FOLD_128), last);
+	last = fold(_mm512_castsi512_si128(a), factors(FOLD_384), _mm512_extracti64x2_epi64(a, 3));
+	last = fold(_mm512_extracti64x2_epi64(a, 1), factors(FOLD_256), last);
+	last = fold(_mm512_extracti64x2_epi64(a, 2), factors(FOLD_128), last);
 	return finish(last, p, len);
 }
 
@@ -256,7 +260,7 @@ static uint32_t crc32_vpclmul(uint32_t crc, const void *buf, size_t len)
 }
 #endif
 
-/* Copies chunk by chunk and computes each chunk's CRC while it is in the cache. */
+/* Copies chunk by chunk, and computes each chunk's CRC while the chunk is in the cache. */
 static uint32_t copy_by_chunks(uint32_t crc, void *dst, const void *src, size_t len,
 			       uint32_t (*crc32)(uint32_t, const void *, size_t))
 {
@@ -295,7 +299,7 @@ static uint32_t copy_vpclmul(uint32_t crc, void *dst, const void *src, size_t le
 }
 #endif
 
-static const struct sfr__crc_way ways[] = {
+static const struct sfr__crc_impl impls[] = {
 	{ "slicing-by-8", sfr_crc32_portable, copy_portable },
 #if defined(__x86_64__)
 	{ "pclmulqdq", crc32_pclmul, copy_pclmul },
@@ -303,7 +307,7 @@ static const struct sfr__crc_way ways[] = {
 #endif
 };
 
-/* Index in `ways` of the fastest implementation for this CPU. The CPU supports all before it. */
+/* Index in `impls` of the fastest implementation for this CPU. The CPU supports all before it. */
 static size_t best;
 
 /* Returns a * b mod P. Each round of the loop multiplies `b` by x. */
@@ -351,12 +355,12 @@ __attribute__((constructor)) static void crc_init(void)
 
 uint32_t sfr_crc32(uint32_t crc, const void *buf, size_t len)
 {
-	return ways[best].crc32(crc, buf, len);
+	return impls[best].crc32(crc, buf, len);
 }
 
 uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len)
 {
-	return ways[best].copy(crc, dst, src, len);
+	return impls[best].copy(crc, dst, src, len);
 }
 
 /* Appending B multiplies A's share of the remainder by x^(8 * len_b). The inversions of both CRCs
@@ -365,14 +369,14 @@ uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 {
 	uint32_t shift = X0;
 
-	/* bit 0 of len_b means one byte: x^8 = powers[3] */
+	/* bit 0 of len_b means one byte: x^8 = powers[3]; x^(2^32) is powers[0] again */
 	for (unsigned n = 3; len_b != 0; len_b >>= 1, n++)
 		if ((len_b & 1) != 0)
 			shift = multiply(powers[n % 32], shift);
 	return multiply(shift, crc_a) ^ crc_b;
 }
 
-const struct sfr__crc_way *sfr__crc_way(size_t n)
+const struct sfr__crc_impl *sfr__crc_impl(size_t n)
 {
-	return n <= best ? &ways[n] : NULL;
+	return n <= best ? &impls[n] : NULL;
 }

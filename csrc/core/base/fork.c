@@ -19,15 +19,15 @@
  * Threads open and close files without fork_mu, because open(2) may hang and close(2) may take
  * seconds. Instead, each table entry has a state:
  *
- *     FREE ──▶ OPENING ──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ OVER
- *       ▲                                                                          │
- *       └─────────────────── under fork_mu, when an entry is wanted ───────────────┘
+ *     FREE ──▶ OPENING ──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ CLOSED
+ *       ▲                                                                            │
+ *       └────────────────── under fork_mu, when an open needs an entry ──────────────┘
  *
  * The kernel copies descriptors first and memory later, while other threads run. An entry that
  * became FREE in between would hide a descriptor that the child has. So entries become FREE only
  * under fork_mu, which the fork holds.
  *
- * The number of a CLOSING or OVER descriptor may already name another file. So the open file is
+ * The number of a CLOSING or CLOSED descriptor may already name another file. So the open file is
  * marked with F_SETSIG before it is closed, and the child closes only a marked file. The mark has
  * no other effect, because nobody asks for signals of these files. If the mark could not be set,
  * the child keeps the descriptor, to which nothing is written any more.
@@ -55,18 +55,18 @@
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
 static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* signals that a count became 0 */
-/* guarded by fork_mu: OPENING entries, and forks that wait until there are none */
+/* guarded by fork_mu: the number of OPENING entries, and of forks that wait until it is 0 */
 static unsigned nr_opening, nr_forking;
 static struct {
-	/* FREE: 0; OPENING: the constant; OPEN: descriptor + 1; CLOSING, OVER: -(descriptor + 1) */
-	atomic_int fd;
-	atomic_bool over; /* its close has returned */
-} fds[NR_FDS];
+	/* FREE: 0; OPENING: the constant; OPEN: fd + 1; CLOSING or CLOSED: -(fd + 1) */
+	atomic_int code;
+	atomic_bool closed; /* the state is CLOSED, not CLOSING */
+} table[NR_FDS];
 static _Atomic uint64_t generation;
 static struct sfr__fork_hook *hooks; /* constant once the library is loaded */
 
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-static int once_rc; /* 0 or -errno of pthread_atfork */
+static pthread_once_t handlers_once = PTHREAD_ONCE_INIT;
+static int handlers_rc; /* 0 or -errno of pthread_atfork */
 
 void sfr__fork_hook_add(struct sfr__fork_hook *hook)
 {
@@ -74,15 +74,15 @@ void sfr__fork_hook_add(struct sfr__fork_hook *hook)
 	hooks = hook;
 }
 
-/* Waits until *nr is 0, or until the time `until` of CLOCK_REALTIME, which is the clock of a
- * statically initialised condition. */
+/* Waits until *nr is 0, or until the time `until`. Its clock is CLOCK_REALTIME, because fork_cv is
+ * statically initialised. */
 static void wait_for_zero_locked(const unsigned *nr, const struct timespec *until)
 {
 	while (*nr != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
 		;
 }
 
-static struct timespec wait_end(void)
+static struct timespec wait_deadline(void)
 {
 	struct timespec until = { 0, 0 };
 
@@ -91,10 +91,11 @@ static struct timespec wait_end(void)
 	return until;
 }
 
-/* Runs before a fork. Waits until no descriptor is being opened. Returns with fork_mu held. */
+/* Runs before a fork. Waits until no descriptor is being opened, for a second at most. Returns with
+ * fork_mu held, which the handlers below release. */
 static void before_fork(void)
 {
-	struct timespec until = wait_end();
+	struct timespec until = wait_deadline();
 
 	sfr__lock(&fork_mu);
 	nr_forking++;
@@ -111,22 +112,24 @@ static void after_in_parent(void)
 static void after_in_child(void)
 {
 	for (int i = 0; i < NR_FDS; i++) {
-		int entry = atomic_load(&fds[i].fd);
+		int code = atomic_load(&table[i].code);
 		bool must_close;
+		int fd;
 
-		if (entry == OPENING)
-			entry = 0; /* the child cannot close it, because its number is not known */
-		must_close = entry > 0;
-		if (entry < 0)
-			must_close = fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK;
+		if (code == OPENING)
+			code = 0;   /* the child cannot close it, because its number is not known */
+		fd = abs(code) - 1; /* the code is fd + 1 or -(fd + 1) */
+		must_close = code > 0;
+		if (code < 0) /* is this still the file that the parent was closing? */
+			must_close = fcntl(fd, F_GETSIG) == CLOSING_MARK;
 		/* not sfr_sys.close: a test's wrapper may wait, which a fork handler must not */
 		if (must_close)
-			(void)close(abs(entry) - 1); /* nothing to lose: the parent writes it */
-		atomic_store(&fds[i].fd, 0);
+			(void)close(fd); /* no error matters: only the parent writes */
+		atomic_store(&table[i].code, 0);
 	}
 	atomic_fetch_add(&generation, 1);
 	for (struct sfr__fork_hook *hook = hooks; hook; hook = hook->next)
-		hook->forget();
+		hook->reset();
 	sfr__lock_check_release(fork_mu.rank); /* before_fork took it */
 	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK);
 	(void)pthread_cond_init(&fork_cv, NULL); /* cannot fail on Linux */
@@ -135,15 +138,15 @@ static void after_in_child(void)
 
 static void install_handlers(void)
 {
-	once_rc = -pthread_atfork(before_fork, after_in_parent, after_in_child);
+	handlers_rc = -pthread_atfork(before_fork, after_in_parent, after_in_child);
 }
 
 /* After a failure (-ENOMEM) every call fails: without the handlers no engine may start. */
 int sfr_fork_init(void)
 {
-	int rc = pthread_once(&once, install_handlers);
+	int rc = pthread_once(&handlers_once, install_handlers);
 
-	return rc ? -rc : once_rc;
+	return rc ? -rc : handlers_rc;
 }
 
 uint64_t sfr_fork_generation(void)
@@ -151,22 +154,24 @@ uint64_t sfr_fork_generation(void)
 	return atomic_load(&generation);
 }
 
-/* Returns -1 if there is none. */
+/* Returns the index of the descriptor's OPEN entry, or -1. */
 static int find_open_entry(int fd)
 {
 	for (int i = 0; i < NR_FDS; i++)
-		if (atomic_load(&fds[i].fd) == fd + 1)
+		if (atomic_load(&table[i].code) == fd + 1)
 			return i;
 	return -1;
 }
 
-/* Finds an entry that is FREE or OVER. Returns -1 if there is none. */
+/* Returns the index of an entry that is FREE or CLOSED, or -1. */
 static int find_free_entry_locked(void)
 {
 	for (int i = 0; i < NR_FDS; i++) {
-		int entry = atomic_load(&fds[i].fd);
+		int code = atomic_load(&table[i].code);
 
-		if (entry == 0 || (entry < 0 && entry != OPENING && atomic_load(&fds[i].over)))
+		if (code == 0)
+			return i;
+		if (code < 0 && code != OPENING && atomic_load(&table[i].closed))
 			return i;
 	}
 	return -1;
@@ -176,15 +181,15 @@ static int find_free_entry_locked(void)
  * Returns its index, or -EMFILE. */
 static int begin_open(void)
 {
-	struct timespec until = wait_end();
+	struct timespec until = wait_deadline();
 	int index;
 
 	sfr__lock(&fork_mu);
 	wait_for_zero_locked(&nr_forking, &until);
 	index = find_free_entry_locked();
 	if (index >= 0) {
-		atomic_store(&fds[index].over, false);
-		atomic_store(&fds[index].fd, OPENING);
+		atomic_store(&table[index].closed, false);
+		atomic_store(&table[index].code, OPENING);
 		nr_opening++;
 	}
 	sfr__unlock(&fork_mu);
@@ -195,7 +200,7 @@ static int begin_open(void)
 static void end_open(int index, int fd)
 {
 	sfr__lock(&fork_mu);
-	atomic_store(&fds[index].fd, fd < 0 ? 0 : fd + 1);
+	atomic_store(&table[index].code, fd < 0 ? 0 : fd + 1);
 	if (--nr_opening == 0)
 		(void)pthread_cond_broadcast(&fork_cv);
 	sfr__unlock(&fork_mu);
@@ -203,7 +208,7 @@ static void end_open(int index, int fd)
 
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 {
-	int index = begin_open(), fd = -1, rc = index;
+	int index = begin_open(), fd = -1, rc = -EINTR;
 
 	if (index < 0)
 		return index;
@@ -238,12 +243,12 @@ int sfr__fd_close(int fd)
 {
 	int index = find_open_entry(fd), rc;
 
-	/* if this fails, a forked child keeps the descriptor, which is harmless */
+	/* marks the file for after_in_child; without the mark a child keeps it open: no harm */
 	(void)fcntl(fd, F_SETSIG, CLOSING_MARK);
 	if (index >= 0)
-		atomic_store(&fds[index].fd, -(fd + 1));
+		atomic_store(&table[index].code, -(fd + 1));
 	rc = sfr_sys.close(fd) < 0 ? -errno : 0;
 	if (index >= 0)
-		atomic_store(&fds[index].over, true);
+		atomic_store(&table[index].closed, true);
 	return rc;
 }

@@ -1,7 +1,7 @@
 /* Fault injection for tests: wrappers around the system-call table.
  *
- * A wrapper counts the call and looks for a fault (fate_of). Then it fails, transfers fewer bytes,
- * waits, or calls the former entry. The product never installs the wrappers.
+ * A wrapper counts the call and looks for a fault (apply_faults). Then the wrapper fails, transfers
+ * fewer bytes, waits, or calls the former entry. The product never installs the wrappers.
  *
  * A fault fails a call as the kernel would:
  *   - a failed close has closed the descriptor; every other failed call has done nothing
@@ -27,7 +27,7 @@
 
 /* Entries that can fail: type, name, result of a failure, parameters, arguments. */
 #define FAILING_LIST(X)                                                                            \
-	X(int, open, -1, (int dir, const char *name, int flags, mode_t mode),                          \
+	X(int, open, -1, (int dir, const char *name, int flags, mode_t mode),                      \
 	  (dir, name, flags, mode))                                                                \
 	X(int, fdatasync, -1, (int fd), (fd))                                                      \
 	X(int, fsync, -1, (int fd), (fd))                                                          \
@@ -38,8 +38,8 @@
 	X(int, fstat, -1, (int fd, struct stat *st), (fd, st))                                     \
 	X(int, lstat, -1, (int dir, const char *name, struct stat *st), (dir, name, st))           \
 	X(char *, realpath, NULL, (const char *path, char *full), (path, full))                    \
-	X(int, faccessat, -1, (int dir, const char *path, int mode, int flags),                        \
-	  (dir, path, mode, flags))                                        \
+	X(int, faccessat, -1, (int dir, const char *path, int mode, int flags),                    \
+	  (dir, path, mode, flags))                                                                \
 	X(int, mkdir, -1, (int dir, const char *name, mode_t mode), (dir, name, mode))             \
 	X(int, rename, -1, (int dir, const char *from, const char *to), (dir, from, to))           \
 	X(int, exchange, -1, (int dir, const char *one, const char *other), (dir, one, other))     \
@@ -63,7 +63,7 @@
 	X(int, set_affinity, -1, (const cpu_set_t *cpus), (cpus))
 
 /* Entries that can only be slow: type, name, parameters, arguments. */
-#define SAFE_LIST(X)                                                                               \
+#define ONLY_SLOW_LIST(X)                                                                          \
 	X(struct dirent *, readdir, (DIR *dir), (dir))                                             \
 	X(int, closedir, (DIR *dir), (dir))                                                        \
 	X(int, thread_join, (pthread_t thread, void **value), (thread, value))                     \
@@ -84,7 +84,7 @@ enum call {
 	CALL_BUSY, /* a slot being filled in */
 	CALL_ANY,  /* "*" */
 #define X(type, name, ...) CALL_##name,
-	FAILING_LIST(X) SAFE_LIST(X)
+	FAILING_LIST(X) ONLY_SLOW_LIST(X)
 #undef X
 #define X(name, can_fail) CALL_##name,
 	SPECIAL_LIST(X)
@@ -101,7 +101,7 @@ static const struct {
 	FAILING_LIST(X)
 #undef X
 #define X(type, name, ...) [CALL_##name] = { #name, false },
-	SAFE_LIST(X)
+	ONLY_SLOW_LIST(X)
 #undef X
 #define X(name, fails) [CALL_##name] = { #name, fails },
 	SPECIAL_LIST(X)
@@ -117,18 +117,20 @@ struct slot {
 	_Atomic uint64_t nth, delay_ns;
 	_Atomic int64_t limit;
 	atomic_int sticky, err;
-	_Atomic uint64_t seen;   /* calls so far */
-	_Atomic uint64_t number; /* unique to this fault */
+	_Atomic uint64_t nr_calls; /* calls since the fault was set */
+	_Atomic uint64_t number;   /* unique to this fault */
 };
 
 static struct slot slots[NR_SLOTS];
-static _Atomic uint64_t counts[NR_CALLS], hits, nr_faults;
-static struct sfr_sys real; /* the former table; valid while installed */
+static _Atomic uint64_t counts[NR_CALLS]; /* calls of each entry since the last clear */
+static _Atomic uint64_t hits;             /* of these, calls on which a fault acted */
+static _Atomic uint64_t nr_faults;        /* faults ever set; gives each its number */
+static struct sfr_sys real;               /* the former table; valid while installed */
 static bool installed;
 
 /* The effect of the faults on one call. */
-struct fate {
-	int err;       /* 0: the call goes through */
+struct effect {
+	int err;       /* 0: the call is made, else its errno */
 	int64_t limit; /* the most bytes to transfer; negative values as in struct sfr_fault */
 };
 
@@ -140,54 +142,56 @@ static void sleep_ns(uint64_t delay_ns)
 		;
 }
 
-/* Sleeps until the fault with this number and `call` is gone from the slot. */
-static void hold_call(const struct slot *s, unsigned which, uint64_t number)
+/* Sleeps until the slot no longer has the fault with this call and number. */
+static void wait_until_removed(const struct slot *s, unsigned call, uint64_t number)
 {
-	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
+	while (atomic_load(&s->call) == call && atomic_load(&s->number) == number)
 		sleep_ns(HOLD_STEP_NS);
 }
 
-/* Counts a call, decides its fate, and sleeps if a fault says so. The first fault that is due acts.
- * Every fault for this call counts it. */
-static struct fate fate_of(enum call call)
+/* Counts a call, and returns what a fault does to it; sleeps if the fault says so. Every fault for
+ * this call counts the call. Of several that are due, only the first acts. */
+static struct effect apply_faults(enum call call)
 {
-	struct fate fate = { 0, -1 };
+	struct effect effect = { 0, -1 };
 	const struct slot *acting = NULL; /* the slot whose fault acts */
-	/* values of that fault */
+	/* copies of that slot's fields */
 	uint64_t delay_ns = 0, number = 0;
-	unsigned fault_call = CALL_NONE;
+	unsigned acting_call = CALL_NONE;
 
 	atomic_fetch_add(&counts[call], 1);
 	if (calls[call].can_fail)
 		atomic_fetch_add(&counts[CALL_ANY], 1);
 	for (int i = 0; i < NR_SLOTS; i++) {
 		struct slot *s = &slots[i];
-		unsigned which = atomic_load(&s->call);
-		uint64_t seen, nth;
-		bool due;
+		unsigned slot_call = atomic_load(&s->call);
+		bool is_for_call = slot_call == (unsigned)call ||
+				   (slot_call == CALL_ANY && calls[call].can_fail);
+		uint64_t nr_calls, nth;
+		bool is_due;
 
-		if (which != (unsigned)call && !(which == CALL_ANY && calls[call].can_fail))
+		if (!is_for_call)
 			continue;
-		seen = atomic_fetch_add(&s->seen, 1) + 1;
+		nr_calls = atomic_fetch_add(&s->nr_calls, 1) + 1;
 		nth = atomic_load(&s->nth);
-		due = seen == nth || (seen > nth && atomic_load(&s->sticky));
-		if (acting || !due)
+		is_due = nr_calls == nth || (nr_calls > nth && atomic_load(&s->sticky));
+		if (acting || !is_due)
 			continue;
 		acting = s;
-		fate.err = atomic_load(&s->err);
-		fate.limit = atomic_load(&s->limit);
+		effect.err = atomic_load(&s->err);
+		effect.limit = atomic_load(&s->limit);
 		delay_ns = atomic_load(&s->delay_ns);
 		number = atomic_load(&s->number);
-		fault_call = which;
+		acting_call = slot_call;
 	}
 	if (!acting)
-		return fate;
+		return effect;
 	atomic_fetch_add(&hits, 1);
 	if (delay_ns == SFR_FOREVER)
-		hold_call(acting, fault_call, number);
+		wait_until_removed(acting, acting_call, number);
 	else
 		sleep_ns(delay_ns);
-	return fate;
+	return effect;
 }
 
 /* ---- the wrappers ---- */
@@ -197,10 +201,10 @@ static struct fate fate_of(enum call call)
 #define X(type, name, failed, params, args)                                                    \
 	static type inject_##name params                                                       \
 	{                                                                                      \
-		struct fate fate = fate_of(CALL_##name);                                          \
+		struct effect effect = apply_faults(CALL_##name);                              \
                                                                                                \
-		if (fate.err) {                                                                \
-			errno = fate.err;                                                      \
+		if (effect.err) {                                                              \
+			errno = effect.err;                                                    \
 			return failed;                                                         \
 		}                                                                              \
 		return real.name args;                                                         \
@@ -211,22 +215,22 @@ FAILING_LIST(X)
 #define X(type, name, params, args)                                                            \
 	static type inject_##name params                                                       \
 	{                                                                                      \
-		(void)fate_of(CALL_##name); /* can only be slow */                                \
+		(void)apply_faults(CALL_##name); /* can only be slow */                        \
 		return real.name args;                                                         \
 	}
-SAFE_LIST(X)
+ONLY_SLOW_LIST(X)
 #undef X
 
 /* clang-format on */
 
 static int inject_close(int fd)
 {
-	struct fate fate = fate_of(CALL_close);
+	struct effect effect = apply_faults(CALL_close);
 	int rc = real.close(fd); /* Linux closes the descriptor even if it reports an error */
 
-	if (!fate.err)
+	if (!effect.err)
 		return rc;
-	errno = fate.err;
+	errno = effect.err;
 	return -1;
 }
 
@@ -244,34 +248,35 @@ static size_t shorten(size_t len, int64_t limit)
 
 static ssize_t inject_pread(int fd, void *buf, size_t len, off_t off)
 {
-	struct fate fate = fate_of(CALL_pread);
+	struct effect effect = apply_faults(CALL_pread);
 
-	if (fate.err) {
-		errno = fate.err;
+	if (effect.err) {
+		errno = effect.err;
 		return -1;
 	}
-	return real.pread(fd, buf, shorten(len, fate.limit), off);
+	return real.pread(fd, buf, shorten(len, effect.limit), off);
 }
 
 static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 {
-	struct fate fate = fate_of(CALL_pwrite);
-	size_t take = shorten(len, fate.limit), whole = take / DIRECT_BLOCK * DIRECT_BLOCK;
+	struct effect effect = apply_faults(CALL_pwrite);
+	size_t limited_len = shorten(len, effect.limit);
+	size_t whole_len = limited_len / DIRECT_BLOCK * DIRECT_BLOCK;
 	ssize_t put;
 
-	if (fate.err) {
-		errno = fate.err;
+	if (effect.err) {
+		errno = effect.err;
 		return -1;
 	}
-	if (take == 0 && len)
-		return 0;
-	put = real.pwrite(fd, buf, take, off);
-	/* An O_DIRECT descriptor refuses a partial block. Then only whole blocks are written and
-	 * `take` is returned, as if a device had given up in the middle of a block. */
-	if (put < 0 && errno == EINVAL && take < len) {
-		put = whole ? real.pwrite(fd, buf, whole, off) : 0;
-		if (put == (ssize_t)whole)
-			put = (ssize_t)take;
+	if (limited_len == 0 && len)
+		return 0; /* the fault lets nothing be written */
+	put = real.pwrite(fd, buf, limited_len, off);
+	/* An O_DIRECT descriptor refuses a partial block. Then only whole blocks are written, but
+	 * limited_len is returned, as if a device had given up in the middle of a block. */
+	if (put < 0 && errno == EINVAL && limited_len < len) {
+		put = whole_len ? real.pwrite(fd, buf, whole_len, off) : 0;
+		if (put == (ssize_t)whole_len)
+			put = (ssize_t)limited_len;
 	}
 	return put;
 }
@@ -279,26 +284,26 @@ static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 static int inject_thread_create(pthread_t *thread, const pthread_attr_t *attr,
 				void *(*start)(void *), void *arg)
 {
-	struct fate fate = fate_of(CALL_thread_create);
+	struct effect effect = apply_faults(CALL_thread_create);
 
-	return fate.err ? fate.err : real.thread_create(thread, attr, start, arg);
+	return effect.err ? effect.err : real.thread_create(thread, attr, start, arg);
 }
 
 static void inject_free(void *mem)
 {
-	(void)fate_of(CALL_free); /* can only be slow */
+	(void)apply_faults(CALL_free); /* can only be slow */
 	real.free(mem);
 }
 
 static void inject_capture_copy(void *dst, const void *src, size_t len)
 {
-	(void)fate_of(CALL_capture_copy);
+	(void)apply_faults(CALL_capture_copy);
 	real.capture_copy(dst, src, len);
 }
 
 static uint32_t inject_lane_copy(uint32_t crc, void *dst, const void *src, size_t len)
 {
-	(void)fate_of(CALL_lane_copy);
+	(void)apply_faults(CALL_lane_copy);
 	return real.lane_copy(crc, dst, src, len);
 }
 
@@ -323,7 +328,7 @@ int sfr_inject_install(void)
 	/* clang-format off */
 #define X(type, name, ...) sfr_sys.name = inject_##name;
 	FAILING_LIST(X)
-	SAFE_LIST(X)
+	ONLY_SLOW_LIST(X)
 #undef X
 #define X(name, can_fail) sfr_sys.name = inject_##name;
 	SPECIAL_LIST(X)
@@ -352,9 +357,9 @@ int sfr_inject_set(const struct sfr_fault *fault)
 		unsigned expected = CALL_NONE;
 
 		if (!atomic_compare_exchange_strong(&s->call, &expected, CALL_BUSY))
-			continue;
+			continue; /* the slot is in use */
 		atomic_store(&s->nth, fault->nth);
-		atomic_store(&s->seen, 0);
+		atomic_store(&s->nr_calls, 0);
 		atomic_store(&s->sticky, fault->sticky != 0);
 		atomic_store(&s->err, fault->err);
 		atomic_store(&s->limit, fault->limit);

@@ -1,4 +1,4 @@
-/* The thresholds of sfr/limits.h: their values in the product, and their ranges in a test. */
+/* The thresholds of sfr/limits.h: their defaults, and the ranges to which a test may set them. */
 #include <errno.h>
 
 #include "base/base.h"
@@ -9,7 +9,7 @@
 #define ZIP_MAX32 UINT32_C(0xffffffff)
 #define MIB (UINT64_C(1) << 20)
 
-#define PRODUCT                                                                                    \
+#define DEFAULTS                                                                                   \
 	{                                                                                          \
 		.zip64_bytes = ZIP_MAX32,                                                          \
 		.zip64_records = ZIP_MAX16,                                                        \
@@ -18,12 +18,12 @@
 		.ahead_bytes = 8 * MIB,                                                            \
 	}
 
-struct sfr_limits sfr_limits = PRODUCT;
+struct sfr_limits sfr_limits = DEFAULTS;
 
-/* Returns whether the value is in [least, most] and a multiple of `unit`. */
-static bool is_in_range(uint64_t value, uint64_t least, uint64_t most, uint64_t unit)
+/* Returns whether the value is in [min, max] and a multiple of `unit`. */
+static bool is_in_range(uint64_t value, uint64_t min, uint64_t max, uint64_t unit)
 {
-	return value >= least && value <= most && value % unit == 0;
+	return value >= min && value <= max && value % unit == 0;
 }
 
 int sfr_limits_set(const struct sfr_limits *limits)
@@ -42,5 +42,5 @@ int sfr_limits_set(const struct sfr_limits *limits)
 
 void sfr_limits_reset(void)
 {
-	sfr_limits = (struct sfr_limits)PRODUCT;
+	sfr_limits = (struct sfr_limits)DEFAULTS;
 }

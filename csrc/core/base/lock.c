@@ -33,7 +33,7 @@ void sfr__lock_check_release(enum sfr__lock_rank rank)
 	held &= ~(1u << rank);
 }
 
-void sfr__lock_check_only(enum sfr__lock_rank rank)
+void sfr__lock_check_holds_only(enum sfr__lock_rank rank)
 {
 	if (held != 1u << rank)
 		abort_test("waited under", rank);

@@ -45,7 +45,7 @@ unsigned sfr__locks_held(void);
 void sfr__lock_check_acquire(enum sfr__lock_rank rank);
 void sfr__lock_check_release(enum sfr__lock_rank rank);
 /* Called before a wait on a condition, when the thread must hold this lock and no other. */
-void sfr__lock_check_only(enum sfr__lock_rank rank);
+void sfr__lock_check_holds_only(enum sfr__lock_rank rank);
 #else
 static inline void sfr__lock_check_acquire(enum sfr__lock_rank rank)
 {
@@ -55,7 +55,7 @@ static inline void sfr__lock_check_release(enum sfr__lock_rank rank)
 {
 	(void)rank;
 }
-static inline void sfr__lock_check_only(enum sfr__lock_rank rank)
+static inline void sfr__lock_check_holds_only(enum sfr__lock_rank rank)
 {
 	(void)rank;
 }

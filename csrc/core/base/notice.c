@@ -1,8 +1,8 @@
 /* Notices: messages from the core's threads to the caller.
  *
  * Lane, writer and log threads never run the caller's code. They post notices to this queue, and
- * one thread of the caller takes them (sfr_notice_wait). That thread gives the verdict on version
- * counters, releases sources, settles futures and runs callbacks. */
+ * one thread of the caller takes them (sfr_notice_wait). That thread compares tensors' version
+ * counters, releases sources, sets the results of futures and runs callbacks. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -15,8 +15,8 @@ static struct {
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
-	struct sfr_notice again; /* the notice that was put back; none if .what is 0 */
-	unsigned stops;          /* calls of sfr_notice_stop that no waiter has seen */
+	struct sfr_notice put_back; /* given to sfr_notice_again; none if .what is 0 */
+	unsigned nr_stops;          /* calls of sfr_notice_stop that no waiter has seen */
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
 void sfr__notice_post(struct sfr__notice *notice)
@@ -46,8 +46,8 @@ void sfr__notice_text(const char *format, ...)
 	sfr__notice_post(notice);
 }
 
-/* Copies the notice to *out, with its reference. Frees a notice of text; any other is embedded in
- * a ticket or snapshot. */
+/* Copies the notice to *out, which takes over its reference. Frees a notice of text. Any other
+ * notice is embedded in a ticket or snapshot. */
 static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 {
 	out->what = notice->what;
@@ -69,21 +69,21 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 
 	*out = (struct sfr_notice){ .what = 0 };
 	sfr__lock(&notices.mu);
-	if (notices.again.what) {
-		*out = notices.again;
-		notices.again.what = 0;
+	if (notices.put_back.what) {
+		*out = notices.put_back;
+		notices.put_back.what = 0;
 		sfr__unlock(&notices.mu);
 		return 0;
 	}
-	/* A static initialiser cannot choose CLOCK_MONOTONIC, so the first wait initialises the
-	 * condition. Before that no thread waits. */
+	/* The first wait initialises the condition, because a static initialiser cannot choose
+	 * CLOCK_MONOTONIC. Before that no thread waits, so no signal is lost. */
 	if (!notices.cv_ready)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
-	while (!notices.queue.head && !notices.stops && rc == 0)
+	while (!notices.queue.head && !notices.nr_stops && rc == 0)
 		rc = sfr__cond_wait(&notices.cv, &notices.mu, deadline);
 	notice = sfr__queue_pop(&notices.queue);
-	if (!notice && notices.stops) {
-		notices.stops--;
+	if (!notice && notices.nr_stops) {
+		notices.nr_stops--;
 		out->what = SFR_NOTICE_STOP;
 	}
 	sfr__unlock(&notices.mu);
@@ -95,24 +95,24 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 void sfr_notice_again(const struct sfr_notice *notice)
 {
 	sfr__lock(&notices.mu);
-	notices.again = *notice;
+	notices.put_back = *notice;
 	sfr__unlock(&notices.mu);
 }
 
 void sfr_notice_stop(void)
 {
 	sfr__lock(&notices.mu);
-	notices.stops++;
+	notices.nr_stops++;
 	pthread_cond_signal(&notices.cv);
 	sfr__unlock(&notices.mu);
 }
 
 /* Runs in a forked child. */
-static void forget(void)
+static void reset_in_child(void)
 {
 	/* Threads of the parent may have used the lock and the condition. So neither is destroyed:
 	 * their memory is overwritten. */
 	memset(&notices, 0, sizeof(notices));
 	sfr__mutex_init(&notices.mu, SFR__LOCK_NOTICES);
 }
-SFR__AT_FORK(forget)
+SFR__AT_FORK(reset_in_child)

@@ -4,7 +4,7 @@
  *     sfr__queue_push(&jobs, job);
  *     job = sfr__queue_pop(&jobs);    NULL when there is none
  *
- * An item is in at most one queue. The owner of the queue guards it. */
+ * An item is in at most one queue. The queue has no lock: its owner protects it. */
 #ifndef SFR_QUEUE_H
 #define SFR_QUEUE_H
 

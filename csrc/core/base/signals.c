@@ -9,8 +9,8 @@
  *     another process sent it    ignored, and from now on the worker is killed when its parent dies
  *
  * In the last case the kernel kills the worker (PR_SET_PDEATHSIG) when the thread that forked it
- * ends. With `at_once` this holds from the beginning, so that the worker does not outlive a parent
- * that is killed before any signal came.
+ * ends. With `at_once` the kernel does so from the beginning, so that the worker does not outlive a
+ * parent that is killed before any signal came.
  */
 #include <errno.h>
 #include <signal.h>
@@ -24,17 +24,19 @@
 
 #define NR_SIGNALS 65 /* Linux has 1 to 64 */
 
-static struct sigaction before[NR_SIGNALS]; /* the actions that were in place before */
-static _Atomic pid_t parent;                /* the parent when sfr_signals_leave was called last */
+static struct sigaction old_actions[NR_SIGNALS]; /* those that sfr_signals_leave replaced */
+static _Atomic pid_t recorded_parent; /* the parent when sfr_signals_leave was called last */
 
-/* If another process than the parent sent the signal, has the kernel kill this process when its
- * parent dies. Returns whether that was done: the signal is then ignored. */
-static bool leave_to_parent(const siginfo_t *info)
+/* Returns whether the handler must ignore the signal: the parent lives and has not sent it. If so,
+ * also asks the kernel to kill this process when its parent dies. */
+static bool must_ignore(const siginfo_t *info)
 {
-	pid_t my_parent = atomic_load(&parent);
+	pid_t my_parent = atomic_load(&recorded_parent);
 
-	if (info->si_pid == my_parent || getppid() != my_parent)
-		return false;
+	if (info->si_pid == my_parent)
+		return false; /* the parent sent it */
+	if (getppid() != my_parent)
+		return false;                   /* the parent is dead */
 	(void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* fails only for an invalid signal */
 	return getppid() == my_parent;          /* false if the parent died before the call above */
 }
@@ -42,11 +44,11 @@ static bool leave_to_parent(const siginfo_t *info)
 /* Ignores the signal, or takes the action that was in place before. */
 static void handle_signal(int signum, siginfo_t *info, void *context)
 {
-	const struct sigaction *old = &before[signum];
-	int saved = errno;
+	const struct sigaction *old = &old_actions[signum];
+	int saved_errno = errno;
 
-	if (leave_to_parent(info)) {
-		errno = saved;
+	if (must_ignore(info)) {
+		errno = saved_errno;
 		return;
 	}
 	if (old->sa_flags & SA_SIGINFO) {
@@ -58,7 +60,7 @@ static void handle_signal(int signum, siginfo_t *info, void *context)
 	} else if (old->sa_handler != SIG_IGN) {
 		old->sa_handler(signum);
 	}
-	errno = saved;
+	errno = saved_errno;
 }
 
 int sfr_signals_leave(int signum, bool at_once)
@@ -67,12 +69,12 @@ int sfr_signals_leave(int signum, bool at_once)
 
 	if (signum < 1 || signum >= NR_SIGNALS || sigaction(signum, NULL, &old) < 0)
 		return -EINVAL;
-	atomic_store(&parent, getppid());
+	atomic_store(&recorded_parent, getppid());
 	if (at_once)
 		(void)prctl(PR_SET_PDEATHSIG, SIGKILL);
 	if (old.sa_flags & SA_SIGINFO && old.sa_sigaction == handle_signal)
-		return 0; /* called again: before[] has the action already */
-	before[signum] = old;
+		return 0; /* called again: old_actions has the action already */
+	old_actions[signum] = old;
 	action.sa_sigaction = handle_signal;
 	action.sa_flags = SA_SIGINFO | SA_RESTART;
 	(void)sigemptyset(&action.sa_mask);

@@ -202,7 +202,7 @@ int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadlin
 	struct timespec ts;
 	int rc;
 
-	sfr__lock_check_only(mu->rank);
+	sfr__lock_check_holds_only(mu->rank);
 	/* The kernel would add its timer slack of 50 us to a deadline in the past. */
 	if (deadline_ns <= now)
 		return SFR_EAGAIN;
@@ -211,5 +211,6 @@ int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadlin
 	ts.tv_sec = (time_t)(until / NS_PER_S);
 	ts.tv_nsec = (long)(until % NS_PER_S);
 	rc = pthread_cond_timedwait(cond, &mu->mu, &ts);
+	/* a time-out before the deadline only ends a sleep of SFR_WAKE_UP_NS */
 	return rc == ETIMEDOUT && until == deadline_ns ? SFR_EAGAIN : 0;
 }

@@ -1,8 +1,8 @@
 /* The system-call table: the core's only way to the operating system.
  *
  * Every file, memory, thread and clock call of the core goes through `sfr_sys`. So a test can make
- * any of them fail, fall short or be slow (inject.c). An entry reports errors like the C library's
- * function: -1 and errno, NULL, or an error number for threads. */
+ * any of them fail, transfer fewer bytes or be slow (inject.c). An entry reports errors like the C
+ * library's function: -1 and errno, NULL and errno, or (pthread functions) an error number. */
 #ifndef SFR_SYS_H
 #define SFR_SYS_H
 

@@ -6,7 +6,7 @@
 
 #include "base/base.h"
 
-#define PROMPT_SLACK_NS 1000 /* the kernel's default, 50 us, is as long as the thread's sleeps */
+#define PROMPT_SLACK_NS 1000 /* how late a sleep may end; the kernel's default is 50 us */
 #define WORKER_NICE 10       /* a lower priority than the training thread's, which has 0 */
 
 /* Arguments for thread_main, which frees them. */
@@ -32,12 +32,13 @@ static void *thread_main(void *arg)
 	return start.main(start.arg);
 }
 
-/* The new thread inherits the mask of signals, so no handler of the program runs on it. Faults are
- * not blocked: otherwise Python's faulthandler could not report where the process crashed. */
+/* The new thread inherits the caller's signal mask, so the caller blocks the signals meanwhile. The
+ * program's signal handlers then never run on the thread. Faults are not blocked: otherwise
+ * Python's faulthandler could not report where the process crashed. */
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg)
 {
-	static const int own_faults[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
+	static const int fault_signals[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
 	struct thread_start *start;
 	sigset_t all, old;
 	int rc;
@@ -52,8 +53,8 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 	strncpy(start->name, name, sizeof(start->name) - 1);
 
 	(void)sigfillset(&all);
-	for (size_t i = 0; i < sizeof(own_faults) / sizeof(own_faults[0]); i++)
-		(void)sigdelset(&all, own_faults[i]);
+	for (size_t i = 0; i < sizeof(fault_signals) / sizeof(fault_signals[0]); i++)
+		(void)sigdelset(&all, fault_signals[i]);
 	rc = pthread_sigmask(SIG_SETMASK, &all, &old);
 	if (rc == 0) {
 		rc = sfr_sys.thread_create(thread, NULL, thread_main, start);

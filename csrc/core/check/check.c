@@ -33,7 +33,7 @@
  *
  * The records' headers are not read with SFR_CHECK_DIRECTORY, nor with SFR_CHECK_LATER if records
  * are long. Reading them would leave scattered pages in the page cache, and the kernel does no
- * readahead across them: a load after such a check took half as long again. */
+ * readahead across them: a load after such a check took 1.5 times as long. */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 #include <string.h>
@@ -42,17 +42,18 @@
 #include "sfr/limits.h"
 #include "base/base.h"
 
-#define HEADER_CHUNK (1u << 14) /* bytes of the data part read at a time without SFR_CHECK_BYTES */
-#define DIR_CHUNK (1u << 16)    /* bytes of the directory read at a time */
+#define HEADER_CHUNK_BYTES (1u << 14) /* read at a time for headers, without SFR_CHECK_BYTES */
+#define DIR_CHUNK_BYTES (1u << 16)    /* read at a time of the directory */
 /* The average length from which on records are long: twice the kernel's initial readahead. */
 #define LONG_RECORD_BYTES (1u << 16)
-#define MOVES 512u /* moves of the sort in one step; they take a tenth of a millisecond */
+#define MOVES_PER_STEP 512u /* moves of the sort; they take a tenth of a millisecond */
 /* The most pairs of different names with the same hash. Only a hostile file has such pairs. */
-#define MOST_ALIKE 64u
+#define SAME_HASH_MAX 64u
 /* Bytes of a window; enough for a local header or directory record at any offset in a page. */
-#define WINDOW (3u << 16)
-_Static_assert(SFR__UNZIP_TAIL_MAX + SFR_PAGE <= WINDOW, "the file's tail fits the window");
-_Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <= WINDOW,
+#define WINDOW_BYTES (3u << 16)
+_Static_assert(SFR__UNZIP_TAIL_MAX + SFR_PAGE <= WINDOW_BYTES, "the file's tail fits the window");
+_Static_assert(SFR__UNZIP_CENTRAL_LEN + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <=
+		       WINDOW_BYTES,
 	       "a directory record fits the window");
 
 /* ---- START ------------------------------------------------------------------- */
@@ -63,21 +64,23 @@ static bool is_legacy(const unsigned char *head, size_t len)
 	enum { PROTOCOL = 0x80, FRAME = 0x95 }; /* opcodes, see Python's module pickletools */
 	enum { PROTOCOL_LEN = 2, FRAME_LEN = 9 };
 	/* the number in protocols 0 and 1, and in later protocols */
-	static const char text[] = "L119547037146038801333356L\n.";
-	static const unsigned char binary[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9,
-						0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e };
-	size_t at = PROTOCOL_LEN;
+	static const char magic_text[] = "L119547037146038801333356L\n.";
+	static const unsigned char magic_binary[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9,
+						      0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e };
+	size_t at = PROTOCOL_LEN; /* offset of the number in later protocols */
 
-	if (len >= sizeof(text) - 1 && memcmp(head, text, sizeof(text) - 1) == 0)
+	if (len >= sizeof(magic_text) - 1 && memcmp(head, magic_text, sizeof(magic_text) - 1) == 0)
 		return true;
 	if (len < PROTOCOL_LEN || head[0] != PROTOCOL)
 		return false;
 	if (len > at && head[at] == FRAME) /* from protocol 4 on */
 		at += FRAME_LEN;
-	return len >= at + sizeof(binary) && memcmp(head + at, binary, sizeof(binary)) == 0;
+	return len >= at + sizeof(magic_binary) &&
+	       memcmp(head + at, magic_binary, sizeof(magic_binary)) == 0;
 }
 
-static const char *foreign_damage(const unsigned char *head, size_t len)
+/* Returns what is wrong with a file that begins like no format of torch. */
+static const char *describe_foreign(const unsigned char *head, size_t len)
 {
 	for (size_t i = 0; i < len; i++)
 		if (head[i] != 0)
@@ -85,46 +88,47 @@ static const char *foreign_damage(const unsigned char *head, size_t len)
 	return "it begins with zeros, like a file whose bytes never reached the disk";
 }
 
-/* For a short file, starting threads takes too long. */
+/* Returns whether the check reads on threads. A short file is checked sooner without them. */
 static bool uses_threads(const struct sfr_check *c)
 {
 	return (c->flags & SFR_CHECK_BYTES) != 0 && c->result.nbytes >= sfr_limits.ahead_bytes;
 }
 
-static size_t shorter(uint64_t len, size_t most)
+static size_t smaller_of(uint64_t len, size_t max)
 {
-	return len < most ? (size_t)len : most;
+	return len < max ? (size_t)len : max;
 }
 
 /* Makes the windows through which directory and data are read. They are no longer than the file.
  * Returns 0 or -ENOMEM. */
 static int make_windows(struct sfr_check *c)
 {
-	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
+	const bool reads_data = (c->flags & SFR_CHECK_BYTES) != 0;
 	const uint64_t len = c->result.nbytes;
-	const size_t chunk_bytes = bytes ? (size_t)sfr_limits.check_chunk_bytes : HEADER_CHUNK;
-	const size_t body_bytes = chunk_bytes > WINDOW ? chunk_bytes : WINDOW;
+	const size_t chunk_bytes =
+		reads_data ? (size_t)sfr_limits.check_chunk_bytes : HEADER_CHUNK_BYTES;
+	const size_t body_bytes = chunk_bytes > WINDOW_BYTES ? chunk_bytes : WINDOW_BYTES;
 	enum sfr__way way = SFR__WAY_CACHE;
 	int rc;
 
-	if (c->body.mem != NULL)
-		return 0; /* made before: the step START is tried again */
-	rc = sfr__window_init(&c->dir, c->fd, c->base, SFR__WAY_CACHE, shorter(len, WINDOW),
-			      DIR_CHUNK);
+	if (c->body_window.mem != NULL)
+		return 0; /* the step START is tried again, and has made them */
+	rc = sfr__window_init(&c->dir_window, c->fd, c->base, SFR__WAY_CACHE,
+			      smaller_of(len, WINDOW_BYTES), DIR_CHUNK_BYTES);
 	if (rc != 0)
 		return rc;
 	if (uses_threads(c) && (c->flags & SFR_CHECK_DIRECT) != 0)
 		way = SFR__WAY_DISK;
-	return sfr__window_init(&c->body, c->fd, c->base, way, shorter(len, body_bytes),
+	return sfr__window_init(&c->body_window, c->fd, c->base, way, smaller_of(len, body_bytes),
 				chunk_bytes);
 }
 
 /* Finds the end of the archive. Sets *wrong to damage of the end records, or to NULL. Returns as a
- * step does. If c->state is DONE, the check has already ended with a verdict. */
+ * step does. If c->state is DONE afterwards, the check has ended, and *wrong is not used. */
 static int find_archive_end(struct sfr_check *c, const char **wrong)
 {
 	/* first assume that nothing follows the end record, then read as far back as torch does */
-	static const uint32_t tails[] = { SFR__UNZIP_TAIL, SFR__UNZIP_TAIL_MAX };
+	static const uint32_t tails[] = { SFR__UNZIP_TAIL_LEN, SFR__UNZIP_TAIL_MAX };
 	struct sfr_check_result *r = &c->result;
 	const unsigned char *bytes;
 	size_t len = 0;
@@ -133,12 +137,12 @@ static int find_archive_end(struct sfr_check *c, const char **wrong)
 	for (size_t i = 0; i < 2; i++) {
 		int rc;
 
-		len = shorter(r->nbytes, tails[i]);
-		rc = sfr__window_get(&c->dir, r->nbytes - len, len, r->nbytes, &bytes, NULL);
+		len = smaller_of(r->nbytes, tails[i]);
+		rc = sfr__window_get(&c->dir_window, r->nbytes - len, len, r->nbytes, &bytes, NULL);
 		if (rc != 0)
 			return sfr__check_unreadable(c, rc);
 		if (sfr__unzip_trailing_bytes(bytes, len) == 0)
-			break;
+			break; /* the end record is the last in the file */
 	}
 	*wrong = sfr__unzip_end(bytes, len, r->nbytes, &c->end);
 	r->nr_trailing = *wrong == NULL ? r->nbytes - c->end.len : 0;
@@ -151,6 +155,7 @@ static int start_check(struct sfr_check *c)
 	const unsigned char *bytes;
 	const char *wrong;
 	struct stat st;
+	bool are_long; /* the records, on average */
 	size_t len;
 	int rc;
 
@@ -168,8 +173,8 @@ static int start_check(struct sfr_check *c)
 	if (rc != 0)
 		return rc;
 
-	len = shorter(r->nbytes, 64); /* as many bytes as tell the format */
-	rc = sfr__window_get(&c->body, 0, len, r->nbytes, &bytes, NULL);
+	len = smaller_of(r->nbytes, 64); /* enough bytes to recognise the format */
+	rc = sfr__window_get(&c->body_window, 0, len, r->nbytes, &bytes, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
 	if (is_legacy(bytes, len)) {
@@ -179,9 +184,9 @@ static int start_check(struct sfr_check *c)
 		c->state = SFR__CHECK_DONE;
 		return 0;
 	}
-	/* torch.load recognises an archive by these four bytes, too */
+	/* torch.load recognises an archive by these four bytes, too; a file may be cut off here */
 	if (memcmp(bytes, "PK\3\4", len < 4 ? len : 4) != 0)
-		return sfr__check_fatal(c, foreign_damage(bytes, len));
+		return sfr__check_fatal(c, describe_foreign(bytes, len));
 	r->format = SFR_FORMAT_ARCHIVE;
 
 	rc = find_archive_end(c, &wrong);
@@ -190,8 +195,8 @@ static int start_check(struct sfr_check *c)
 	if (wrong != NULL)
 		return sfr__check_fatal(c, wrong);
 	r->nr_records = c->end.nr_records;
-	if ((c->flags & SFR_CHECK_LATER) != 0 &&
-	    c->end.dir_off / LONG_RECORD_BYTES >= c->end.nr_records)
+	are_long = c->end.dir_off / LONG_RECORD_BYTES >= c->end.nr_records;
+	if ((c->flags & SFR_CHECK_LATER) != 0 && are_long)
 		c->flags |= SFR_CHECK_DIRECTORY;
 	r->headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	c->dir_pos = c->end.dir_off;
@@ -201,44 +206,46 @@ static int start_check(struct sfr_check *c)
 
 /* ---- SUMS ------------------------------------------------------------------- */
 
+/* Frees the reader and the check of the directory, if there are any. */
 static void end_sums(struct sfr_check *c)
 {
 	sfr__reader_free(c->reader);
-	sfr_check_free(c->directory);
+	sfr_check_free(c->dir_check);
 	c->reader = NULL;
-	c->directory = NULL;
+	c->dir_check = NULL;
 }
 
 /* Checks the directory, and starts the reader if there is no damage. Returns 0, SFR_EAGAIN, or an
- * error, after which the walk checks the file. */
+ * error; after an error the walk checks the file. */
 static int start_sums(struct sfr_check *c)
 {
 	int rc = 0;
 
-	if (c->directory == NULL)
+	if (c->dir_check == NULL)
 		rc = sfr_check_new_part(c->fd, c->base, c->result.nbytes,
-					SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &c->directory);
+					SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &c->dir_check);
 	if (rc == 0)
-		rc = sfr_check_run(c->directory, sfr__time_left(c->deadline_ns));
+		rc = sfr_check_run(c->dir_check, sfr__time_left(c->deadline_ns));
 	if (rc != 0)
 		return rc;
-	return c->directory->result.ok ? sfr__check_start_sums(c) : SFR_ECORRUPT;
+	return c->dir_check->result.ok ? sfr__check_start_sums(c) : SFR_ECORRUPT;
 }
 
+/* The step SUMS: starts the reader, or waits for it. */
 static int check_sums(struct sfr_check *c)
 {
-	const bool runs = c->reader != NULL;
-	int rc = runs ? sfr__check_sums(c) : start_sums(c);
+	const bool started = c->reader != NULL;
+	int rc = started ? sfr__check_sums(c) : start_sums(c);
 
 	if (rc == SFR_EAGAIN)
 		return 0; /* the state stays SUMS: the step is tried again */
-	if (runs && rc != -EOPNOTSUPP && rc != SFR_EFORK)
-		return rc;
-	if (!runs && rc == 0)
-		return 0;
+	if (!started && rc == 0)
+		return 0; /* the reader runs now: the next step waits for it */
+	if (started && rc != -EOPNOTSUPP && rc != SFR_EFORK)
+		return rc; /* the reader has ended, and its result is final */
 	/* the reader could not be started, or cannot read this file: the walk checks it */
 	end_sums(c);
-	c->body_pos = c->done_pos = 0;
+	c->body_pos = c->reported_pos = 0;
 	c->state = SFR__CHECK_RECORD;
 	return 0;
 }
@@ -249,9 +256,9 @@ static int check_sums(struct sfr_check *c)
  * Returns 0, or a code for sfr__check_unreadable. */
 static int reread_name(struct sfr_check *c, uint64_t off)
 {
-	size_t len = SFR__UNZIP_CENTRAL;
+	size_t len = SFR__UNZIP_CENTRAL_LEN;
 	const unsigned char *fixed;
-	int rc = sfr__window_get(&c->dir, off, len, sfr__check_dir_end(c), &fixed, NULL);
+	int rc = sfr__window_get(&c->dir_window, off, len, sfr__check_dir_end(c), &fixed, NULL);
 
 	if (rc != 0)
 		return rc;
@@ -260,10 +267,10 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 	    c->rec.name_len > sfr__check_dir_end(c) - off - len)
 		return SFR_ECORRUPT;
 	len += c->rec.name_len;
-	rc = sfr__window_get(&c->dir, off, len, sfr__check_dir_end(c), &fixed, NULL);
+	rc = sfr__window_get(&c->dir_window, off, len, sfr__check_dir_end(c), &fixed, NULL);
 	if (rc != 0)
 		return rc;
-	memcpy(c->name, fixed + SFR__UNZIP_CENTRAL, c->rec.name_len);
+	memcpy(c->name, fixed + SFR__UNZIP_CENTRAL_LEN, c->rec.name_len);
 	c->name[c->rec.name_len] = '\0';
 	return 0;
 }
@@ -272,34 +279,35 @@ static int reread_name(struct sfr_check *c, uint64_t off)
  * is bad. Returns as a step does. */
 static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 {
-	char name[sizeof(c->name)];
-	size_t len;
+	char first_name[sizeof(c->name)];
+	size_t first_len;
 	int rc = reread_name(c, first);
 
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	len = c->rec.name_len;
-	memcpy(name, c->name, len);
+	first_len = c->rec.name_len;
+	memcpy(first_name, c->name, first_len);
 	rc = reread_name(c, second);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	if (len != c->rec.name_len || memcmp(name, c->name, len) != 0)
+	if (first_len != c->rec.name_len || memcmp(first_name, c->name, first_len) != 0)
 		return 0;
 	return sfr__check_bad_record(c, "its name occurs twice");
 }
 
 static int sort_names(struct sfr_check *c)
 {
-	if (sfr__names_sort(&c->names, MOVES))
+	if (sfr__names_sort(&c->names, MOVES_PER_STEP))
 		c->state = SFR__CHECK_NAMES;
 	return 0;
 }
 
+/* Decides whether the file is a complete checkpoint, and ends the check. Returns 0. */
 static int give_verdict(struct sfr_check *c)
 {
 	const bool ok = c->result.nr_bad == 0;
 
-	/* a missing record may be one of the damaged records */
+	/* only if no record is damaged: the missing one may be among the damaged ones */
 	if (ok && !c->has_pickle)
 		return sfr__check_fatal(
 			c, "it is not a torch.save file: the archive has no record data.pkl");
@@ -312,43 +320,45 @@ static int give_verdict(struct sfr_check *c)
 	return 0;
 }
 
-/* The first equal pair ends the check, because a hostile file may have a million. */
+/* Compares the next two names with the same hash. The first two equal names end the check, because
+ * a hostile file may have a million of them. */
 static int check_names(struct sfr_check *c)
 {
 	const uint64_t nr_bad = c->result.nr_bad;
-	uint64_t names_at = c->names_at, first, second;
+	uint64_t names_pos = c->names_pos, first, second;
 	int rc;
 
-	if (!sfr__names_suspect(&c->names, &names_at, &first, &second))
+	if (!sfr__names_next_same_hash(&c->names, &names_pos, &first, &second))
 		return give_verdict(c);
 	rc = compare_names(c, first, second);
-	if (rc != SFR_EAGAIN)
-		c->names_at = names_at;
+	if (rc != SFR_EAGAIN) /* else the step is tried again with the same names */
+		c->names_pos = names_pos;
 	if (rc != 0 || c->state == SFR__CHECK_DONE)
 		return rc;
-	if (c->result.nr_bad != nr_bad)
+	if (c->result.nr_bad != nr_bad) /* the names were equal */
 		return give_verdict(c);
-	if (++c->nr_alike > MOST_ALIKE)
+	if (++c->nr_same_hash > SAME_HASH_MAX)
 		return sfr__check_fatal(
 			c, "the names of its records were chosen to be slow to tell apart");
 	return 0;
 }
 
-uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len)
+uint64_t sfr__check_find(const struct sfr_check *c, const char *short_name, size_t len)
 {
 	char name[SFR__UNZIP_NAME_MAX];
-	uint64_t it = 0, central;
+	uint64_t pos = 0, entry_off;
 
 	if (len > sizeof(name) - c->prefix_len)
 		return c->listing.nr;
 	memcpy(name, c->prefix, c->prefix_len);
-	memcpy(name + c->prefix_len, bare, len);
+	memcpy(name + c->prefix_len, short_name, len);
 	len += c->prefix_len;
-	while (sfr__names_find(&c->names, name, len, &it, &central)) {
-		uint64_t index = sfr__listing_find(&c->listing, central);
+	while (sfr__names_find(&c->names, name, len, &pos, &entry_off)) {
+		uint64_t index = sfr__listing_find(&c->listing, entry_off);
+		const struct sfr__listed *listed = &c->listing.records[index];
 
-		if (index < c->listing.nr && c->listing.v[index].name_len == len &&
-		    memcmp(c->listing.names + c->listing.v[index].name_at, name, len) == 0)
+		if (index < c->listing.nr && listed->name_len == len &&
+		    memcmp(c->listing.names + listed->name_off, name, len) == 0)
 			return index;
 	}
 	return c->listing.nr;
@@ -361,6 +371,7 @@ int sfr_check_new_part(int fd, uint64_t off, uint64_t len, unsigned flags, struc
 	struct sfr_check *c;
 
 	*out = NULL;
+	/* the combinations that check.h excludes */
 	if ((flags & SFR_CHECK_BYTES) != 0 &&
 	    (flags & (SFR_CHECK_DIRECTORY | SFR_CHECK_LATER)) != 0)
 		return -EINVAL;
@@ -431,7 +442,7 @@ void sfr_check_free(struct sfr_check *check)
 	end_sums(check);
 	sfr__names_fini(&check->names);
 	sfr__listing_fini(&check->listing);
-	sfr__window_fini(&check->dir);
-	sfr__window_fini(&check->body);
+	sfr__window_fini(&check->dir_window);
+	sfr__window_fini(&check->body_window);
 	sfr_sys.free(check);
 }

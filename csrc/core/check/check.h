@@ -7,10 +7,10 @@
  *             use(sfr_check_result(check));
  *     sfr_check_free(check);
  *
- * Only one thread at a time may use a check. A check of the bytes of a long file starts threads
- * that read; sfr_check_free ends them. After a fork the child can use the check too. The
- * descriptor's file position is neither used nor moved. If the file is changed meanwhile, the worst
- * result is a verdict of damage. */
+ * Only one thread at a time may use a check. To check the bytes of a long file, a check starts
+ * threads that read; sfr_check_free ends them. After a fork the child can use the check too. The
+ * descriptor's file position is neither used nor moved. If the file is changed meanwhile, the check
+ * may report damage. */
 #ifndef SFR_CHECK_H
 #define SFR_CHECK_H
 
@@ -21,17 +21,17 @@
 #define SFR_CHECK_BYTES 1u     /* read every record and compare its CRC */
 #define SFR_CHECK_DIRECT 2u    /* with BYTES: read past the page cache, if the file system can */
 #define SFR_CHECK_DIRECTORY 4u /* without BYTES: read only the directory, no record's own header */
-#define SFR_CHECK_LATER 8u     /* without BYTES: like DIRECTORY if the records are long */
+#define SFR_CHECK_LATER 8u     /* without BYTES: if the records are long, like DIRECTORY */
 #define SFR_CHECK_KEEP 16u     /* with DIRECTORY: keep the records, for sfr_restore_new */
 
 enum sfr_format {
 	SFR_FORMAT_FOREIGN, /* not a torch.save file */
 	SFR_FORMAT_ARCHIVE,
-	/* the format of torch before 1.6, without sizes and checksums: the result is always `ok` */
+	/* torch before 1.6: has no sizes or checksums to compare, so the result is always `ok` */
 	SFR_FORMAT_LEGACY
 };
 
-#define SFR_CHECK_MAX_LISTED 1000u
+#define SFR_CHECK_MAX_LISTED 1000u /* damaged records whose names a result lists */
 #define SFR_CHECK_WHOLE UINT64_MAX /* as a `len`: up to the end of the file */
 
 struct sfr_bad_record {
@@ -62,7 +62,7 @@ struct sfr_check;
 int sfr_check_new(int fd, unsigned flags, struct sfr_check **out);
 /* Does the same for an archive of `len` bytes that begins at `off` in the file. */
 int sfr_check_new_part(int fd, uint64_t off, uint64_t len, unsigned flags, struct sfr_check **out);
-/* Goes on with the check for about `slice_ns`. Returns:
+/* Continues the check for about `slice_ns`. Returns:
  *   0           the result is final
  *   SFR_EAGAIN  call again
  *   -errno      no memory, or the file could not be read (-EISDIR for a directory); later calls

@@ -5,8 +5,9 @@
  * doubling as names are read, never to a length that a file merely claims.
  *
  * A hostile file may choose the order and the hashes. Heap sort has no slow case, needs no memory,
- * and can be interrupted after any move. Only neighbours are compared, so a different name with the
- * same hash can hide that two names are equal. That harms only the author of the file. */
+ * and can be interrupted after any move. Only neighbours are compared. So if a different name with
+ * the same hash is between two equal names, they are not found. That harms only the author of the
+ * file. */
 #include <errno.h>
 
 #include "check/names.h"
@@ -26,15 +27,16 @@ int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t l
 {
 	if (names->nr == names->cap) {
 		uint64_t cap = names->cap == 0 ? 256 : 2 * names->cap;
-		struct sfr__named *v = sfr_sys.realloc(names->v, cap * sizeof(*v));
+		struct sfr__named *entries =
+			sfr_sys.realloc(names->entries, cap * sizeof(*entries));
 
-		if (v == NULL)
+		if (entries == NULL)
 			return -ENOMEM;
-		names->v = v;
+		names->entries = entries;
 		names->cap = cap;
 	}
-	names->v[names->nr].hash = hash_name(name, len);
-	names->v[names->nr++].offset = offset;
+	names->entries[names->nr].hash = hash_name(name, len);
+	names->entries[names->nr++].offset = offset;
 	return 0;
 }
 
@@ -44,8 +46,8 @@ static bool is_before(const struct sfr__named *a, const struct sfr__named *b)
 	return a->hash != b->hash ? a->hash < b->hash : a->offset < b->offset;
 }
 
-/* Puts `moved` into the heap v[0, end), whose element `at` is free. Larger descendants of `at` move
- * up first. */
+/* Puts `moved` into the heap v[0, end), in which index `at` is free. Moves descendants of `at` that
+ * are larger than `moved` up to make the heap valid. */
 static void sift_down(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
 {
 	for (;;) {
@@ -63,11 +65,11 @@ static void sift_down(struct sfr__named *v, uint64_t at, uint64_t end, struct sf
 	v[at] = moved;
 }
 
-/* Heap sort. First heap_from decreases to 0; the elements from heap_from on are a heap. Then the
- * largest element repeatedly goes to the end of the heap, and heap_to, its end, decreases. */
+/* Heap sort. The heap is [heap_from, heap_to). First heap_from decreases from the middle to 0. Then
+ * the largest element repeatedly goes to the end of the heap, and heap_to decreases. */
 bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 {
-	struct sfr__named *v = names->v;
+	struct sfr__named *v = names->entries;
 
 	if (!names->sorting) {
 		names->sorting = true;
@@ -81,41 +83,41 @@ bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 		} else {
 			struct sfr__named moved = v[--names->heap_to];
 
-			v[names->heap_to] = v[0];
+			v[names->heap_to] = v[0]; /* the largest element */
 			sift_down(v, 0, names->heap_to, moved);
 		}
 	}
 	return names->heap_to <= 1;
 }
 
-bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *first,
-			uint64_t *second)
+bool sfr__names_next_same_hash(const struct sfr__names *names, uint64_t *pos, uint64_t *first,
+			       uint64_t *second)
 {
-	while (++*it < names->nr) {
-		if (names->v[*it].hash != names->v[*it - 1].hash)
+	while (++*pos < names->nr) {
+		if (names->entries[*pos].hash != names->entries[*pos - 1].hash)
 			continue;
-		*first = names->v[*it - 1].offset;
-		*second = names->v[*it].offset;
+		*first = names->entries[*pos - 1].offset;
+		*second = names->entries[*pos].offset;
 		return true;
 	}
 	return false;
 }
 
-bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *it,
+bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *pos,
 		     uint64_t *offset)
 {
 	const uint64_t hash = hash_name((const unsigned char *)name, len);
-	uint64_t from = sfr__lower_bound(i, *it, names->nr, names->v[i].hash < hash);
+	uint64_t from = sfr__lower_bound(i, *pos, names->nr, names->entries[i].hash < hash);
 
-	if (from == names->nr || names->v[from].hash != hash)
+	if (from == names->nr || names->entries[from].hash != hash)
 		return false;
-	*offset = names->v[from].offset;
-	*it = from + 1;
+	*offset = names->entries[from].offset;
+	*pos = from + 1;
 	return true;
 }
 
 void sfr__names_fini(struct sfr__names *names)
 {
-	sfr_sys.free(names->v);
+	sfr_sys.free(names->entries);
 	*names = (struct sfr__names){ 0 };
 }

@@ -4,8 +4,8 @@
  *       read_central        read_local         record_bytes            read_desc
  *                      or  find_end_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
  *
- * `wrong` receives the first damage of this record. The record is then put on the list of bad
- * records and not checked further. The functions return 0, SFR_EAGAIN or -errno, as a step does.
+ * The functions set *wrong to the first damage of the record. The record is then put on the list of
+ * bad records and not checked further. They return 0, SFR_EAGAIN or -errno, as a step does.
  *
  * The bytes of a long file are read on threads instead (sums.c). */
 #include <string.h>
@@ -15,13 +15,13 @@
 #include "base/base.h"
 
 /* Copies the record's name to c->name and checks the name. The first name sets the prefix that all
- * others must have. Notes whether the record is data.pkl or the version. Returns NULL, or the
- * damage. */
+ * others must have. Sets c->has_pickle if the record is data.pkl, and c->has_version if it is the
+ * version. Returns NULL, or the damage. */
 static const char *take_name(struct sfr_check *c, const unsigned char *name)
 {
 	size_t len = c->rec.name_len;
 	const char *wrong = sfr__unzip_name(name, &c->rec);
-	const char *bare;
+	const char *short_name;
 
 	memcpy(c->name, name, len);
 	c->name[len] = '\0';
@@ -40,10 +40,10 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 		return "it is not in the same directory of the archive as the first record";
 
 	/* sfr__unzip_name has found no zero byte, so the name can be used as a string */
-	bare = c->name + c->prefix_len;
-	if (strcmp(bare, "data.pkl") == 0)
+	short_name = c->name + c->prefix_len;
+	if (strcmp(short_name, "data.pkl") == 0)
 		c->has_pickle = true;
-	if (strcmp(bare, "version") == 0 || strcmp(bare, ".data/version") == 0)
+	if (strcmp(short_name, "version") == 0 || strcmp(short_name, ".data/version") == 0)
 		c->has_version = true;
 	return NULL;
 }
@@ -59,29 +59,30 @@ static int read_central(struct sfr_check *c, const char **wrong)
 	size_t len;
 	int rc;
 
-	if (left < SFR__UNZIP_CENTRAL)
+	if (left < SFR__UNZIP_CENTRAL_LEN)
 		return sfr__check_fatal(c, short_dir);
-	rc = sfr__window_get(&c->dir, c->dir_pos, SFR__UNZIP_CENTRAL, sfr__check_dir_end(c), &fixed,
-			     NULL);
+	rc = sfr__window_get(&c->dir_window, c->dir_pos, SFR__UNZIP_CENTRAL_LEN,
+			     sfr__check_dir_end(c), &fixed, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
 	broken = sfr__unzip_central(fixed, &c->rec);
 	if (broken != NULL)
 		return sfr__check_fatal(c, broken);
-	len = (size_t)SFR__UNZIP_CENTRAL + c->rec.name_len + c->rec.extra_len + c->rec.comment_len;
+	len = (size_t)SFR__UNZIP_CENTRAL_LEN + c->rec.name_len + c->rec.extra_len +
+	      c->rec.comment_len;
 	if (len > left)
 		return sfr__check_fatal(c, short_dir);
-	rc = sfr__window_get(&c->dir, c->dir_pos, len, sfr__check_dir_end(c), &fixed, NULL);
+	rc = sfr__window_get(&c->dir_window, c->dir_pos, len, sfr__check_dir_end(c), &fixed, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	name = fixed + SFR__UNZIP_CENTRAL;
+	name = fixed + SFR__UNZIP_CENTRAL_LEN;
 	rc = sfr__names_add(&c->names, name, c->rec.name_len, c->dir_pos);
 	if (rc != 0)
 		return rc;
 	c->dir_pos += len;
 	broken = sfr__unzip_central_extra(name + c->rec.name_len, &c->rec, &c->end);
-	*wrong = take_name(c, name); /* damage of the name is reported first */
-	if (*wrong == NULL)
+	*wrong = take_name(c, name);
+	if (*wrong == NULL) /* damage of the name is reported first */
 		*wrong = broken;
 	return 0;
 }
@@ -89,8 +90,8 @@ static int read_central(struct sfr_check *c, const char **wrong)
 static const char overlaps[] = "it overlaps another record or is out of order";
 static const char reaches_beyond[] = "it reaches beyond the data of the file";
 
-/* Returns whether the current record overlaps an earlier record, or is the first and does not begin
- * at the start of the archive. */
+/* Returns whether the current record overlaps an earlier record. The first record is out of order
+ * if it does not begin at the start of the archive. */
 static bool is_out_of_order(const struct sfr_check *c)
 {
 	return c->rec.hdr_off < c->body_pos || (c->names.nr == 1 && c->rec.hdr_off != 0);
@@ -100,8 +101,8 @@ static bool is_out_of_order(const struct sfr_check *c)
  * c->rec_end to the lowest possible end, because extra fields of the local header are not known. */
 static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 {
-	/* the end without the name; sfr__unzip_central_extra has checked that it is not too high */
-	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL + c->rec.clen;
+	/* without the name; not after the directory's start, as sfr__unzip_central_extra checks */
+	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL_LEN + c->rec.packed_len;
 
 	if (is_out_of_order(c))
 		*wrong = overlaps;
@@ -124,23 +125,25 @@ static int read_local(struct sfr_check *c, const char **wrong)
 		*wrong = overlaps;
 		return 0;
 	}
-	rc = sfr__window_get(&c->body, rec->hdr_off, SFR__UNZIP_LOCAL, limit, &fixed, NULL);
+	rc = sfr__window_get(&c->body_window, rec->hdr_off, SFR__UNZIP_LOCAL_LEN, limit, &fixed,
+			     NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
 	/* even if this header is damaged, the next record cannot begin before its end */
-	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL;
+	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL_LEN;
 	*wrong = sfr__unzip_local(fixed, rec, &extra_len);
 	if (*wrong != NULL)
 		return 0;
-	len = SFR__UNZIP_LOCAL + rec->name_len + extra_len;
-	if (len > limit - rec->hdr_off || rec->clen > limit - rec->hdr_off - len) {
+	len = SFR__UNZIP_LOCAL_LEN + rec->name_len + extra_len;
+	if (len > limit - rec->hdr_off || rec->packed_len > limit - rec->hdr_off - len) {
 		*wrong = reaches_beyond;
 		return 0;
 	}
-	rc = sfr__window_get(&c->body, rec->hdr_off, len, limit, &fixed, NULL);
+	/* now the header with its name and extra fields */
+	rc = sfr__window_get(&c->body_window, rec->hdr_off, len, limit, &fixed, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	name = fixed + SFR__UNZIP_LOCAL;
+	name = fixed + SFR__UNZIP_LOCAL_LEN;
 	if (memcmp(name, c->name, rec->name_len) != 0) {
 		*wrong = "its name in the local header is another one";
 		return 0;
@@ -153,16 +156,16 @@ static int read_local(struct sfr_check *c, const char **wrong)
 /* Checks the descriptor if there is one. Sets c->rec_end. */
 static int read_desc(struct sfr_check *c, const char **wrong)
 {
-	uint64_t off = c->data_off + c->rec.clen, left = c->end.dir_off - off;
-	size_t len = left < SFR__UNZIP_DESC ? (size_t)left : SFR__UNZIP_DESC;
+	uint64_t off = c->data_off + c->rec.packed_len, left = c->end.dir_off - off;
+	size_t len = left < SFR__UNZIP_DESC_MAX ? (size_t)left : SFR__UNZIP_DESC_MAX;
 	const unsigned char *bytes;
 	int rc;
 
-	if ((c->rec.flags & SFR__UNZIP_DESCRIBED) == 0) {
+	if ((c->rec.flags & SFR__UNZIP_HAS_DESC) == 0) {
 		c->rec_end = off;
 		return 0;
 	}
-	rc = sfr__window_get(&c->body, off, len, c->end.dir_off, &bytes, NULL);
+	rc = sfr__window_get(&c->body_window, off, len, c->end.dir_off, &bytes, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
 	*wrong = sfr__unzip_desc(bytes, len, &c->rec, &len);
@@ -170,33 +173,34 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
-/* Returns whether there was no error, no verdict on the file, and no damage of the record. */
-static bool goes_on(const struct sfr_check *c, int rc, const char *wrong)
+/* Returns whether a step has found no error, no damage that ends the check, and no damage of the
+ * record. */
+static bool is_good_so_far(const struct sfr_check *c, int rc, const char *wrong)
 {
 	return rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL;
 }
 
-/* Checks the next record, except for its data and what follows them, which the step BYTES checks
- * with SFR_CHECK_BYTES. */
+/* Checks the next record. With SFR_CHECK_BYTES, leaves its data and descriptor to the step
+ * BYTES. */
 static int read_record(struct sfr_check *c)
 {
-	const bool headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
-	const uint64_t central = c->dir_pos;
+	const bool reads_headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
+	const uint64_t entry_off = c->dir_pos;
 	const char *wrong = NULL;
 	int rc = read_central(c, &wrong);
 
-	if (goes_on(c, rc, wrong) && !headers)
+	if (is_good_so_far(c, rc, wrong) && !reads_headers)
 		find_end_by_directory(c, &wrong);
-	if (goes_on(c, rc, wrong) && headers)
+	if (is_good_so_far(c, rc, wrong) && reads_headers)
 		rc = read_local(c, &wrong);
-	if (goes_on(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
+	if (is_good_so_far(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
 	    c->rec.method == SFR__UNZIP_STORED) {
 		c->data_done = 0;
 		c->crc = 0;
-		c->state = SFR__CHECK_BYTES;
+		c->state = SFR__CHECK_BYTES; /* the next step */
 		return 0;
 	}
-	if (goes_on(c, rc, wrong) && headers)
+	if (is_good_so_far(c, rc, wrong) && reads_headers)
 		rc = read_desc(c, &wrong);
 	if (rc != 0 || c->state != SFR__CHECK_RECORD)
 		return rc;
@@ -204,7 +208,7 @@ static int read_record(struct sfr_check *c)
 		return sfr__check_bad_record(c, wrong);
 	if ((c->flags & SFR_CHECK_KEEP) != 0) {
 		c->listing.prefix_len = c->prefix_len;
-		rc = sfr__listing_add(&c->listing, &c->rec, c->name, central);
+		rc = sfr__listing_add(&c->listing, &c->rec, c->name, entry_off);
 		if (rc != 0)
 			return rc;
 	}
@@ -212,7 +216,7 @@ static int read_record(struct sfr_check *c)
 	/* deflated data, and data without a CRC, cannot be checked */
 	if (c->rec.method != SFR__UNZIP_STORED)
 		c->result.nr_compressed++;
-	if (c->rec.method != SFR__UNZIP_STORED || (c->rec.crc == 0 && c->rec.clen != 0))
+	if (c->rec.method != SFR__UNZIP_STORED || (c->rec.crc == 0 && c->rec.packed_len != 0))
 		c->result.nr_unchecked++;
 	return 0;
 }
@@ -222,7 +226,7 @@ int sfr__check_next_record(struct sfr_check *c)
 	const uint64_t nr = c->names.nr, dir_pos = c->dir_pos, body_pos = c->body_pos;
 	int rc;
 
-	if (nr == c->end.nr_records) {
+	if (nr == c->end.nr_records) { /* all records are checked */
 		if (c->dir_pos != sfr__check_dir_end(c))
 			return sfr__check_fatal(c, "its directory is longer than its records");
 		c->state = SFR__CHECK_SORT;
@@ -241,33 +245,36 @@ int sfr__check_next_record(struct sfr_check *c)
 
 int sfr__check_record_bytes(struct sfr_check *c)
 {
-	uint64_t left = c->rec.clen - c->data_done;
+	uint64_t left = c->rec.packed_len - c->data_done;
 	const unsigned char *bytes;
 	const char *wrong = NULL;
-	size_t got;
+	size_t avail;
 	int rc;
 
-	if (left != 0) {
-		sfr__source_ahead(&c->body.source, c->body_pos, c->end.dir_off);
-		/* requires one byte; `got` receives how many the window has */
-		rc = sfr__window_get(&c->body, c->data_off + c->data_done, 1, c->end.dir_off,
-				     &bytes, &got);
+	if (left != 0) { /* one chunk in each step */
+		sfr__source_will_read(&c->body_window.source, c->body_pos, c->end.dir_off);
+		/* one byte is enough; `avail` becomes how many the window has */
+		rc = sfr__window_get(&c->body_window, c->data_off + c->data_done, 1, c->end.dir_off,
+				     &bytes, &avail);
 		if (rc != 0)
 			return sfr__check_unreadable(c, rc);
-		if (got > left)
-			got = (size_t)left;
-		c->crc = sfr_crc32(c->crc, bytes, got);
-		c->data_done += got;
+		if (avail > left)
+			avail = (size_t)left;
+		c->crc = sfr_crc32(c->crc, bytes, avail);
+		c->data_done += avail;
 		c->body_pos = c->data_off + c->data_done;
-		sfr__source_done(&c->body.source, c->done_pos, c->body_pos - c->done_pos);
-		c->done_pos = c->body_pos;
+		sfr__source_was_read(&c->body_window.source, c->reported_pos,
+				     c->body_pos - c->reported_pos);
+		c->reported_pos = c->body_pos;
 		return 0;
 	}
+	/* all data are read: check the descriptor and the CRC */
 	rc = read_desc(c, &wrong);
 	if (rc != 0 || c->state != SFR__CHECK_BYTES)
 		return rc;
 	c->state = SFR__CHECK_RECORD;
-	/* With torch's compute_crc32=False all CRCs are zero, and the bytes cannot be checked. */
+	/* With torch's compute_crc32=False all stated CRCs are 0, and the bytes cannot be
+	 * checked. */
 	if (c->crc != c->rec.crc && c->rec.crc == 0 && wrong == NULL)
 		c->result.nr_unchecked++;
 	else if (c->crc != c->rec.crc && wrong == NULL)

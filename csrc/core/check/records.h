@@ -8,6 +8,7 @@
 #include "reader/reader.h"
 #include "reader/window.h"
 
+/* The next step of a check; check.c explains the steps. */
 enum sfr__check_state {
 	SFR__CHECK_START,
 	SFR__CHECK_SUMS,
@@ -27,26 +28,27 @@ struct sfr_check {
 	int code;             /* 0, or the -errno with which every run returns */
 	uint64_t deadline_ns; /* end of the current slice, for steps that wait */
 	struct sfr_check_result result;
-	struct sfr_bad_record *bad;   /* result.bad, or NULL */
-	struct sfr__window dir, body; /* the buffers for the directory and for the data part */
-	struct sfr__unzip_end end;    /* where the directory is */
-	uint64_t dir_pos;             /* offset of the next directory record */
-	uint64_t body_pos;            /* the file is checked up to this offset */
-	uint64_t done_pos;            /* body.source knows that bytes before this are not needed */
-	bool has_pickle, has_version; /* there is a record data.pkl, and version */
-	struct sfr__names names;      /* offsets are those of directory records */
-	struct sfr__listing listing;  /* the records, kept with SFR_CHECK_KEEP */
-	uint64_t names_at;            /* position up to which the names are compared */
-	unsigned nr_alike;            /* pairs of different names with the same hash */
-	bool os_error;                /* `code` is the system's error of reading the file */
-	/* for the step SUMS, else NULL */
-	struct sfr_check *directory; /* a check of the directory alone */
+	struct sfr_bad_record *bad;     /* result.bad, or NULL */
+	struct sfr__window dir_window;  /* the bytes of the directory */
+	struct sfr__window body_window; /* the bytes of the records */
+	struct sfr__unzip_end end;      /* where the directory is */
+	uint64_t dir_pos;               /* offset of the next directory record */
+	uint64_t body_pos;              /* the file is checked up to this offset */
+	uint64_t reported_pos;          /* sfr__source_was_read has got the bytes before this */
+	bool has_pickle, has_version;   /* there is a record data.pkl, and version */
+	struct sfr__names names;        /* with the offsets of the directory records */
+	struct sfr__listing listing;    /* the records, kept with SFR_CHECK_KEEP */
+	uint64_t names_pos;             /* index in `names` up to which names are compared */
+	unsigned nr_same_hash;          /* pairs of different names with the same hash */
+	bool os_error;                  /* `code` is the system's error of reading the file */
+	/* used by the step SUMS, else NULL */
+	struct sfr_check *dir_check; /* a check of the directory alone */
 	struct sfr_reader *reader;   /* the threads that read */
 	/* the current record */
 	struct sfr__unzip_record rec;
 	uint64_t data_off;                /* offset of its data */
 	uint64_t rec_end;                 /* offset at which the record ends */
-	uint64_t data_done;               /* bytes of its data that were read so far */
+	uint64_t data_done;               /* how many bytes of its data were read so far */
 	uint32_t crc;                     /* CRC of these bytes */
 	char prefix[SFR__UNZIP_NAME_MAX]; /* the start of every name, such as "archive/" */
 	size_t prefix_len;
@@ -64,16 +66,17 @@ static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
 /* Ends the check: the file as a whole is damaged. */
 int sfr__check_fatal(struct sfr_check *c, const char *wrong);
 /* Handles the code `rc` of a read that failed. Returns:
- *   0           the file was changed meanwhile: the check has ended with a verdict
+ *   0           the file was changed meanwhile: the check has ended, with damage
  *   SFR_EAGAIN  the bytes have not arrived: the step is tried again
  *   -errno      the operating system's error */
 int sfr__check_unreadable(struct sfr_check *c, int rc);
 /* Puts the current record on the list of bad records. Returns 0 or -ENOMEM. */
 int sfr__check_bad_record(struct sfr_check *c, const char *reason);
 
-/* Returns the index in `listing` of the record with this name, or listing.nr if there is none.
- * `bare` is the name without the archive's directory, of `len` bytes. The check must be done. */
-uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len);
+/* Returns the index in c->listing of the record with this name, or listing.nr if there is none.
+ * `short_name` is the name without the archive's directory, of `len` bytes. The check must be
+ * done. */
+uint64_t sfr__check_find(const struct sfr_check *c, const char *short_name, size_t len);
 
 /* ---- records.c: two of the steps ---- */
 
@@ -82,12 +85,13 @@ int sfr__check_record_bytes(struct sfr_check *c);
 
 /* ---- sums.c: the reader's part of the step SUMS ---- */
 
-/* Starts the reader, once the check of the directory has found no damage. */
+/* Starts the reader, once the check of the directory has found no damage. Returns 0 or an error of
+ * sfr__reader_new or sfr_reader_allow. */
 int sfr__check_start_sums(struct sfr_check *c);
-/* Waits for the reader and takes its verdict. Returns:
+/* Waits for the reader and takes its result. Returns:
  *   0                       the check has ended
  *   SFR_EAGAIN              the slice is over
- *   -EOPNOTSUPP, SFR_EFORK  the walk has to read the file instead
+ *   -EOPNOTSUPP, SFR_EFORK  the file must be read in one thread instead (check.c)
  *   another -errno          the file cannot be read, or there is no memory */
 int sfr__check_sums(struct sfr_check *c);
 

@@ -3,13 +3,13 @@
  * A second check, of the directory alone, finds the records. Then the reader (reader/reader.c)
  * reads them and compares their CRCs:
  *
- *     check of the directory --> reader: headers, bytes and descriptors, on threads --> verdict
+ *     check of the directory --> reader: headers, bytes and descriptors, on threads --> result
  *        |                         |
  *        +--anything is wrong------+--the archive is laid out in another way--> the walk (RECORD)
  *                                     no memory, no thread, a forked child
  *
  * The walk is the check in one thread, from front to back (check.c). It reports damage to the
- * directory, and reads archives that other programs laid out. */
+ * directory, and it can read archives that other programs laid out. */
 #include <errno.h>
 #include <string.h>
 
@@ -19,12 +19,12 @@
 int sfr__check_start_sums(struct sfr_check *c)
 {
 	const struct sfr__reader_spec spec = {
-		.listing = &c->directory->listing,
+		.listing = &c->dir_check->listing,
 		.fd = c->fd,
 		.base = c->base,
 		.end = c->end.dir_off,
 		.way = (c->flags & SFR_CHECK_DIRECT) != 0 ? SFR__WAY_DISK : SFR__WAY_CACHE,
-		.flags = SFR__READER_SUMS | SFR__READER_LIST,
+		.flags = SFR__READER_CRCS | SFR__READER_LIST_DAMAGE,
 	};
 	int rc = sfr__reader_new(&spec, &c->reader);
 
@@ -33,17 +33,17 @@ int sfr__check_start_sums(struct sfr_check *c)
 	return rc;
 }
 
-/* Returns 0 or -ENOMEM. */
-static int give_verdict(struct sfr_check *c)
+/* Copies the reader's result to the check's, and ends the check. Returns 0 or -ENOMEM. */
+static int take_result(struct sfr_check *c)
 {
-	const struct sfr__listing *listing = &c->directory->listing;
+	const struct sfr__listing *listing = &c->dir_check->listing;
 	struct sfr_check_result *r = &c->result;
 
-	*r = c->directory->result;
+	*r = c->dir_check->result;
 	r->headers = true;
 	r->nr_unchecked = 0;
 	for (uint64_t i = 0; i < listing->nr; i++) {
-		const struct sfr__listed *listed = &listing->v[i];
+		const struct sfr__listed *listed = &listing->records[i];
 		bool unchecked;
 		const char *wrong = sfr__reader_damage(c->reader, i, &unchecked);
 		int rc = 0;
@@ -52,8 +52,9 @@ static int give_verdict(struct sfr_check *c)
 			r->nr_unchecked++;
 		if (wrong == NULL)
 			continue;
+		/* sfr__check_bad_record takes the name from the current record */
 		c->rec.name_len = listed->name_len;
-		memcpy(c->name, listing->names + listed->name_at, listed->name_len);
+		memcpy(c->name, listing->names + listed->name_off, listed->name_len);
 		rc = sfr__check_bad_record(c, wrong);
 		if (rc != 0)
 			return rc;
@@ -66,13 +67,13 @@ static int give_verdict(struct sfr_check *c)
 
 int sfr__check_sums(struct sfr_check *c)
 {
-	int rc = sfr_reader_wait(c->reader, c->directory->listing.nr,
+	int rc = sfr_reader_wait(c->reader, c->dir_check->listing.nr,
 				 sfr__time_left(c->deadline_ns));
 
 	if (rc == 0)
-		return give_verdict(c);
+		return take_result(c);
 	if (rc == SFR_EAGAIN)
-		c->body_pos = sfr_reader_done(c->reader);
+		c->body_pos = sfr_reader_done(c->reader); /* the progress */
 	if (rc == SFR_EAGAIN || rc == -EOPNOTSUPP || rc == SFR_EFORK)
 		return rc;
 	return sfr__check_unreadable(c, rc);

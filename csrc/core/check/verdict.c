@@ -18,7 +18,7 @@ int sfr__check_unreadable(struct sfr_check *c, int rc)
 {
 	if (rc == SFR_EAGAIN)
 		return rc;
-	if (rc == SFR_ECORRUPT)
+	if (rc == SFR_ECORRUPT) /* the file ended before its length at the start */
 		return sfr__check_fatal(c, "it was changed while it was read");
 	c->os_error = true;
 	return rc;
@@ -47,7 +47,7 @@ int sfr__check_bad_record(struct sfr_check *c, const char *reason)
 	struct sfr_check_result *r = &c->result;
 	char *name;
 
-	if (r->nr_listed == SFR_CHECK_MAX_LISTED) { /* only counted */
+	if (r->nr_listed == SFR_CHECK_MAX_LISTED) { /* the list is full: only count the record */
 		r->nr_bad++;
 		return 0;
 	}

@@ -1,8 +1,8 @@
-/* Decides which saves overtake entries whose file system does not answer.
+/* Decides which saves overtake entries on a file system that does not answer.
  *
  * A rename, a sync or a remove on a mount that hangs never returns. In the log's order everything
- * after it would wait, even saves to healthy local disks. So a file system that has not answered
- * for 20 s is set aside, with a notice, until it answers:
+ * after it would wait, even saves to healthy local disks. So if a file system has not answered for
+ * 20 s, saves to other file systems overtake its entries, and a notice says so:
  *
  *     [A /nfs: renaming for 20 s]  [B /nfs: ready]  [remove of /ssd/old]  [C /ssd: ready]
  *                                                                          runs now
@@ -15,69 +15,82 @@
 
 #include "commit/log_int.h"
 
+#define NS_PER_S 1000000000u
+
 bool sfr__log_is_over_locked(const struct sfr__log_entry *e)
 {
-	return sfr__log_has_ended(e) && !e->loads && e->asked_ns == 0;
+	return sfr__log_has_ended(e) && !e->loads && e->fs_wait_since_ns == 0;
 }
 
 /* Returns since when this entry has been waiting for its file system, or 0. */
-static uint64_t asked_since_locked(const struct sfr__log_entry *e)
+static uint64_t fs_wait_since_locked(const struct sfr__log_entry *e)
 {
-	uint64_t own = atomic_load_explicit(&e->asked_ns, memory_order_relaxed);
+	uint64_t since = atomic_load_explicit(&e->fs_wait_since_ns, memory_order_relaxed);
 
-	if (own || sfr__log_has_ended(e) || !e->ops->asked_since)
-		return own;
-	return e->ops->asked_since(e);
+	if (since != 0) /* a thread of the log is waiting */
+		return since;
+	if (sfr__log_has_ended(e) || !e->ops->fs_wait_since)
+		return 0;
+	return e->ops->fs_wait_since(e); /* the entry's writers may be waiting */
 }
 
-/* Returns whether an entry has waited for its file system for at least patience_ns. */
+/* Returns the seconds that this entry has been waiting for its file system. */
+static unsigned seconds_waited_locked(const struct sfr__log_entry *e, uint64_t now)
+{
+	return (unsigned)((now - fs_wait_since_locked(e)) / NS_PER_S);
+}
+
+/* Returns whether this entry has waited for its file system for at least patience_ns. */
 static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
-	uint64_t since = asked_since_locked(e);
+	uint64_t since = fs_wait_since_locked(e);
 
-	return since && now > since && now - since >= sfr__log.patience_ns;
+	return since != 0 && now > since && now - since >= sfr__log.patience_ns;
 }
 
-/* Returns the first entry that hangs on this file system, or NULL. `fs` 0 means unknown, and never
- * hangs. */
-static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
+/* Returns whether an entry hangs on this file system. An unknown file system (0) counts as one that
+ * does not hang. */
+static bool fs_hangs_locked(uint64_t fs, uint64_t now)
 {
 	for (struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
-		if (fs && e->fs == fs && hangs_locked(e, now))
-			return e;
-	return NULL;
+		if (fs != 0 && e->fs == fs && hangs_locked(e, now))
+			return true;
+	return false;
 }
 
-static bool is_own_save(const struct sfr__log_entry *e)
+/* Returns whether the entry is a save that the core writes. External work may be a save, too. */
+static bool is_core_save(const struct sfr__log_entry *e)
 {
 	return e->ops->is_save && e->ops->run; /* external work has no `run` */
 }
 
-/* Returns whether an entry has begun, or will begin without waiting for entries in front of it. */
-static bool is_under_way(const struct sfr__log_entry *e)
+/* Returns whether some thread works for this entry now, in the core or outside. */
+static bool is_in_progress(const struct sfr__log_entry *e)
 {
 	const bool is_external = !e->ops->run;
 
-	if (is_own_save(e)) /* its writers are at work before it is ready */
-		return true;
+	if (is_core_save(e))
+		return true; /* writers work on it before it is ready */
 	if (is_external && e->state == SFR__LOG_READY)
-		return true;
-	return e->state == SFR__LOG_RUNNING || e->asked_ns != 0;
+		return true; /* it is the head: code outside the core works on it */
+	return e->state == SFR__LOG_RUNNING || e->fs_wait_since_ns != 0;
 }
 
 bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now)
 {
-	if (!is_own_save(e) || e->state != SFR__LOG_READY || e->fs == 0 ||
-	    hanging_on_locked(e->fs, now))
+	if (!is_core_save(e) || e->state != SFR__LOG_READY)
 		return false;
-	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next) {
-		if (sfr__log_is_over_locked(b))
+	if (e->fs == 0 || fs_hangs_locked(e->fs, now))
+		return false;
+	for (const struct sfr__log_entry *front = sfr__log.entries.head; front != e;
+	     front = front->next) {
+		if (sfr__log_is_over_locked(front))
 			continue;
-		if (sfr__log_concerns(b, e->key))
+		if (sfr__log_concerns(front, e->key))
 			return false;
-		/* An entry that is under way is overtaken only if it hangs. Any other entry waits
-		 * for those in front of it, which this loop has checked. */
-		if (is_under_way(b) && !hanging_on_locked(b->fs, now))
+		/* An entry in progress is overtaken only if it hangs. An entry that is not in
+		 * progress waits for those in front of it, which this loop has checked. */
+		if (is_in_progress(front) && !fs_hangs_locked(front->fs, now))
 			return false;
 	}
 	return true;
@@ -85,31 +98,37 @@ bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now)
 
 bool sfr__log_may_overtake_later_locked(const struct sfr__log_entry *e)
 {
-	if (!is_own_save(e) || e->state != SFR__LOG_READY || e->asked_ns != 0 || e->fs == 0)
+	if (!is_core_save(e) || e->state != SFR__LOG_READY)
 		return false;
-	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next)
-		if (b->asked_ns != 0 && b->fs != 0 && b->fs != e->fs)
+	if (e->fs_wait_since_ns != 0 || e->fs == 0)
+		return false; /* a thread works on it, or its file system is unknown */
+	for (const struct sfr__log_entry *front = sfr__log.entries.head; front != e;
+	     front = front->next)
+		if (front->fs_wait_since_ns != 0 && front->fs != 0 && front->fs != e->fs)
 			return true;
 	return false;
 }
 
-static bool is_notified_locked(uint64_t fs)
+/* Returns whether a notice was posted for this file system, by an entry that is still in the
+ * list. */
+static bool is_hang_reported_locked(uint64_t fs)
 {
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
-		if (e->fs == fs && e->notified)
+		if (e->fs == fs && e->hang_reported)
 			return true;
 	return false;
 }
 
-void sfr__log_report_aside_locked(const struct sfr__log_entry *e, uint64_t now)
+void sfr__log_report_hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
-	for (struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next) {
-		if (!hangs_locked(b, now) || is_notified_locked(b->fs))
+	for (struct sfr__log_entry *front = sfr__log.entries.head; front != e;
+	     front = front->next) {
+		if (!hangs_locked(front, now) || is_hang_reported_locked(front->fs))
 			continue;
-		b->notified = true;
+		front->hang_reported = true;
 		sfr__notice_text("the file system of %s has not answered for %u s: saves to "
 				 "others go on without it; its own saves, and all removes, wait",
-				 b->key, (unsigned)((now - asked_since_locked(b)) / 1000000000u));
+				 front->key, seconds_waited_locked(front, now));
 	}
 }
 
@@ -124,7 +143,7 @@ int sfr_log_unanswered(char *text, size_t len)
 			continue;
 		found = 1;
 		(void)snprintf(text, len, "the file system of %s has not answered for %u s", e->key,
-			       (unsigned)((now - asked_since_locked(e)) / 1000000000u));
+			       seconds_waited_locked(e, now));
 	}
 	sfr__unlock(&sfr__log.mu);
 	return found;

@@ -31,12 +31,13 @@ bool sfr__log_concerns(const struct sfr__log_entry *e, const char *key)
 {
 	const size_t len = strlen(e->key), key_len = strlen(key);
 	const bool key_is_directory = key_len > 0 && key[key_len - 1] == '/';
+	const size_t len_to_compare = len < key_len ? key_len - 1 : key_len;
 	const bool covers_contents = e->ops->makes_directory || !e->ops->creates;
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	/* the entry is the directory, whose own key has no slash at the end, or is in it */
-	if (key_is_directory && strncmp(e->key, key, len < key_len ? key_len - 1 : key_len) == 0)
+	/* the entry is in the directory, or is the directory: then its key lacks the slash */
+	if (key_is_directory && strncmp(e->key, key, len_to_compare) == 0)
 		return true;
 	/* `key` is in the entry's directory */
 	return covers_contents && strncmp(e->key, key, len) == 0 && key[len] == '/';
@@ -61,7 +62,7 @@ uint64_t sfr__log_close_seq(void)
 int sfr_log_exists(const char *key)
 {
 	struct sfr__log_entry *e;
-	int answer = -1; /* sfr/log.h explains the numbers */
+	int answer = -1; /* no entry decides; sfr/log.h explains all answers */
 
 	sfr__lock(&sfr__log.mu);
 	e = sfr__log_last_concerning_locked(key, NULL);

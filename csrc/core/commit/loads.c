@@ -11,20 +11,20 @@ struct sfr_log_load {
 	struct sfr_log_load *next; /* the next load attached to the same entry */
 	uint64_t fork_generation;
 	char *key;
-	bool attached; /* to an entry; otherwise the caller opens the file itself */
+	bool attached; /* to an entry; otherwise sfr_log_load_wait opens the file */
 	/* guarded by the log's mutex */
-	bool opened;    /* the log's thread has opened the file, or failed */
-	bool abandoned; /* freed by the caller before it was opened: the log's thread frees it */
+	bool opened;    /* a thread of the log has opened the file, or failed to */
+	bool abandoned; /* the caller has freed the load: a thread of the log frees its memory */
 	int fd;         /* the descriptor, or -errno; -1: not opened, or taken by the caller */
 };
 
-/* Returns a descriptor or -errno. */
+/* Opens the file for reading. Returns a descriptor or -errno. */
 static int open_key(const char *key)
 {
 	int fd = -1;
 
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
-		/* O_NONBLOCK, because a FIFO must not block the log */
+		/* O_NONBLOCK, because opening a FIFO must not block the log */
 		fd = sfr_sys.open(AT_FDCWD, key, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
 		if (fd >= 0 || errno != EINTR)
 			break;
@@ -75,7 +75,7 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 		load->attached = true;
 		load->next = e->loads;
 		e->loads = load;
-		/* if the entry has ended already, a thread has to open the load */
+		/* If the entry has already ended, a thread opens the load at once. */
 		pthread_cond_signal(&sfr__log.cv_work);
 	}
 	sfr__unlock(&sfr__log.mu);

@@ -4,26 +4,26 @@
  * head:
  *
  *   WAITING ──▶ READY ──at the head──▶ RUNNING ──▶ SUCCEEDED, FAILED ──its loads are open──▶ left
- *      └────────────── a save that failed before ────────────▲
+ *      └───────── a save that fails before it is ready ───────▲
  *
  *   a save     ready once it is synced; its run renames the file and syncs the directory
  *              (save/commit.c)
  *   a remove   ready at once; its run removes the name, unless the last save before the remove did
  *              not become durable (removes.c)
- *   external   ready once it is the head; code outside the core does the work and ends it (work.c)
+ *   external   ready once it is the head; code outside the core does the work (work.c)
  *
  * A rotation (save the new, remove the old) never leaves fewer durable checkpoints than before,
  * because the remove comes after the save in the list.
  *
  * Saves may overtake entries whose file system does not answer (aside.c). A thread of the log may
- * hang in such a file system. So while a thread works on an entry that a later entry might
- * overtake, there is another thread. All threads run the same loop (log_main): each takes the next
- * possible step. At most one thread waits for work; further threads without work end.
+ * hang in such a file system. So the log starts another thread before it works on an entry that a
+ * later save might overtake. All threads run the same loop (log_main): each takes the next possible
+ * step. At most one thread waits for work; other threads without work end.
  *
  * The engine's writers write and sync a save's data before, and never wait for the log. */
 #include "commit/log_int.h"
 
-#define MOST_THREADS 4 /* if three file systems hang, one thread still works */
+#define MAX_THREADS 4 /* if three file systems hang, one thread still works */
 
 /* ---- threads ---- */
 
@@ -32,7 +32,7 @@ static void *log_main(void *unused);
 /* Returns 0 or -errno. */
 static int start_thread_locked(void)
 {
-	pthread_t thread; /* not kept: at its end the thread stores its id in sfr__log.gone */
+	pthread_t thread; /* not kept: when the thread ends, it sets sfr__log.ended_thread */
 	int rc = sfr__thread_start(&thread, "sfr-log", SFR__BACKGROUND, log_main, NULL);
 
 	if (rc == 0)
@@ -40,24 +40,26 @@ static int start_thread_locked(void)
 	return rc;
 }
 
-/* Starts another thread if all are busy and an entry might have to overtake. */
+/* Starts another thread if all threads are busy, and an entry may have to overtake. */
 static void start_spare_locked(void)
 {
-	if (sfr__log.nr_threads == 0 || sfr__log.nr_threads == MOST_THREADS || sfr__log.nr_idle)
+	const bool all_busy = sfr__log.nr_threads > 0 && sfr__log.nr_idle == 0;
+
+	if (!all_busy || sfr__log.nr_threads == MAX_THREADS)
 		return;
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
 		if (sfr__log_may_overtake_later_locked(e)) {
-			/* without a second thread the entry waits longer */
+			/* if this fails, the entry only waits longer */
 			(void)start_thread_locked();
 			return;
 		}
 }
 
-/* These two release the lock for work on an entry, and take it again. In between asked_ns is not 0,
- * so no other thread works on the entry or frees it. */
+/* Release the lock for work on an entry, and take it again afterwards. In between fs_wait_since_ns
+ * is not 0, so no other thread works on the entry or frees it. */
 static void begin_work_locked(struct sfr__log_entry *e)
 {
-	e->asked_ns = sfr__now_ns();
+	e->fs_wait_since_ns = sfr__now_ns();
 	start_spare_locked();
 	sfr__unlock(&sfr__log.mu);
 }
@@ -65,21 +67,21 @@ static void begin_work_locked(struct sfr__log_entry *e)
 static void end_work_locked(struct sfr__log_entry *e)
 {
 	sfr__lock(&sfr__log.mu);
-	e->asked_ns = 0;
+	e->fs_wait_since_ns = 0;
 }
 
-/* The lock is released meanwhile. */
+/* Does the entry's work. Releases the lock meanwhile. */
 static void run_entry_locked(struct sfr__log_entry *e)
 {
-	bool after_good = !sfr__log.last_save_bad;
+	bool last_save_ok = !sfr__log.last_save_failed;
 
 	e->state = SFR__LOG_RUNNING;
 	begin_work_locked(e);
-	e->ops->run(e, after_good);
+	e->ops->run(e, last_save_ok);
 	end_work_locked(e);
 }
 
-/* The lock is released meanwhile, so further loads may be attached to the entry. */
+/* Opens the entry's loads. Releases the lock meanwhile, so other threads may add loads to it. */
 static void open_loads_locked(struct sfr__log_entry *e)
 {
 	struct sfr_log_load *loads = e->loads;
@@ -90,26 +92,27 @@ static void open_loads_locked(struct sfr__log_entry *e)
 	end_work_locked(e);
 }
 
-/* Removes the head `e` from the list. The lock is released for a moment. */
+/* Removes the head `e` from the list, and calls its `release` without the lock. */
 static void remove_head_locked(struct sfr__log_entry *e)
 {
 	if (e->ops->is_save)
-		sfr__log.last_save_bad = e->state == SFR__LOG_FAILED;
+		sfr__log.last_save_failed = e->state == SFR__LOG_FAILED;
 	(void)sfr__queue_pop(&sfr__log.entries); /* returns `e` */
 	sfr__log.done_seq = e->seq;
 	sfr__log.nr_pending--;
 	pthread_cond_broadcast(&sfr__log.cv_done);
 	sfr__unlock(&sfr__log.mu);
-	e->ops->left(e);
+	e->ops->release(e);
 	sfr__lock(&sfr__log.mu);
 }
 
-/* Returns whether the loads of an ended entry may be opened: every entry in front of it that
+/* Returns whether an ended entry has loads, and they may be opened: every entry in front of it that
  * concerns its name is over. */
 static bool may_open_locked(const struct sfr__log_entry *e)
 {
-	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next)
-		if (!sfr__log_is_over_locked(b) && sfr__log_concerns(b, e->key))
+	for (const struct sfr__log_entry *front = sfr__log.entries.head; front != e;
+	     front = front->next)
+		if (!sfr__log_is_over_locked(front) && sfr__log_concerns(front, e->key))
 			return false;
 	return e->loads != NULL;
 }
@@ -117,7 +120,9 @@ static bool may_open_locked(const struct sfr__log_entry *e)
 /* Makes external work at the head ready, and wakes the threads that wait for it. */
 static void offer_work_locked(struct sfr__log_entry *head)
 {
-	if (head->state == SFR__LOG_WAITING && !head->ops->run) {
+	const bool is_external = !head->ops->run;
+
+	if (is_external && head->state == SFR__LOG_WAITING) {
 		head->state = SFR__LOG_READY;
 		pthread_cond_broadcast(&sfr__log.cv_done);
 	}
@@ -147,15 +152,15 @@ static bool step_locked(void)
 	for (struct sfr__log_entry *e = head; e; e = e->next) {
 		bool ended = sfr__log_has_ended(e);
 
-		if (e->asked_ns != 0)
+		if (e->fs_wait_since_ns != 0)
 			continue; /* a thread is working on it */
 		if (ended && may_open_locked(e)) {
 			open_loads_locked(e);
 			return true;
 		}
 		if (!ended && may_run_locked(e, now)) {
-			if (e != head)
-				sfr__log_report_aside_locked(e, now);
+			if (e != head) /* it overtakes entries that hang */
+				sfr__log_report_hangs_locked(e, now);
 			run_entry_locked(e);
 			return true;
 		}
@@ -163,21 +168,22 @@ static bool step_locked(void)
 	return false;
 }
 
-/* Called by a thread that ends; releases the lock. The thread joins the one that ended before it,
- * so at most one thread is not joined yet. */
+/* Called by a thread of the log before it ends; releases the lock. Joins the thread that ended
+ * before, so at most one ended thread is not joined. */
 static void end_thread_locked(void)
 {
-	bool joins = sfr__log.has_gone;
-	pthread_t other = sfr__log.gone;
+	bool has_previous = sfr__log.has_ended_thread;
+	pthread_t previous = sfr__log.ended_thread;
 
-	sfr__log.gone = pthread_self();
-	sfr__log.has_gone = true;
-	if (--sfr__log.nr_threads == 0)
+	sfr__log.ended_thread = pthread_self();
+	sfr__log.has_ended_thread = true;
+	sfr__log.nr_threads--;
+	if (sfr__log.nr_threads == 0)
 		sfr__log.stopping = false; /* the next sfr__log_reserve starts a thread again */
 	pthread_cond_broadcast(&sfr__log.cv_done);
 	sfr__unlock(&sfr__log.mu);
-	if (joins)
-		(void)sfr_sys.thread_join(other, NULL); /* cannot fail: it is joinable */
+	if (has_previous)
+		(void)sfr_sys.thread_join(previous, NULL); /* cannot fail: it is joinable */
 }
 
 static void *log_main(void *unused)
@@ -185,8 +191,8 @@ static void *log_main(void *unused)
 	(void)unused;
 	sfr__lock(&sfr__log.mu);
 	for (;;) {
-		/* the longest wait: nothing wakes the thread when an entry begins to hang */
-		uint64_t patience_ns = sfr__log.patience_ns;
+		/* Wait no longer: nothing wakes the thread when an entry begins to hang. */
+		uint64_t max_wait_ns = sfr__log.patience_ns;
 
 		if (step_locked())
 			continue;
@@ -195,7 +201,7 @@ static void *log_main(void *unused)
 		if (sfr__log.stopping && !sfr__log.entries.head && sfr__log.nr_reserved == 0)
 			break;
 		sfr__log.nr_idle++;
-		(void)sfr__cond_wait(&sfr__log.cv_work, &sfr__log.mu, sfr__deadline(patience_ns));
+		(void)sfr__cond_wait(&sfr__log.cv_work, &sfr__log.mu, sfr__deadline(max_wait_ns));
 		sfr__log.nr_idle--;
 	}
 	end_thread_locked();
@@ -220,14 +226,14 @@ void sfr__log_unreserve(void)
 {
 	sfr__lock(&sfr__log.mu);
 	sfr__log.nr_reserved--;
-	pthread_cond_signal(&sfr__log.cv_work);
+	pthread_cond_signal(&sfr__log.cv_work); /* a thread may end, if the log is being stopped */
 	sfr__unlock(&sfr__log.mu);
 }
 
 int sfr_log_stop(void)
 {
 	pthread_t last;
-	bool joins;
+	bool has_last;
 
 	sfr__lock(&sfr__log.mu);
 	if (sfr__log.nr_threads == 0 || sfr__log.stopping) {
@@ -238,25 +244,26 @@ int sfr_log_stop(void)
 	sfr__log.nr_stops++;
 	pthread_cond_signal(&sfr__log.cv_work);
 	pthread_cond_broadcast(&sfr__log.cv_done); /* wakes threads that wait for external work */
-	while (sfr__log.stopping)                  /* the last thread that ends clears it */
+	while (sfr__log.stopping)                  /* the last thread to end clears it */
 		(void)sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, SFR_FOREVER);
-	last = sfr__log.gone;
-	joins = sfr__log.has_gone;
-	sfr__log.has_gone = false;
+	last = sfr__log.ended_thread;
+	has_last = sfr__log.has_ended_thread;
+	sfr__log.has_ended_thread = false;
 	sfr__unlock(&sfr__log.mu);
-	if (joins)
+	if (has_last)
 		(void)sfr_sys.thread_join(last, NULL); /* cannot fail: it is joinable */
 	return 0;
 }
 
-/* ---- entries; saves call these with the engine's mutex held ---- */
+/* ---- entries; saves call these functions with the engine's mutex held ---- */
 
 uint64_t sfr__log_append(struct sfr__log_entry *entry)
 {
 	uint64_t seq;
 
 	sfr__lock(&sfr__log.mu);
-	seq = entry->seq = ++sfr__log.last_seq;
+	sfr__log.last_seq++;
+	seq = entry->seq = sfr__log.last_seq;
 	if (entry->ops->close_waits)
 		sfr__log.close_seq = seq;
 	sfr__queue_push(&sfr__log.entries, entry);
@@ -277,16 +284,16 @@ void sfr__log_ready(struct sfr__log_entry *entry)
 	sfr__unlock(&sfr__log.mu);
 }
 
-void sfr__log_ended(struct sfr__log_entry *entry, bool good)
+void sfr__log_ended(struct sfr__log_entry *entry, bool succeeded)
 {
 	sfr__lock(&sfr__log.mu);
 	if (!sfr__log_has_ended(entry))
-		entry->state = good ? SFR__LOG_SUCCEEDED : SFR__LOG_FAILED;
+		entry->state = succeeded ? SFR__LOG_SUCCEEDED : SFR__LOG_FAILED;
 	pthread_cond_signal(&sfr__log.cv_work);
 	sfr__unlock(&sfr__log.mu);
 }
 
-int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *after_good)
+int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *last_save_ok)
 {
 	uint64_t deadline = sfr__deadline(slice_ns), nr_stops;
 	int rc;
@@ -297,14 +304,15 @@ int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *after_good)
 	nr_stops = sfr__log.nr_stops;
 	while (rc == 0) {
 		struct sfr__log_entry *e = sfr__log.entries.head;
+		const bool is_external = e && !e->ops->run;
 
-		if (e && !e->ops->run && e->state == SFR__LOG_READY) {
+		if (is_external && e->state == SFR__LOG_READY) {
 			e->state = SFR__LOG_RUNNING;
 			*number = e->number;
-			*after_good = !sfr__log.last_save_bad;
+			*last_save_ok = !sfr__log.last_save_failed;
 			break;
 		}
-		if (sfr__log.nr_stops != nr_stops && !e)
+		if (sfr__log.nr_stops != nr_stops && !e) /* sfr_log_stop was called meanwhile */
 			rc = SFR_ECLOSED;
 		else
 			rc = sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, deadline);

@@ -3,7 +3,7 @@
  * A remove is dropped, with a notice, if the last save in front of it did not become durable. A
  * failed remove is reported by a notice, too, because no caller waits for it.
  *
- * A remove is not synced: at worst, the checkpoint is there again after a power failure. */
+ * A remove is not synced: after a power failure, the old checkpoint may be there again. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -12,24 +12,24 @@
 #include "file/file.h"
 #include "trace/trace.h"
 
-static void remove_or_report(struct sfr__log_entry *entry, bool after_good)
+static void remove_or_report(struct sfr__log_entry *entry, bool last_save_ok)
 {
 	const char *path = entry->key;
 	struct sfr_err err = { .index = -1 };
 
 	SFR__TRACE(SFR_TRACE_REMOVE, 0, 0);
-	if (!after_good) {
+	if (!last_save_ok) {
 		sfr__notice_text("%s was not removed: the save before it did not become durable",
 				 path);
-	} else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0) {
+	} else if (sfr__file_remove(path, &entry->fs_wait_since_ns, &err) < 0) {
 		sfr__notice_text("%s could not be removed: %s", path, sfr_code_message(err.code));
 	}
 }
 
-static void run_remove(struct sfr__log_entry *entry, bool after_good)
+static void run_remove(struct sfr__log_entry *entry, bool last_save_ok)
 {
-	remove_or_report(entry, after_good);
-	sfr__log_ended(entry, true); /* a failed remove does not stop later entries */
+	remove_or_report(entry, last_save_ok);
+	sfr__log_ended(entry, true); /* also after a failure, which was only reported */
 }
 
 static void free_entry(struct sfr__log_entry *entry)
@@ -38,7 +38,7 @@ static void free_entry(struct sfr__log_entry *entry)
 	sfr_sys.free(entry);
 }
 
-/* Returns st_dev of the key's directory, or 0 if it cannot be known. */
+/* Returns st_dev of the key's directory, or 0 if that fails. */
 static uint64_t file_system_of(const char *key)
 {
 	char parent[SFR_PATH_MAX];
@@ -60,7 +60,7 @@ int sfr_log_remove(const char *key, uint64_t *seq_out)
 {
 	static const struct sfr__log_ops ops = { .close_waits = true,
 						 .run = run_remove,
-						 .left = free_entry };
+						 .release = free_entry };
 	struct sfr__log_entry *entry;
 	uint64_t seq;
 	int rc = sfr_fork_init();

@@ -1,7 +1,5 @@
-/* External work in the log's order.
- *
- * External work is an action of code outside the core that must keep the log's order. For example,
- * a link may be made only when its target exists, and before an older target is removed. The log
+/* External work: an action of code outside the core that must keep the log's order. For example, a
+ * link may be made only when its target exists, and before an older target is removed. The log
  * stops at the entry of such an action until the action is done:
  *
  *   new ──append──▶ WAITING ──at the head──▶ READY ──next──▶ RUNNING ──end──▶ SUCCEEDED, FAILED
@@ -41,13 +39,13 @@ static void drop_logs_ref(struct sfr__log_entry *entry)
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out)
 {
 	static const struct sfr__log_ops ops[] = {
-		[SFR_WORK_SAVE] = { .creates = true, .is_save = true, .left = drop_logs_ref },
-		[SFR_WORK_REMOVE] = { .left = drop_logs_ref },
-		[SFR_WORK_LINK] = { .creates = true, .left = drop_logs_ref },
+		[SFR_WORK_SAVE] = { .creates = true, .is_save = true, .release = drop_logs_ref },
+		[SFR_WORK_REMOVE] = { .release = drop_logs_ref },
+		[SFR_WORK_LINK] = { .creates = true, .release = drop_logs_ref },
 		[SFR_WORK_DIRECTORY] = { .creates = true,
 					 .is_save = true,
 					 .makes_directory = true,
-					 .left = drop_logs_ref },
+					 .release = drop_logs_ref },
 	};
 	static _Atomic uint64_t nr_works;
 	struct sfr_log_work *work;
@@ -81,14 +79,14 @@ int sfr_log_work_append(struct sfr_log_work *work)
 
 	if (is_inherited(work))
 		return SFR_EFORK;
-	rc = sfr__log_reserve(); /* may fail, so `appended` is set after it */
+	rc = sfr__log_reserve(); /* comes first, because it may fail */
 	if (rc < 0)
 		return rc;
-	if (atomic_exchange(&work->appended, true)) {
+	if (atomic_exchange(&work->appended, true)) { /* it was appended before */
 		sfr__log_unreserve();
 		return SFR_ESTATE;
 	}
-	atomic_fetch_add(&work->refs, 1);
+	atomic_fetch_add(&work->refs, 1); /* the log's */
 	(void)sfr__log_append(&work->entry);
 	return 0;
 }
@@ -100,10 +98,10 @@ uint64_t sfr_log_work_number(const struct sfr_log_work *work)
 
 int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good)
 {
-	bool good = true;
-	int rc = sfr__log_take_work(slice_ns, number, &good);
+	bool last_save_ok = true;
+	int rc = sfr__log_take_work(slice_ns, number, &last_save_ok);
 
-	*after_good = good;
+	*after_good = last_save_ok;
 	return rc;
 }
 
@@ -116,7 +114,7 @@ void sfr_log_work_end(struct sfr_log_work *work, int ok)
 void sfr_log_work_put(struct sfr_log_work *work)
 {
 	if (!work || is_inherited(work))
-		return; /* a forked child leaves its parent's entry as it is */
-	sfr_log_work_end(work, 0);
+		return;            /* a forked child leaves its parent's entry as it is */
+	sfr_log_work_end(work, 0); /* a failure, unless the work has ended before */
 	drop_ref(work);
 }

@@ -23,7 +23,7 @@
 #include "cuda/driver.h"
 
 #define DEFAULT_LIBRARY "libcuda.so.1"
-#define VARIABLE "STILLFRAME_LIBCUDA"
+#define LIBRARY_VARIABLE "STILLFRAME_LIBCUDA" /* of the environment */
 /* driver versions: 12080 is CUDA 12.8 */
 #define OLDEST_VERSION 11000
 #define BATCH_VERSION 12080    /* the first with batched copies */
@@ -51,7 +51,8 @@ _Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER
 #endif
 #if CUDA_VERSION >= 13000 && __has_include(<cudaTypedefs.h>)
 #include <cudaTypedefs.h>
-/* The member has the type from cuda.h, except for the attributes, which types.h declares. */
+/* Checks two things: cuda.h declares the function as expected, and our member is the same but for
+ * the type of the attributes, which types.h declares. */
 #define SAME(member, type, ...)                                                                    \
 	_Static_assert(__builtin_types_compatible_p(type,                                          \
 						    CUresult (*)(CUdeviceptr *, CUdeviceptr *,     \
@@ -67,6 +68,7 @@ _Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER
 SAME(batch_v2, PFN_cuMemcpyBatchAsync_v13000, size_t, CUstream);
 SAME(batch_v1, PFN_cuMemcpyBatchAsync_v12080, size_t, size_t *, CUstream);
 #undef SAME
+/* The same for the batched copy of rows; its structs have the same layout. */
 _Static_assert(__builtin_types_compatible_p(PFN_cuMemcpy3DBatchAsync_v13000,
 					    CUresult (*)(size_t, CUDA_MEMCPY3D_BATCH_OP *,
 							 unsigned long long, CUstream)) &&
@@ -109,7 +111,7 @@ static struct {
  * library. After a failure driver.why is set. */
 static void load_locked(void)
 {
-	const char *name = getenv(VARIABLE);
+	const char *name = getenv(LIBRARY_VARIABLE);
 	struct sfr__cuda *table = &driver.table;
 	const char *missing = NULL;
 	void *handle;
@@ -159,7 +161,7 @@ static void load_locked(void)
 	driver.loaded = true;
 }
 
-/* After a failure driver.why is set. */
+/* Initialises the loaded driver. After a failure driver.why is set. */
 static void init_locked(void)
 {
 	driver.init_rc = driver.table.init(0);
@@ -203,9 +205,10 @@ const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 	cu = driver.ready ? &driver.table : NULL;
 	if (!cu && why)
 		(void)snprintf(why, why_len, "%s", driver.why);
-	if (!cu && !driver.reported)
+	if (!cu && !driver.reported) {
 		(void)snprintf(text, sizeof(text), "%s", driver.why);
-	driver.reported = driver.reported || !cu;
+		driver.reported = true;
+	}
 	sfr__unlock(&driver.mu);
 	if (text[0])
 		sfr__notice_text("CUDA tensors cannot be saved or loaded: %s", text);

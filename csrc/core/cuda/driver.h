@@ -7,8 +7,8 @@
 #include "base/base.h"
 
 /* The functions of the table: X(member, name in cuda.h, symbol, parameters). A symbol includes its
- * version ("_v2"), because cuda.h may map the plain name to another version. Never take a symbol
- * for per-thread default streams ("_ptsz"). */
+ * version ("_v2"), because cuda.h may map the plain name to another version. Symbols that end in
+ * "_ptsz" must not be used: they treat stream 0 as a stream of the calling thread. */
 /* clang-format off */
 #define SFR__CUDA_CALLS(X)                                                                         \
 	X(init, cuInit, "cuInit", (unsigned int flags))                                            \
@@ -57,9 +57,9 @@ struct sfr__cuda {
 #define X(member, name, symbol, params) CUresult(*member) params;
 	SFR__CUDA_CALLS(X)
 #undef X
-	/* The calls below are NULL if the driver does not have them. */
-	/* Make many copies. attrs[i] is for the copies from index attr_at[i] on. The older version,
-	 * v1, also reports the index of the copy that failed. */
+	/* The functions below are NULL if the driver does not have them. The first two make many
+	 * copies. attrs[i] is for the copies from index attr_at[i] on. The older version, v1,
+	 * also reports the index of the copy that failed. */
 	CUresult (*batch_v2)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, CUstream stream);
@@ -88,9 +88,9 @@ int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *con
 		     size_t why_len);
 void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device);
 
-/* Makes a context current on the calling thread. Sets the thread's capture mode to relaxed, so that
- * its calls cannot break a graph capture of any thread. sfr__cuda_leave undoes both, and may be
- * called after a failure too. */
+/* sfr__cuda_enter makes a context current on the calling thread. It also makes the
+ * thread's capture mode relaxed, so that its calls cannot break any thread's graph capture.
+ * sfr__cuda_leave undoes both, and may be called after a failure too. */
 struct sfr__cuda_scope {
 	const struct sfr__cuda *cu;
 	CUstreamCaptureMode mode; /* the former mode, to be restored */
@@ -100,9 +100,9 @@ CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *
 			 CUcontext context);
 void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
-/* One of several driver calls in a row. If `rc` is CUDA_SUCCESS, makes the call `made` and stores
- * its result in `rc` and its name in `call`. In the end `call` is the name of the call that
- * failed. */
+/* One of several driver calls in a row. Does nothing if an earlier one has failed. Otherwise makes
+ * the call `made`, and stores its result in `rc` and its name in `call`. So in the end `call` is
+ * the name of the call that failed. */
 #define SFR__CUDA_THEN(rc, call, name, made)                                                       \
 	do {                                                                                       \
 		if ((rc) == CUDA_SUCCESS) {                                                        \

@@ -4,8 +4,8 @@
  * batches:
  *
  *   small, large   in separate batches: some drivers treat a batch like its largest copy
- *   rows           lines at equal distances, which are the samples of a source. One copy
- *                  gathers them; such copies have batches of their own
+ *   rows           stretches of memory at equal distances: the samples of a source. One copy
+ *                  gathers all rows of a source; such copies have batches of their own
  *   unpinned       one by one; each call returns only when its copy has run
  *
  * If the driver refuses a batch, its copies are queued one by one. Unless the driver has no batches
@@ -18,11 +18,12 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-/* copies of rows in one call; the stack has room for so many */
+/* the most copies of rows in one call, whose descriptions are on the stack */
 enum { ROWS_AT_A_TIME = 128 };
 
-/* Returns whether to queue a failed batch's copies one by one. If so, counts the refusal and logs
- * the lane's first. *unsupported: the driver has no such batches at all. */
+/* Returns whether the driver refused a batch with `rc`: then its copies are queued one by one.
+ * Counts the refusal and logs the lane's first. Sets *unsupported if the driver never supports such
+ * batches. */
 static bool note_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *unsupported)
 {
 	bool first;
@@ -30,7 +31,7 @@ static bool note_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *unsuppo
 	if (rc != CUDA_ERROR_NOT_SUPPORTED && rc != CUDA_ERROR_INVALID_VALUE)
 		return false;
 	sfr__lock(&lane->mu);
-	first = !lane->no_batches && !lane->no_row_batches && lane->nr_refused == 0;
+	first = lane->nr_refused == 0;
 	if (rc == CUDA_ERROR_NOT_SUPPORTED)
 		*unsupported = true;
 	lane->nr_refused++;
@@ -67,20 +68,22 @@ static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 
 /* ---- contiguous copies -------------------------------------------------------- */
 
-/* Returns false if the copies must be queued one by one. Any other failure is in *err. */
+/* Queues all copies with one call. Returns false if they must be queued one by one; sets *err after
+ * any other failure. */
 static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, struct sfr_err *err)
 {
 	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM,
 						 .flags = SFR__CU_PREFER_OVERLAP };
 	const struct sfr__cuda *cu = lane->cu;
-	size_t at = 0, failed = 0;
+	size_t attrs_from = 0; /* the attributes are those of all copies from index 0 on */
+	size_t failed = 0;
 	CUresult rc;
 
 	if (cu->batch_v2)
-		rc = cu->batch_v2(dst, src, len, nr, &attrs, &at, 1, lane->stream);
+		rc = cu->batch_v2(dst, src, len, nr, &attrs, &attrs_from, 1, lane->stream);
 	else if (cu->batch_v1)
-		rc = cu->batch_v1(dst, src, len, nr, &attrs, &at, 1, &failed, lane->stream);
+		rc = cu->batch_v1(dst, src, len, nr, &attrs, &attrs_from, 1, &failed, lane->stream);
 	else
 		return false;
 	if (rc == CUDA_SUCCESS)
@@ -92,7 +95,7 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 	return true;
 }
 
-/* Queues copies that are all small or all large. */
+/* Queues copies that are all small or all large. `batched`: tries to queue them with one call. */
 static void copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, bool batched, struct sfr_err *err)
 {
@@ -130,7 +133,7 @@ static void swap_copies(struct sfr__cuda_batch *batch, size_t i, size_t j)
 }
 
 /* Moves small copies before large ones and returns how many are small. */
-static size_t sort_by_size(struct sfr__cuda_batch *batch)
+static size_t partition_by_size(struct sfr__cuda_batch *batch)
 {
 	size_t nr_small = 0;
 
@@ -142,25 +145,25 @@ static size_t sort_by_size(struct sfr__cuda_batch *batch)
 
 int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len)
 {
-	/* `room` changes last: all three arrays must have grown */
+	/* `room` changes last, when all three arrays have grown */
 	if (batch->nr == batch->room) {
-		size_t room = batch->room ? batch->room * 2 : 64;
-		CUdeviceptr *to = sfr_sys.realloc(batch->dst, room * sizeof(*to));
-		CUdeviceptr *from;
+		size_t new_room = batch->room ? batch->room * 2 : 64;
+		CUdeviceptr *dsts = sfr_sys.realloc(batch->dst, new_room * sizeof(*dsts));
+		CUdeviceptr *srcs;
 		size_t *lens;
 
-		if (!to)
+		if (!dsts)
 			return -ENOMEM;
-		batch->dst = to;
-		from = sfr_sys.realloc(batch->src, room * sizeof(*from));
-		if (!from)
+		batch->dst = dsts;
+		srcs = sfr_sys.realloc(batch->src, new_room * sizeof(*srcs));
+		if (!srcs)
 			return -ENOMEM;
-		batch->src = from;
-		lens = sfr_sys.realloc(batch->len, room * sizeof(*lens));
+		batch->src = srcs;
+		lens = sfr_sys.realloc(batch->len, new_room * sizeof(*lens));
 		if (!lens)
 			return -ENOMEM;
 		batch->len = lens;
-		batch->room = room;
+		batch->room = new_room;
 	}
 	batch->dst[batch->nr] = dst;
 	batch->src[batch->nr] = src;
@@ -178,7 +181,7 @@ void sfr__cuda_batch_free(struct sfr__cuda_batch *batch)
 void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
 			  struct sfr_err *err)
 {
-	const size_t nr_small = sort_by_size(batch);
+	const size_t nr_small = partition_by_size(batch);
 	const bool batched = pinned && can_batch(lane, &lane->no_batches);
 
 	if (batch->nr == 0)
@@ -197,7 +200,7 @@ static bool can_batch_rows(const struct sfr__cuda *cu, size_t nr)
 	return cu->batch_3d && nr > 1;
 }
 
-/* After an error some of the copies may be queued. */
+/* Queues the copies, up to ROWS_AT_A_TIME with one call. After an error some may be queued. */
 static CUresult copy_rows_batch(const struct sfr__cuda *cu, CUstream stream,
 				const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch)
 {

@@ -83,12 +83,12 @@ void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event)
 }
 
 bool sfr__cuda_check_query(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			   uint32_t *failed)
+			   uint32_t *nr_failed)
 {
 	if (rc == CUDA_SUCCESS)
 		return true;
-	*failed = rc == CUDA_ERROR_NOT_READY ? 0 : *failed + 1;
-	if (!sfr__cuda_is_sticky(rc) && *failed < SFR__CUDA_FAILED_QUERIES)
+	*nr_failed = rc == CUDA_ERROR_NOT_READY ? 0 : *nr_failed + 1;
+	if (!sfr__cuda_is_sticky(rc) && *nr_failed < SFR__CUDA_FAILED_QUERIES)
 		return false;
 	sfr__cuda_mark_dead(lane, call, rc);
 	return true;

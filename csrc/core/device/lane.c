@@ -8,8 +8,8 @@
  * inside the driver, whose waits spin or hold locks that training needs.
  *
  * One copy engine serves all streams in order. When training copies a loss to the host, that copy
- * waits for the portions before it. So few portions are in flight, until the gate waits for a save:
- * then the rest of the save's copies is queued at once.
+ * waits for the portions in flight. Therefore only a few are in flight at a time. When the gate
+ * waits for a save, the rest of the save's copies is queued at once.
  *
  * A step may wait for this thread, so its priority is not lowered and its timer slack is small. At
  * nice 10 with two busy cores, one sleep of 50 us in ten took 2.8 ms.
@@ -78,7 +78,7 @@ void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portio
 
 /* Returns whether the oldest portion has ended: its copies have completed, or the device is dead.
  * Needs no lock, because only the calling thread, the lane's, removes portions. */
-static bool check_portion(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
+static bool has_portion_ended(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
 	const struct sfr__cuda *cu = lane->cu;
 
@@ -86,20 +86,21 @@ static bool check_portion(struct sfr__cuda_lane *lane, struct sfr__cuda_portion 
 		return true;
 	if (portion->event)
 		return sfr__cuda_check_query(lane, "cuEventQuery", cu->event_query(portion->event),
-					     &portion->failed);
+					     &portion->nr_failed_queries);
 	return sfr__cuda_check_query(lane, "cuStreamQuery", cu->stream_query(lane->stream),
-				     &portion->failed);
+				     &portion->nr_failed_queries);
 }
 
-/* Removes and returns the oldest portion if it has ended, else returns NULL. */
-static struct sfr__cuda_portion *take_due_portion(struct sfr__cuda_lane *lane, bool *copied)
+/* Removes and returns the oldest portion if it has ended, else returns NULL. Sets *copied to
+ * whether its copies have completed: they may not have if the device is dead. */
+static struct sfr__cuda_portion *take_ended_portion(struct sfr__cuda_lane *lane, bool *copied)
 {
 	struct sfr__cuda_portion *portion;
 
 	sfr__lock(&lane->mu);
 	portion = lane->in_flight.head;
 	sfr__unlock(&lane->mu);
-	if (!portion || !check_portion(lane, portion))
+	if (!portion || !has_portion_ended(lane, portion))
 		return NULL;
 	sfr__lock(&lane->mu);
 	(void)sfr__queue_pop(&lane->in_flight); /* its head is still this portion */
@@ -115,7 +116,7 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 	struct sfr__cuda_portion *portion;
 	bool copied;
 
-	while ((portion = take_due_portion(lane, &copied))) {
+	while ((portion = take_ended_portion(lane, &copied))) {
 		portion->done(portion, copied);
 		sfr__cuda_portion_put(lane, portion);
 	}
@@ -123,13 +124,15 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 
 void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq)
 {
-	bool full = true;
+	bool must_wait = true;
 
-	while (full) {
+	while (must_wait) {
 		sfr__cuda_poll(lane);
 		sfr__lock(&lane->mu);
-		full = lane->nr_in_flight >= most_in_flight && seq > lane->rush_seq && !lane->dead;
-		if (full)
+		/* a save that the gate waits for does not wait here, nor one on a dead device */
+		must_wait =
+			lane->nr_in_flight >= most_in_flight && seq > lane->rush_seq && !lane->dead;
+		if (must_wait)
 			(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(POLL_NS));
 		sfr__unlock(&lane->mu);
 	}

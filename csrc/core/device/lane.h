@@ -1,11 +1,11 @@
 /* A device's lane: queues copies on its stream and reports their completion. lane.c implements it.
  *
  * An engine has two lanes for a device, one for each direction. Copies are queued in portions. The
- * lane's thread calls a portion's `done` when its copies have completed.
+ * lane's thread calls a portion's `done` when the portion's copies have completed.
  *
  * Locks are taken in the order engine->mu, lanes->mu, lane->mu. None of them is held while work is
- * queued, because such a call blocks when the stream is full. Instead a thread that queues has the
- * lane's *turn* (sfr__cuda_turn_begin). */
+ * queued, because a call that queues work blocks when the stream is full. Instead the thread that
+ * queues has the lane's *turn* (sfr__cuda_turn_begin). */
 #ifndef SFR_LANE_H
 #define SFR_LANE_H
 
@@ -16,8 +16,8 @@
 enum {
 	SFR__CUDA_EVENTS_KEPT = 64,    /* unused events that a lane keeps */
 	SFR__CUDA_STORES_KEPT = 2,     /* unused stores (memory for samples) that a lane keeps */
-	SFR__CUDA_SMALL = 256 << 10,   /* copies below this many bytes are small */
-	SFR__CUDA_FAILED_QUERIES = 64, /* so many in a row mean that the device is dead */
+	SFR__CUDA_SMALL = 256 << 10,   /* smaller copies are batched apart from larger ones */
+	SFR__CUDA_FAILED_QUERIES = 64, /* after so many in a row the device counts as dead */
 };
 
 /* Bytes of a portion while no step waits for the copies. */
@@ -30,19 +30,19 @@ struct sfr__transfer;
 /* Copies that are queued together, with one event after them. */
 struct sfr__cuda_portion {
 	struct sfr__cuda_portion *next;
-	/* Called on the lane's thread when the copies have completed, or with ok == false when the
-	 * device has died: then some copies may still run. The lane reuses the portion later. */
+	/* Called on the lane's thread when the copies have completed (ok), or when the device has
+	 * died (!ok): some copies may then still run. The lane reuses the portion afterwards. */
 	void (*done)(struct sfr__cuda_portion *portion, bool ok);
 	struct sfr__transfer *transfer; /* owner of the copies */
 
 	/* used only by the transfer's client */
 	void *memory;                     /* filled by the copies; or NULL */
-	const struct sfr__extent *extent; /* of the file; the copies fill its blocks ... */
-	uint32_t first_blk;               /* ... from this index on */
+	const struct sfr__extent *extent; /* the extent of the file whose blocks the copies fill */
+	uint32_t first_blk;               /* the first of these blocks, by its index */
 
 	/* used by the lane */
-	CUevent event;   /* after the copies; NULL if recording failed: query the stream */
-	uint32_t failed; /* queries that failed in a row */
+	CUevent event; /* recorded after the copies; NULL: that failed, so the stream is queried */
+	uint32_t nr_failed_queries; /* in a row */
 };
 
 /* A store: memory for samples (store.c). */
@@ -80,7 +80,7 @@ struct sfr__cuda_lane {
 
 	SFR__QUEUE(struct sfr__cuda_portion) in_flight; /* portions in the order of the stream */
 	uint64_t nr_in_flight;                          /* portions */
-	SFR__QUEUE(struct sfr__task) tasks;             /* for the thread */
+	SFR__QUEUE(struct sfr__task) tasks;             /* to be run by the thread */
 	uint64_t rush_seq; /* the gate waits for the saves up to this sequence number */
 
 	/* kept for reuse */
@@ -93,7 +93,7 @@ struct sfr__cuda_lane {
 	bool no_row_batches; /* the driver does not support cuMemcpy3DBatchAsync */
 	uint32_t nr_refused; /* batches of either kind that the driver refused */
 	bool stopping, dead;
-	char why[160]; /* why the device is dead; constant once it is */
+	char why[160]; /* why the device is dead; constant once `dead` is set */
 };
 
 /* The lanes of an engine. */
@@ -125,17 +125,18 @@ void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
  * whether the device is dead. */
 bool sfr__cuda_note_failure(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 			    struct sfr_err *err);
-/* Handles the result `rc` of a query; `call` is the query's name. *failed counts failures in a row.
- * Marks the device dead after a sticky error, or after SFR__CUDA_FAILED_QUERIES failures. Returns
- * whether the wait is over: the work is done, or the device is dead. */
+/* Handles the result `rc` of a query. `call` is the query's name. *nr_failed counts the failed
+ * queries in a row. Marks the device dead after a sticky error, or after SFR__CUDA_FAILED_QUERIES
+ * failures. Returns whether the wait is over: the work is done, or the device is dead. */
 bool sfr__cuda_check_query(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			   uint32_t *failed);
+			   uint32_t *nr_failed);
 /* Marks the device dead after `call` has failed with `rc`. Logs that once. */
 void sfr__cuda_mark_dead(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
-/* Returns whether the device is dead, and then sets *err to the reason. */
+/* If the device is dead, sets *err to the reason and returns true. */
 bool sfr__cuda_fail_if_dead(struct sfr__cuda_lane *lane, struct sfr_err *err);
-/* Work that is queued on a capturing stream would become part of the graph or break the capture. */
+/* Returns whether a stream is being captured into a CUDA graph. Work that is queued on such a
+ * stream would become part of the graph or break the capture. */
 bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
 /* Returns a zeroed portion, or NULL without memory. sfr__cuda_portion_put gives a portion back. */
 struct sfr__cuda_portion *sfr__cuda_portion_get(struct sfr__cuda_lane *lane);
@@ -143,17 +144,19 @@ void sfr__cuda_portion_put(struct sfr__cuda_lane *lane, struct sfr__cuda_portion
 
 /* ---- lane.c ---- */
 void *sfr__cuda_lane_main(void *lane);
-/* Take and end the lane's turn; taking it waits until no other thread has it. Only the thread that
- * has the turn queues work on the lane's stream, and holds no lock meanwhile. */
+/* Begin and end the lane's turn. The first waits until no other thread has the turn. Only the
+ * thread that has the turn queues work on the lane's stream. It holds no lock meanwhile. */
 void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
-/* In a turn: puts the portion in flight, with an event after the queued work. Does so even if the
- * event fails, with *err set, because the copies may run. */
+/* Called in a turn. Records an event after the queued copies and puts the portion in flight. If the
+ * event fails, sets *err and still puts the portion in flight, because the copies may run. */
 void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
 			    struct sfr_err *err);
-/* On the lane's thread: removes the portions whose copies have completed, and calls `done`. */
+/* Called on the lane's thread. Removes the portions whose copies have completed, and calls
+ * `done`. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
-/* On the lane's thread: waits until few portions are in flight or the gate waits for save `seq`. */
+/* Called on the lane's thread. Waits until few portions are in flight, or the gate waits for the
+ * save `seq`. */
 void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq);
 /* Records that the gate waits for the saves up to this sequence number. */
 void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq);
@@ -161,7 +164,7 @@ bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq);
 /* Gives the lane's thread a task, which may block. */
 void sfr__cuda_push_task(struct sfr__cuda_lane *lane, struct sfr__task *task);
 
-/* ---- copies.c; in a turn ---- */
+/* ---- copies.c; called in a turn ---- */
 /* A growing list of copies to queue together. All zero is an empty list. */
 struct sfr__cuda_batch {
 	CUdeviceptr *dst, *src; /* addresses, on the device or the host */
@@ -184,8 +187,8 @@ struct sfr__cuda_rows {
 /* Queues `nr` copies. On the host, rows begin dst_pitch bytes apart. Sets *err if that fails. */
 void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows, size_t nr,
 			 size_t dst_pitch, bool pinned, struct sfr_err *err);
-/* Does the same on any stream of the current context. With `batched`, uses one call if the driver
- * has such a call. Returns the driver's error. */
+/* Does the same on any stream of the current context. With `batched`, queues all copies with one
+ * call if the driver has such a call. Returns the driver's error. */
 CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
 			      const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch,
 			      bool batched);
@@ -201,7 +204,7 @@ void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *st
 /* Makes a store in the current context. Returns 0 or -errno. */
 int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda_store *store);
 
-/* ---- timer.c; with the lane's context ---- */
+/* ---- timer.c; called with the lane's context current ---- */
 /* Record the first and the second point on the stream. If that fails, nothing is measured. */
 void sfr__cuda_timer_begin(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
 			   CUstream stream);

@@ -6,6 +6,7 @@
 #include "base/base.h"
 #include "device/lane.h"
 
+/* Frees the lane's events, stream and stores, and releases the device's context. */
 static void fini_device(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_scope scope;

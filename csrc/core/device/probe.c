@@ -6,7 +6,7 @@
  *     caller's stream   step | waits  forward, backward  | waits  step ...
  *     prober's stream          \ lines /                   \ lines /   done?  same?
  *
- * The caller's stream waits for the copies; the host does not, and asks later whether they have
+ * The caller's stream waits for the copies. The host does not wait: it asks later whether they have
  * completed.
  *
  * Each device has one *prober*, which owns the stream for the copies and lives as long as the
@@ -23,7 +23,8 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-enum { LINES = 3, LINE = 64 }; /* cache lines of a storage; bytes of a line */
+enum { NR_ROUNDS = 2 };               /* of copies: after a step, and before the next */
+enum { NR_LINES = 3, LINE_LEN = 64 }; /* cache lines to copy of a storage; bytes of a line */
 
 struct prober {
 	struct prober *next;
@@ -48,7 +49,7 @@ struct sfr_probe {
 	CUevent done;                 /* on the prober's stream, after the copies */
 	struct sfr__cuda_store store; /* the lines of the first round, then those of the second */
 	struct sfr__cuda_rows *rows;  /* the copies to queue */
-	uint32_t room, nr;            /* storages that fit, and those of the current round */
+	uint32_t room, nr;            /* storages that fit, and storages of the current round */
 	bool in_flight;               /* copies were queued and may not have completed */
 };
 
@@ -64,7 +65,7 @@ static bool is_closed(struct prober *prober)
 	return sfr__under(&probers.mu, prober->closed);
 }
 
-/* Logs the prober's first error. */
+/* Closes the prober for good, because `call` has failed with `rc`. Logs its first error. */
 static void close_prober(struct prober *prober, const char *call, CUresult rc)
 {
 	char text[160];
@@ -75,15 +76,17 @@ static void close_prober(struct prober *prober, const char *call, CUresult rc)
 	prober->closed = true;
 	sfr__unlock(&probers.mu);
 	sfr__cuda_explain(prober->cu, prober->device, call, rc, text, sizeof(text));
+	/* at the process's end the driver is deinitialised: no news for the user */
 	if (first && (int)rc != CUDA_ERROR_DEINITIALIZED)
 		sfr__notice_text("%s: what is not known to change in steps only is copied in the "
 				 "call from now on",
 				 text);
 }
 
+/* Makes the prober's stream. Returns 0 or -errno. */
 static int open_prober(struct prober *prober)
 {
-	char why[160];
+	char why[160]; /* not reported: the caller can do without a prober */
 
 	prober->cu = sfr__cuda_get(NULL, 0);
 	if (!prober->cu)
@@ -92,7 +95,7 @@ static int open_prober(struct prober *prober)
 			      sizeof(why));
 }
 
-/* Returns NULL if there is none. Probers made before a fork do not count. */
+/* Returns the device's prober, or NULL. Probers made before a fork do not count. */
 static struct prober *find_prober_locked(uint32_t device)
 {
 	for (struct prober *prober = probers.head; prober; prober = prober->next)
@@ -138,17 +141,18 @@ static int get_prober(uint32_t device, struct prober **out)
 	return 0;
 }
 
-/* Returns false if another thread uses the prober, or it is closed. */
+/* Marks the prober as used by this thread. Returns false if it is closed or another thread uses
+ * it. */
 static bool take_prober(struct prober *prober)
 {
-	bool free;
+	bool available;
 
 	sfr__lock(&probers.mu);
-	free = !prober->busy && !prober->closed;
-	if (free)
+	available = !prober->busy && !prober->closed;
+	if (available)
 		prober->busy = true;
 	sfr__unlock(&probers.mu);
-	return free;
+	return available;
 }
 
 static void give_prober(struct prober *prober)
@@ -158,13 +162,13 @@ static void give_prober(struct prober *prober)
 	sfr__unlock(&probers.mu);
 }
 
-/* ---- probes; the static functions need the prober's context ------------------------- */
+/* ---- probes; static functions are called with the prober's context current ---------- */
 
 static void destroy_probe(struct sfr_probe *probe)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
 
-	/* on failure an event is only lost */
+	/* a failure only leaks an event */
 	if (probe->ready)
 		(void)cu->event_free(probe->ready);
 	if (probe->done)
@@ -186,6 +190,7 @@ static bool query_probe(struct sfr_probe *probe)
 	return rc == CUDA_SUCCESS;
 }
 
+/* Keeps a probe that its user has freed, because copies may still write to its memory. */
 static void add_tombstone(struct prober *prober, struct sfr_probe *probe)
 {
 	sfr__lock(&probers.mu);
@@ -234,10 +239,10 @@ void sfr_probe_free(struct sfr_probe *probe)
 	struct prober *prober;
 
 	if (!probe || probe->prober->fork_generation != sfr_fork_generation())
-		return;
+		return; /* a forked child cannot use the driver, so it leaks the probe */
 	prober = probe->prober;
 	add_tombstone(prober, probe);
-	/* If another thread has the prober, the next probe frees this one. If the prober is closed,
+	/* If another thread uses the prober, a later probe frees this one. If the prober is closed,
 	 * a copy may run forever, so the memory stays. */
 	if (!take_prober(prober))
 		return;
@@ -248,7 +253,8 @@ void sfr_probe_free(struct sfr_probe *probe)
 	give_prober(prober);
 }
 
-/* Makes memory and events for `nr` storages, unless the probe has them. No copy is in flight. */
+/* Makes memory and events for `nr` storages, unless the probe has them. Called while no copy is in
+ * flight. */
 static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 {
 	const struct sfr__cuda *cu = probe->prober->cu;
@@ -259,13 +265,13 @@ static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 	if (rc == CUDA_SUCCESS && !probe->done)
 		rc = cu->event_new(&probe->done, CU_EVENT_DISABLE_TIMING);
 	if (rc != CUDA_SUCCESS || nr <= probe->room)
-		return rc;
+		return rc; /* a failure, or there is enough memory already */
 	sfr__cuda_store_free(cu, &probe->store);
 	sfr_sys.free(probe->rows);
 	probe->room = 0;
 	probe->rows = sfr_sys.malloc(nr * sizeof(*probe->rows));
-	if (!probe->rows ||
-	    sfr__cuda_store_new(cu, (size_t)nr * 2 * LINES * LINE, &probe->store) < 0)
+	if (!probe->rows || sfr__cuda_store_new(cu, NR_ROUNDS * (size_t)nr * NR_LINES * LINE_LEN,
+						&probe->store) < 0)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	/* Queueing a copy to pageable memory would wait for the device. */
 	if (!probe->store.pinned)
@@ -274,12 +280,12 @@ static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 	return CUDA_SUCCESS;
 }
 
-/* Returns where the lines of storage `i` go. `again`: in the second round. */
+/* Returns the memory for the lines of storage `i`. `again`: those of the second round. */
 static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 {
 	const size_t first = again ? probe->room : 0;
 
-	return (char *)probe->store.mem + (first + i) * LINES * LINE;
+	return (char *)probe->store.mem + (first + i) * NR_LINES * LINE_LEN;
 }
 
 /* Sets up one copy for each storage that is long enough: its first, middle and last line, as rows
@@ -290,14 +296,14 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 	uint32_t nr_rows = 0;
 
 	for (uint32_t i = 0; i < nr; i++) {
-		if (ranges[i].nbytes < LINES * LINE)
+		if (ranges[i].nbytes < NR_LINES * LINE_LEN)
 			continue;
 		probe->rows[nr_rows++] = (struct sfr__cuda_rows){
 			.dst = lines_of(probe, i, again),
 			.src = ranges[i].addr,
-			.width = LINE,
-			.nr = LINES,
-			.pitch = (ranges[i].nbytes - LINE) / (LINES - 1),
+			.width = LINE_LEN,
+			.nr = NR_LINES,
+			.pitch = (ranges[i].nbytes - LINE_LEN) / (NR_LINES - 1),
 		};
 	}
 	return nr_rows;
@@ -306,10 +312,10 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 /* Queues the copies in one call if the driver accepts that. */
 static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *rows, uint32_t nr)
 {
-	CUresult rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE, true);
+	CUresult rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE_LEN, true);
 
 	if (rc == CUDA_ERROR_NOT_SUPPORTED || rc == CUDA_ERROR_INVALID_VALUE)
-		rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE, false);
+		rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE_LEN, false);
 	return rc;
 }
 
@@ -332,7 +338,7 @@ static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t 
 	return rc;
 }
 
-/* Queues one round of copies. Returns as sfr_probe_copy. */
+/* Queues one round of copies. `again`: the second round. Returns what sfr_probe_copy returns. */
 static int probe_once(struct sfr_probe *probe, CUstream stream,
 		      const struct sfr_probe_range *ranges, uint32_t nr, bool again)
 {
@@ -343,10 +349,11 @@ static int probe_once(struct sfr_probe *probe, CUstream stream,
 	if (sfr__cuda_is_capturing(prober->cu, stream))
 		return SFR_ECAPTURING;
 	free_tombstones(prober);
-	if (!again && !query_probe(probe))
-		return SFR_EBUSY;
-	if (!again)
+	if (!again) {
+		if (!query_probe(probe)) /* the memory is still being written */
+			return SFR_EBUSY;
 		rc = allocate_probe(probe, nr);
+	}
 	if (rc == CUDA_SUCCESS) {
 		probe->nr = nr;
 		nr_rows = set_up_rows(probe, ranges, nr, again);
@@ -402,5 +409,6 @@ int sfr_probe_done(struct sfr_probe *probe)
 
 int sfr_probe_same(const struct sfr_probe *probe, uint32_t i)
 {
-	return memcmp(lines_of(probe, i, false), lines_of(probe, i, true), LINES * LINE) == 0;
+	return memcmp(lines_of(probe, i, false), lines_of(probe, i, true), NR_LINES * LINE_LEN) ==
+	       0;
 }

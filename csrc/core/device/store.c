@@ -42,17 +42,18 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 		return;
 	sfr__lock(&lane->mu);
 	dead = lane->dead;
-	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && store->mem && !dead; i++) {
-		if (lane->stores[i].mem)
-			continue;
-		lane->stores[i] = *store;
-		*store = (struct sfr__cuda_store){ 0 };
+	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && !dead; i++) {
+		if (!lane->stores[i].mem) { /* an empty place */
+			lane->stores[i] = *store;
+			*store = (struct sfr__cuda_store){ 0 };
+			break;
+		}
 	}
 	sfr__unlock(&lane->mu);
 	/* On a dead device a copy may still be running, so the memory is never freed. */
 	if (!store->mem || dead)
 		return;
-	/* If this fails, host_free fails as well, and the memory is lost. */
+	/* If the context cannot be entered, host_free fails as well, and the memory is lost. */
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 	sfr__cuda_store_free(lane->cu, store);
 	sfr__cuda_leave(&scope);
@@ -62,11 +63,12 @@ int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cud
 {
 	*store = (struct sfr__cuda_store){ 0 };
 	sfr__lock(&lane->mu);
-	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && !store->mem; i++) {
-		if (!lane->stores[i].mem || lane->stores[i].len < len)
-			continue;
-		*store = lane->stores[i];
-		lane->stores[i] = (struct sfr__cuda_store){ 0 };
+	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT; i++) {
+		if (lane->stores[i].mem && lane->stores[i].len >= len) {
+			*store = lane->stores[i];
+			lane->stores[i] = (struct sfr__cuda_store){ 0 };
+			break;
+		}
 	}
 	sfr__unlock(&lane->mu);
 	return store->mem ? 0 : sfr__cuda_store_new(lane->cu, len, store);

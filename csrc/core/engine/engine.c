@@ -2,9 +2,10 @@
  *
  *   made ──first save──▶ started ──close──▶ closing ──last save has ended──▶ closed
  *
- * Threads start with the first save. The maker, tickets and snapshots hold references on the
- * engine. The thread that drops the last reference joins the engine's threads, so it must not be
- * one of them. Therefore the reference of an ended save goes to the notice that reports its end. */
+ * Threads start with the first save. The caller of sfr_engine_new, tickets and snapshots hold
+ * references to the engine. The thread that drops the last reference joins the engine's threads, so
+ * it must not be one of them. Therefore an ended save passes its reference to the notice of its
+ * end. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -13,7 +14,7 @@
 #include "engine/engine.h"
 #include "memory/pin.h"
 
-/* Frees the pool unless it has users. Further calls do nothing. */
+/* Frees the pool, unless snapshots or onloads still use it, or it is freed already. */
 static void free_pool(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = NULL;
@@ -24,7 +25,7 @@ static void free_pool(struct sfr_engine *engine)
 		engine->pool = NULL;
 	}
 	sfr__unlock(&engine->mu);
-	if (pool && engine->default_cap)
+	if (pool && engine->cap_is_default)
 		sfr__budget_give(engine->pool_bytes);
 	sfr__pool_free(pool);
 }
@@ -41,28 +42,44 @@ void sfr__engine_drop_pool_user(struct sfr_engine *engine)
 		free_pool(engine);
 }
 
-/* Returns whether a parent of this process has made the engine, before a fork. */
+/* Returns whether this process inherited the engine by a fork. It must then not be touched. */
 static bool is_inherited(const struct sfr_engine *engine)
 {
 	return engine->fork_generation != sfr_fork_generation();
 }
 
-/* Makes the pool. Halves a default cap until the system agrees to it. Returns 0 or -errno. */
+/* Makes the pool. While the system refuses a default cap, tries with half of it. Returns 0 or
+ * -errno. */
 static int make_pool(struct sfr_engine *engine)
 {
 	const uint64_t block_bytes = engine->opts.block_bytes;
+	bool is_too_large;
 	int rc;
 
 	for (;;) {
-		uint64_t half = engine->pool_bytes / 2 / block_bytes * block_bytes;
+		uint64_t half_blocks = engine->pool_bytes / 2 / block_bytes;
+		uint64_t half = half_blocks * block_bytes;
 
 		rc = sfr__pool_new(engine->pool_bytes, block_bytes, engine->opts.shared_memory != 0,
 				   &engine->pool);
-		if ((rc != -ENOMEM && rc != -EFBIG) || !engine->default_cap || half == 0)
+		is_too_large = rc == -ENOMEM || rc == -EFBIG;
+		if (!is_too_large || !engine->cap_is_default || half == 0)
 			return rc;
 		sfr__budget_give(engine->pool_bytes - half);
 		engine->pool_bytes = half;
 	}
+}
+
+static bool are_opts_valid(const struct sfr_engine_opts *opts)
+{
+	const bool has_cap = opts->pool_bytes != 0;
+
+	if (opts->block_bytes == 0 || opts->block_bytes % SFR_PAGE)
+		return false;
+	if (has_cap && opts->pool_bytes < opts->block_bytes)
+		return false;
+	return opts->nr_writers > 0 && opts->max_in_flight > 0 &&
+	       opts->nr_copiers <= SFR__MAX_COPIERS;
 }
 
 int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
@@ -71,9 +88,7 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	int rc;
 
 	*out = NULL;
-	if (opts->block_bytes == 0 || opts->block_bytes % SFR_PAGE || opts->nr_writers == 0 ||
-	    opts->max_in_flight == 0 || opts->nr_copiers > SFR__MOST_COPIERS ||
-	    (opts->pool_bytes && opts->pool_bytes < opts->block_bytes))
+	if (!are_opts_valid(opts))
 		return -EINVAL;
 	rc = sfr_fork_init();
 	if (rc < 0)
@@ -95,21 +110,21 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 		rc = sfr__cond_init(&engine->cv_state);
 	if (rc < 0)
 		goto fail;
-	engine->default_cap = opts->pool_bytes == 0;
-	engine->pool_bytes = engine->default_cap ? sfr__budget_take(opts) : opts->pool_bytes;
+	engine->cap_is_default = opts->pool_bytes == 0;
+	engine->pool_bytes = engine->cap_is_default ? sfr__budget_take(opts) : opts->pool_bytes;
 	rc = make_pool(engine);
 	if (rc < 0)
 		goto fail;
 	*out = engine;
 	return 0;
 fail:
-	if (engine->default_cap)
+	if (engine->cap_is_default)
 		sfr__budget_give(engine->pool_bytes);
 	sfr_sys.free(engine);
 	return rc;
 }
 
-/* Further calls do nothing. */
+/* Stops all threads of the engine. Does nothing if they are stopped already. */
 static void stop_threads(struct sfr_engine *engine)
 {
 	sfr__workers_stop(engine);
@@ -139,12 +154,12 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
-/* Returns whether close must wait. Saves that the calling thread has not launched do not count,
- * because the thread would wait for itself. */
-static bool is_pool_used_locked(const struct sfr_engine *engine)
+/* Returns whether sfr_engine_close must wait. It does not wait for saves that the calling thread
+ * has not launched: the thread would wait for itself. */
+static bool must_close_wait_locked(const struct sfr_engine *engine)
 {
-	return engine->nr_pool_calls > 0 || engine->nr_copying > 0 ||
-	       engine->nr_in_flight > sfr__engine_nr_own_locked(engine, false);
+	return engine->nr_pool_calls > 0 || engine->nr_copying_snapshots > 0 ||
+	       engine->nr_in_flight > sfr__engine_nr_unlaunched_locked(engine, false);
 }
 
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
@@ -158,9 +173,9 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	sfr__lock(&engine->mu);
 	engine->closing = true;
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot now fail */
-	while (is_pool_used_locked(engine) && rc == 0)
+	while (must_close_wait_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
-	if (!is_pool_used_locked(engine))
+	if (!must_close_wait_locked(engine))
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
 		engine->close_seq = sfr__log_close_seq();
@@ -173,7 +188,8 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 			return rc;
 	}
 	sfr__lock(&engine->mu);
-	/* Saves that the calling thread has not launched still need threads and pool. */
+	/* The saves left are those that the calling thread has not launched. They still need the
+	 * threads and the pool. */
 	stop = engine->nr_in_flight == 0 && !engine->closed;
 	if (stop)
 		engine->closed = true;
@@ -198,7 +214,7 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 		sfr__pool_stats(engine->pool, &pool);
 	for (const struct sfr__flight *each = engine->flights; each; each = each->next) {
 		nr_save_blocks += each->blocks_held;
-		if (!each->uncounted)
+		if (!each->excluded_from_stats)
 			out->saves_in_flight++;
 	}
 	out->saves_total = engine->nr_saves;
@@ -212,7 +228,8 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	return 0;
 }
 
-/* Keeps the pool until end_pool_call: close waits. Returns 0, SFR_EFORK or SFR_ECLOSED. */
+/* Keeps the pool alive until end_pool_call, because close waits for that. Returns 0, SFR_EFORK or
+ * SFR_ECLOSED. */
 static int begin_pool_call(struct sfr_engine *engine)
 {
 	int rc;
@@ -286,7 +303,7 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 struct sfr_slot {
 	struct sfr_engine *engine;
 	struct sfr__flight flight;
-	bool over; /* given back */
+	bool over; /* the slot was given back */
 };
 
 int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
@@ -294,7 +311,7 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 {
 	uint64_t deadline_ns = sfr__deadline(slice_ns);
 	struct sfr_slot *slot;
-	bool beyond;
+	bool over_limit; /* not used */
 	int rc;
 
 	*out = NULL;
@@ -304,7 +321,7 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 	if (!slot)
 		return -ENOMEM;
 	sfr__lock(&engine->mu);
-	rc = sfr__engine_admit_locked(engine, false, flags, deadline_ns, &beyond);
+	rc = sfr__engine_admit_locked(engine, false, flags, deadline_ns, &over_limit);
 	if (rc == 0)
 		sfr__engine_enter_locked(engine, &slot->flight);
 	sfr__unlock(&engine->mu);

@@ -1,6 +1,6 @@
 /* Slots bound how many saves of an engine are in flight.
  *
- *   wanted ──a slot is free, or the save is nested──▶ in the call ──launched──▶ in flight ──▶ left
+ *   wait for a slot ──▶ in the call ──launched──▶ in the background ──ended──▶ slot is free
  *
  * A save is *launched* when its caller hands it to other threads, which finish it. The slot is a
  * struct sfr__flight in the save's ticket. A save that the core does not write has a struct
@@ -8,12 +8,12 @@
  *
  * Unordered saves are the files of a larger save, such as a directory. They do not count against
  * max_in_flight: the larger save may have the slot that its files would wait for. They have slots
- * of their own, SFR__MOST_UNORDERED, which bound their file descriptors. An unordered save ends
+ * of their own, SFR__MAX_UNORDERED, which bound their file descriptors. An unordered save ends
  * without further calls of its caller, so a thread may wait for its own unordered saves.
  *
  * A thread may have a slot for longer than one call: while it fills a directory. Another save of
- * that thread would wait for this slot forever, so it exceeds max_in_flight, as a nested save does.
- */
+ * that thread would wait for this slot forever, so it exceeds max_in_flight, as a nested save
+ * does. */
 #include "engine/engine.h"
 #include "sfr/save.h"
 
@@ -22,7 +22,7 @@ void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *fli
 	engine->nr_in_flight++;
 	if (flight->unordered)
 		engine->nr_unordered++;
-	if (!flight->uncounted)
+	if (!flight->excluded_from_stats)
 		engine->nr_saves++;
 	flight->caller = pthread_self();
 	flight->in_call = true;
@@ -45,38 +45,42 @@ void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *fli
 		flight->next->prev = flight->prev;
 }
 
-uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine, bool in_pool)
+uint32_t sfr__engine_nr_unlaunched_locked(const struct sfr_engine *engine, bool only_pool_users)
 {
 	uint32_t nr = 0;
 
-	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
-		if (each->in_call && (each->in_pool || !in_pool) &&
-		    pthread_equal(each->caller, pthread_self()))
+	for (const struct sfr__flight *each = engine->flights; each; each = each->next) {
+		const bool is_own = pthread_equal(each->caller, pthread_self());
+
+		if (is_own && each->in_call && (each->uses_pool || !only_pool_users))
 			nr++;
+	}
 	return nr;
 }
 
 static bool is_slot_free_locked(const struct sfr_engine *engine, bool unordered)
 {
 	if (unordered)
-		return engine->nr_unordered < SFR__MOST_UNORDERED;
+		return engine->nr_unordered < SFR__MAX_UNORDERED;
 	return engine->nr_in_flight - engine->nr_unordered < engine->opts.max_in_flight;
 }
 
 int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
-			     uint64_t deadline_ns, bool *beyond)
+			     uint64_t deadline_ns, bool *over_limit)
 {
+	bool would_deadlock;
 	int rc = 0;
 
-	*beyond = false;
+	*over_limit = false;
 	while (rc == 0) {
 		if (engine->closing)
 			return SFR_ECLOSED;
 		if (is_slot_free_locked(engine, unordered))
 			return 0;
-		*beyond = (flags & SFR_SAVE_NESTED) != 0 ||
-			  (!unordered && sfr__engine_nr_own_locked(engine, false) > 0);
-		if (*beyond)
+		/* The slot may never become free while this thread waits: it has a slot itself. */
+		would_deadlock = !unordered && sfr__engine_nr_unlaunched_locked(engine, false) > 0;
+		*over_limit = would_deadlock || (flags & SFR_SAVE_NESTED) != 0;
+		if (*over_limit)
 			return 0;
 		if (flags & SFR_SAVE_NO_WAIT)
 			return SFR_EBUSY;

@@ -13,23 +13,24 @@ void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task)
 
 /* ---- shared work -------------------------------------------------------------------- */
 
+/* Returns the first work in which the lane takes part, or NULL. */
 static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
 {
 	struct sfr__shared *work = engine->shared;
 
-	while (work && work->rank == SFR__IN_CALL)
+	while (work && work->rank == SFR__RANK_IN_CALL)
 		work = work->next;
 	return work;
 }
 
-/* Returns the first work if a thread waits for shared work, else NULL. */
+/* Returns the first work if some thread waits for shared work, else NULL. */
 static struct sfr__shared *copiers_work_locked(const struct sfr_engine *engine)
 {
 	struct sfr__shared *first = engine->shared;
 
-	if (first && first->rank != SFR__IN_CALL && engine->nr_awaiting == 0)
-		return NULL;
-	return first;
+	if (first && first->rank == SFR__RANK_IN_CALL) /* its call waits */
+		return first;
+	return engine->nr_waiters > 0 ? first : NULL;
 }
 
 void sfr__shared_wake_locked(struct sfr_engine *engine)
@@ -38,7 +39,7 @@ void sfr__shared_wake_locked(struct sfr_engine *engine)
 		pthread_cond_signal(&engine->cv_lane);
 	if (copiers_work_locked(engine))
 		pthread_cond_broadcast(&engine->cv_copier);
-	if (engine->nr_awaiting != 0)
+	if (engine->nr_waiters != 0)
 		pthread_cond_broadcast(&engine->cv_state);
 }
 
@@ -77,7 +78,8 @@ struct worker {
 	pthread_cond_t *cv; /* wakes threads of this kind */
 };
 
-static struct sfr__shared *work_locked(const struct worker *worker)
+/* Returns the shared work that this thread should do next, or NULL. */
+static struct sfr__shared *next_work_locked(const struct worker *worker)
 {
 	switch (worker->kind) {
 	case LANE:
@@ -89,6 +91,7 @@ static struct sfr__shared *work_locked(const struct worker *worker)
 	}
 }
 
+/* Returns whether this thread has no task and need not end. */
 static bool is_idle_locked(const struct worker *worker)
 {
 	const bool has_task = worker->kind == WRITER && worker->engine->tasks.head;
@@ -100,27 +103,30 @@ static bool is_idle_locked(const struct worker *worker)
 static void serve(struct worker *worker)
 {
 	struct sfr_engine *engine = worker->engine;
+	const bool may_wait = worker->kind == LANE; /* for blocks */
 
 	sfr__lock(&engine->mu);
 	for (;;) {
-		struct sfr__task *task =
-			worker->kind == WRITER ? sfr__queue_pop(&engine->tasks) : NULL;
-		struct sfr__shared *work = task ? NULL : work_locked(worker);
+		struct sfr__task *task = NULL;
+		struct sfr__shared *work;
 
+		if (worker->kind == WRITER)
+			task = sfr__queue_pop(&engine->tasks);
 		if (task) {
 			sfr__unlock(&engine->mu);
 			task->run(task);
 			sfr__lock(&engine->mu);
-		} else if (work && work->step_locked(work, worker->kind == LANE)) {
 			continue;
-		} else if (engine->stopping && (!work || worker->kind == COPIER)) {
-			/* copiers may leave work: the call that copies can end it alone */
-			break;
-		} else if (is_idle_locked(worker) && work_locked(worker) == work) {
-			/* There is no work, or its step could do nothing. If other work became
-			 * first while the step released the mutex, the loop tries that instead. */
-			(void)sfr__cond_wait(worker->cv, &engine->mu, SFR_FOREVER);
 		}
+		work = next_work_locked(worker);
+		if (work && work->step_locked(work, may_wait))
+			continue;
+		/* There is no work, or its step could do nothing now. */
+		if (engine->stopping && (!work || worker->kind == COPIER))
+			break; /* copiers may leave work: the call that copies ends it alone */
+		/* The step has released the mutex. If other work is the first now, try that. */
+		if (is_idle_locked(worker) && next_work_locked(worker) == work)
+			(void)sfr__cond_wait(worker->cv, &engine->mu, SFR_FOREVER);
 	}
 	sfr__unlock(&engine->mu);
 }
@@ -176,7 +182,7 @@ int sfr__engine_start_locked(struct sfr_engine *engine)
 		if (!engine->writers)
 			return -ENOMEM;
 	}
-	/* After a failure the threads that run stay; the next save starts the rest. */
+	/* If a thread cannot be started, the others stay, and the next save starts the rest. */
 	while (engine->nr_writers < engine->opts.nr_writers) {
 		const uint32_t i = engine->nr_writers;
 
@@ -196,17 +202,17 @@ int sfr__engine_start_locked(struct sfr_engine *engine)
 
 void sfr__workers_stop(struct sfr_engine *engine)
 {
-	bool lane;
+	bool has_lane;
 
 	sfr__lock(&engine->mu);
 	engine->stopping = true;
-	lane = engine->started;
+	has_lane = engine->started;
 	pthread_cond_broadcast(&engine->cv_lane);
 	pthread_cond_broadcast(&engine->cv_writer);
 	pthread_cond_broadcast(&engine->cv_copier);
 	sfr__unlock(&engine->mu);
 	/* cannot fail: each thread was started here and is joined once */
-	if (lane)
+	if (has_lane)
 		(void)sfr_sys.thread_join(engine->lane, NULL);
 	for (uint32_t i = 0; i < engine->nr_writers; i++)
 		(void)sfr_sys.thread_join(engine->writers[i], NULL);

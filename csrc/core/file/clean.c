@@ -1,6 +1,6 @@
 /* Removes the temporaries of dead writers. Each save cleans the directory that it writes to.
  *
- *   file                    removed while its lock is held
+ *   file                    removed while this process has its lock
  *   temporary directory     removed with its contents; after an exchange it is the old directory
  *   directory moved aside   put back if nothing has its name, else removed
  *
@@ -16,8 +16,8 @@
 /* A directory whose dead temporaries are being removed. */
 struct cleaning {
 	const char *path;
-	int dir;                      /* open descriptor of the directory */
-	char boot[SFR__BOOT_LEN + 1]; /* the machine's current boot */
+	int dir_fd;                      /* open descriptor of the directory */
+	char boot_id[SFR__BOOT_LEN + 1]; /* of the machine's current boot */
 };
 
 /* Syncs the parent, then removes the directory. If this fails, the next save tries again. */
@@ -35,31 +35,32 @@ static void put_back(const struct cleaning *cleaning, const char *name, const ch
 {
 	struct stat st;
 
-	if (sfr_sys.lstat(cleaning->dir, parsed->target, &st) == 0) {
+	if (sfr_sys.lstat(cleaning->dir_fd, parsed->former_name, &st) == 0) {
 		remove_directory(cleaning, path);
 		return;
 	}
-	if (errno == ENOENT && sfr_sys.rename(cleaning->dir, name, parsed->target) == 0)
+	if (errno == ENOENT && sfr_sys.rename(cleaning->dir_fd, name, parsed->former_name) == 0)
 		sfr__notice_text("%s/%s was put back: the save that was to replace it did not end",
-				 cleaning->path, parsed->target);
+				 cleaning->path, parsed->former_name);
 }
 
+/* Sends a notice of a temporary whose writer cannot be examined here. */
 static void report_foreign(const struct cleaning *cleaning, const char *path,
 			   const struct sfr__tmp_name *parsed)
 {
-	if (!sfr__tmp_remember(path)) /* it was reported before */
+	if (!sfr__tmp_mark_reported(path)) /* it was reported before */
 		return;
 	if (parsed->kind == SFR__TMP_OLD)
 		sfr__notice_text("%s is what %s/%s was before a save on another machine or in an "
 				 "earlier boot: rename it back if that save did not end",
-				 path, cleaning->path, parsed->target);
+				 path, cleaning->path, parsed->former_name);
 	else
 		sfr__notice_text("%s is a temporary file of another machine or an earlier "
 				 "boot: remove it if no save there uses it",
 				 path);
 }
 
-/* Removes a temporary or puts it back if its writer is dead. `path` ends in `name`. */
+/* Removes a temporary, or puts it back, if its writer is dead. `path` ends in `name`. */
 static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
 		      const struct sfr__tmp_name *parsed)
 {
@@ -67,15 +68,15 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 	enum sfr__tmp_life life;
 	int fd, code;
 
-	if (strcmp(parsed->boot, cleaning->boot) != 0) {
+	if (strcmp(parsed->boot_id, cleaning->boot_id) != 0) {
 		report_foreign(cleaning, path, parsed);
 		return;
 	}
 	if (sfr__tmp_is_ours(parsed))
 		return;
-	memcpy(lock_name, name, parsed->len); /* without the ending of a directory's name */
-	lock_name[parsed->len] = 0;
-	life = sfr__tmp_examine(cleaning->dir, lock_name, &fd, &code);
+	memcpy(lock_name, name, parsed->lock_name_len); /* without a directory's ".d" or ".old-" */
+	lock_name[parsed->lock_name_len] = 0;
+	life = sfr__tmp_examine(cleaning->dir_fd, lock_name, &fd, &code);
 	if (life == SFR__TMP_UNKNOWN)
 		sfr__tmp_report_unknown(path, code);
 	if (life == SFR__TMP_DEAD || life == SFR__TMP_GONE) {
@@ -85,13 +86,13 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 			put_back(cleaning, name, path, parsed);
 		else if (life == SFR__TMP_DEAD)
 			/* if this fails, the next save tries again */
-			(void)sfr_sys.unlink(cleaning->dir, name);
+			(void)sfr_sys.unlink(cleaning->dir_fd, name);
 	}
 	if (fd >= 0)
 		(void)sfr__fd_close(fd); /* nothing was written to it */
 }
 
-/* For sfr__dir_each. Returns 0 or -ENOMEM. */
+/* Called by sfr__dir_each for each name. Returns 0 or -ENOMEM. */
 static int clean_name(void *arg, const char *name)
 {
 	const struct cleaning *cleaning = arg;
@@ -110,9 +111,10 @@ static int clean_name(void *arg, const char *name)
 
 void sfr__tmp_clean(int dir, const char *dir_path)
 {
-	struct cleaning cleaning = { .path = dir_path, .dir = dir };
+	struct cleaning cleaning = { .path = dir_path, .dir_fd = dir };
 
-	if (sfr__tmp_boot(cleaning.boot)) /* without the boot id nobody is known to be dead */
-		/* on failure the next save tries again */
-		(void)sfr__dir_each(dir_path, clean_name, &cleaning);
+	if (!sfr__tmp_get_boot_id(cleaning.boot_id))
+		return; /* no temporary is known to be of this boot */
+	/* on failure the next save tries again */
+	(void)sfr__dir_each(dir_path, clean_name, &cleaning);
 }

@@ -29,7 +29,7 @@ int sfr__dir_each(const char *dir, int (*each)(void *arg, const char *name), voi
 		errno = 0;
 		entry = sfr_sys.readdir(stream);
 		if (!entry) {
-			rc = -errno;
+			rc = -errno; /* 0 after the last entry */
 			break;
 		}
 		if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
@@ -48,5 +48,7 @@ int sfr__dir_sync(const char *dir)
 		return fd;
 	rc = sfr_sys.fsync(fd) < 0 ? -errno : 0;
 	(void)sfr__fd_close(fd); /* nothing was written */
-	return rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS ? 0 : rc;
+	if (rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS)
+		return 0; /* the file system cannot sync directories */
+	return rc;
 }

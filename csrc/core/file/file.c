@@ -55,7 +55,7 @@
 
 static const _Alignas(SFR_PAGE) char zero_page[SFR_PAGE];
 
-/* Sets *err unless it has an error. Returns `code`. */
+/* Sets *err, unless it has an error already. Returns `code`. */
 static int fail(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
 {
 	sfr__err_set(err, code, phase, note);
@@ -82,29 +82,30 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 
 /* ---- unanswered calls ---- */
 
-/* These enclose each call to the file system that may hang, so that other threads notice. */
+/* Called before and after each call to the file system that may hang, so that other threads see it
+ * (sfr__file_unanswered_since). */
 static void begin_call(struct sfr__file *f)
 {
-	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
-	atomic_fetch_add(&f->nr_asked, 1);
+	atomic_store_explicit(&f->progress_ns, sfr__now_ns(), memory_order_relaxed);
+	atomic_fetch_add(&f->nr_unanswered, 1);
 }
 
 static void end_call(struct sfr__file *f)
 {
-	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
-	atomic_fetch_sub(&f->nr_asked, 1);
+	atomic_store_explicit(&f->progress_ns, sfr__now_ns(), memory_order_relaxed);
+	atomic_fetch_sub(&f->nr_unanswered, 1);
 }
 
-uint64_t sfr__file_asked_since(const struct sfr__file *f)
+uint64_t sfr__file_unanswered_since(const struct sfr__file *f)
 {
-	return atomic_load(&f->nr_asked) ?
-		       atomic_load_explicit(&f->asked_ns, memory_order_relaxed) :
-		       0;
+	if (atomic_load(&f->nr_unanswered) == 0)
+		return 0;
+	return atomic_load_explicit(&f->progress_ns, memory_order_relaxed);
 }
 
 /* ---- open ---- */
 
-/* `why` is the end of a sentence. */
+/* Writes through the page cache from now on. `why` completes a sentence for the save's report. */
 static void go_buffered(struct sfr__file *f, const char *why)
 {
 	f->io_mode = SFR_IO_BUFFERED;
@@ -132,8 +133,8 @@ static int write_page(int fd)
 	return -EINTR;
 }
 
-/* Sets io_mode. Tries a real write, because some file systems accept the flag but refuse the write.
- * Returns 0 or -errno. */
+/* Sets io_mode to direct or buffered. Tries a real write, because some file systems accept O_DIRECT
+ * but refuse the write. Returns 0 or -errno. */
 static int try_direct(struct sfr__file *f)
 {
 	char why[96];
@@ -179,7 +180,8 @@ static int reserve_space(struct sfr__file *f)
 	return 0;
 }
 
-/* A directory that is synced must be readable. Returns 0 or -errno. */
+/* Opens the directory for reading only if it is synced; O_PATH also works without permission to
+ * read. Returns 0 or -errno. */
 static int open_directory(struct sfr__file *f)
 {
 	int fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
@@ -240,21 +242,23 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_WRITE, NULL);
 	while (len) {
-		size_t want = len < WRITE_BYTES ? len : WRITE_BYTES, done;
-		SFR__TRACE(SFR_TRACE_WRITE, 0, want);
+		size_t chunk_len = len < WRITE_BYTES ? len : WRITE_BYTES, done;
+		SFR__TRACE(SFR_TRACE_WRITE, 0, chunk_len);
 		ssize_t put;
 		int code;
 
 		begin_call(f);
-		put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
+		put = sfr_sys.pwrite(f->fd, bytes, chunk_len, (off_t)off);
 		code = put < 0 ? -errno : -EIO; /* -EIO: nothing was written, without an error */
 		end_call(f);
 		if (put == 0 || (put < 0 && code != -EINTR))
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
 		if (put < 0)
-			done = 0;
+			done = 0; /* interrupted by a signal */
+		else if ((size_t)put == chunk_len)
+			done = chunk_len;
 		else
-			done = (size_t)put == want ? want : count_written(f, (size_t)put);
+			done = count_written(f, (size_t)put);
 		stalled = done ? 0 : stalled + 1;
 		if (stalled == SFR__EINTR_TRIES)
 			return fail(err, code, SFR_PHASE_WRITE, "no progress");
@@ -267,7 +271,7 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 /* ---- sync and commit ---- */
 
-/* The last block was written in whole pages. Returns 0 or -errno. */
+/* Cuts off the padding of the last page. Returns 0 or -errno. */
 static int cut_to_length(struct sfr__file *f)
 {
 	int rc = -EINTR;
@@ -304,8 +308,9 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 	return 0;
 }
 
-/* Refuses to replace a pipe, a device or a socket, which rename would replace. Not checked at the
- * open, because an earlier entry of the log may still remove the name. Returns 0 or -errno. */
+/* Returns 0 if the destination may be replaced, else -errno: -EISDIR for a directory, -EINVAL for a
+ * pipe, device or socket. Not checked at the open, because an earlier entry of the log may still
+ * remove the name. */
 static int check_destination(const struct sfr__file *f)
 {
 	struct stat st;
@@ -317,15 +322,15 @@ static int check_destination(const struct sfr__file *f)
 	return S_ISDIR(st.st_mode) ? -EISDIR : -EINVAL;
 }
 
-/* Refuses the commit if another directory has replaced this one since the open: the old one, with
- * the new file, is removed soon. Both are on one file system, so inodes suffice. 0 or -ESTALE. */
+/* Returns -ESTALE if the path leads to another directory than at the open, because the opened one,
+ * with the new file, is removed soon. Else 0. Both are on one file system, so inodes suffice. */
 static int check_directory(const struct sfr__file *f)
 {
-	struct stat held, there;
+	struct stat opened, at_path;
 
-	if (sfr_sys.lstat(AT_FDCWD, f->dir, &there) < 0 || sfr_sys.fstat(f->dir_fd, &held) < 0)
-		return 0; /* moved: the file goes with the directory */
-	return held.st_ino == there.st_ino ? 0 : -ESTALE;
+	if (sfr_sys.lstat(AT_FDCWD, f->dir, &at_path) < 0 || sfr_sys.fstat(f->dir_fd, &opened) < 0)
+		return 0; /* the directory was moved: the file goes with it */
+	return opened.st_ino == at_path.st_ino ? 0 : -ESTALE;
 }
 
 /* Returns 0 or -errno; 0 also if the file system cannot sync directories. */
@@ -382,7 +387,7 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 
 void sfr__file_fini(struct sfr__file *f)
 {
-	/* In a forked child the temporary is the parent's, and the descriptors are closed. */
+	/* A forked child must not remove its parent's temporary, and its descriptors are closed. */
 	bool ours = f->state != SFR__FILE_NONE && f->fork_generation == sfr_fork_generation();
 
 	begin_call(f);
@@ -390,7 +395,7 @@ void sfr__file_fini(struct sfr__file *f)
 		/* if this fails, the next save removes it */
 		(void)sfr_sys.unlink(f->dir_fd, f->tmp.name);
 	if (ours)
-		sfr__tmp_forget(&f->tmp);
+		sfr__tmp_unlist(&f->tmp);
 	if (ours && f->fd >= 0)
 		(void)sfr__fd_close(f->fd); /* synced or discarded: nothing can be lost */
 	if (ours && f->dir_fd >= 0)

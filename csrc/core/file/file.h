@@ -31,10 +31,10 @@ struct sfr__tmp {
 
 /* Makes and locks a temporary in the open directory `dir`, and lists it as live. Returns 0 with the
  * temporary's descriptor in *fd_out, or the code that it puts into `err`. After success the caller
- * calls sfr__tmp_forget and then closes the descriptor. */
+ * calls sfr__tmp_unlist and then closes the descriptor. */
 int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err);
 /* Removes a temporary from the list of live ones, before its descriptor is closed. Idempotent. */
-void sfr__tmp_forget(struct sfr__tmp *tmp);
+void sfr__tmp_unlist(struct sfr__tmp *tmp);
 /* Returns whether `path`, whose last component is `name`, is a temporary that may be live. */
 bool sfr__tmp_may_be_live(const char *path, const char *name);
 
@@ -49,8 +49,8 @@ void sfr__tmp_clean(int dir, const char *path);
 
 /* The state of a file; file.c has the diagram. */
 enum sfr__file_state {
-	SFR__FILE_NONE, /* all zero, or after fini */
-	SFR__FILE_NAMED,
+	SFR__FILE_NONE,  /* all zero, or after fini */
+	SFR__FILE_NAMED, /* initialised, not opened */
 	SFR__FILE_OPEN,
 	SFR__FILE_SYNCED,
 	SFR__FILE_RENAMED, /* renamed, but syncing the directory failed */
@@ -67,16 +67,17 @@ struct sfr__file {
 	uint32_t io_mode;          /* SFR_IO_* */
 	bool durable;              /* sync the file and the directory */
 	bool renamed;              /* the destination's name leads to this file */
-	atomic_uint nr_asked;      /* calls to the file system that have not returned */
-	_Atomic uint64_t asked_ns; /* when such a call last began or returned: sfr__now_ns */
-	char why_buffered[160];    /* why the page cache was used; "" if it was not */
-	char why_unsynced[160];    /* why the directory was not synced; "" if it was */
+	atomic_uint nr_unanswered; /* calls to the file system that have not returned */
+	_Atomic uint64_t progress_ns; /* sfr__now_ns when such a call last began or returned */
+	char why_buffered[160];       /* why the page cache was used; "" if it was not */
+	char why_unsynced[160];       /* why the directory was not synced; "" if it was */
 	enum sfr__file_state state;
-	uint64_t fork_generation; /* of the maker */
+	uint64_t fork_generation; /* of the process that called sfr__file_init */
 	struct sfr__tmp tmp;      /* in a list: the struct must not move between open and fini */
 };
 
-/* Initialises a file of `len` bytes, to be dir/name; copies both. Returns 0 or -ENOMEM. */
+/* Initialises the struct for a file of `len` bytes, with copies of the strings `dir` and `name`.
+ * Returns 0 or -ENOMEM. */
 int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint64_t len,
 		   bool durable);
 /* Opens and cleans the directory, makes and locks the temporary, tests O_DIRECT, reserves space.
@@ -96,17 +97,17 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err);
 int sfr__file_commit(struct sfr__file *f, struct sfr_err *err);
 /* Returns the time (sfr__now_ns) when a call to the file system last began or returned, or 0 if no
  * call is under way. Any thread may call it. */
-uint64_t sfr__file_asked_since(const struct sfr__file *f);
+uint64_t sfr__file_unanswered_since(const struct sfr__file *f);
 /* Removes the temporary unless it was renamed, closes the descriptors and frees the names. Callable
- * in any state; idempotent. In a forked child it only frees. */
+ * in any state; idempotent. In a forked child only frees the names. */
 void sfr__file_fini(struct sfr__file *f);
 /* Removes a file, link or directory tree; a missing name is no error. Keeps live temporaries, and
- * the directories above them. If a name cannot be removed, the others still are. But if the
- * metadata of a distributed checkpoint cannot be removed, its data files are kept. *answered_ns,
- * unless NULL, gets the time (sfr__now_ns) before each name, because a large tree takes long.
- * Returns 0, or the first error, which is also in `err`. */
+ * the directories above them. Goes on after an error. But if the metadata of a distributed
+ * checkpoint cannot be removed, its data files are kept. *answered_ns, unless NULL, gets the time
+ * (sfr__now_ns) before each name, which shows that a long remove makes progress. Returns 0, or the
+ * first error, which is also in `err`. */
 int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err);
-/* Does the same for a directory that only its maker uses. Keeps no temporaries. */
-int sfr__file_remove_own(const char *path, struct sfr_err *err);
+/* Does the same, but removes live temporaries too: for a directory that no other save uses. */
+int sfr__file_remove_all(const char *path, struct sfr_err *err);
 
 #endif

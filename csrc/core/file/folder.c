@@ -50,17 +50,17 @@ enum state {
 
 struct sfr_folder {
 	char *dir, *name;    /* the parent's path, and the destination's name in it */
-	int dir_fd, lock_fd; /* descriptors of the parent and of the lock's file; -1: none */
+	int dir_fd, lock_fd; /* descriptors of the parent and of the lock file; -1: none */
 	bool durable;
 	enum state state;
 	uint64_t fork_generation;
-	struct sfr__tmp tmp;                   /* the lock */
-	char temporary[SFR__TMP_NAME_LEN + 2]; /* name of the temporary directory; ".d" added */
-	char *path;                            /* its path */
-	char *aside; /* name of the old directory that was moved aside; NULL: none was */
+	struct sfr__tmp tmp;                        /* the lock file */
+	char temporary_name[SFR__TMP_NAME_LEN + 2]; /* the temporary directory: tmp.name + ".d" */
+	char *temporary_path;                       /* NULL before sfr_folder_open */
+	char *aside_name; /* hidden name of the old directory after step 4a; else NULL */
 };
 
-/* Records a failed step and returns `code`. */
+/* Changes the state after a failed step, and sets *err. Returns `code`. */
 static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_phase phase,
 		const char *note)
 {
@@ -69,10 +69,10 @@ static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_ph
 	return code;
 }
 
-/* Refuses a call in the wrong order, or in a forked child. */
-static int check_state(const struct sfr_folder *f, enum state wanted, struct sfr_err *err)
+/* Returns 0, SFR_ESTATE if the state is not the required one, or SFR_EFORK in a forked child. */
+static int check_state(const struct sfr_folder *f, enum state required, struct sfr_err *err)
 {
-	int rc = f->state == wanted ? 0 : SFR_ESTATE;
+	int rc = f->state == required ? 0 : SFR_ESTATE;
 
 	if (f->fork_generation != sfr_fork_generation())
 		rc = SFR_EFORK;
@@ -111,7 +111,7 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 
 	if (rc < 0)
 		return rc;
-	/* A directory that is synced must be readable. */
+	/* opened for reading only if it is synced; O_PATH also works without permission to read */
 	f->dir_fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
 	if (f->dir_fd < 0)
 		return fail(f, err, f->dir_fd, SFR_PHASE_OPEN,
@@ -122,13 +122,13 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 		f->state = BROKEN;
 		return rc;
 	}
-	(void)snprintf(f->temporary, sizeof(f->temporary), "%.*s.d", SFR__TMP_NAME_LEN - 1,
-		       f->tmp.name);
-	f->path = sfr__path_join(f->dir, f->temporary);
-	if (!f->path)
+	(void)snprintf(f->temporary_name, sizeof(f->temporary_name), "%.*s.d",
+		       SFR__TMP_NAME_LEN - 1, f->tmp.name);
+	f->temporary_path = sfr__path_join(f->dir, f->temporary_name);
+	if (!f->temporary_path)
 		return fail(f, err, -ENOMEM, SFR_PHASE_OPEN, NULL);
 	/* subject to the umask, like any directory */
-	if (sfr_sys.mkdir(f->dir_fd, f->temporary, 0777) < 0)
+	if (sfr_sys.mkdir(f->dir_fd, f->temporary_name, 0777) < 0)
 		return fail(f, err, -errno, SFR_PHASE_OPEN,
 			    "the temporary directory next to the destination");
 	f->state = OPEN;
@@ -137,29 +137,29 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 
 const char *sfr_folder_path(const struct sfr_folder *f)
 {
-	return f->path;
+	return f->temporary_path;
 }
 
 /* ---- syncing a tree ---- */
 
-/* A directory of the tree, in one of the two lists of a walk. */
+/* A directory, in one of the two lists of a walk. */
 struct node {
 	struct node *next;
 	char path[];
 };
 
-/* A walk through a tree. */
+/* A walk through the temporary directory and everything below it. */
 struct walk {
-	struct node *todo; /* directories whose entries were not visited yet */
-	struct node *seen; /* visited directories, each before its parent */
-	const char *dir;   /* the directory being visited */
-	size_t top_len;    /* length of the tree's path, which messages leave out */
-	bool durable;      /* sync the files */
-	uint64_t nbytes;   /* of all files so far */
+	struct node *todo;    /* directories whose entries were not visited yet */
+	struct node *visited; /* a directory comes before its parent */
+	const char *dir;      /* the directory being visited */
+	size_t top_len;       /* length of the part of each path that messages leave out */
+	bool durable;         /* sync the files */
+	uint64_t nbytes;      /* of all files so far */
 	struct sfr_err *err;
 };
 
-/* Sets *w->err with the path inside the tree, and returns `code`. */
+/* Sets *w->err, with the path relative to the temporary directory as the note. Returns `code`. */
 static int fail_walk(struct walk *w, int code, const char *path)
 {
 	const char *rest = path + w->top_len;
@@ -168,7 +168,8 @@ static int fail_walk(struct walk *w, int code, const char *path)
 	return code;
 }
 
-/* Other programs write here too, so the file may be unreadable or gone. Returns 0 or -errno. */
+/* Returns 0 or -errno. Other programs write to the directory too, so the file may be gone, which is
+ * no error, or unreadable. */
 static int sync_file(const char *path)
 {
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
@@ -183,6 +184,7 @@ static int sync_file(const char *path)
 	return rc;
 }
 
+/* Puts a directory on the list w->todo. Returns 0 or -ENOMEM. */
 static int push_directory(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
@@ -196,7 +198,7 @@ static int push_directory(struct walk *w, const char *path)
 	return 0;
 }
 
-/* Lists a directory to be visited later, or syncs a file. Returns 0 or -errno. */
+/* Puts a directory on the list, or syncs a file. Returns 0 or -errno. */
 static int visit(struct walk *w, const char *path)
 {
 	struct stat st;
@@ -206,12 +208,12 @@ static int visit(struct walk *w, const char *path)
 	if (S_ISDIR(st.st_mode))
 		return push_directory(w, path);
 	if (!S_ISREG(st.st_mode))
-		return 0;
+		return 0; /* a link, pipe or device has no bytes to sync */
 	w->nbytes += (uint64_t)st.st_size;
 	return w->durable ? sync_file(path) : 0;
 }
 
-/* For sfr__dir_each: visits one entry of w->dir. Returns 0 or -errno, which is in w->err. */
+/* Called by sfr__dir_each for each name in w->dir. Returns 0 or -errno, which is also in w->err. */
 static int visit_name(void *arg, const char *name)
 {
 	struct walk *w = arg;
@@ -224,7 +226,7 @@ static int visit_name(void *arg, const char *name)
 	return rc;
 }
 
-/* Visits every directory after its parent. Returns 0 or -errno, which is in w->err. */
+/* Visits all directories, each after its parent. Returns 0 or -errno, which is also in w->err. */
 static int visit_all(struct walk *w)
 {
 	while (w->todo) {
@@ -232,10 +234,22 @@ static int visit_all(struct walk *w)
 		int rc;
 
 		w->todo = node->next;
-		node->next = w->seen;
-		w->seen = node;
+		node->next = w->visited;
+		w->visited = node;
 		w->dir = node->path;
 		rc = sfr__dir_each(node->path, visit_name, w);
+		if (rc < 0)
+			return fail_walk(w, rc, node->path);
+	}
+	return 0;
+}
+
+/* Syncs the visited directories, deepest first. Returns 0 or -errno, which is also in w->err. */
+static int sync_directories(struct walk *w)
+{
+	for (const struct node *node = w->visited; node; node = node->next) {
+		int rc = sfr__dir_sync(node->path);
+
 		if (rc < 0)
 			return fail_walk(w, rc, node->path);
 	}
@@ -260,19 +274,16 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 	*nbytes = 0;
 	if (rc < 0)
 		return rc;
-	w.top_len = strlen(f->path);
-	rc = push_directory(&w, f->path);
+	w.top_len = strlen(f->temporary_path);
+	rc = push_directory(&w, f->temporary_path);
 	if (rc == 0)
 		rc = visit_all(&w);
-	for (const struct node *node = w.seen; node && rc == 0 && f->durable; node = node->next) {
-		rc = sfr__dir_sync(node->path);
-		if (rc < 0)
-			(void)fail_walk(&w, rc, node->path);
-	}
+	if (rc == 0 && f->durable)
+		rc = sync_directories(&w);
 	free_nodes(w.todo);
-	free_nodes(w.seen);
+	free_nodes(w.visited);
 	if (rc < 0)
-		/* *err usually has the error already, with its path */
+		/* *err keeps the error that the walk has put there, with the path */
 		return fail(f, err, rc, SFR_PHASE_SYNC, NULL);
 	*nbytes = w.nbytes;
 	f->state = SYNCED;
@@ -281,48 +292,51 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 
 /* ---- the commit ---- */
 
+/* Returns whether this error means that the file system cannot exchange two names. */
 static bool means_no_exchange(int code)
 {
 	return code == -EINVAL || code == -ENOSYS || code == -ENOTSUP;
 }
 
-/* Does steps 4a and 4b. Returns 0, or -errno, possibly with a constant sentence in *note. */
+/* Does steps 4a and 4b: moves the old directory aside and renames the new one. Returns 0 or -errno.
+ * After an error *note may be a constant sentence about it. */
 static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 {
 	size_t len = strlen(f->tmp.name) + sizeof(".old-") + strlen(f->name);
 	int rc;
 
-	f->aside = sfr_sys.malloc(len);
-	if (!f->aside)
+	f->aside_name = sfr_sys.malloc(len);
+	if (!f->aside_name)
 		return -ENOMEM;
-	(void)snprintf(f->aside, len, "%s.old-%s", f->tmp.name, f->name);
-	if (sfr_sys.rename(f->dir_fd, f->name, f->aside) < 0) {
+	(void)snprintf(f->aside_name, len, "%s.old-%s", f->tmp.name, f->name);
+	if (sfr_sys.rename(f->dir_fd, f->name, f->aside_name) < 0) {
 		*note = "moving the old directory aside";
 		return -errno;
 	}
-	if (sfr_sys.rename(f->dir_fd, f->temporary, f->name) == 0)
+	if (sfr_sys.rename(f->dir_fd, f->temporary_name, f->name) == 0)
 		return 0;
 	rc = -errno;
-	if (sfr_sys.rename(f->dir_fd, f->aside, f->name) < 0)
+	if (sfr_sys.rename(f->dir_fd, f->aside_name, f->name) < 0)
 		*note = "the old directory has a hidden name until the next save there";
 	return rc;
 }
 
-/* Does step 4. Returns as replace_with_two_renames. */
+/* Does step 4: exchanges the new directory with the destination, or renames it if there is none.
+ * Returns 0 or -errno. After an error *note may be a constant sentence about it. */
 static int exchange_or_rename(struct sfr_folder *f, const char **note)
 {
 	struct stat st;
 	int rc = sfr_sys.lstat(f->dir_fd, f->name, &st) < 0 ? -errno : 0;
 
 	if (rc == -ENOENT)
-		return sfr_sys.rename(f->dir_fd, f->temporary, f->name) < 0 ? -errno : 0;
+		return sfr_sys.rename(f->dir_fd, f->temporary_name, f->name) < 0 ? -errno : 0;
 	if (rc < 0)
 		return rc;
 	if (!S_ISDIR(st.st_mode)) {
 		*note = "the path is not a directory";
 		return -ENOTDIR;
 	}
-	rc = sfr_sys.exchange(f->dir_fd, f->temporary, f->name) < 0 ? -errno : 0;
+	rc = sfr_sys.exchange(f->dir_fd, f->temporary_name, f->name) < 0 ? -errno : 0;
 	return means_no_exchange(rc) ? replace_with_two_renames(f, note) : rc;
 }
 
@@ -346,7 +360,7 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 
 /* ---- the end ---- */
 
-/* Removes the directory `name` next to the destination. Returns 0 or the code in `err`. */
+/* Removes the directory `name` in the parent. Returns 0, or an error that is also in `err`. */
 static int remove_hidden(const struct sfr_folder *f, const char *name, struct sfr_err *err)
 {
 	char *path = sfr__path_join(f->dir, name);
@@ -356,7 +370,7 @@ static int remove_hidden(const struct sfr_folder *f, const char *name, struct sf
 		sfr__err_set(err, -ENOMEM, SFR_PHASE_REMOVE, NULL);
 		return -ENOMEM;
 	}
-	rc = sfr__file_remove_own(path, err);
+	rc = sfr__file_remove_all(path, err);
 	sfr_sys.free(path);
 	return rc;
 }
@@ -367,18 +381,19 @@ int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
 
 	if (f->fork_generation != sfr_fork_generation() || f->state == CLEARED)
 		return 0;
-	/* After an exchange the old directory has the temporary name. */
-	if (f->path && f->state != PLACED)
-		rc = remove_hidden(f, f->temporary, err);
-	if (f->aside && f->state == DONE) {
-		aside_rc = remove_hidden(f, f->aside, err);
+	/* The temporary name is that of the new directory before a commit; after an exchange, that
+	 * of the old one. PLACED: the old directory stays until the parent is synced. */
+	if (f->temporary_path && f->state != PLACED)
+		rc = remove_hidden(f, f->temporary_name, err);
+	if (f->aside_name && f->state == DONE) {
+		aside_rc = remove_hidden(f, f->aside_name, err);
 		if (rc == 0)
 			rc = aside_rc;
 	}
 	if (f->lock_fd >= 0)
 		/* if this fails, the next save removes it */
 		(void)sfr_sys.unlink(f->dir_fd, f->tmp.name);
-	sfr__tmp_forget(&f->tmp);
+	sfr__tmp_unlist(&f->tmp);
 	if (f->lock_fd >= 0)
 		(void)sfr__fd_close(f->lock_fd); /* nothing was written to it */
 	if (f->dir_fd >= 0)
@@ -395,8 +410,8 @@ void sfr_folder_free(struct sfr_folder *f)
 	if (!f)
 		return;
 	(void)sfr_folder_clear(f, &err); /* the next save removes the rest */
-	sfr_sys.free(f->aside);
-	sfr_sys.free(f->path);
+	sfr_sys.free(f->aside_name);
+	sfr_sys.free(f->temporary_path);
 	sfr_sys.free(f->name);
 	sfr_sys.free(f->dir);
 	sfr_sys.free(f);

@@ -5,7 +5,7 @@
  * on the list; then the empty directory is removed. Links are removed, never followed. The walk
  * trusts other processes not to replace a directory by a link meanwhile.
  *
- * A live temporary is kept: its save was submitted after the remove. sfr__file_remove_own keeps
+ * A live temporary is kept: its save was submitted after the remove. sfr__file_remove_all keeps
  * nothing.
  *
  * A directory with a file `.metadata` is a checkpoint of torch.distributed.checkpoint (DCP). In it
@@ -20,8 +20,8 @@
 
 #include "file/file.h"
 
-/* scans of one directory: some file systems skip an entry while others are removed */
-#define NR_SCANS 8
+/* How often a directory is scanned. Some file systems skip entries if a scan removes entries. */
+#define MAX_SCANS 8
 
 /* A directory still to be removed. */
 struct node {
@@ -32,10 +32,10 @@ struct node {
 
 struct walk {
 	struct node *todo;             /* a subdirectory comes before its parent */
-	bool kept;                     /* a live temporary was kept */
-	bool keeps_none;               /* remove live temporaries too */
+	bool kept_any;                 /* a live temporary was kept */
+	bool removes_live;             /* live temporaries are removed too */
 	_Atomic uint64_t *answered_ns; /* gets the time before each name; or NULL */
-	struct sfr_err *err;           /* the first error; the walk goes on */
+	struct sfr_err *err;           /* the first error, after which the walk goes on */
 };
 
 static void keep_error(struct walk *w, int code)
@@ -43,6 +43,7 @@ static void keep_error(struct walk *w, int code)
 	sfr__err_set(w->err, code, SFR_PHASE_REMOVE, NULL);
 }
 
+/* Puts a directory at the head of the list. */
 static void push_directory(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
@@ -58,8 +59,8 @@ static void push_directory(struct walk *w, const char *path)
 	w->todo = node;
 }
 
-/* Removes a file or link, or lists a directory. Keeps a live temporary. `name` is the last
- * component of `path`; NULL for the tree itself, which is not kept. */
+/* Removes a file or link, or puts a directory on the list. Keeps a live temporary. `name` is the
+ * last component of `path`; or NULL for the tree itself, which is never kept. */
 static void remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
@@ -72,9 +73,9 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 			keep_error(w, -errno);
 		return;
 	}
-	may_stay = name && !w->keeps_none && (S_ISREG(st.st_mode) || S_ISDIR(st.st_mode));
+	may_stay = name && !w->removes_live && (S_ISREG(st.st_mode) || S_ISDIR(st.st_mode));
 	if (may_stay && sfr__tmp_may_be_live(path, name)) {
-		w->kept = true;
+		w->kept_any = true;
 	} else if (S_ISDIR(st.st_mode)) {
 		push_directory(w, path);
 	} else if (sfr_sys.unlink(AT_FDCWD, path) < 0 && errno != ENOENT) {
@@ -89,7 +90,7 @@ struct visit {
 	bool is_dcp; /* the directory is, or was, a checkpoint of DCP */
 };
 
-/* For sfr__dir_each. Returns 0 or -ENOMEM. */
+/* Called by sfr__dir_each for each name. Returns 0 or -ENOMEM. */
 static int remove_entry(void *arg, const char *name)
 {
 	const struct visit *visit = arg;
@@ -107,13 +108,13 @@ static void remove_contents(struct walk *w, const char *dir)
 	struct visit visit = { .walk = w, .dir = dir };
 	int rc = sfr__dir_each(dir, remove_entry, &visit);
 
-	if (rc < 0 && rc != -ENOENT)
+	if (rc < 0 && rc != -ENOENT) /* -ENOENT: another program has removed it */
 		keep_error(w, rc);
 }
 
 /* ---- checkpoints of DCP ---- */
 
-/* Also true for a name such as `__3.metadata`, which a rank writes if it saves alone. */
+/* Also accepts a name such as `__3.metadata`, which a rank writes if it saves alone. */
 static bool is_metadata_file(const char *name)
 {
 	if (strncmp(name, "__", 2) == 0) {
@@ -131,7 +132,7 @@ static bool is_data_file(const char *name)
 	return dot && strcmp(dot, ".distcp") == 0;
 }
 
-/* Returns 0 or -errno; 0 if there is no such file. */
+/* Removes a file of a directory. Returns 0 or -errno; 0 also if there is no such file. */
 static int unlink_in(const char *dir, const char *name)
 {
 	char *path = sfr__path_join(dir, name);
@@ -144,7 +145,8 @@ static int unlink_in(const char *dir, const char *name)
 	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is not metadata */
 }
 
-/* For sfr__dir_each: removes metadata, and finds out whether this is a checkpoint of DCP. */
+/* Called by sfr__dir_each for each name. Removes metadata files, and sets visit->is_dcp if the name
+ * belongs to DCP. Returns 0 or -errno. */
 static int remove_if_metadata(void *arg, const char *name)
 {
 	struct visit *visit = arg;
@@ -155,7 +157,7 @@ static int remove_if_metadata(void *arg, const char *name)
 }
 
 /* If the directory is a checkpoint of DCP, removes its metadata and syncs. Returns false if that
- * failed; then nothing else in it may be removed. */
+ * failed: then nothing else in the directory may be removed. */
 static bool remove_metadata(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
@@ -171,11 +173,10 @@ static bool remove_metadata(struct walk *w, const char *dir)
 }
 
 /* Visits the directory at the head of the list: removes its files at the first visit, the empty
- * directory later. If it is not empty after all, scans it again, up to NR_SCANS times. */
+ * directory at the second. If it is not empty then, scans it again, up to MAX_SCANS times. */
 static void step_directory(struct walk *w)
 {
 	struct node *node = w->todo;
-	int code;
 
 	if (node->nr_scans == 0) {
 		node->nr_scans = 1;
@@ -184,23 +185,21 @@ static void step_directory(struct walk *w)
 		return; /* subdirectories now on the list come first */
 	}
 	while (sfr_sys.rmdir(node->path) < 0) {
-		code = -errno;
+		const int code = -errno;
+		const bool is_not_empty = code == -ENOTEMPTY || code == -EEXIST;
+
 		if (code == -ENOENT)
+			break; /* another program has removed it */
+		if (is_not_empty && (w->kept_any || w->err->code))
+			break; /* an entry was kept or cannot be removed */
+		if (!is_not_empty || node->nr_scans >= MAX_SCANS) {
+			keep_error(w, code);
 			break;
-		if (code == -ENOTEMPTY || code == -EEXIST) {
-			/* an entry was kept or cannot be removed */
-			if (w->kept || w->err->code)
-				break;
-			if (node->nr_scans < NR_SCANS) {
-				node->nr_scans++;
-				remove_contents(w, node->path);
-				if (w->todo != node)
-					return; /* the scan has found a subdirectory */
-				continue;
-			}
 		}
-		keep_error(w, code);
-		break;
+		node->nr_scans++;
+		remove_contents(w, node->path);
+		if (w->todo != node)
+			return; /* the scan has found a subdirectory, which comes first */
 	}
 	w->todo = node->next; /* the node is still the head of the list */
 	sfr_sys.free(node);
@@ -209,16 +208,16 @@ static void step_directory(struct walk *w)
 /* Returns 0 or the first error, which is also in `err`. */
 static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 {
-	/* `err` may have an earlier error, and the walk must know its own. */
-	struct sfr_err own = { .index = -1 };
+	/* not `err`, which may have an error from before this walk */
+	struct sfr_err walk_err = { .index = -1 };
 
-	walk->err = &own;
+	walk->err = &walk_err;
 	remove_one(walk, path, NULL);
 	while (walk->todo)
 		step_directory(walk);
-	if (own.code)
-		sfr__err_set(err, own.code, own.phase, own.note);
-	return own.code;
+	if (walk_err.code)
+		sfr__err_set(err, walk_err.code, walk_err.phase, walk_err.note);
+	return walk_err.code;
 }
 
 int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err)
@@ -228,9 +227,9 @@ int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr
 	return remove_tree(path, &walk, err);
 }
 
-int sfr__file_remove_own(const char *path, struct sfr_err *err)
+int sfr__file_remove_all(const char *path, struct sfr_err *err)
 {
-	struct walk walk = { .keeps_none = true };
+	struct walk walk = { .removes_live = true };
 
 	return remove_tree(path, &walk, err);
 }

@@ -10,14 +10,15 @@
 
 #include "file/file.h"
 
-static const char *last_of(const char *path)
+/* Returns the part of the path after the last slash. */
+static const char *last_component(const char *path)
 {
 	const char *slash = strrchr(path, '/');
 
 	return slash ? slash + 1 : path;
 }
 
-static int is_name(const char *last)
+static bool is_name(const char *last)
 {
 	return last[0] != '\0' && strcmp(last, ".") != 0 && strcmp(last, "..") != 0;
 }
@@ -43,7 +44,7 @@ static int resolve_parent(const char *path, size_t len, struct sfr_target *targe
 	return S_ISDIR(st.st_mode) ? 0 : -ENOTDIR;
 }
 
-/* Sets target->mode. Returns 0 or -errno. */
+/* Sets target->mode to the mode of parent/name, or 0 if there is none. Returns 0 or -errno. */
 static int stat_name(struct sfr_target *target)
 {
 	char path[SFR_PATH_MAX + sizeof(target->name)];
@@ -65,17 +66,18 @@ static int stat_name(struct sfr_target *target)
 int sfr_resolve(const char *path, int follow_link, struct sfr_target *target)
 {
 	char real[SFR_PATH_MAX];
-	const char *last = last_of(path);
+	const char *last = last_component(path);
+	bool needs_real_path = !is_name(last); /* such as "a/.." */
 	struct stat st;
 	int rc;
 
-	/* a path such as "a/.." gets its last component from the real path */
-	if (!is_name(last) ||
-	    (follow_link && sfr_sys.lstat(AT_FDCWD, path, &st) == 0 && S_ISLNK(st.st_mode))) {
+	if (!needs_real_path && follow_link)
+		needs_real_path = sfr_sys.lstat(AT_FDCWD, path, &st) == 0 && S_ISLNK(st.st_mode);
+	if (needs_real_path) {
 		if (!sfr_sys.realpath(path, real))
 			return -errno;
 		path = real;
-		last = last_of(path);
+		last = last_component(path);
 	}
 	if (strlen(last) >= sizeof(target->name))
 		return -ENAMETOOLONG;

@@ -17,7 +17,7 @@
 /* Returns 0 or -errno. */
 static int write_file(const struct sfr_step *step)
 {
-	int fd = sfr__fd_open(step->path, O_WRONLY | O_CREAT | O_EXCL, 0666), rc, closed;
+	int fd = sfr__fd_open(step->path, O_WRONLY | O_CREAT | O_EXCL, 0666), rc, close_rc;
 	size_t done;
 
 	if (fd < 0)
@@ -26,8 +26,8 @@ static int write_file(const struct sfr_step *step)
 	if (rc == 0 && step->kind == SFR_STEP_WRITE_SYNCED && sfr_sys.fsync(fd) < 0)
 		rc = -errno;
 	/* without a sync, a network file system may report a full disk only here */
-	closed = sfr__fd_close(fd);
-	return rc < 0 ? rc : closed;
+	close_rc = sfr__fd_close(fd);
+	return rc < 0 ? rc : close_rc;
 }
 
 /* Returns 0 or -errno; -EINVAL for an unknown kind. */
@@ -60,26 +60,26 @@ int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_don
 
 /* ---- names ---- */
 
-/* Names one after the other, each with its final zero byte. */
+/* Names one after another, each with its final zero byte. */
 struct name_list {
 	char *bytes;
-	size_t len, room;
+	size_t len, capacity;
 };
 
-/* For sfr__dir_each. Returns 0 or -ENOMEM. */
+/* Called by sfr__dir_each for each name. Returns 0 or -ENOMEM. */
 static int add_name(void *arg, const char *name)
 {
 	struct name_list *list = arg;
 	size_t len = strlen(name) + 1;
 
-	if (list->room - list->len < len) {
-		size_t room = 2 * list->room + len + SFR_PAGE;
-		char *bytes = sfr_sys.realloc(list->bytes, room);
+	if (list->capacity - list->len < len) {
+		size_t capacity = 2 * list->capacity + len + SFR_PAGE;
+		char *bytes = sfr_sys.realloc(list->bytes, capacity);
 
 		if (!bytes)
 			return -ENOMEM;
 		list->bytes = bytes;
-		list->room = room;
+		list->capacity = capacity;
 	}
 	memcpy(list->bytes + list->len, name, len);
 	list->len += len;

@@ -47,35 +47,36 @@
 /* the components of a name */
 #define PREFIX ".stillframe-"
 #define SUFFIX ".tmp"
-#define NEW ".d"
-#define OLD ".old-"
+#define NEW_ENDING ".d"
+#define OLD_ENDING ".old-"
 #define NO_BOOT "noboot"
 #define BOOT_ID_PATH "/proc/sys/kernel/random/boot_id"
 #define BOOT_LEN SFR__BOOT_LEN
-#define NR_TRIES 64  /* names tried before giving up */
-#define NR_NAMED 256 /* the most paths that a process reports */
+#define NR_TRIES 64      /* names tried before giving up */
+#define MAX_REPORTED 256 /* the most paths that a process reports */
 
 static struct {
 	struct sfr__mutex mu;  /* guards everything here; no system call under it */
 	struct sfr__tmp *live; /* this process's temporaries */
 	uint64_t last_serial;
-	char boot[BOOT_LEN + 1];
-	atomic_bool boot_known;   /* set last: a forked child may find `boot` half written */
-	uint64_t named[NR_NAMED]; /* hashes of the paths given to sfr__tmp_remember */
-	unsigned nr_named;
+	char boot_id[BOOT_LEN + 1];
+	atomic_bool boot_known; /* set last: a forked child may find `boot_id` half written */
+	uint64_t reported[MAX_REPORTED]; /* hashes of the paths that were reported */
+	unsigned nr_reported;
 } temps = { .mu = SFR__MUTEX(SFR__LOCK_TMP) };
 
-static void forget(void)
+/* Runs in a forked child. */
+static void reset_in_child(void)
 {
 	temps.live = NULL; /* the parent writes these files */
 	sfr__mutex_init(&temps.mu, SFR__LOCK_TMP);
 }
-SFR__AT_FORK(forget)
+SFR__AT_FORK(reset_in_child)
 
 /* ---- names ---- */
 
-/* Reads the boot id into `boot`, without dashes or final zero. */
-static bool read_boot_id(char boot[BOOT_LEN])
+/* Reads the boot id into `boot_id`, without dashes or final zero. Returns false after an error. */
+static bool read_boot_id(char boot_id[BOOT_LEN])
 {
 	char text[64];
 	ssize_t got;
@@ -87,8 +88,8 @@ static bool read_boot_id(char boot[BOOT_LEN])
 	got = sfr_sys.pread(fd, text, sizeof(text), 0);
 	(void)sfr__fd_close(fd); /* nothing to lose: it was only read */
 	for (ssize_t i = 0; i < got && nr < BOOT_LEN; i++) {
-		if (strchr("0123456789abcdef", text[i]) && text[i])
-			boot[nr++] = text[i];
+		if (strchr("0123456789abcdef", text[i]) && text[i]) /* strchr also finds 0 */
+			boot_id[nr++] = text[i];
 		else if (text[i] != '-')
 			break;
 	}
@@ -96,50 +97,57 @@ static bool read_boot_id(char boot[BOOT_LEN])
 }
 
 /* After a failure the next call tries again. */
-bool sfr__tmp_boot(char boot[BOOT_LEN + 1])
+bool sfr__tmp_get_boot_id(char boot_id[BOOT_LEN + 1])
 {
 	if (!atomic_load(&temps.boot_known)) {
-		if (!read_boot_id(boot)) {
-			memcpy(boot, NO_BOOT, sizeof(NO_BOOT));
+		if (!read_boot_id(boot_id)) {
+			memcpy(boot_id, NO_BOOT, sizeof(NO_BOOT));
 			return false;
 		}
 		sfr__lock(&temps.mu);
-		memcpy(temps.boot, boot, BOOT_LEN); /* the byte after these is 0 */
+		memcpy(temps.boot_id, boot_id, BOOT_LEN); /* the byte after these is 0 */
 		atomic_store(&temps.boot_known, true);
 		sfr__unlock(&temps.mu);
 	}
 	sfr__lock(&temps.mu);
-	memcpy(boot, temps.boot, BOOT_LEN + 1);
+	memcpy(boot_id, temps.boot_id, BOOT_LEN + 1);
 	sfr__unlock(&temps.mu);
 	return true;
 }
 
-/* Parses `rest`, the end of the name after ".tmp". */
+/* Parses `rest`, the end of the name after ".tmp". Returns false if it is not a temporary's. */
 static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 {
-	if (strncmp(rest, OLD, sizeof(OLD) - 1) == 0) {
+	if (strncmp(rest, OLD_ENDING, sizeof(OLD_ENDING) - 1) == 0) {
 		out->kind = SFR__TMP_OLD;
-		out->target = rest + sizeof(OLD) - 1;
-		return *out->target != '\0';
+		out->former_name = rest + sizeof(OLD_ENDING) - 1;
+		return *out->former_name != '\0';
 	}
-	out->kind = *rest ? SFR__TMP_NEW : SFR__TMP_FILE;
-	out->target = "";
-	return *rest == '\0' || strcmp(rest, NEW) == 0;
+	out->former_name = "";
+	if (*rest == '\0') {
+		out->kind = SFR__TMP_FILE;
+		return true;
+	}
+	out->kind = SFR__TMP_NEW;
+	return strcmp(rest, NEW_ENDING) == 0;
 }
 
-/* sscanf also accepts signs and leading zeros, so the name is made again and compared. */
+/* sscanf also accepts signs and leading zeros. So the name is rebuilt from what was parsed, and the
+ * two names are compared. */
 bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 {
-	char again[SFR__TMP_NAME_LEN];
+	char rebuilt[SFR__TMP_NAME_LEN];
+	size_t len;
 
 	if (strncmp(name, PREFIX, sizeof(PREFIX) - 1) != 0)
 		return false;
-	if (sscanf(name + sizeof(PREFIX) - 1, "%32[0-9a-z]-%" SCNdMAX "-%" SCNu64, out->boot,
+	if (sscanf(name + sizeof(PREFIX) - 1, "%32[0-9a-z]-%" SCNdMAX "-%" SCNu64, out->boot_id,
 		   &out->pid, &out->serial) != 3)
 		return false;
-	out->len = (size_t)snprintf(again, sizeof(again), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX,
-				    out->boot, out->pid, out->serial);
-	return strncmp(name, again, out->len) == 0 && parse_kind(name + out->len, out);
+	len = (size_t)snprintf(rebuilt, sizeof(rebuilt), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX,
+			       out->boot_id, out->pid, out->serial);
+	out->lock_name_len = len;
+	return strncmp(name, rebuilt, len) == 0 && parse_kind(name + len, out);
 }
 
 /* ---- the list of live temporaries ---- */
@@ -153,7 +161,7 @@ static void add_live(struct sfr__tmp *tmp)
 	sfr__unlock(&temps.mu);
 }
 
-void sfr__tmp_forget(struct sfr__tmp *tmp)
+void sfr__tmp_unlist(struct sfr__tmp *tmp)
 {
 	sfr__lock(&temps.mu);
 	for (struct sfr__tmp **p = &temps.live; *p; p = &(*p)->next) {
@@ -195,27 +203,29 @@ static int try_lock(int fd)
 	return -EINTR;
 }
 
-static bool has_no_locks(int code)
+/* Returns whether this error of flock means that the file system has no locks. */
+static bool means_no_locks(int code)
 {
 	return code == -ENOLCK || code == -ENOTSUP || code == -ENOSYS;
 }
 
-/* Checks that the name still leads to the locked file. Returns 0 or -errno; -ENOENT if not. */
+/* Checks that the name still leads to the locked file. Returns 0, -ENOENT if not, or -errno. */
 static int check_name(int fd, int dir, const char *name)
 {
-	struct stat held, there;
+	struct stat locked, named;
 
-	if (sfr_sys.fstat(fd, &held) < 0)
+	if (sfr_sys.fstat(fd, &locked) < 0)
 		return -errno;
-	if (held.st_nlink == 0)
+	if (locked.st_nlink == 0)
 		return -ENOENT;
-	if (sfr_sys.lstat(dir, name, &there) < 0)
+	if (sfr_sys.lstat(dir, name, &named) < 0)
 		return -errno;
-	return held.st_dev == there.st_dev && held.st_ino == there.st_ino ? 0 : -ENOENT;
+	return locked.st_dev == named.st_dev && locked.st_ino == named.st_ino ? 0 : -ENOENT;
 }
 
-/* Opens for writing if possible, because NFS refuses flock on a read-only descriptor. */
-static int open_foreign(int dir, const char *name)
+/* Opens a temporary for writing if possible, because NFS refuses flock on a read-only descriptor.
+ * Returns the descriptor or -errno. */
+static int open_existing(int dir, const char *name)
 {
 	/* the name may lead to a link by now, or to a pipe, whose open would wait */
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
@@ -229,7 +239,7 @@ static int open_foreign(int dir, const char *name)
 enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code)
 {
 	struct stat st;
-	int fd = open_foreign(dir, name), rc;
+	int fd = open_existing(dir, name), rc;
 
 	*fd_out = -1;
 	if (fd < 0)
@@ -262,7 +272,7 @@ enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int 
 	}
 }
 
-bool sfr__tmp_remember(const char *path)
+bool sfr__tmp_mark_reported(const char *path)
 {
 	uint64_t hash = 14695981039346656037u; /* FNV-1a */
 	bool is_new = true;
@@ -270,18 +280,18 @@ bool sfr__tmp_remember(const char *path)
 	for (const char *p = path; *p; p++)
 		hash = (hash ^ (unsigned char)*p) * 1099511628211u;
 	sfr__lock(&temps.mu);
-	for (unsigned i = 0; i < temps.nr_named && is_new; i++)
-		is_new = temps.named[i] != hash;
-	is_new = is_new && temps.nr_named < NR_NAMED;
+	for (unsigned i = 0; i < temps.nr_reported && is_new; i++)
+		is_new = temps.reported[i] != hash;
+	is_new = is_new && temps.nr_reported < MAX_REPORTED;
 	if (is_new)
-		temps.named[temps.nr_named++] = hash;
+		temps.reported[temps.nr_reported++] = hash;
 	sfr__unlock(&temps.mu);
 	return is_new;
 }
 
 void sfr__tmp_report_unknown(const char *path, int code)
 {
-	if (sfr__tmp_remember(path))
+	if (sfr__tmp_mark_reported(path))
 		sfr__notice_text("%s is a temporary file whose writer may still be running "
 				 "(%s): it was kept",
 				 path, sfr_code_name(code));
@@ -300,7 +310,7 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 	if (sfr__tmp_is_ours(&parsed))
 		return true;
 	/* the path up to and with ".tmp" is that of the lock file */
-	len = strlen(path) - strlen(name) + parsed.len;
+	len = strlen(path) - strlen(name) + parsed.lock_name_len;
 	if (len >= sizeof(lock_path))
 		return true; /* too long to be examined */
 	memcpy(lock_path, path, len);
@@ -317,24 +327,24 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 
 /* Makes and locks a temporary under a new name. Returns 0, SFR_EAGAIN if the caller must try again,
  * or -errno. *phase is the step that failed. */
-static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out,
+static int try_name(int dir, const char *boot_id, struct sfr__tmp *tmp, int *fd_out,
 		    enum sfr_phase *phase)
 {
 	int fd, rc;
 
 	*phase = SFR_PHASE_OPEN;
 	add_live(tmp);
-	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, boot,
-		       (intmax_t)getpid(), tmp->serial); /* tmp->name is long enough */
+	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX,
+		       boot_id, (intmax_t)getpid(), tmp->serial); /* tmp->name is long enough */
 	/* subject to the umask, like any file */
 	fd = sfr__fd_openat(dir, tmp->name, O_WRONLY | O_CREAT | O_EXCL, 0666);
 	if (fd < 0) {
-		sfr__tmp_forget(tmp);
+		sfr__tmp_unlist(tmp);
 		return fd == -EEXIST ? SFR_EAGAIN : fd;
 	}
 	*phase = SFR_PHASE_LOCK;
 	rc = try_lock(fd);
-	if (rc == 0 || has_no_locks(rc))
+	if (rc == 0 || means_no_locks(rc)) /* without locks the list protects the file */
 		rc = check_name(fd, dir, tmp->name);
 	if (rc == 0) {
 		*fd_out = fd;
@@ -342,7 +352,7 @@ static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out
 	}
 	/* A cleaner may have unlinked the file already. No other file has this name. */
 	(void)sfr_sys.unlink(dir, tmp->name);
-	sfr__tmp_forget(tmp);
+	sfr__tmp_unlist(tmp);
 	(void)sfr__fd_close(fd);                /* nothing was written */
 	return rc == -ENOENT ? SFR_EAGAIN : rc; /* -ENOENT: a cleaner was first */
 }
@@ -350,12 +360,12 @@ static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out
 int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err)
 {
 	enum sfr_phase phase = SFR_PHASE_OPEN;
-	char boot[BOOT_LEN + 1];
+	char boot_id[BOOT_LEN + 1];
 	int rc = SFR_EAGAIN;
 
-	(void)sfr__tmp_boot(boot); /* "noboot" is good enough for a name */
+	(void)sfr__tmp_get_boot_id(boot_id); /* "noboot" is good enough for a name */
 	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
-		rc = try_name(dir, boot, tmp, fd_out, &phase);
+		rc = try_name(dir, boot_id, tmp, fd_out, &phase);
 	if (rc == SFR_EAGAIN) /* every name was in use, or cleaners took the files */
 		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;
 	if (rc < 0)

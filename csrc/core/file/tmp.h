@@ -15,18 +15,18 @@ enum sfr__tmp_kind {
 
 /* A temporary's name, parsed. */
 struct sfr__tmp_name {
-	char boot[SFR__BOOT_LEN + 1];
+	char boot_id[SFR__BOOT_LEN + 1];
 	intmax_t pid; /* the writer's process */
 	uint64_t serial;
 	enum sfr__tmp_kind kind;
-	size_t len;         /* of the name up to and with ".tmp", which is the lock file's name */
-	const char *target; /* SFR__TMP_OLD: the directory's former name; else "" */
+	size_t lock_name_len;    /* the lock file's name is the name up to and with ".tmp" */
+	const char *former_name; /* of a directory that was moved aside; else "" */
 };
 
 /* Returns whether `name` is the name of a temporary, and parses it. */
 bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out);
-/* Gets the id of the current boot; "noboot", and returns false, if it cannot be read. */
-bool sfr__tmp_boot(char boot[SFR__BOOT_LEN + 1]);
+/* Gets the id of the current boot. If it cannot be read, gets "noboot" and returns false. */
+bool sfr__tmp_get_boot_id(char boot_id[SFR__BOOT_LEN + 1]);
 /* Returns whether a save of this process is writing the temporary. */
 bool sfr__tmp_is_ours(const struct sfr__tmp_name *name);
 
@@ -35,13 +35,14 @@ enum sfr__tmp_life {
 	SFR__TMP_DEAD,    /* nobody had the lock; the caller has it now */
 	SFR__TMP_GONE,    /* the file with the lock does not exist, so the writer has ended */
 	SFR__TMP_ALIVE,   /* another process has the lock */
-	SFR__TMP_UNKNOWN, /* *code says why */
+	SFR__TMP_UNKNOWN, /* the lock could not be tried */
 };
-/* Tries to lock the file `name` in the open directory `dir`. If the writer is dead, *fd_out is the
- * locked descriptor, which the caller closes; else -1. *code is 0 or the error. */
+/* Tries to lock the file `name` in the open directory `dir`. For SFR__TMP_DEAD, *fd_out is the
+ * locked descriptor, which the caller closes; else it is -1. *code is 0, or the error that led to
+ * the result. */
 enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code);
-/* Returns whether a path may be reported: the first time, unless too many were reported. */
-bool sfr__tmp_remember(const char *path);
+/* Marks a path as reported. Returns false if it was reported before, or if too many paths were. */
+bool sfr__tmp_mark_reported(const char *path);
 /* Sends a notice, once for each path, that the temporary was kept because of the error `code`. */
 void sfr__tmp_report_unknown(const char *path, int code);
 

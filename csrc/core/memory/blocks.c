@@ -6,14 +6,14 @@
 
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from, size_t to)
 {
-	char *mem = sfr__pool_home(pool, block) + from;
-	int rc = sfr__memory_open(mem, to - from);
+	char *mem = sfr__pool_block_addr(pool, block) + from;
+	int rc = sfr__memory_make_accessible(mem, to - from);
 
 	if (rc == 0)
 		rc = sfr__memory_populate(&pool->range, mem, to - from);
 	if (rc != 0)
-		/* Some pages may have memory now. If they keep it, the next commit finds it
-		 * there. */
+		/* Some pages may have memory now. If this fails, they keep it, and the next commit
+		 * finds it there. */
 		(void)sfr__pool_decommit(pool, block, from, to);
 	return rc;
 }
@@ -21,7 +21,8 @@ int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, siz
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		       size_t to)
 {
-	return sfr__memory_decommit(&pool->range, sfr__pool_home(pool, block) + from, to - from);
+	return sfr__memory_decommit(&pool->range, sfr__pool_block_addr(pool, block) + from,
+				    to - from);
 }
 
 void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *blocks, uint32_t nr)
@@ -49,7 +50,7 @@ struct sfr__block *sfr__pool_pop(struct sfr__list *list)
 	return block;
 }
 
-void sfr__pool_filter(struct sfr__list *list)
+void sfr__pool_remove_owned(struct sfr__list *list)
 {
 	struct sfr__block **at = &list->head;
 
@@ -84,11 +85,11 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 	block->state = to;
 	sfr__pool_count_locked(pool, block);
 	if (sfr__block_is_owned(to))
-		return;
+		return; /* an owned block is in no list */
 	if (to == SFR__BLOCK_RETIRED) {
 		pool->nr_retired++;
 		pool->retired_bytes += block->committed;
-		(void)pthread_cond_broadcast(&pool->cv); /* a waiting thread may have to give up */
+		(void)pthread_cond_broadcast(&pool->cv); /* if all are retired, waiters give up */
 		return;
 	}
 	if (to == SFR__BLOCK_RESERVED)
@@ -101,39 +102,41 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 		(void)pthread_cond_broadcast(&pool->cv); /* cannot fail on our own object */
 }
 
-void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now)
+void sfr__pool_set_committed_locked(struct sfr__pool *pool, struct sfr__block *block, size_t nbytes)
 {
-	pool->committed_bytes += now - block->committed;
-	sfr__budget_hold((int64_t)now - (int64_t)block->committed);
+	/* the sums are unsigned: if the block shrinks, the addition wraps and so subtracts */
+	pool->committed_bytes += nbytes - block->committed;
+	sfr__budget_add_memory((int64_t)nbytes - (int64_t)block->committed);
 	if (block->state == SFR__BLOCK_LEASED)
-		pool->leased_bytes += now - block->committed;
+		pool->leased_bytes += nbytes - block->committed;
 	if (block->state == SFR__BLOCK_RETIRED)
-		pool->retired_bytes += now - block->committed;
+		pool->retired_bytes += nbytes - block->committed;
 	sfr__pool_uncount_locked(pool, block);
-	block->committed = now;
+	block->committed = nbytes;
 	sfr__pool_count_locked(pool, block);
 }
 
-struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool)
+struct sfr__block *sfr__pool_take_unused_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block;
 
-	if (pool->nr_known == pool->nr_blocks)
+	if (pool->nr_ever_used == pool->nr_blocks)
 		return NULL;
-	block = &pool->blocks[pool->nr_known];
-	block->index = pool->nr_known++;
-	block->mem = sfr__pool_home(pool, block);
+	block = &pool->blocks[pool->nr_ever_used];
+	block->index = pool->nr_ever_used++;
+	block->mem = sfr__pool_block_addr(pool, block);
 	return block;
 }
 
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need)
 {
-	uint64_t want = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);
+	/* at least one huge page, even if nothing is needed */
+	uint64_t nbytes = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);
 
-	return (size_t)(want < pool->block_bytes ? want : pool->block_bytes);
+	return (size_t)(nbytes < pool->block_bytes ? nbytes : pool->block_bytes);
 }
 
-bool sfr__pool_is_whole(const struct sfr__pool *pool, size_t need)
+bool sfr__pool_fills_block(const struct sfr__pool *pool, size_t need)
 {
 	return sfr__pool_memory_for(pool, need) == pool->block_bytes;
 }

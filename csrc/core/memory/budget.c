@@ -13,13 +13,13 @@
 #define PAGES_BITS 48 /* pages in the low bits, generation in the high ones */
 #define PAGES_MASK ((UINT64_C(1) << PAGES_BITS) - 1)
 
-static _Atomic uint64_t caps_taken; /* sum of the caps of default pools */
-static _Atomic uint64_t held;       /* sum of the memory of all pools */
+static _Atomic uint64_t sum_of_caps;   /* the caps of default pools */
+static _Atomic uint64_t sum_of_memory; /* the memory of all pools */
 
-/* Returns the pages of a sum, or 0 if they were counted before a fork. */
-static uint64_t pages_now(uint64_t word, uint64_t generation)
+/* Returns the pages of a sum, or 0 if they were counted in another generation. */
+static uint64_t pages_of(uint64_t sum, uint64_t generation)
 {
-	return word >> PAGES_BITS == generation ? word & PAGES_MASK : 0;
+	return sum >> PAGES_BITS == generation ? sum & PAGES_MASK : 0;
 }
 
 /* Returns the fork generation, cut to the bits that a sum has for it. */
@@ -35,12 +35,12 @@ static void add_bytes(_Atomic uint64_t *sum, int64_t bytes)
 	int64_t pages = bytes / (int64_t)SFR_PAGE;
 
 	do
-		new = ((pages_now(old, generation) + (uint64_t)pages) & PAGES_MASK) |
+		new = ((pages_of(old, generation) + (uint64_t)pages) & PAGES_MASK) |
 		      generation << PAGES_BITS;
 	while (!atomic_compare_exchange_weak(sum, &old, new));
 }
 
-/* `taken` is the sum of the caps of other default pools, in bytes. */
+/* Returns the cap of a new default pool. `taken` is the sum of the caps of the others, in bytes. */
 static uint64_t default_cap(const struct sfr_engine_opts *opts, uint64_t taken)
 {
 	uint64_t left = opts->budget_bytes > taken ? opts->budget_bytes - taken : 0;
@@ -54,27 +54,28 @@ static uint64_t default_cap(const struct sfr_engine_opts *opts, uint64_t taken)
 
 uint64_t sfr__budget_take(const struct sfr_engine_opts *opts)
 {
-	uint64_t generation = this_generation(), old = atomic_load(&caps_taken), new, bytes, taken;
+	uint64_t generation = this_generation(), old = atomic_load(&sum_of_caps), new, bytes;
+	uint64_t pages_taken;
 
 	do {
-		taken = pages_now(old, generation);
-		bytes = default_cap(opts, taken * SFR_PAGE);
-		new = (taken + bytes / SFR_PAGE) | generation << PAGES_BITS;
-	} while (!atomic_compare_exchange_weak(&caps_taken, &old, new));
+		pages_taken = pages_of(old, generation);
+		bytes = default_cap(opts, pages_taken * SFR_PAGE);
+		new = (pages_taken + bytes / SFR_PAGE) | generation << PAGES_BITS;
+	} while (!atomic_compare_exchange_weak(&sum_of_caps, &old, new));
 	return bytes;
 }
 
 void sfr__budget_give(uint64_t bytes)
 {
-	add_bytes(&caps_taken, -(int64_t)bytes);
+	add_bytes(&sum_of_caps, -(int64_t)bytes);
 }
 
-void sfr__budget_hold(int64_t bytes)
+void sfr__budget_add_memory(int64_t bytes)
 {
-	add_bytes(&held, bytes);
+	add_bytes(&sum_of_memory, bytes);
 }
 
 uint64_t sfr_pools_hold(void)
 {
-	return pages_now(atomic_load(&held), this_generation()) * SFR_PAGE;
+	return pages_of(atomic_load(&sum_of_memory), this_generation()) * SFR_PAGE;
 }

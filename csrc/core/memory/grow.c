@@ -7,15 +7,16 @@
 #include "memory/pin.h"
 #include "memory/pool_int.h"
 
-#define MAX_GROWERS 4 /* threads, including the caller */
+#define MAX_THREADS 4 /* threads that make memory at once, including the caller */
 
 /* ---- on several threads ---- */
 
-/* One call of sfr__pool_grow_all. */
+/* The state that the threads of one sfr__pool_grow_all share. */
 struct growth {
 	struct sfr__pool *pool;
 	struct sfr__list work; /* blocks that no thread has taken; guarded by pool->mu */
 	int rc;                /* the first error; guarded by pool->mu */
+	/* the caller's function, called for each block */
 	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
 };
 
@@ -30,12 +31,12 @@ static void *grow_main(void *arg)
 	while ((block = sfr__pool_pop(&job->work)) != NULL) {
 		int rc = job->rc;
 
-		if (rc == 0) {
+		if (rc == 0) { /* after an error of any thread, the other blocks get no memory */
 			sfr__unlock(&pool->mu);
-			rc = sfr__pool_commit(pool, block, block->committed, block->want);
+			rc = sfr__pool_commit(pool, block, block->committed, block->target_bytes);
 			sfr__lock(&pool->mu);
 			if (rc == 0)
-				sfr__pool_recount_locked(pool, block, block->want);
+				sfr__pool_set_committed_locked(pool, block, block->target_bytes);
 			else if (job->rc == 0)
 				job->rc = rc;
 		}
@@ -50,16 +51,18 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 					    int rc))
 {
 	struct growth job = { .pool = pool, .work = work, .grown_locked = grown_locked };
-	pthread_t threads[MAX_GROWERS - 1];
+	pthread_t threads[MAX_THREADS - 1];
 	uint32_t nr_threads = 0, nr = 0;
 
 	for (const struct sfr__block *block = work.head; block != NULL; block = block->next)
 		nr++;
-	/* If no thread can be started, the caller does all the work. */
-	while (nr_threads + 1 < MAX_GROWERS && nr_threads + 1 < nr &&
-	       sfr__thread_start(&threads[nr_threads], "sfr-warm", SFR__AWAITED, grow_main, &job) ==
-		       0)
+	/* no more threads than blocks, counting the caller */
+	while (nr_threads + 1 < MAX_THREADS && nr_threads + 1 < nr) {
+		if (sfr__thread_start(&threads[nr_threads], "sfr-warm", SFR__AWAITED, grow_main,
+				      &job) != 0)
+			break; /* the others do this thread's work */
 		nr_threads++;
+	}
 	(void)grow_main(&job);
 	while (nr_threads > 0) /* cannot fail: the threads are joinable */
 		(void)sfr_sys.thread_join(threads[--nr_threads], NULL);
@@ -68,18 +71,19 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 
 /* ---- warm up ---- */
 
-/* Moves blocks from `list` to `work` if they need more memory for the first `nbytes` bytes of the
- * pool. Sets block->want. */
-static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint64_t nbytes,
-			   struct sfr__list *work)
+/* Moves from `list` to `work` the blocks that need more memory, if the first `nbytes` bytes of the
+ * pool are to have memory. Sets block->target_bytes. */
+static void collect_blocks_to_warm_locked(struct sfr__pool *pool, struct sfr__list *list,
+					  uint64_t nbytes, struct sfr__list *work)
 {
 	struct sfr__block **at = &list->head, *block;
 
 	while ((block = *at) != NULL) {
 		uint64_t begin = block->index * pool->block_bytes;
 
-		block->want = nbytes > begin ? sfr__pool_memory_for(pool, nbytes - begin) : 0;
-		if (block->committed >= block->want) {
+		block->target_bytes =
+			nbytes > begin ? sfr__pool_memory_for(pool, nbytes - begin) : 0;
+		if (block->committed >= block->target_bytes) {
 			at = &block->next;
 			continue;
 		}
@@ -89,9 +93,10 @@ static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint6
 	}
 }
 
+/* Called by sfr__pool_grow_all for each block: frees it. */
 static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
-	(void)rc; /* a block keeps the memory that it had or got */
+	(void)rc; /* a failure needs nothing: the block keeps the memory that it had */
 	pool->nr_returned++;
 	sfr__pool_disown_locked(pool, block);
 }
@@ -106,8 +111,8 @@ static int by_index(const void *a, const void *b)
 	return i < j ? -1 : 1;
 }
 
-/* Pins the free blocks that have all their memory, adjacent ones together. */
-static void pin_whole(struct sfr__pool *pool)
+/* Pins the free blocks that have all their memory, each row of adjacent blocks in one call. */
+static void pin_free_blocks(struct sfr__pool *pool)
 {
 	struct sfr__block **found = sfr_sys.malloc(pool->nr_blocks * sizeof(struct sfr__block *));
 	struct sfr__cuda_scope scope;
@@ -122,7 +127,7 @@ static void pin_whole(struct sfr__pool *pool)
 	}
 	sfr__lock(&pool->mu);
 	while ((block = *at) != NULL) {
-		if (block->region != NULL) {
+		if (block->region != NULL) { /* pinned already */
 			at = &block->next;
 			continue;
 		}
@@ -153,14 +158,14 @@ int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 	if (nbytes > pool->nr_blocks * pool->block_bytes)
 		nbytes = pool->nr_blocks * pool->block_bytes;
 	sfr__lock(&pool->mu);
-	while (pool->nr_known * pool->block_bytes < nbytes)
-		sfr__pool_push(&pool->reserved, sfr__pool_fresh_locked(pool));
-	collect_locked(pool, &pool->partial, nbytes, &work);
-	collect_locked(pool, &pool->reserved, nbytes, &work);
+	while (pool->nr_ever_used * pool->block_bytes < nbytes)
+		sfr__pool_push(&pool->reserved, sfr__pool_take_unused_locked(pool));
+	collect_blocks_to_warm_locked(pool, &pool->partial, nbytes, &work);
+	collect_blocks_to_warm_locked(pool, &pool->reserved, nbytes, &work);
 	sfr__unlock(&pool->mu);
 	rc = sfr__pool_grow_all(pool, work, warmed_locked);
 	if (sfr__pin_is_on(&pool->pin))
-		pin_whole(pool);
+		pin_free_blocks(pool);
 	return rc;
 }
 
@@ -173,7 +178,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	int rc = 0;
 
 	sfr__lock(&pool->mu);
-	pool->nr_wanted = 0; /* writers make no memory until the next save */
+	pool->nr_whole_target = 0; /* writers make no memory until the next save */
 	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
 	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);
@@ -183,23 +188,23 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	sfr__pin_drop(&pool->pin, work.head);
 	sfr__lock(&pool->mu);
 	while ((block = sfr__pool_pop(&work)) != NULL) {
-		int failed;
+		int block_rc;
 
-		/* a part of its region is in use, or the driver did not release the region */
+		/* its region has a block in use, or the driver did not release the region */
 		if (block->region != NULL) {
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 			continue;
 		}
 		sfr__unlock(&pool->mu);
-		failed = sfr__pool_decommit(pool, block, 0, block->committed);
+		block_rc = sfr__pool_decommit(pool, block, 0, block->committed);
 		sfr__lock(&pool->mu);
-		if (failed == 0)
-			sfr__pool_recount_locked(pool, block, 0);
+		if (block_rc == 0)
+			sfr__pool_set_committed_locked(pool, block, 0);
 		else if (rc == 0)
-			rc = failed;
+			rc = block_rc;
 		pool->nr_returned++;
 		sfr__pool_move_locked(pool, block,
-				      failed == 0 ? SFR__BLOCK_RESERVED : SFR__BLOCK_FREE);
+				      block_rc == 0 ? SFR__BLOCK_RESERVED : SFR__BLOCK_FREE);
 	}
 	sfr__unlock(&pool->mu);
 	return rc;

@@ -7,9 +7,9 @@
  *
  * Waiting. A request waits until no thread waits for a single block. It owns nothing meanwhile, so
  * saves can finish and return their blocks. A snapshot's blocks return only when its users release
- * them, and the waiting thread may be such a user. So these blocks are `held`: no thread waits for
- * them. A request that fits only with held blocks fails at once with SFR_EEXHAUSTED. When the last
- * user has let go, sfr__pool_hold removes the mark.
+ * them, and the waiting thread may be such a user. So these blocks are marked `user_held`: no
+ * thread waits for them. A request that fits only with held blocks fails at once with
+ * SFR_EEXHAUSTED. When the last user has released them, sfr__pool_hold removes the mark.
  *
  * Saves. While a save needs blocks, a lease leaves one block free, which is enough for progress.
  * Every attempt checks this, because a save may begin while a request waits. Two kinds of saves do
@@ -26,7 +26,7 @@
 
 #include "memory/pool_int.h"
 
-/* Returns how many bytes of memory block number `i` of a run needs. */
+/* Returns how many bytes of memory block number `i` of a run must have for this lease. */
 static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
 			const struct sfr__run_of_blocks *run, uint32_t i)
 {
@@ -60,9 +60,10 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 	for (uint32_t g = 0; g < placement->nr_gaps; g++) {
 		const struct sfr__gap *gap = &placement->gaps[g];
 
-		if (gap->at != gap->begin) /* items were put into this gap */
+		if (gap->used_end != gap->begin) /* items were placed in this gap */
 			lease->runs[lease->nr_runs++] = (struct sfr__run_of_blocks){
-				(uint32_t)(gap->begin / pool->block_bytes), gap->at - gap->begin
+				(uint32_t)(gap->begin / pool->block_bytes),
+				gap->used_end - gap->begin
 			};
 	}
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -70,8 +71,8 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 		if (run->first + i + 1 > end)
 			end = run->first + i + 1;
 	}
-	while (pool->nr_known < end)
-		sfr__pool_push(&pool->reserved, sfr__pool_fresh_locked(pool));
+	while (pool->nr_ever_used < end)
+		sfr__pool_push(&pool->reserved, sfr__pool_take_unused_locked(pool));
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
@@ -79,15 +80,16 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 			     !sfr__pin_is_foreign(block);
 
 		sfr__pool_move_locked(pool, block, ready ? SFR__BLOCK_LEASED : SFR__BLOCK_GROWING);
-		sfr__pool_uncount_locked(pool, block); /* a held block never counts as full */
-		block->held = true;
+		/* blocks that a user holds do not count: saves cannot use them */
+		sfr__pool_uncount_locked(pool, block);
+		block->user_held = true;
 		lease->nr_blocks++;
 	}
-	pool->nr_held += lease->nr_blocks;
-	/* the taken blocks are still in these lists */
-	sfr__pool_filter(&pool->reserved);
-	sfr__pool_filter(&pool->partial);
-	sfr__pool_filter(&pool->whole);
+	pool->nr_user_held += lease->nr_blocks;
+	/* the taken blocks are owned now, but still in these lists */
+	sfr__pool_remove_owned(&pool->reserved);
+	sfr__pool_remove_owned(&pool->partial);
+	sfr__pool_remove_owned(&pool->whole);
 	wake_waiters_locked(pool);
 }
 
@@ -97,12 +99,12 @@ static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lea
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
-		if (held && !block->held)
-			pool->nr_held++;
-		if (!held && block->held)
-			pool->nr_held--;
+		if (held && !block->user_held)
+			pool->nr_user_held++;
+		if (!held && block->user_held)
+			pool->nr_user_held--;
 		sfr__pool_uncount_locked(pool, block);
-		block->held = held;
+		block->user_held = held;
 		sfr__pool_count_locked(pool, block);
 	}
 	wake_waiters_locked(pool);
@@ -133,7 +135,7 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	int rc;
 
 	sfr__unlock(&pool->mu);
-	block->next = NULL; /* a list of one */
+	block->next = NULL; /* sfr__pin_drop takes a list: this one has one block */
 	sfr__pin_drop(&pool->pin, block);
 	if (sfr__pin_is_foreign(block)) {
 		sfr__lock(&pool->mu);
@@ -142,11 +144,12 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	rc = sfr__pool_commit(pool, block, 0, block->committed);
 	sfr__lock(&pool->mu);
 	if (rc != 0)
-		sfr__pool_recount_locked(pool, block, 0);
+		sfr__pool_set_committed_locked(pool, block, 0);
 	return rc;
 }
 
-/* A block without its memory stays GROWING until grow_lease_locked fails. */
+/* Called by sfr__pool_grow_all for each block. A block that got no memory stays GROWING until
+ * grow_lease_locked returns an error. */
 static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
 	if (rc == 0)
@@ -168,7 +171,7 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 			continue;
 		if (sfr__pin_is_foreign(block))
 			rc = return_to_range_locked(pool, block);
-		block->want = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
+		block->target_bytes = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
 		if (block->committed < need_of(pool, lease, run, i))
 			sfr__pool_push(&work, block);
 		else if (rc == 0)
@@ -181,7 +184,7 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 	}
 	if (rc == 0)
 		return 0;
-	/* nr_returned stays: these blocks would not help a thread that found no memory. */
+	/* nr_returned is not increased: these blocks have no memory for a thread that lacks it. */
 	set_held_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
@@ -191,73 +194,76 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 }
 
 /* Waits until this request is first in the queue and there is room, and takes the room. Returns 0,
- * SFR_EAGAIN or SFR_EEXHAUSTED. sfr__pool_may_retry_locked explains `starved`. */
+ * SFR_EAGAIN or SFR_EEXHAUSTED. sfr__pool_may_retry_locked explains `failed_at`. */
 static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *placement,
-				uint32_t nr_own, uint64_t deadline_ns, const uint64_t *starved,
-				struct sfr__lease *lease)
+				uint32_t nr_blocked_saves, uint64_t deadline_ns,
+				const uint64_t *failed_at, struct sfr__lease *lease)
 {
 	struct sfr__waiter me = { .seq = UINT64_MAX };
-	bool late = deadline_ns == 0; /* there is no time left to wait */
+	bool timed_out = deadline_ns == 0; /* there is no time left to wait */
 	int rc;
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
-		bool spare = pool->nr_saves > nr_own;
+		bool keep_one_free = pool->nr_saves > nr_blocked_saves;
 
-		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, starved) &&
-		    sfr__pool_place_locked(pool, placement, false, spare)) {
+		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, failed_at) &&
+		    sfr__pool_place_locked(pool, placement, false, keep_one_free)) {
 			take_placed_locked(pool, placement, lease);
 			rc = 0;
 			break;
 		}
+		/* waiting cannot help if the items do not fit outside held leases */
 		if (!sfr__pool_place_locked(pool, placement, true, false)) {
-			rc = SFR_EEXHAUSTED; /* blocks that return without a user are too few */
+			rc = SFR_EEXHAUSTED;
 			break;
 		}
 		rc = SFR_EAGAIN;
-		if (late)
+		if (timed_out)
 			break;
-		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
+		timed_out = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
 	}
 	sfr__pool_dequeue_locked(pool, &me);
 	return rc;
 }
 
 int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
-		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+		    uint32_t nr_blocked_saves, uint64_t slice_ns, char **addrs,
+		    struct sfr__lease *out)
 {
-	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
+	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned_before;
 	struct sfr__placement placement = { .lens = lens, .nr = nr, .addrs = addrs };
-	const uint32_t most_gaps = pool->nr_blocks / 2 + 1; /* if every second block is in use */
-	const uint64_t *starved = NULL;
+	const uint32_t nr_gaps_max = pool->nr_blocks / 2 + 1; /* if every second block is in use */
+	const uint64_t *failed_at = NULL;
 	struct sfr__lease lease = { .whole = whole };
 	int rc;
 
 	*out = (struct sfr__lease){ 0 };
 	for (uint32_t i = 0; i < nr; i++) {
-		/* the sum must not overflow */
+		/* such items do not fit into any pool; the sum must not overflow */
 		if (lens[i] > UINT64_MAX / 4 || placement.total > UINT64_MAX / 4)
 			return SFR_EEXHAUSTED;
 		placement.total += sfr__round_up(lens[i], SFR_ALIGN);
 	}
-	placement.gaps = sfr_sys.malloc(most_gaps * sizeof(*placement.gaps));
-	lease.runs = sfr_sys.malloc(most_gaps * sizeof(*lease.runs));
-	rc = placement.gaps != NULL && lease.runs != NULL ? 0 : -ENOMEM;
-	if (rc != 0)
+	placement.gaps = sfr_sys.malloc(nr_gaps_max * sizeof(*placement.gaps));
+	lease.runs = sfr_sys.malloc(nr_gaps_max * sizeof(*lease.runs));
+	rc = -ENOMEM;
+	if (placement.gaps == NULL || lease.runs == NULL)
 		goto fail;
 	sfr__lock(&pool->mu);
 	for (;;) {
-		rc = wait_for_room_locked(pool, &placement, nr_own, deadline_ns, starved, &lease);
+		rc = wait_for_room_locked(pool, &placement, nr_blocked_saves, deadline_ns,
+					  failed_at, &lease);
 		if (rc != 0)
 			break;
-		returned = pool->nr_returned;
+		returned_before = pool->nr_returned;
 		rc = grow_lease_locked(pool, &lease);
 		if (rc == 0)
 			break;
 		/* Give up if only users can return a block, and none has returned meanwhile. */
-		if (pool->nr_owned == pool->nr_held && pool->nr_returned == returned)
+		if (pool->nr_owned == pool->nr_user_held && pool->nr_returned == returned_before)
 			break;
-		starved = &returned;
+		failed_at = &returned_before;
 	}
 	sfr__unlock(&pool->mu);
 	if (rc != 0)
@@ -285,7 +291,7 @@ void sfr__pool_unlease(struct sfr__pool *pool, struct sfr__lease *lease)
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		if (lease->retired)
-			sfr__pin_keep(&pool->pin, &pool->blocks[run->first + i]);
+			sfr__pin_never_release(&pool->pin, &pool->blocks[run->first + i]);
 	}
 	sfr__lock(&pool->mu);
 	return_blocks_locked(pool, lease);
@@ -298,7 +304,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	struct sfr__block **blocks = sfr_sys.malloc(lease->nr_blocks * sizeof(struct sfr__block *));
 	uint32_t nr = 0;
-	bool all = true;
+	bool all_pinned = true;
 
 	/* The caller owns the blocks and their regions, so no lock is needed. */
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -320,9 +326,9 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		if (pool->blocks[run->first + i].region == NULL)
-			all = false;
+			all_pinned = false;
 	}
-	return all;
+	return all_pinned;
 }
 
 int sfr__pool_file(const struct sfr__pool *pool, const char *mem, uint64_t *off)
@@ -342,14 +348,15 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	uint64_t off = (uint64_t)(mem - pool->range.base);
 	uint32_t i = (uint32_t)(off / pool->block_bytes);
 	const struct sfr__block *first = &pool->blocks[i];
-	uint64_t end = (i + 1) * pool->block_bytes;
+	uint64_t end = (i + 1) * pool->block_bytes; /* of the span: at first, of its first block */
 
 	*pinned = sfr__pin_is_pinned(first);
-	/* A pinned span ends with its region, an unpinned one before a pinned block. */
 	while (end < off + len) {
 		const struct sfr__block *next = &pool->blocks[end / pool->block_bytes];
 
-		if (*pinned ? next->region != first->region : sfr__pin_is_pinned(next))
+		if (*pinned && next->region != first->region)
+			break; /* one copy must not touch two regions */
+		if (!*pinned && sfr__pin_is_pinned(next))
 			break;
 		end += pool->block_bytes;
 	}

@@ -8,10 +8,10 @@
  *     replaced by memory of cuMemHostAlloc
  *     left as it is: "pageable", copies to it pass through a buffer of the driver
  *
- * The first use of each lower step is logged. A block is pinned as a whole and belongs to one
- * region, because the driver refuses a copy that touches two registrations. A region is released as
- * a whole, when a trim owns all its blocks. Regions are registered PORTABLE: for the contexts of
- * all devices.
+ * When a worse way is used for the first time, this is logged. A block is pinned as a whole and
+ * belongs to one region, because the driver refuses a copy that touches two registrations. A region
+ * is released as a whole, when a trim owns all its blocks. Regions are registered with PORTABLE,
+ * which means for the contexts of all devices.
  *
  * Only the owner of a block changes its `region`. pin->mu guards the list of regions, but is not
  * held during driver calls, because registering a large region takes milliseconds.
@@ -29,8 +29,13 @@
  * meanwhile. */
 #define REGION_BYTES_MAX ((uint64_t)128 << 20)
 
-/* How a region is pinned, best first. */
-enum pin_way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
+/* How a region is pinned, the best way first. */
+enum pin_way {
+	REGISTERED, /* in one region with adjacent blocks */
+	ALONE,      /* registered as a region of one block */
+	ALLOCATED,  /* replaced by memory of cuMemHostAlloc */
+	PAGEABLE,   /* not pinned */
+};
 
 struct sfr__region {
 	struct sfr__region *next;
@@ -39,8 +44,8 @@ struct sfr__region {
 	enum pin_way way;
 	uint32_t nr_blocks;
 	uint32_t nr_in_trim; /* its blocks that a running trim owns; guarded by pin->mu */
-	bool keep;           /* a block is retired: never release it; guarded by pin->mu */
-	bool gone;           /* the driver has released it, during a trim */
+	bool never_release;  /* one of its blocks is retired; guarded by pin->mu */
+	bool released;       /* by the driver, during a trim */
 };
 
 void sfr__pin_init(struct sfr__pin *pin)
@@ -72,23 +77,23 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 		context = NULL;
 	}
 	sfr__unlock(&pin->mu);
-	if (context != NULL) /* another thread was first */
+	if (context != NULL) /* not stored: another thread was first */
 		sfr__cuda_release(cu, device);
 	return 0;
 }
 
 /* ---- notes ---------------------------------------------------------------- */
 
-/* Does nothing if a fallback at least as bad was noted before. */
+/* Logs `text` and keeps it for reports, unless a fallback at least as bad was noted before. */
 static void note_fallback(struct sfr__pin *pin, enum pin_way way, const char *text)
 {
 	bool noted;
 
 	sfr__lock(&pin->mu);
-	noted = pin->note[0] && (int)way <= pin->worst;
+	noted = pin->note[0] && (int)way <= pin->worst_fallback;
 	if (!noted) {
 		(void)snprintf(pin->note, sizeof(pin->note), "%s", text);
-		pin->worst = (int)way;
+		pin->worst_fallback = (int)way;
 	}
 	sfr__unlock(&pin->mu);
 	if (!noted)
@@ -129,6 +134,7 @@ void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
 
 /* ---- pinning ---------------------------------------------------------------- */
 
+/* Returns the new region, or NULL if there is no memory. */
 static struct sfr__region *add_region(struct sfr__pin *pin, enum pin_way way, char *mem,
 				      char *pool_addr, uint32_t nr_blocks)
 {
@@ -146,7 +152,7 @@ static struct sfr__region *add_region(struct sfr__pin *pin, enum pin_way way, ch
 	return region;
 }
 
-/* Returns false if the driver may still know the memory, which must then stay mapped. */
+/* Returns false if the driver may still have the registration; the memory must then stay mapped. */
 static bool release_memory(const struct sfr__pin *pin, enum pin_way way, char *mem)
 {
 	CUresult rc = CUDA_SUCCESS;
@@ -155,7 +161,7 @@ static bool release_memory(const struct sfr__pin *pin, enum pin_way way, char *m
 		rc = pin->cu->host_unregister(mem);
 	else if (way == ALLOCATED)
 		rc = pin->cu->host_free(mem);
-	/* DEINITIALIZED: the driver has shut down and knows no memory */
+	/* DEINITIALIZED: the driver has shut down, and with it all registrations ended */
 	return rc == CUDA_SUCCESS || rc == CUDA_ERROR_DEINITIALIZED;
 }
 
@@ -211,7 +217,8 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	note_failure(pin, PAGEABLE, rc, "cuMemHostAlloc");
-	/* A region, although pageable, so that later leases do not try again. A trim removes it. */
+	/* The block gets a region all the same, so that later leases do not try again. A trim
+	 * removes this region. */
 	block->region = add_region(pin, PAGEABLE, block->mem, block->mem, 1);
 }
 
@@ -219,13 +226,13 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		     uint64_t block_bytes, bool in_place)
 {
-	uint64_t most = REGION_BYTES_MAX / block_bytes;
-	uint32_t at = 0, step = nr;
+	uint64_t nr_per_region_max = REGION_BYTES_MAX / block_bytes;
+	uint32_t at = 0, nr_per_region = nr;
 
-	if (most < nr)
-		step = most > 1 ? (uint32_t)most : 1;
+	if (nr_per_region_max < nr)
+		nr_per_region = nr_per_region_max > 1 ? (uint32_t)nr_per_region_max : 1;
 	while (at < nr) {
-		uint32_t len = step < nr - at ? step : nr - at;
+		uint32_t len = nr_per_region < nr - at ? nr_per_region : nr - at;
 		CUresult rc;
 
 		if (len <= 1) {
@@ -237,8 +244,8 @@ static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 			at += len;
 			continue;
 		}
-		step = len / 2;
-		note_failure(pin, step > 1 ? REGISTERED : ALONE, rc, "cuMemHostRegister");
+		nr_per_region = len / 2;
+		note_failure(pin, nr_per_region > 1 ? REGISTERED : ALONE, rc, "cuMemHostRegister");
 	}
 }
 
@@ -254,11 +261,11 @@ void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, u
 	pin_many(pin, blocks, nr, block_bytes, true);
 }
 
-void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block)
+void sfr__pin_never_release(struct sfr__pin *pin, struct sfr__block *block)
 {
 	sfr__lock(&pin->mu);
 	if (block->region)
-		block->region->keep = true;
+		block->region->never_release = true;
 	sfr__unlock(&pin->mu);
 }
 
@@ -283,7 +290,7 @@ static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
 	*at = region->next;
 }
 
-/* Removes the regions whose blocks are all in `list` from the pool, and returns them as a list. */
+/* Removes the regions whose blocks are all in `list` from pin->regions. Returns them as a list. */
 static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__region *taken = NULL;
@@ -299,7 +306,7 @@ static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struc
 		unlink_locked(pin, region);
 		region->next = taken;
 		taken = region;
-		region->nr_in_trim = 0; /* it must not be taken twice */
+		region->nr_in_trim = 0; /* so that its next block does not take it again */
 	}
 	for (struct sfr__block *b = list; b; b = b->next)
 		if (b->region)
@@ -322,10 +329,10 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 	/* if this fails, so do the calls that follow */
 	(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
 	for (region = taken; region; region = region->next)
-		region->gone = release_memory(pin, region->way, region->mem);
+		region->released = release_memory(pin, region->way, region->mem);
 	sfr__cuda_leave(&scope);
 	for (struct sfr__block *b = list; b; b = b->next) {
-		if (!b->region || !b->region->gone)
+		if (!b->region || !b->region->released)
 			continue;
 		if (b->region->way == ALLOCATED)
 			b->mem = b->region->pool_addr;
@@ -334,11 +341,11 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 	sfr__lock(&pin->mu);
 	while ((region = taken)) {
 		taken = region->next;
-		if (region->gone) {
+		if (region->released) {
 			sfr_sys.free(region);
 			continue;
 		}
-		region->next = pin->regions; /* not released: it stays in the pool */
+		region->next = pin->regions; /* not released: it goes back into the list */
 		pin->regions = region;
 	}
 	sfr__unlock(&pin->mu);
@@ -348,20 +355,20 @@ bool sfr__pin_fini(struct sfr__pin *pin)
 {
 	struct sfr__cuda_scope scope;
 	struct sfr__region *region;
-	bool all = true;
+	bool all_released = true;
 
 	if (pin->cu) {
 		/* if this fails, so do the calls that follow */
 		(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
 		while ((region = pin->regions)) {
 			pin->regions = region->next;
-			if (region->keep || !release_memory(pin, region->way, region->mem))
-				all = false;
+			if (region->never_release || !release_memory(pin, region->way, region->mem))
+				all_released = false;
 			sfr_sys.free(region);
 		}
 		sfr__cuda_leave(&scope);
 		sfr__cuda_release(pin->cu, pin->device);
 	}
 	sfr__mutex_fini(&pin->mu); /* the caller guarantees that nobody uses it */
-	return all;
+	return all_released;
 }

@@ -1,4 +1,4 @@
-/* Pins the blocks of a pool: makes them memory to which a device can copy directly. */
+/* Pins the blocks of a pool, so that a device can copy to them directly. */
 #ifndef SFR_PIN_H
 #define SFR_PIN_H
 
@@ -12,19 +12,19 @@ struct sfr__region;
 /* The pinned memory of a pool. All zero except the mutex until sfr__pin_on. */
 struct sfr__pin {
 	struct sfr__mutex mu; /* guards the fields below; no driver call is made under it */
-	/* NULL: no device is used; never changes once set, nor do the next two fields */
-	const struct sfr__cuda *cu;
+	/* set together by sfr__pin_on, then constant */
+	const struct sfr__cuda *cu; /* NULL: no device is used */
 	CUcontext context;
 	uint32_t device;
 	struct sfr__region *regions;
-	char note[160]; /* a sentence about the worst fallback so far, or "" */
-	int worst;      /* that fallback (enum pin_way); a higher number is worse */
+	char note[160];     /* a sentence about the worst fallback so far, or "" */
+	int worst_fallback; /* an enum pin_way; a higher number is worse */
 };
 
 void sfr__pin_init(struct sfr__pin *pin);
 /* Releases all regions and the context; no block may be in use. Returns false if the driver may
- * still know some of the memory. That memory must stay mapped: the driver would treat any other
- * memory at its addresses as registered. */
+ * still have a registration of some memory. That memory must stay mapped: the driver would treat
+ * any other memory at its addresses as registered. */
 bool sfr__pin_fini(struct sfr__pin *pin);
 
 /* Allows blocks to be pinned, for all devices, through the context of `device`. Only the first
@@ -36,23 +36,23 @@ bool sfr__pin_is_on(struct sfr__pin *pin);
 void sfr__pin_failed(struct sfr__pin *pin, const char *why);
 
 /* Pins `nr` adjacent blocks in few calls. The caller owns the blocks, which have all their memory,
- * and the context is current. Each block becomes one of these:
+ * and the context is current. Each block's memory becomes one of these:
  * - registered;
  * - replaced by memory of the driver: block->mem changes, the content is lost, and the block's own
  *   memory can be freed;
- * - pageable: copies to it are slow.
+ * - pageable, so copies to it are slow.
  * Fallbacks are logged and noted for reports. */
 void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		     uint64_t block_bytes);
-/* Does the same, but replaces no memory. A block that cannot be registered stays pageable, without
- * a region. */
+/* Does the same as sfr__pin_blocks, but replaces no memory. A block that cannot be registered stays
+ * pageable and gets no region. */
 void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		       uint64_t block_bytes);
 /* Releases each region whose blocks are all in `list`, unless the driver refuses. These blocks then
  * have no region. The caller owns the blocks in the list. Enters the context itself. */
 void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list);
 /* Ensures that the region of a retired block is never released. */
-void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block);
+void sfr__pin_never_release(struct sfr__pin *pin, struct sfr__block *block);
 /* Returns whether a device can copy to the block directly. */
 bool sfr__pin_is_pinned(const struct sfr__block *block);
 /* Returns whether the block uses memory that the driver allocated. The kernel may refuse to write

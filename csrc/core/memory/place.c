@@ -1,47 +1,51 @@
 /* Decides where in the pool the items of a lease go.
  *
- * The items go one after another into one *window*, which is a row of just enough adjacent blocks.
- * Of all windows, the one whose blocks already have the most memory is taken. If there is no
- * window, each item goes into the first gap between used blocks that has room. */
+ * All items go one after another into one *window*: a row of adjacent usable blocks that is just
+ * long enough for them. Of all windows, the one whose blocks already have the most memory is taken.
+ * If no row is long enough, each item goes into the first *gap*, a row between used blocks, that
+ * has room for it. */
 #include "memory/pool_int.h"
 
-/* With `later`, every block outside held leases is usable: all of them will return. */
-static bool is_usable(const struct sfr__block *block, bool later)
+/* Returns whether items may be placed in the block: now, or after a wait that needs no user to give
+ * memory back. */
+static bool is_usable(const struct sfr__block *block, bool after_wait)
 {
 	if (block->state == SFR__BLOCK_RETIRED)
 		return false;
-	return later ? !block->held : !sfr__block_is_owned(block->state);
+	return after_wait ? !block->user_held : !sfr__block_is_owned(block->state);
 }
 
-static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool later)
+static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool after_wait)
 {
 	uint32_t nr = 0;
 
 	for (uint32_t i = 0; i < pool->nr_blocks; i++)
-		if (is_usable(&pool->blocks[i], later))
+		if (is_usable(&pool->blocks[i], after_wait))
 			nr++;
 	return nr;
 }
 
-/* Returns the first block of the window with the most memory, or nr_blocks if there is none. */
-static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool later)
+/* Returns the first block of the window of `nr` blocks with the most memory, or pool->nr_blocks if
+ * there is no window. */
+static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool after_wait)
 {
 	uint64_t committed = 0, best_committed = 0;
-	uint32_t best = pool->nr_blocks, len = 0;
+	uint32_t best = pool->nr_blocks;
+	uint32_t len = 0; /* usable blocks in a row up to block i, but at most `nr` */
 
 	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
 		const struct sfr__block *block = &pool->blocks[i];
 
-		if (!is_usable(block, later)) {
+		if (!is_usable(block, after_wait)) {
 			len = 0;
 			committed = 0;
 			continue;
 		}
 		committed += block->committed;
-		if (++len > nr) { /* the first block drops out of the window */
+		if (len == nr) /* the window's first block drops out */
 			committed -= pool->blocks[i - nr].committed;
-			len--;
-		}
+		else
+			len++;
 		if (len == nr && (best == pool->nr_blocks || committed > best_committed)) {
 			best = i + 1 - (uint32_t)nr;
 			best_committed = committed;
@@ -50,16 +54,17 @@ static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bo
 	return best;
 }
 
-static void find_gaps_locked(const struct sfr__pool *pool, bool later,
+/* Fills placement->gaps with all rows of usable blocks. */
+static void find_gaps_locked(const struct sfr__pool *pool, bool after_wait,
 			     struct sfr__placement *placement)
 {
 	placement->nr_gaps = 0;
 	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
 		uint32_t first = i;
 
-		while (i < pool->nr_blocks && is_usable(&pool->blocks[i], later))
+		while (i < pool->nr_blocks && is_usable(&pool->blocks[i], after_wait))
 			i++;
-		if (i > first)
+		if (i > first) /* blocks [first, i) are usable */
 			placement->gaps[placement->nr_gaps++] =
 				(struct sfr__gap){ first * pool->block_bytes,
 						   first * pool->block_bytes,
@@ -78,16 +83,17 @@ static bool fill_gaps(const struct sfr__pool *pool, struct sfr__placement *place
 		if (len == 0)
 			continue;
 		while (g < placement->nr_gaps &&
-		       placement->gaps[g].end - placement->gaps[g].at < len)
+		       placement->gaps[g].end - placement->gaps[g].used_end < len)
 			g++;
 		if (g == placement->nr_gaps)
 			return false;
-		placement->addrs[i] = pool->range.base + placement->gaps[g].at;
-		placement->gaps[g].at += len;
+		placement->addrs[i] = pool->range.base + placement->gaps[g].used_end;
+		placement->gaps[g].used_end += len;
 	}
 	return true;
 }
 
+/* Returns the number of blocks into which fill_gaps has put items. */
 static uint64_t nr_blocks_used(const struct sfr__pool *pool, const struct sfr__placement *placement)
 {
 	uint64_t nbytes = 0;
@@ -95,22 +101,24 @@ static uint64_t nr_blocks_used(const struct sfr__pool *pool, const struct sfr__p
 	for (uint32_t g = 0; g < placement->nr_gaps; g++) {
 		const struct sfr__gap *gap = &placement->gaps[g];
 
-		nbytes += sfr__round_up(gap->at - gap->begin, pool->block_bytes);
+		nbytes += sfr__round_up(gap->used_end - gap->begin, pool->block_bytes);
 	}
 	return nbytes / pool->block_bytes;
 }
 
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
-			    bool later, bool spare)
+			    bool after_wait, bool keep_one_free)
 {
 	uint64_t nr = sfr__round_up(placement->total, pool->block_bytes) / pool->block_bytes;
-	uint64_t nr_usable = nr_usable_locked(pool, later), nr_spare = spare ? 1 : 0;
-	uint32_t first;
+	uint64_t nr_usable = nr_usable_locked(pool, after_wait);
+	uint64_t nr_kept_free = keep_one_free ? 1 : 0;
+	uint32_t first = 0; /* if all items are empty */
 
-	if (nr + nr_spare > nr_usable)
+	if (nr + nr_kept_free > nr_usable)
 		return false;
-	first = nr == 0 ? 0 : find_window_locked(pool, nr, later);
-	if (first < pool->nr_blocks) {
+	if (nr != 0)
+		first = find_window_locked(pool, nr, after_wait);
+	if (first < pool->nr_blocks) { /* there is a window */
 		uint64_t begin = first * pool->block_bytes;
 
 		placement->nr_gaps = 1;
@@ -118,7 +126,7 @@ bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement 
 			(struct sfr__gap){ begin, begin, begin + nr * pool->block_bytes };
 		return fill_gaps(pool, placement);
 	}
-	find_gaps_locked(pool, later, placement);
+	find_gaps_locked(pool, after_wait, placement);
 	return fill_gaps(pool, placement) &&
-	       nr_blocks_used(pool, placement) + nr_spare <= nr_usable;
+	       nr_blocks_used(pool, placement) + nr_kept_free <= nr_usable;
 }

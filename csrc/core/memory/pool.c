@@ -4,6 +4,8 @@
  * address never changes, and a driver can register large regions. A block keeps its memory between
  * saves, so the cost of first touches is paid once.
  *
+ * The states of a block. "take" is take_block_locked, "put" is sfr__pool_put:
+ *
  *                  take         memory made
  *     RESERVED ------------> GROWING ------> LEASED
  *        ^ ^                 |  |  ^         |    ^
@@ -24,13 +26,13 @@
  *     FREE       LEASED     take_block_locked, when it has enough
  *     GROWING    LEASED     get, when the memory is there
  *     GROWING    FREE       warm_up, supply, when the memory is there; get, when the system has no
- *                           more memory and the block keeps the memory that it had
+ *                           memory and the block keeps what it had
  *     GROWING    RESERVED   get, warm_up, supply, when the system has no memory and the block had
  *                           none
  *     LEASED     FREE       put
  *     FREE       SHRINKING  trim
  *     SHRINKING  RESERVED   trim
- *     SHRINKING  FREE       trim, when the system refuses, or when the block is in one region with
+ *     SHRINKING  FREE       trim, when the system refuses, or when the block's region also has
  *                           blocks in use
  *     FREE       GROWING    warm_up, which owns the block while it pins it, and back
  *     LEASED     RETIRED    retire: a copy into the block may never end
@@ -41,10 +43,11 @@
  * pool->mu guards the lists, states and counters. No system call is made under it. While a block
  * gains or loses memory (GROWING, SHRINKING), it is in no list and belongs to one thread.
  *
- * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. Otherwise a
- * small pool's blocks could be divided among saves of which none can go on.
+ * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. Otherwise the
+ * saves could divide a small pool's blocks among them so that none has enough to go on.
  *
- * The table of blocks is not in the pool's memory, which a forked child does not inherit. */
+ * The table of blocks is outside the pool's range, because a forked child does not inherit the
+ * range. */
 #include <errno.h>
 
 #include "memory/range.h"
@@ -53,7 +56,8 @@
 
 /* ---- lists and states, with the lock -------------------------------------- */
 
-static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
+/* Returns the first block that has `need` bytes of memory, or NULL. */
+static struct sfr__block *pop_with_memory(struct sfr__list *list, size_t need)
 {
 	for (struct sfr__block **at = &list->head; *at != NULL; at = &(*at)->next) {
 		struct sfr__block *block = *at;
@@ -66,21 +70,26 @@ static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 	return NULL;
 }
 
+/* Returns a block without memory, or NULL. */
 static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block = sfr__pool_pop(&pool->reserved);
 
-	return block != NULL ? block : sfr__pool_fresh_locked(pool);
+	return block != NULL ? block : sfr__pool_take_unused_locked(pool);
 }
 
 /* Takes a block for `need` bytes, or returns NULL. The block becomes LEASED, or GROWING if it needs
- * more memory. While the pool lacks whole blocks, its whole blocks stay for saves that can fill
- * them. */
+ * more memory. Prefers, in this order:
+ * - a partial block that has enough memory;
+ * - while the pool lacks whole blocks and `need` is less than a block: a block without memory, so
+ *   that whole blocks stay for saves that fill them;
+ * - a whole block, a block without memory, a partial block with too little memory. */
 static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 {
-	struct sfr__block *block = pop_fitting(&pool->partial, need);
+	struct sfr__block *block = pop_with_memory(&pool->partial, need);
 
-	if (block == NULL && !sfr__pool_is_whole(pool, need) && sfr__pool_lacks_locked(pool))
+	if (block == NULL && !sfr__pool_fills_block(pool, need) &&
+	    sfr__pool_lacks_whole_locked(pool))
 		block = pop_reserved_locked(pool);
 	if (block == NULL)
 		block = sfr__pool_pop(&pool->whole);
@@ -120,40 +129,41 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 }
 
 /* Waits to be first in the queue and takes a block. Returns 0, SFR_EAGAIN, SFR_EEXHAUSTED or
- * -ENOMEM, as sfr__pool_get does. sfr__pool_may_retry_locked explains `starved`. */
+ * -ENOMEM, as sfr__pool_get does. sfr__pool_may_retry_locked explains `failed_at`. */
 static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t need,
-				 uint64_t deadline_ns, const uint64_t *starved,
+				 uint64_t deadline_ns, const uint64_t *failed_at,
 				 struct sfr__block **out)
 {
 	struct sfr__waiter me = { .seq = seq };
-	bool late = deadline_ns == 0; /* there is no time left to wait */
-	bool exhausted;
+	bool timed_out = deadline_ns == 0; /* there is no time left to wait */
+	bool all_retired, none_returns;
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
 		*out = NULL;
-		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, starved))
+		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, failed_at))
 			*out = take_block_locked(pool, need);
-		exhausted = *out == NULL && pool->nr_held > 0 &&
-			    pool->nr_held + pool->nr_retired == pool->nr_blocks;
-		if (*out != NULL || exhausted || pool->nr_retired == pool->nr_blocks || late)
+		all_retired = pool->nr_retired == pool->nr_blocks;
+		/* users hold all blocks that are not retired: waiting is no use */
+		none_returns = pool->nr_user_held + pool->nr_retired == pool->nr_blocks;
+		if (*out != NULL || all_retired || none_returns || timed_out)
 			break;
-		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
+		timed_out = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
 	}
 	sfr__pool_dequeue_locked(pool, &me);
-	if (pool->nr_retired == pool->nr_blocks)
+	if (all_retired)
 		return -ENOMEM;
 	if (*out != NULL)
 		return 0;
-	return exhausted ? SFR_EEXHAUSTED : SFR_EAGAIN;
+	return none_returns ? SFR_EEXHAUSTED : SFR_EAGAIN;
 }
 
 int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
 		  struct sfr__block **out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns);
-	uint64_t returned;              /* nr_returned before the last commit */
-	const uint64_t *starved = NULL; /* &returned after a commit that failed */
+	uint64_t returned_before;         /* nr_returned before the last commit */
+	const uint64_t *failed_at = NULL; /* &returned_before if the last commit failed */
 	struct sfr__block *block;
 	int rc;
 
@@ -164,32 +174,32 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	/* Take a block and make its missing memory without the lock. If the system has no memory,
 	 * put the block back, and try again when another block has returned. */
 	for (;;) {
-		size_t want = sfr__pool_memory_for(pool, need);
+		size_t target_bytes = sfr__pool_memory_for(pool, need);
 
-		rc = wait_for_block_locked(pool, seq, need, deadline_ns, starved, &block);
+		rc = wait_for_block_locked(pool, seq, need, deadline_ns, failed_at, &block);
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
-		returned = pool->nr_returned;
-		/* no whole block was free: ask for more of them */
-		if (sfr__pool_is_whole(pool, need)) {
-			sfr__pool_want_more_locked(pool);
-			pool->nr_filling++;
+		returned_before = pool->nr_returned;
+		/* no whole block was free: writers are to make more of them */
+		if (sfr__pool_fills_block(pool, need)) {
+			sfr__pool_raise_target_locked(pool);
+			pool->nr_whole_growing++;
 		}
 		sfr__unlock(&pool->mu);
-		rc = sfr__pool_commit(pool, block, block->committed, want);
+		rc = sfr__pool_commit(pool, block, block->committed, target_bytes);
 		sfr__lock(&pool->mu);
-		if (sfr__pool_is_whole(pool, need))
-			pool->nr_filling--;
+		if (sfr__pool_fills_block(pool, need))
+			pool->nr_whole_growing--;
 		if (rc == 0) {
-			sfr__pool_recount_locked(pool, block, want);
+			sfr__pool_set_committed_locked(pool, block, target_bytes);
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 			break;
 		}
 		sfr__pool_disown_locked(pool, block);
 		/* Give up if only users can return a block, and none has returned meanwhile. */
-		if (pool->nr_owned == pool->nr_held && pool->nr_returned == returned)
+		if (pool->nr_owned == pool->nr_user_held && pool->nr_returned == returned_before)
 			break;
-		starved = &returned;
+		failed_at = &returned_before;
 	}
 	sfr__unlock(&pool->mu);
 	if (rc == 0)
@@ -207,7 +217,7 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
 
 void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block)
 {
-	sfr__pin_keep(&pool->pin, block);
+	sfr__pin_never_release(&pool->pin, block);
 	sfr__lock(&pool->mu);
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_RETIRED);
 	sfr__unlock(&pool->mu);
@@ -230,7 +240,7 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, bool shared, struct
 	if (block_bytes == 0 || block_bytes % SFR_PAGE != 0 || pool_bytes < block_bytes)
 		return -EINVAL;
 	nr_blocks = pool_bytes / block_bytes;
-	if (nr_blocks > UINT32_MAX || pool_bytes > SIZE_MAX / 2)
+	if (nr_blocks > UINT32_MAX || pool_bytes > SIZE_MAX / 2) /* later sums must not overflow */
 		return -EINVAL;
 	pool = sfr_sys.calloc(1, sizeof(*pool));
 	if (pool == NULL)
@@ -244,11 +254,12 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, bool shared, struct
 		sfr_sys.free(pool);
 		return rc;
 	}
-	/* Untouched entries cost no memory. */
+	/* calloc gives an entry memory only when it is first written */
 	pool->blocks = sfr_sys.calloc(pool->nr_blocks, sizeof(*pool->blocks));
-	rc = pool->blocks == NULL ?
-		     -ENOMEM :
-		     sfr__memory_reserve(&pool->range, nr_blocks * block_bytes, shared);
+	if (pool->blocks == NULL)
+		rc = -ENOMEM;
+	else
+		rc = sfr__memory_reserve(&pool->range, nr_blocks * block_bytes, shared);
 	if (rc != 0) {
 		sfr__pool_free(pool);
 		return rc;
@@ -261,12 +272,12 @@ void sfr__pool_free(struct sfr__pool *pool)
 {
 	if (pool == NULL)
 		return;
-	/* A device may still write to retired blocks and to regions that the driver still knows.
-	 * Nothing else may use their addresses, so the range stays mapped until the process
-	 * ends. */
+	/* A device may still write to retired blocks, and to regions that the driver did not
+	 * release. Then the range stays mapped until the process ends, so that nothing else gets
+	 * their addresses. */
 	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
 		sfr__memory_release(&pool->range);
-	sfr__budget_hold(-(int64_t)pool->committed_bytes);
+	sfr__budget_add_memory(-(int64_t)pool->committed_bytes);
 	(void)pthread_cond_destroy(&pool->cv); /* the caller guarantees that nobody waits */
 	sfr__mutex_fini(&pool->mu);
 	sfr_sys.free(pool->blocks);

@@ -31,11 +31,11 @@ struct sfr__block {
 	struct sfr__block *next; /* the next in a list of the pool, or of the block's owner */
 	/* The registered region with the block, or NULL. Only the block's owner sets it. */
 	_Atomic(struct sfr__region *) region;
-	size_t committed; /* bytes that have memory, from mem on; written under pool->mu */
-	size_t want;      /* bytes that are to get memory; used by warm_up and leases */
-	uint32_t index;
+	size_t committed;    /* bytes that have memory, from mem on; written under pool->mu */
+	size_t target_bytes; /* while the block is GROWING: what `committed` is to become */
+	uint32_t index;      /* the block's number in the pool, from 0 */
 	enum sfr__block_state state; /* guarded by pool->mu */
-	bool held; /* only a user can give the block back (sfr__pool_hold); guarded by pool->mu */
+	bool user_held; /* only a user can give it back (sfr__pool_hold); guarded by pool->mu */
 };
 
 /* Statistics of a pool; struct sfr_stats (sfr/engine.h) explains the byte counts. */
@@ -64,8 +64,8 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block);
 /* Replaces sfr__pool_put for a block to which a dead device may still write. The block and its
  * memory are never used again. */
 void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block);
-/* Returns whether a lease of `need` bytes gives a block memory for all its bytes. */
-bool sfr__pool_is_whole(const struct sfr__pool *pool, size_t need);
+/* Returns whether a lease of `need` bytes gives a block all its memory. */
+bool sfr__pool_fills_block(const struct sfr__pool *pool, size_t need);
 /* Returns the pool's registered regions. */
 struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool);
 /* Pins adjacent blocks as sfr__pin_blocks does. The caller owns the blocks; they have all their
@@ -81,16 +81,16 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
 
 /* ---- supply.c ---- */
 
-/* A save calls sfr__pool_join before its first block, and sfr__pool_leave when it needs no more.
- * `nr_whole`, the same in both calls, is how many *whole* blocks the save could use at a time. A
- * whole block has all its memory. While the pool has fewer whole blocks than saves could use, it
- * *lacks* the others. */
+/* A save calls sfr__pool_join before its first block, and sfr__pool_leave when it needs no more
+ * blocks. A *whole* block has all its memory. `nr_whole` is the number of whole blocks that the
+ * save could use at a time; it is the same in both calls. If the pool has fewer whole blocks than
+ * saves could use, it *lacks* the difference. */
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
 void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
 /* Makes whole blocks that the pool lacks. A writer calls this after each block that it has written.
- * `nr_left` more calls follow for this save. Each of them can make a block, so this call makes only
- * the blocks that are lacking beyond `nr_left`. Does nothing while a thread waits for a block.
- * After the system has refused memory, does nothing until the next save begins. */
+ * `nr_left` more calls follow for this save, and each can make a block. So if the pool lacks n
+ * blocks, this call makes n - nr_left. It makes none while a thread waits for a block, nor, after
+ * the system has refused memory, until the next save begins. */
 void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left);
 /* Makes one whole block that the pool lacks. Returns false if the pool lacks none, or if a thread
  * waits for a block. */
@@ -116,17 +116,18 @@ struct sfr__lease {
 /* Leases memory for `nr` items of `lens` bytes, all or nothing. Sets addrs[i] to the address of
  * item i, a multiple of SFR_ALIGN, or to NULL if lens[i] is 0. The lease is held (sfr__pool_hold).
  *
- *     whole     gives the blocks all their memory, so that they can be registered
- *     nr_own    how many saves in flight can go on only when this call has returned
- *     slice_ns  the longest wait; 0: no wait
+ *     whole             gives the blocks all their memory, so that they can be registered
+ *     nr_blocked_saves  how many saves in flight cannot go on before this call returns
+ *     slice_ns          the longest wait; 0: no wait
  *
- * Threads in sfr__pool_get are served first. While any save except those `nr_own` needs blocks
- * (sfr__pool_join), one block stays free for it. Returns 0, or:
+ * Threads in sfr__pool_get are served first. While another save needs blocks (sfr__pool_join), one
+ * block stays free for it. Returns 0, or:
  *     SFR_EAGAIN      there was no room within slice_ns
  *     SFR_EEXHAUSTED  the items do not fit into the blocks outside held leases
  *     -ENOMEM         the system has no memory */
 int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
-		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out);
+		    uint32_t nr_blocked_saves, uint64_t slice_ns, char **addrs,
+		    struct sfr__lease *out);
 /* Pins the blocks of a `whole` lease at their addresses, as far as the system allows. The pin's
  * CUDA context must be current. Only one thread at a time may call this for a lease. Returns
  * whether all blocks are pinned. */
@@ -136,11 +137,12 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 int sfr__pool_file(const struct sfr__pool *pool, const char *mem, uint64_t *off);
 /* Returns whether the address is in the pool. */
 bool sfr__pool_has(const struct sfr__pool *pool, const char *mem);
-/* Returns how many of the `len` bytes at `mem`, an address in a lease, one device copy may cover. A
- * copy must not touch two registered regions. Sets *pinned to whether these bytes are pinned. */
+/* Returns how many of the `len` bytes at `mem` can be copied with one device copy, which must not
+ * touch two registered regions. `mem` is in a lease. Sets *pinned to whether these bytes are
+ * pinned. */
 size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned);
-/* Sets whether a user holds the lease. Initially a user does. Only a user gives a held lease back,
- * so no thread waits for its blocks. Idempotent. */
+/* Sets whether a user holds the lease; a new lease is held. Only its user can give a held lease
+ * back, so no thread waits for its blocks. Idempotent. */
 void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool held);
 /* Gives the lease's blocks back, or retires them if lease->retired is set. Empties the lease;
  * accepts an empty one. */
@@ -159,7 +161,7 @@ uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
  * sfr_engine_opts). The engine gives the same number of bytes back when its pool is freed. */
 uint64_t sfr__budget_take(const struct sfr_engine_opts *opts);
 void sfr__budget_give(uint64_t bytes);
-/* Adds `bytes`, which may be negative, to the memory that the process's pools have. */
-void sfr__budget_hold(int64_t bytes);
+/* Adds `bytes` to the sum of memory that the process's pools have. `bytes` may be negative. */
+void sfr__budget_add_memory(int64_t bytes);
 
 #endif

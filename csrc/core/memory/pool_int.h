@@ -15,7 +15,7 @@ struct sfr__list {
 	struct sfr__block *head;
 };
 
-/* A thread that waits for a block or a lease; on its stack. */
+/* An entry in the queue of waiting threads, on the waiting thread's stack. */
 struct sfr__waiter {
 	struct sfr__waiter *next;
 	uint64_t seq; /* the save's sequence number; UINT64_MAX for a lease */
@@ -29,30 +29,31 @@ struct sfr__pool {
 	struct sfr__mutex mu;
 	pthread_cond_t cv; /* signals that a block came back or the queue has a new head */
 	struct sfr__block *blocks;
-	uint32_t nr_known;           /* blocks that were ever used; the others are in no list */
+	uint32_t nr_ever_used; /* blocks[0, nr_ever_used) were used; the others are in no list */
 	struct sfr__list reserved;   /* without memory */
 	struct sfr__list whole;      /* free, memory for the whole block */
 	struct sfr__list partial;    /* free, memory for part of the block */
 	struct sfr__waiter *waiters; /* lowest seq first */
 	uint32_t nr_owned;           /* blocks that are GROWING, LEASED or SHRINKING */
 	uint32_t nr_retired;
-	uint32_t nr_saves;    /* saves that still need blocks (sfr__pool_join) */
-	uint32_t nr_expected; /* whole blocks that these saves could use together */
-	uint32_t nr_wanted;   /* whole blocks that saves could use; 0: make none ahead of need */
-	uint32_t nr_full;     /* blocks for which sfr__block_is_full */
-	uint32_t nr_filling;  /* blocks that threads are giving the rest of their memory */
-	uint32_t nr_held;     /* owned blocks that only a user can return */
-	uint64_t nr_returned; /* how many blocks came back; a change is a reason to try again */
+	uint32_t nr_saves;        /* saves that still need blocks (sfr__pool_join) */
+	uint32_t nr_whole_useful; /* whole blocks that these saves could use together */
+	/* how many whole blocks to make ahead of need, counting those that there are; 0: none */
+	uint32_t nr_whole_target;
+	uint32_t nr_whole_for_saves; /* blocks for which sfr__block_is_whole_for_saves */
+	uint32_t nr_whole_growing;   /* blocks that threads are making whole */
+	uint32_t nr_user_held;       /* owned blocks that only a user can return */
+	uint64_t nr_returned; /* how often blocks came back; a change is a reason to try again */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
 	struct sfr__pin pin; /* the regions registered with the CUDA driver */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES]; /* [from][to]; for tests */
 };
 
 /* ---- place.c ---- */
-/* A row of adjacent usable blocks, as offsets in the pool. [begin, at) has items, and [at, end) is
- * still free. */
+/* A row of adjacent usable blocks, as offsets in the pool. Items were placed in [begin, used_end);
+ * [used_end, end) is still free. */
 struct sfr__gap {
-	uint64_t begin, at, end;
+	uint64_t begin, used_end, end;
 };
 
 /* The items of a lease and their addresses. */
@@ -61,24 +62,25 @@ struct sfr__placement {
 	uint32_t nr;           /* items */
 	uint64_t total;        /* bytes of all items, each rounded up to SFR_ALIGN */
 	char **addrs;          /* address of each item; NULL for an empty item */
-	struct sfr__gap *gaps; /* an array, long enough for every case */
+	struct sfr__gap *gaps; /* the caller's array, with room for every gap that there can be */
 	uint32_t nr_gaps;
 };
-/* Sets the address of each item. The items go into free blocks. With `later`, they may go into all
- * blocks outside held leases, because these become free without a user's help. With `spare`, one
- * usable block stays empty. Returns false if the items do not fit; the addresses are then
- * undefined. */
+/* Sets the address of each item. The items go into free blocks. With `after_wait`, they may go into
+ * all blocks outside held leases, because a wait is enough for these to become free. With
+ * `keep_one_free`, one usable block stays empty. Returns false if the items do not fit; the
+ * addresses are then undefined. */
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
-			    bool later, bool spare);
+			    bool after_wait, bool keep_one_free);
 
 /* ---- blocks.c ---- */
-/* Returns the address of the block's own pages, even while it uses the driver's memory. */
-static inline char *sfr__pool_home(const struct sfr__pool *pool, const struct sfr__block *block)
+/* Returns the block's address in the pool's range, even while block->mem is the driver's memory. */
+static inline char *sfr__pool_block_addr(const struct sfr__pool *pool,
+					 const struct sfr__block *block)
 {
 	return pool->range.base + block->index * pool->block_bytes;
 }
 /* Give memory to bytes [from, to) of a block, or take it away. The caller owns the block and holds
- * no lock. After a success it calls sfr__pool_recount_locked. Return 0 or -errno. */
+ * no lock. After a success it calls sfr__pool_set_committed_locked. Return 0 or -errno. */
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		     size_t to);
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
@@ -91,7 +93,7 @@ size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
 bool sfr__block_is_owned(enum sfr__block_state state);
 /* Changes a block's state and the counters that depend on it, and adds the block to the list of its
  * new state. The caller removes the block from its old list, before this call or by
- * sfr__pool_filter. */
+ * sfr__pool_remove_owned. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to);
 /* Makes an owned block FREE, or RESERVED if it has no memory. */
@@ -109,40 +111,44 @@ static inline uint32_t sfr__pool_row_len(struct sfr__block *const *blocks, uint3
 		len++;
 	return len;
 }
-/* Records that the block, which the caller owns, has `now` bytes of memory. */
-void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now);
+/* Sets block->committed and the sums that depend on it. The caller owns the block. */
+void sfr__pool_set_committed_locked(struct sfr__pool *pool, struct sfr__block *block,
+				    size_t nbytes);
 /* Takes the first block that was never used, or returns NULL. */
-struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
+struct sfr__block *sfr__pool_take_unused_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
 struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL: the list is empty */
 /* Removes the blocks that have become owned from a list. */
-void sfr__pool_filter(struct sfr__list *list);
-/* Returns whether pool->nr_full counts the block. Code that may change this calls
- * sfr__pool_uncount_locked before and sfr__pool_count_locked after the change. */
-static inline bool sfr__block_is_full(const struct sfr__pool *pool, const struct sfr__block *block)
+void sfr__pool_remove_owned(struct sfr__list *list);
+/* Returns whether pool->nr_whole_for_saves counts the block. Code that changes one of these fields
+ * calls sfr__pool_uncount_locked before and sfr__pool_count_locked after the change. */
+static inline bool sfr__block_is_whole_for_saves(const struct sfr__pool *pool,
+						 const struct sfr__block *block)
 {
-	return block->committed == pool->block_bytes && !block->held &&
+	return block->committed == pool->block_bytes && !block->user_held &&
 	       block->state != SFR__BLOCK_RETIRED;
 }
 static inline void sfr__pool_uncount_locked(struct sfr__pool *pool, const struct sfr__block *block)
 {
-	if (sfr__block_is_full(pool, block))
-		pool->nr_full--;
+	if (sfr__block_is_whole_for_saves(pool, block))
+		pool->nr_whole_for_saves--;
 }
 static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct sfr__block *block)
 {
-	if (sfr__block_is_full(pool, block))
-		pool->nr_full++;
+	if (sfr__block_is_whole_for_saves(pool, block))
+		pool->nr_whole_for_saves++;
 }
 /* ---- supply.c ---- */
-/* Returns whether saves could use more whole blocks than there are, and one can be made. */
-bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
-/* Raises nr_wanted, because a save found no block with memory. */
-void sfr__pool_want_more_locked(struct sfr__pool *pool);
+/* Returns whether saves could use more whole blocks than there are, and a block without memory can
+ * be made whole. */
+bool sfr__pool_lacks_whole_locked(const struct sfr__pool *pool);
+/* Raises nr_whole_target to nr_whole_useful. Called when a save found no block with memory. */
+void sfr__pool_raise_target_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
-/* Gives each block in `work` memory for block->want bytes, on several threads. The caller owns the
- * blocks and holds no lock. Calls grown_locked under pool->mu once for each block: with 0, or with
- * the first error, after which the remaining blocks get no memory. Returns 0 or the first error. */
+/* Gives each block in `work` memory for block->target_bytes bytes, on several threads. The caller
+ * owns the blocks and holds no lock. Calls grown_locked under pool->mu once for each block: with 0,
+ * or with the first error, after which the remaining blocks get no memory. Returns 0 or the first
+ * error. */
 int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
 					    int rc));
@@ -152,12 +158,14 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
  * may take blocks. */
 void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
-/* Returns whether a waiting thread should try to take blocks. `starved` is NULL at the first try.
- * After a try for which the system had no memory, *starved is the nr_returned of that time. The
- * next try follows when a block has returned, or when only users could still return one. */
-static inline bool sfr__pool_may_retry_locked(const struct sfr__pool *pool, const uint64_t *starved)
+/* Returns whether a waiting thread should try to take blocks. `failed_at` is NULL at the first try.
+ * After a try for which the system had no memory, *failed_at is nr_returned at that try. The thread
+ * tries again when a block has returned since, or when only users can still return one. */
+static inline bool sfr__pool_may_retry_locked(const struct sfr__pool *pool,
+					      const uint64_t *failed_at)
 {
-	return starved == NULL || *starved != pool->nr_returned || pool->nr_owned == pool->nr_held;
+	return failed_at == NULL || *failed_at != pool->nr_returned ||
+	       pool->nr_owned == pool->nr_user_held;
 }
 
 #endif

@@ -29,6 +29,7 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
+/* Returns a descriptor or -errno. */
 static int make_file(uint64_t len)
 {
 	struct rlimit limit;
@@ -92,15 +93,15 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 	range->file = -1;
 	if (shared)
 		rc = map_file(range);
-	/* A device might write into a child's copy of a private page. Shared pages would change
-	 * while the child reads them. */
+	/* Forked children get no page of the range: a device might write into the child's copy of a
+	 * private page, and shared pages would change while the child reads them. */
 	if (rc == 0)
 		rc = sfr__memory_inherit(map, map_len, false);
 	if (rc != 0) {
 		sfr__memory_release(range);
 		return rc;
 	}
-	/* only affects speed; a kernel without huge pages refuses it */
+	/* may fail, because huge pages only affect speed: some kernels have none */
 	(void)sfr_sys.madvise(map, map_len, MADV_HUGEPAGE);
 	return 0;
 }
@@ -134,7 +135,7 @@ static int allocate_pages(const struct sfr__range *range, const char *mem, size_
 	return errno == ENOSPC ? -ENOMEM : -errno;
 }
 
-int sfr__memory_open(char *mem, size_t len)
+int sfr__memory_make_accessible(char *mem, size_t len)
 {
 	return sfr_sys.mprotect(mem, len, PROT_READ | PROT_WRITE) != 0 ? -errno : 0;
 }
@@ -149,15 +150,15 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 		return 0;
 	if (shared && errno == EFAULT) /* no memory; a touch would raise a signal */
 		return -ENOMEM;
-	/* EINVAL, ENOSYS, EPERM: an older kernel or a sandbox does not know the advice. EINTR: a
-	 * signal came. The pages are then touched one by one. */
+	/* The pages are touched one by one if an older kernel or a sandbox does not know the advice
+	 * (EINVAL, ENOSYS, EPERM), or if a signal came (EINTR). */
 	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
 		return madvise_error();
 	rc = shared ? allocate_pages(range, mem, len) : 0;
 	if (rc != 0)
 		return rc;
-	/* Touch each page: a byte that is 0 is set to 0. So no byte changes, even if another thread
-	 * writes there. */
+	/* Touch each page by a write that changes no byte, even if another thread writes there: if
+	 * the first byte is 0, set it to 0. */
 	for (size_t off = 0; off < len; off += SFR_PAGE) {
 		zero = 0;
 		(void)__atomic_compare_exchange_n(mem + off, &zero, 0, false, __ATOMIC_RELAXED,

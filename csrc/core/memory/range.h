@@ -27,10 +27,10 @@ void sfr__memory_release(struct sfr__range *range);
 /* Sets whether forked children inherit these whole pages; at first they do not. Returns 0 or
  * -errno. */
 int sfr__memory_inherit(char *mem, size_t len, bool inherit);
-/* Give memory to whole pages in two steps: make them accessible, then present. Neither step changes
+/* Give memory to whole pages in two steps: make_accessible, then populate. Neither step changes
  * existing bytes, so two threads may do this to the same pages at once. Return 0 or -errno; after
  * an error some pages may have memory. */
-int sfr__memory_open(char *mem, size_t len);
+int sfr__memory_make_accessible(char *mem, size_t len);
 int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len);
 /* Returns the memory of whole pages to the system and makes the pages inaccessible. No other thread
  * may use or populate them meanwhile. Returns 0, or -errno if they keep their memory. */

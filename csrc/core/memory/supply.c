@@ -1,51 +1,52 @@
 /* Memory for the next save, made by the writers of this one.
  *
- * The first touch of memory takes several times as long as a copy into it. So writers make whole
- * blocks while the pool *lacks* some (pool.h). A writer makes a block after each block that it has
- * written, if more are lacking than the save has blocks left to write. So writes come first, and
- * when the last block is written, the pool has all the memory that the save could have used.
- * Copiers that have nothing to copy make memory, too.
+ * The first touch of memory takes several times as long as a copy into it. So writers make blocks
+ * whole (give them all their memory) while the pool *lacks* whole blocks (pool.h). A writer that
+ * has written a block makes another one if the pool lacks more blocks than the save has left to
+ * write. So writes come first, and when the last block is written, the pool has all the memory that
+ * the save could have used. Copiers that have nothing to copy make memory, too.
  *
  * Saves that overlap may need more blocks than each save alone. So a save that finds no block with
- * memory raises nr_wanted to what all saves in flight could use together.
+ * memory raises nr_whole_target to what all saves in flight could use together.
  *
- * The thread that makes a block's memory owns the block meanwhile. For device copies, the block's
- * first user pins it.
+ * The thread that makes a block's memory owns the block meanwhile. It does not pin the block: the
+ * block's first user does, if a device copies to it.
  *
- * Measured with 800 MB that are copied in the call, on a busy machine. Six engines made memory
- * ahead, and six others, run alternately, did not. The calls of the second and third save took 41
- * and 39 ms (medians) with memory made ahead, and 55 and 51 ms without it. The first save took
- * equally long. `benchmarks/vs_peers.py --only unowned --state 800MB --peers stillframe` shows
- * these calls. */
+ * Measured with 800 MB that are copied in the call: the calls of the second and third save took 41
+ * and 39 ms (medians of six engines) with memory made ahead, and 55 and 51 ms without it. The first
+ * save took equally long. `benchmarks/vs_peers.py --only unowned --state 800MB --peers stillframe`
+ * shows these calls. */
 #include "memory/pool_int.h"
 
-bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
+bool sfr__pool_lacks_whole_locked(const struct sfr__pool *pool)
 {
-	return pool->nr_full + pool->nr_filling < pool->nr_wanted &&
-	       (pool->reserved.head != NULL || pool->nr_known < pool->nr_blocks);
+	bool has_reserved = pool->reserved.head != NULL || pool->nr_ever_used < pool->nr_blocks;
+
+	return has_reserved &&
+	       pool->nr_whole_for_saves + pool->nr_whole_growing < pool->nr_whole_target;
 }
 
-static void raise_wanted_locked(struct sfr__pool *pool, uint32_t nr)
+static void raise_target_to_locked(struct sfr__pool *pool, uint32_t nr)
 {
 	if (nr > pool->nr_blocks)
 		nr = pool->nr_blocks;
-	if (nr > pool->nr_wanted)
-		pool->nr_wanted = nr;
+	if (nr > pool->nr_whole_target)
+		pool->nr_whole_target = nr;
 }
 
-void sfr__pool_want_more_locked(struct sfr__pool *pool)
+void sfr__pool_raise_target_locked(struct sfr__pool *pool)
 {
 	/* 0: after a trim or a refusal of the system, nothing is made until the next save begins */
-	if (pool->nr_wanted != 0)
-		raise_wanted_locked(pool, pool->nr_expected);
+	if (pool->nr_whole_target != 0)
+		raise_target_to_locked(pool, pool->nr_whole_useful);
 }
 
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole)
 {
 	sfr__lock(&pool->mu);
 	pool->nr_saves++;
-	pool->nr_expected += nr_whole;
-	raise_wanted_locked(pool, nr_whole);
+	pool->nr_whole_useful += nr_whole;
+	raise_target_to_locked(pool, nr_whole);
 	sfr__unlock(&pool->mu);
 }
 
@@ -53,34 +54,35 @@ void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole)
 {
 	sfr__lock(&pool->mu);
 	pool->nr_saves--;
-	pool->nr_expected -= nr_whole;
+	pool->nr_whole_useful -= nr_whole;
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* a lease may now take the last block */
 	sfr__unlock(&pool->mu);
 }
 
-/* Returns NULL if a thread waits for a block, or if the pool lacks at most `nr_left` blocks. */
-static struct sfr__block *take_lacking_locked(struct sfr__pool *pool, uint32_t nr_left)
+/* Takes a block without memory and makes it GROWING. Returns NULL if a thread waits for a block, or
+ * if the pool lacks at most `nr_left` whole blocks. */
+static struct sfr__block *take_block_to_grow_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	struct sfr__block *block;
 
-	if (pool->waiters != NULL || !sfr__pool_lacks_locked(pool) ||
-	    pool->nr_full + pool->nr_filling + nr_left >= pool->nr_wanted)
+	if (pool->waiters != NULL || !sfr__pool_lacks_whole_locked(pool) ||
+	    pool->nr_whole_for_saves + pool->nr_whole_growing + nr_left >= pool->nr_whole_target)
 		return NULL;
 	block = sfr__pool_pop(&pool->reserved);
 	if (block == NULL)
-		block = sfr__pool_fresh_locked(pool);
+		block = sfr__pool_take_unused_locked(pool);
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
-	pool->nr_filling++;
+	pool->nr_whole_growing++;
 	return block;
 }
 
-/* Makes one block whole, and releases the mutex meanwhile. Returns false if take_lacking_locked
- * finds no block, but true if the system had no memory. */
+/* Makes one block whole, and releases the mutex meanwhile. Returns false if no block is to be made
+ * whole. Returns true even if the system had no memory. */
 static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 {
 	const size_t len = (size_t)pool->block_bytes;
-	struct sfr__block *block = take_lacking_locked(pool, nr_left);
+	struct sfr__block *block = take_block_to_grow_locked(pool, nr_left);
 	int rc;
 
 	if (block == NULL)
@@ -88,12 +90,12 @@ static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 	sfr__unlock(&pool->mu);
 	rc = sfr__pool_commit(pool, block, 0, len);
 	sfr__lock(&pool->mu);
-	pool->nr_filling--;
+	pool->nr_whole_growing--;
 	if (rc == 0) {
-		sfr__pool_recount_locked(pool, block, len);
+		sfr__pool_set_committed_locked(pool, block, len);
 		pool->nr_returned++;
 	} else {
-		pool->nr_wanted = 0; /* give up until the next save */
+		pool->nr_whole_target = 0; /* give up until the next save */
 	}
 	sfr__pool_move_locked(pool, block, rc == 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
 	return true;

@@ -1,6 +1,6 @@
 /* Copies from host memory to a device, while the caller's stream computes. onload.c implements it.
  *
- *     sfr_onload_start(engine, device, stream, copies, nr, from, &onload)
+ *     sfr_onload_start(engine, device, stream, copies, nr, snapshot, &onload)
  *     ...
  *     rc = sfr_onload_order(onload, stream);           the stream waits for the copies
  *     while (rc == SFR_EAGAIN)                         (if the stream cannot, the caller waits)
@@ -12,7 +12,7 @@
 #include "sfr/engine.h"
 #include "sfr/snapshot.h"
 
-/* Copies that were started together. One thread at a time uses an onload. */
+/* Copies that were started together. Only one thread at a time may use an onload. */
 struct sfr_onload;
 
 /* One range of memory. */
@@ -22,24 +22,28 @@ struct sfr_onload_copy {
 	uint64_t nbytes;
 };
 
-/* Queues the copies. They run after the work on `stream`, the caller's current one, and after
- * copies that still run into `from`. `from` is the snapshot whose memory the sources are in, or
- * NULL; the onload holds this memory. Sources and destinations stay valid until sfr_onload_wait has
- * returned 0. Returns 0, with device errors left to sfr_onload_error; or, with nothing queued:
+/* Queues the copies. They run after the present work of `stream`, the caller's current stream. If
+ * the sources are in a snapshot's memory, `snapshot` is this snapshot, else NULL. Then the copies
+ * also run after those that still write to the snapshot, and the onload holds its memory. The
+ * caller keeps sources and destinations valid until sfr_onload_wait has returned 0. Returns 0 even
+ * after an error of the device, which sfr_onload_error reports. Other results, with nothing queued:
  *
- *   SFR_EAGAIN   no stream can wait for `from`: call again after sfr_snapshot_wait has returned 0
- *   SFR_ESTATE   the memory of `from` has been returned
+ *   SFR_EAGAIN   no stream can wait for the snapshot: call again after sfr_snapshot_wait has
+ *                returned 0
+ *   SFR_ESTATE   the memory of the snapshot has been returned
  *   SFR_ECLOSED, SFR_EFORK, SFR_ECAPTURING, -ENOMEM */
 int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream,
-		     const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_snapshot *from,
-		     struct sfr_onload **out);
+		     const struct sfr_onload_copy *copies, uint32_t nr,
+		     struct sfr_snapshot *snapshot, struct sfr_onload **out);
 /* Makes a stream of the onload's device wait for the copies. Returns 0, SFR_EFORK, or SFR_EAGAIN if
- * the stream cannot wait: then the caller uses sfr_onload_wait. */
+ * the stream cannot wait: then the caller waits with sfr_onload_wait. */
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream);
-/* Waits until no copy is running. A slice of zero takes no lock. 0, SFR_EAGAIN or SFR_EFORK. */
+/* Waits until no copy is running. With a slice of zero it only looks, and takes no lock. Returns 0,
+ * SFR_EAGAIN or SFR_EFORK. */
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns);
 /* Gets the device time of the copies, and how long the first stream that waited for them was idle.
- * A time that was not measured is 0. Returns 0, SFR_EAGAIN (not known yet) or SFR_EFORK. */
+ * A time that was not measured is 0. Returns 0, SFR_EFORK, or SFR_EAGAIN if the times are not known
+ * yet. */
 int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns);
 /* Gets the device's error, with code 0 if there is none. Final after the wait. Takes no lock. */
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out);

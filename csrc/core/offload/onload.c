@@ -3,14 +3,14 @@
  *     caller's stream   memory is free E │  layer l          waits S │ layer l-1
  *     inward lane                waits E │  copies of layer l-1    S │
  *
- * The event E comes first: earlier work on the caller's stream may still use the destinations,
- * which a stream-ordered allocator has already reused. The event S follows all copies
- * (stage/transfer.h). If the sources are still being copied from the device, the lane's stream
- * waits for those copies, so the host need not.
+ * The lane waits for the event E, because earlier work on the caller's stream may still use the
+ * destinations: a stream-ordered allocator reuses memory before that work has run. The event S
+ * follows all copies (stage/transfer.h). If the sources are still being copied from the device, the
+ * lane's stream waits for those copies, so the host does not have to.
  *
- * The snapshot's memory is held until the lane's thread sees the copies complete. A thread of the
- * engine must never drop the last reference to the engine. So sfr_onload_put waits for copies that
- * still run, and the caller drops all references. */
+ * The snapshot's memory is held until the lane's thread sees that the copies have completed. A
+ * thread of the engine must never drop the last reference to the engine. So sfr_onload_put waits
+ * for copies that still run, and the caller's thread drops all references. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -22,23 +22,24 @@ struct sfr_onload {
 	struct sfr__transfer transfer; /* without a lane if the device had failed before */
 	struct sfr_engine *engine;     /* a reference */
 	uint64_t fork_generation;
-	struct sfr_snapshot *from; /* a reference, and a hold until the copies end; or NULL */
+	struct sfr_snapshot *snapshot; /* a reference, and a hold until the copies end; or NULL */
 
-	/* used only by the caller */
+	/* used only by the caller's thread */
 	bool ordered;                   /* a stream was made to wait for the copies */
 	struct sfr__cuda_timer waiting; /* measures the first such wait */
 };
 
-static bool is_foreign(const struct sfr_onload *onload)
+/* Returns whether the onload belongs to a parent process. */
+static bool is_parents(const struct sfr_onload *onload)
 {
 	return onload->fork_generation != sfr_fork_generation();
 }
 
 /* Returns the copy at index *i and advances *i. If all sources are in one lease (`leased`), merges
- * the copy with those after it that are adjacent in both memories. The padding between them is
- * copied too; it belongs to the same tensors in both memories. */
-static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32_t nr, bool leased,
-				    uint32_t *i)
+ * this copy with those after it that are adjacent in both memories. The padding between them is
+ * copied too: in both memories it belongs to these tensors. */
+static struct sfr_onload_copy next_merged_copy(const struct sfr_onload_copy *copies, uint32_t nr,
+					       bool leased, uint32_t *i)
 {
 	struct sfr_onload_copy merged = copies[*i];
 
@@ -46,6 +47,7 @@ static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32
 		const struct sfr_onload_copy *next = &copies[*i];
 		const uint64_t distance = next->src - merged.src;
 
+		/* adjacent: the same distance in both memories, with nothing but padding between */
 		if (next->dst - merged.dst != distance ||
 		    distance != sfr__round_up(merged.nbytes, SFR_COPY_ALIGN))
 			break;
@@ -56,17 +58,17 @@ static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32
 
 /* ---- start ------------------------------------------------------------------------- */
 
-/* The copies have completed or, if !ok, the device has died. */
+/* Called by the lane when the copies have completed (`ok`) or the device has died. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr_onload *onload = sfr__container(tr, struct sfr_onload, transfer);
 
-	(void)portion; /* there is only one */
-	if (!onload->from)
+	(void)portion; /* an onload has only one */
+	if (!onload->snapshot)
 		return;
-	if (!ok)
-		sfr__snapshot_retire_memory(onload->from);
-	sfr_snapshot_unhold(onload->from);
+	if (!ok) /* the dead device may still read the memory */
+		sfr__snapshot_retire_memory(onload->snapshot);
+	sfr_snapshot_unhold(onload->snapshot);
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done };
@@ -78,7 +80,9 @@ static bool wait_for_sources(struct sfr_onload *onload)
 	const struct sfr_stream stream = { .handle = (uint64_t)(uintptr_t)lane->stream,
 					   .device = lane->device };
 
-	return !onload->from || sfr_snapshot_gate(onload->from, &stream, 1, 0) == 0;
+	if (!onload->snapshot)
+		return true;
+	return sfr_snapshot_gate(onload->snapshot, &stream, 1, 0) == 0; /* one stream, no wait */
 }
 
 /* Returns 0, -ENOMEM or SFR_EAGAIN. A device's error stays in the transfer. */
@@ -92,11 +96,12 @@ static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy 
 		return 0;
 	if (!wait_for_sources(onload))
 		return SFR_EAGAIN;
-	if (sfr__transfer_prepare_pin(tr, pool) && onload->from)
-		sfr__lot_pin(onload->from); /* the hold keeps the memory in place */
+	if (sfr__transfer_prepare_pin(tr, pool) && onload->snapshot)
+		sfr__lot_pin(onload->snapshot); /* the hold keeps the memory in place */
 	tr->timed = true;
 	for (uint32_t i = 0; i < nr;) {
-		struct sfr_onload_copy merged = merge(copies, nr, onload->from != NULL, &i);
+		struct sfr_onload_copy merged =
+			next_merged_copy(copies, nr, onload->snapshot != NULL, &i);
 
 		sfr__transfer_add_pooled(tr, pool, merged.dst, merged.src, merged.nbytes);
 	}
@@ -116,8 +121,8 @@ static int start_copies(struct sfr_onload *onload, uint32_t device, CUstream str
 			sfr__transfer_mark_staged(tr);
 		sfr__transfer_end(tr);
 	}
-	if (onload->from && !tr->launched)
-		sfr_snapshot_unhold(onload->from); /* `portion_done` is not called */
+	if (onload->snapshot && !tr->launched)
+		sfr_snapshot_unhold(onload->snapshot); /* portion_done will not be called */
 	return rc;
 }
 
@@ -127,7 +132,7 @@ static void free_onload(struct sfr_onload *onload)
 	struct sfr_engine *engine = onload->engine;
 	struct sfr__cuda_scope scope;
 
-	/* A closed engine has released the device's context, with the events. */
+	/* When an engine closes, it releases the device's context, and the events with it. */
 	if (onload->waiting.begin && !engine->closed) {
 		/* on failure only the events are lost */
 		(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
@@ -135,14 +140,15 @@ static void free_onload(struct sfr_onload *onload)
 		sfr__cuda_leave(&scope);
 	}
 
-	sfr_snapshot_put(onload->from);
+	sfr_snapshot_put(onload->snapshot);
 	sfr__engine_drop_pool_user(engine);
 	sfr_sys.free(onload);
 	sfr_engine_put(engine);
 }
 
-/* Makes an onload, which keeps the engine's pool and holds the snapshot's memory. */
-static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
+/* Makes an onload, which keeps the engine's pool alive and holds the snapshot's memory. Returns 0,
+ * -ENOMEM, SFR_ECLOSED or an error of sfr_snapshot_hold. */
+static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *snapshot,
 		       struct sfr_onload **out)
 {
 	struct sfr_onload *onload = sfr_sys.calloc(1, sizeof(*onload));
@@ -163,21 +169,21 @@ static int make_onload(struct sfr_engine *engine, struct sfr_snapshot *from,
 	onload->transfer.ops = &ops;
 	onload->engine = engine;
 	onload->fork_generation = engine->fork_generation;
-	rc = from ? sfr_snapshot_hold(from) : 0;
+	rc = snapshot ? sfr_snapshot_hold(snapshot) : 0;
 	if (rc < 0) {
 		free_onload(onload);
 		return rc;
 	}
-	if (from)
-		sfr_snapshot_get(from);
-	onload->from = from;
+	if (snapshot)
+		sfr_snapshot_get(snapshot);
+	onload->snapshot = snapshot;
 	*out = onload;
 	return 0;
 }
 
 int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream,
-		     const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_snapshot *from,
-		     struct sfr_onload **out)
+		     const struct sfr_onload_copy *copies, uint32_t nr,
+		     struct sfr_snapshot *snapshot, struct sfr_onload **out)
 {
 	struct sfr_onload *onload;
 	int rc;
@@ -185,7 +191,7 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 	*out = NULL;
 	if (engine->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
-	rc = make_onload(engine, from, &onload);
+	rc = make_onload(engine, snapshot, &onload);
 	if (rc < 0)
 		return rc;
 	rc = start_copies(onload, device, (CUstream)(uintptr_t)stream, copies, nr);
@@ -198,33 +204,35 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 
 /* ---- waiting --------------------------------------------------------------------------- */
 
-/* Makes the stream wait for the copies, and measures the first wait. Returns false if it cannot. */
+/* Makes the stream wait for the copies, and measures the first wait. Returns false if the stream
+ * cannot wait. */
 static bool order_stream(struct sfr_onload *onload, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = onload->transfer.lane;
 	CUstream cu_stream = (CUstream)(uintptr_t)stream->handle;
 	struct sfr__cuda_scope scope;
-	bool entered, timed, done;
+	bool entered, timed, will_wait;
 
-	if (sfr__transfer_is_over(&onload->transfer)) /* also without a lane */
+	if (sfr__transfer_is_over(&onload->transfer)) /* always so without a lane */
 		return true;
 	entered = sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS;
+	/* measures the first wait, unless the stream is capturing: a capture records no timer */
 	timed = entered && !onload->ordered && !sfr__cuda_is_capturing(lane->cu, cu_stream);
 	if (timed)
 		sfr__cuda_timer_begin(lane, &onload->waiting, cu_stream);
-	done = sfr__transfer_gate(&onload->transfer, stream);
+	will_wait = sfr__transfer_gate(&onload->transfer, stream);
 	if (timed)
 		sfr__cuda_timer_end(lane, &onload->waiting, cu_stream);
 	onload->ordered = true;
 	sfr__cuda_leave(&scope);
-	return done;
+	return will_wait;
 }
 
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream)
 {
 	const struct sfr_stream waiting = { .handle = stream };
 
-	if (is_foreign(onload))
+	if (is_parents(onload))
 		return SFR_EFORK;
 	return order_stream(onload, &waiting) ? 0 : SFR_EAGAIN;
 }
@@ -236,10 +244,11 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 	bool known = true;
 
 	*copying_ns = *waited_ns = 0;
-	if (is_foreign(onload))
+	if (is_parents(onload))
 		return SFR_EFORK;
 	if (!sfr__transfer_is_over(&onload->transfer))
 		return SFR_EAGAIN;
+	/* else no wait was measured, or the events are gone with the engine's context */
 	if (onload->waiting.begin && !onload->engine->closed) {
 		if (sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS)
 			known = sfr__cuda_timer_read(lane, &onload->waiting);
@@ -252,7 +261,7 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
 {
-	if (is_foreign(onload))
+	if (is_parents(onload))
 		return SFR_EFORK;
 	if (slice_ns == 0)
 		return sfr__transfer_is_over(&onload->transfer) ? 0 : SFR_EAGAIN;
@@ -262,17 +271,17 @@ int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 {
 	*out = (struct sfr_err){ .index = -1 };
-	if (is_foreign(onload))
+	if (is_parents(onload))
 		return;
 	*out = onload->transfer.err;
-	if (sfr__transfer_is_over(&onload->transfer) && onload->transfer.lost)
+	if (sfr__transfer_is_over(&onload->transfer) && onload->transfer.device_died)
 		/* needs no lock: `why` is constant once the lane is dead */
 		sfr__err_set(out, -EIO, SFR_PHASE_STAGE, onload->transfer.lane->why);
 }
 
 void sfr_onload_put(struct sfr_onload *onload)
 {
-	if (!onload || is_foreign(onload))
+	if (!onload || is_parents(onload))
 		return;
 	(void)sfr_onload_wait(onload, SFR_FOREVER); /* always 0 */
 	free_onload(onload);
@@ -280,10 +289,13 @@ void sfr_onload_put(struct sfr_onload *onload)
 
 int sfr_engine_has_pinned(struct sfr_engine *engine, uint64_t addr)
 {
-	bool pinned = false;
+	const char *mem = (const char *)(uintptr_t)addr;
+	bool pinned;
 
 	if (engine->fork_generation != sfr_fork_generation() || !engine->pool)
 		return 0;
-	return sfr__pool_has(engine->pool, (const char *)(uintptr_t)addr) &&
-	       sfr__pool_span(engine->pool, (const char *)(uintptr_t)addr, 1, &pinned) && pinned;
+	if (!sfr__pool_has(engine->pool, mem))
+		return 0;
+	(void)sfr__pool_span(engine->pool, mem, 1, &pinned); /* for `pinned` */
+	return pinned;
 }

@@ -3,20 +3,22 @@
  * All code that reads checkpoints reads open files. So a remote object becomes an open file in
  * memory, as long as the object and empty at first. A reader waits until the bytes that it needs
  * are there. Other threads fetch what readers wait for and what will be read next. In the diagrams,
- * pin, ahead and done are sfr__arriving_*; next and put are sfr_arrivals_*.
+ * pin, will_read and was_read are sfr__arriving_*; next and put are sfr_arrivals_*.
  *
- *     readers --pin, ahead--> wanted --next--> threads that fetch (Python's, with a store's client)
- *        ^                                        |
- *        +------------- file in memory <---put----+
+ *     readers --pin, will_read--> requests --next--> threads that fetch (Python's)
+ *        ^                                              |
+ *        +------------- file in memory <------put-------+
  *
  * States of a chunk of the file:
  *
- *     ABSENT --pin, ahead--> WANTED --next--> FETCHING --put--> HERE --done--> LEAVING --> ABSENT
+ *     ABSENT --pin, will_read--> REQUESTED --next--> FETCHING --put--> PRESENT
+ *        ^                                                                |
+ *        +----------------------- FREEING <-----------was_read------------+
  *
- * A reader that goes through the file once reports what it has read (done). When more than
- * SFR_ARRIVALS_WINDOW chunks are here, chunks that are read completely lose their memory. So a load
- * needs memory for its tensors and for that many chunks, not for the whole file. A chunk that is
- * read again is fetched again. A chunk is pinned while it is read, and a pinned chunk stays.
+ * A reader that goes through the file once reports what it has read (was_read). When more than
+ * SFR_ARRIVALS_WINDOW chunks are present, chunks that are read completely lose their memory. So a
+ * load needs memory for its tensors and for that many chunks, not for the whole file. A chunk that
+ * is read again is fetched again. A chunk is pinned while it is read, and a pinned chunk stays.
  *
  * One lock guards all files of the process. It is not held while bytes are copied or memory is
  * given back. This file has the functions for threads that fetch; arriving.c has those for
@@ -26,7 +28,8 @@
 
 #include "reader/arrivals_int.h"
 
-/* The caller drops its reference to the file with sfr__arriving_drop. */
+/* Returns the group's file with this number, or NULL. The caller gets a reference, which it drops
+ * with sfr__arriving_drop. */
 static struct sfr__arriving *get_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
@@ -51,8 +54,8 @@ int sfr_arrivals_new(struct sfr_arrivals **out)
 	(*out)->fork_generation = sfr_fork_generation();
 	sfr__lock(&sfr__arrivals.mu);
 	if (!sfr__arrivals.has_conds) {
-		(void)sfr__cond_init(&sfr__arrivals.wanted); /* cannot fail on Linux */
-		(void)sfr__cond_init(&sfr__arrivals.news);
+		(void)sfr__cond_init(&sfr__arrivals.has_requests); /* cannot fail on Linux */
+		(void)sfr__cond_init(&sfr__arrivals.progress);
 	}
 	sfr__arrivals.has_conds = true;
 	sfr__unlock(&sfr__arrivals.mu);
@@ -69,9 +72,11 @@ static int open_file(struct sfr__arriving *f)
 	if (sfr_sys.get_limit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < f->len)
 		return -EFBIG;
 	f->fd = sfr__fd_memory("stillframe-remote");
-	if (f->fd < 0 || sfr_sys.ftruncate(f->fd, (off_t)f->len) == 0)
-		return f->fd;
-	return -errno;
+	if (f->fd < 0)
+		return f->fd; /* -errno */
+	if (sfr_sys.ftruncate(f->fd, (off_t)f->len) != 0)
+		return -errno;
+	return f->fd;
 }
 
 int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, uint64_t *number)
@@ -80,7 +85,7 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	uint64_t nr;
 	int rc;
 
-	if (sfr__arrivals_are_foreign(group->fork_generation))
+	if (sfr__arrivals_are_parents(group->fork_generation))
 		return SFR_EFORK;
 	if (chunk == 0 || chunk % SFR_PAGE != 0 || len > INT64_MAX || len / chunk >= SFR__NO_CHUNK)
 		return -EINVAL;
@@ -91,15 +96,16 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	f->len = len;
 	f->chunk_bytes = chunk;
 	f->nr_chunks = nr;
-	f->first_wanted = SFR__NO_CHUNK;
-	f->refs = 1;
+	f->first_requested = SFR__NO_CHUNK;
+	f->refs = 1; /* the group's */
 	f->fork_generation = group->fork_generation;
-	rc = open_file(f);
+	rc = open_file(f); /* a descriptor, which the call returns */
 	sfr__lock(&sfr__arrivals.mu);
 	if (rc >= 0 && group->ended)
 		rc = SFR_ECLOSED;
 	if (rc >= 0) {
-		for (end = &sfr__arrivals.files; *end != NULL;)
+		end = &sfr__arrivals.files;
+		while (*end != NULL)
 			end = &(*end)->next;
 		*end = f;
 		f->group = group;
@@ -114,21 +120,21 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	return rc;
 }
 
-/* Takes the first wanted chunk of the group's oldest file that has any. Returns 0, SFR_EAGAIN if
- * there is none, or SFR_ECLOSED. */
-static int take_wanted_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
+/* Takes the first requested chunk of the group's oldest file that has any, and makes it FETCHING.
+ * Returns 0, SFR_EAGAIN if there is none, or SFR_ECLOSED. */
+static int take_requested_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
 {
 	struct sfr__arriving *f = sfr__arrivals.files;
 	uint32_t index;
 
 	if (group->ended)
 		return SFR_ECLOSED;
-	while (f != NULL && (f->group != group || f->first_wanted == SFR__NO_CHUNK))
+	while (f != NULL && (f->group != group || f->first_requested == SFR__NO_CHUNK))
 		f = f->next;
 	if (f == NULL)
 		return SFR_EAGAIN;
-	index = f->first_wanted;
-	f->first_wanted = f->chunks[index].next;
+	index = f->first_requested;
+	f->first_requested = f->chunks[index].next;
 	f->chunks[index].state = SFR__FETCHING;
 	*out = (struct sfr_wanted){ f->number, index * f->chunk_bytes, sfr__chunk_len(f, index) };
 	return 0;
@@ -137,23 +143,25 @@ static int take_wanted_locked(const struct sfr_arrivals *group, struct sfr_wante
 int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
-	bool late = false;
+	bool timed_out = false;
 	int rc;
 
-	if (sfr__arrivals_are_foreign(group->fork_generation))
+	if (sfr__arrivals_are_parents(group->fork_generation))
 		return SFR_EFORK;
 	sfr__lock(&sfr__arrivals.mu);
-	while ((rc = take_wanted_locked(group, out)) == SFR_EAGAIN && !late)
-		late = sfr__cond_wait(&sfr__arrivals.wanted, &sfr__arrivals.mu, deadline) != 0;
+	while ((rc = take_requested_locked(group, out)) == SFR_EAGAIN && !timed_out)
+		timed_out = sfr__cond_wait(&sfr__arrivals.has_requests, &sfr__arrivals.mu,
+					   deadline) != 0;
 	sfr__unlock(&sfr__arrivals.mu);
 	return rc;
 }
 
+/* Makes all waits for bytes of the file fail. */
 static void fail_locked(struct sfr__arriving *f)
 {
 	f->failed = true;
-	f->first_wanted = SFR__NO_CHUNK;
-	(void)pthread_cond_broadcast(&sfr__arrivals.news);
+	f->first_requested = SFR__NO_CHUNK; /* no more chunks are fetched */
+	(void)pthread_cond_broadcast(&sfr__arrivals.progress);
 }
 
 /* Returns whether this range is a chunk that sfr_arrivals_next has given to a thread. */
@@ -165,23 +173,24 @@ static bool is_being_fetched_locked(const struct sfr__arriving *f, uint64_t off,
 	       f->chunks[index].state == SFR__FETCHING;
 }
 
+/* Makes a chunk that was fetched PRESENT. */
 static void arrived_locked(struct sfr__arriving *f, uint64_t index)
 {
-	f->chunks[index].state = SFR__HERE;
-	f->nr_here++;
-	if (index < f->first_here)
-		f->first_here = index;
-	(void)pthread_cond_broadcast(&sfr__arrivals.news);
+	f->chunks[index].state = SFR__PRESENT;
+	f->nr_present++;
+	if (index < f->first_present)
+		f->first_present = index;
+	(void)pthread_cond_broadcast(&sfr__arrivals.progress);
 }
 
 int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, const void *bytes,
 		     size_t len)
 {
 	struct sfr__arriving *f;
-	size_t done;
+	size_t written; /* not used: after a failure the whole file has failed */
 	int rc;
 
-	if (sfr__arrivals_are_foreign(group->fork_generation))
+	if (sfr__arrivals_are_parents(group->fork_generation))
 		return SFR_EFORK;
 	sfr__lock(&sfr__arrivals.mu);
 	f = get_locked(group, number);
@@ -193,9 +202,9 @@ int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, 
 	if (f == NULL)
 		return rc;
 	if (rc == 0)
-		rc = sfr__write_all(f->fd, bytes, len, off, &done);
+		rc = sfr__write_all(f->fd, bytes, len, off, &written);
 	sfr__lock(&sfr__arrivals.mu);
-	if (rc < 0)
+	if (rc < 0) /* also -EINVAL */
 		fail_locked(f);
 	else
 		arrived_locked(f, off / f->chunk_bytes);
@@ -208,7 +217,7 @@ void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f;
 
-	if (sfr__arrivals_are_foreign(group->fork_generation))
+	if (sfr__arrivals_are_parents(group->fork_generation))
 		return;
 	sfr__lock(&sfr__arrivals.mu);
 	f = get_locked(group, number);
@@ -219,8 +228,8 @@ void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number)
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-/* Removes the group's file with this number, or any of its files if the number is 0. The caller
- * gets the group's reference. */
+/* Removes the group's file with this number, or any file of the group if the number is 0. Returns
+ * the file, or NULL if there is none. The caller gets the group's reference. */
 static struct sfr__arriving *take_out_locked(const struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving **link = &sfr__arrivals.files, *f;
@@ -234,7 +243,7 @@ static struct sfr__arriving *take_out_locked(const struct sfr_arrivals *group, u
 	if (f != NULL) {
 		*link = f->next;
 		f->group = NULL;
-		(void)pthread_cond_broadcast(&sfr__arrivals.news);
+		(void)pthread_cond_broadcast(&sfr__arrivals.progress);
 	}
 	return f;
 }
@@ -243,7 +252,7 @@ void sfr_arrivals_close(struct sfr_arrivals *group, uint64_t number)
 {
 	struct sfr__arriving *f;
 
-	if (sfr__arrivals_are_foreign(group->fork_generation))
+	if (sfr__arrivals_are_parents(group->fork_generation))
 		return;
 	f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, number));
 	if (f != NULL)
@@ -254,11 +263,11 @@ void sfr_arrivals_end(struct sfr_arrivals *group)
 {
 	struct sfr__arriving *f;
 
-	if (sfr__arrivals_are_foreign(group->fork_generation))
+	if (sfr__arrivals_are_parents(group->fork_generation))
 		return;
 	sfr__lock(&sfr__arrivals.mu);
 	group->ended = true;
-	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
+	(void)pthread_cond_broadcast(&sfr__arrivals.has_requests);
 	sfr__unlock(&sfr__arrivals.mu);
 	while ((f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, 0))) != NULL)
 		sfr__arriving_drop(f);

@@ -1,4 +1,4 @@
-/* How a source reads an arriving file, whose bytes are still on their way. See arrivals.c. */
+/* Reading of arriving files, whose bytes are still on their way (see arrivals.c). */
 #ifndef SFR__ARRIVALS_H
 #define SFR__ARRIVALS_H
 
@@ -10,25 +10,27 @@ struct sfr__arriving;
  * until sfr__arriving_put. */
 struct sfr__arriving *sfr__arriving_get(int fd);
 void sfr__arriving_put(struct sfr__arriving *f); /* accepts NULL */
-/* Allocates a reader's counts: for each chunk, how many of its bytes the reader has read. The
- * caller frees them. NULL: no memory. */
-uint32_t *sfr__arriving_counts(const struct sfr__arriving *f);
+/* Allocates a reader's array `bytes_read`: for each chunk, how many of its bytes the reader has
+ * read. The caller frees the array. Returns NULL if there is no memory. */
+uint32_t *sfr__arriving_new_counts(const struct sfr__arriving *f);
 /* Waits until the `len` bytes at `off` are in memory, and keeps them there until
- * sfr__arriving_unpin with the same range. Bytes after the end of the file are ignored. `counts`
- * are the reader's, or NULL. Returns 0, or:
+ * sfr__arriving_unpin with the same range. Bytes after the end of the file are ignored.
+ * `bytes_read` is the reader's array, or NULL. Returns 0, or:
  *     SFR_EAGAIN  the slice has passed
  *     SFR_EFORK   the file belongs to a parent process
  *     -EIO        the bytes cannot be fetched
  *     -EBADF      the file was closed */
-int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t off, uint64_t len,
-		      uint64_t slice_ns);
+int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t off,
+		      uint64_t len, uint64_t slice_ns);
 void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len);
-/* Announces that the bytes [off, end) will be read soon, so that their first SFR_ARRIVALS_WINDOW
- * chunks are fetched, except chunks that the reader has read completely. */
-void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64_t off,
-			 uint64_t end);
-/* Records that the reader with these counts has read bytes. Chunks that it has read completely may
- * lose their memory; they are fetched again if they are read again. */
-void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len);
+/* Announces that the bytes [off, end) will be read soon. Their first SFR_ARRIVALS_WINDOW chunks are
+ * fetched, except chunks that the reader has already read completely. */
+void sfr__arriving_will_read(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t off,
+			     uint64_t end);
+/* Adds the bytes [off, off + len) to the reader's array. Chunks that the reader has read completely
+ * may lose their memory; if they are read again, they are fetched again. Does nothing if the array
+ * is NULL. */
+void sfr__arriving_was_read(struct sfr__arriving *f, uint32_t *bytes_read, uint64_t off,
+			    uint64_t len);
 
 #endif

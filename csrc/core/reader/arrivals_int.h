@@ -10,18 +10,18 @@
 #define SFR__NO_CHUNK UINT32_MAX
 
 enum sfr__chunk_state {
-	SFR__ABSENT,   /* not in memory */
-	SFR__WANTED,   /* in the list of chunks to fetch */
-	SFR__FETCHING, /* a thread fetches it */
-	SFR__HERE,     /* in memory */
-	SFR__LEAVING,  /* its memory is being given back to the system */
+	SFR__ABSENT,    /* not in memory */
+	SFR__REQUESTED, /* in the list of chunks to fetch */
+	SFR__FETCHING,  /* a thread fetches it */
+	SFR__PRESENT,   /* in memory */
+	SFR__FREEING,   /* its memory is being given back to the system */
 };
 
 struct sfr__chunk {
-	uint32_t next; /* if WANTED: index of the next wanted chunk */
-	uint16_t pins; /* reads in progress, which keep it HERE */
-	uint8_t state;
-	bool done; /* the reader that used it last has read all of it */
+	uint32_t next;   /* if REQUESTED: index of the next requested chunk */
+	uint16_t pins;   /* reads in progress, which keep it PRESENT */
+	uint8_t state;   /* enum sfr__chunk_state */
+	bool read_fully; /* by the reader that used it last: its memory may be freed */
 };
 
 struct sfr__arriving {
@@ -33,12 +33,12 @@ struct sfr__arriving {
 	struct sfr__arriving *next;
 	struct sfr_arrivals *group; /* NULL: it is closed */
 	unsigned refs;              /* references by the group, sources and calls in progress */
-	uint64_t nr_here;           /* number of HERE chunks */
-	uint64_t first_here;        /* no chunk before this index is HERE */
-	uint32_t first_wanted;      /* the first in the list of WANTED chunks, or SFR__NO_CHUNK */
-	uint32_t last_wanted;       /* the last in this list */
+	uint64_t nr_present;        /* number of PRESENT chunks */
+	uint64_t first_present;     /* no chunk before this index is PRESENT */
+	uint32_t first_requested;   /* head of the list of REQUESTED chunks, or SFR__NO_CHUNK */
+	uint32_t last_requested;    /* tail of this list */
 	bool failed;                /* its bytes cannot be fetched */
-	bool keep;                  /* no chunk loses its memory (sfr_arrivals_fill) */
+	bool keep_all;              /* no chunk loses its memory (sfr_arrivals_fill) */
 	struct sfr__chunk chunks[];
 };
 
@@ -53,15 +53,15 @@ struct sfr__arrivals_table {
 	struct sfr__mutex mu;
 	/* guarded by mu */
 	struct sfr__arriving *files; /* of all groups, the oldest first */
-	uint64_t last_number;
-	bool has_conds;        /* the conditions are initialised */
-	pthread_cond_t wanted; /* wakes threads that fetch */
-	pthread_cond_t news;   /* wakes threads that wait for bytes */
+	uint64_t last_number;        /* `number` of the newest file */
+	bool has_conds;              /* the conditions are initialised */
+	pthread_cond_t has_requests; /* wakes threads that fetch */
+	pthread_cond_t progress;     /* wakes threads that wait for bytes */
 };
 extern struct sfr__arrivals_table sfr__arrivals;
 
-/* Returns whether a group or file belongs to a parent process. */
-static inline bool sfr__arrivals_are_foreign(uint64_t fork_generation)
+/* Returns whether a group or file of this generation belongs to a parent process. */
+static inline bool sfr__arrivals_are_parents(uint64_t fork_generation)
 {
 	return fork_generation != sfr_fork_generation();
 }

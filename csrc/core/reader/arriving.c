@@ -1,4 +1,4 @@
-/* The side of arriving files that readers use; arrivals.c explains these files. */
+/* The functions of arriving files that readers use. arrivals.c explains these files. */
 #include <errno.h>
 #include <fcntl.h>
 
@@ -6,18 +6,19 @@
 
 struct sfr__arrivals_table sfr__arrivals = { .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
 
-static void forget(void)
+/* Runs in a forked child. */
+static void forget_parents_files(void)
 {
-	/* The parent's files are not freed: a source may still read a file's fork generation. */
+	/* They are not freed: a source may still read a file's fork generation. */
 	sfr__arrivals = (struct sfr__arrivals_table){ .mu = SFR__MUTEX(SFR__LOCK_ARRIVALS) };
 }
-SFR__AT_FORK(forget)
+SFR__AT_FORK(forget_parents_files)
 
 void sfr__arriving_drop(struct sfr__arriving *f)
 {
 	if (sfr__under(&sfr__arrivals.mu, --f->refs) != 0)
 		return;
-	(void)sfr__fd_close(f->fd); /* memory only */
+	(void)sfr__fd_close(f->fd); /* a file in memory loses nothing if this fails */
 	sfr_sys.free(f);
 }
 
@@ -37,29 +38,30 @@ struct sfr__arriving *sfr__arriving_get(int fd)
 
 void sfr__arriving_put(struct sfr__arriving *f)
 {
-	if (f != NULL && !sfr__arrivals_are_foreign(f->fork_generation))
+	if (f != NULL && !sfr__arrivals_are_parents(f->fork_generation))
 		sfr__arriving_drop(f);
 }
 
-static void want_locked(struct sfr__arriving *f, uint64_t index)
+/* Adds an absent chunk to the list of chunks to fetch. */
+static void request_locked(struct sfr__arriving *f, uint64_t index)
 {
 	struct sfr__chunk *c = &f->chunks[index];
 
 	if (c->state != SFR__ABSENT || f->failed)
 		return;
-	c->state = SFR__WANTED;
+	c->state = SFR__REQUESTED;
 	c->next = SFR__NO_CHUNK;
-	if (f->first_wanted == SFR__NO_CHUNK)
-		f->first_wanted = (uint32_t)index;
+	if (f->first_requested == SFR__NO_CHUNK)
+		f->first_requested = (uint32_t)index;
 	else
-		f->chunks[f->last_wanted].next = (uint32_t)index;
-	f->last_wanted = (uint32_t)index;
+		f->chunks[f->last_requested].next = (uint32_t)index;
+	f->last_requested = (uint32_t)index;
 	/* a broadcast: threads of several groups wait */
-	(void)pthread_cond_broadcast(&sfr__arrivals.wanted);
+	(void)pthread_cond_broadcast(&sfr__arrivals.has_requests);
 }
 
-/* Finds the chunks [*first, returned index) of a range. Bytes after the end of the file have
- * none. */
+/* Finds the chunks of a range: sets *first to the index of the first, and returns the index after
+ * the last. Bytes after the end of the file are in no chunk. */
 static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_t len,
 			    uint64_t *first)
 {
@@ -72,58 +74,60 @@ static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_
 	return (end - 1) / f->chunk_bytes + 1;
 }
 
-/* Pins chunks [first, end). Clears `done` of chunks that this reader has not read completely,
+/* Pins chunks [first, end). Clears `read_fully` of chunks that this reader has not read completely,
  * because another reader may have set it. */
-static void pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t first,
+static void pin_locked(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t first,
 		       uint64_t end)
 {
 	for (uint64_t i = first; i < end; i++) {
 		f->chunks[i].pins++;
-		if (counts != NULL && counts[i] != sfr__chunk_len(f, i))
-			f->chunks[i].done = false;
+		if (bytes_read != NULL && bytes_read[i] != sfr__chunk_len(f, i))
+			f->chunks[i].read_fully = false;
 	}
 }
 
-/* Makes absent chunks in [first, end) wanted. Returns whether all chunks are here. */
-static bool want_all_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
+/* Requests the absent chunks in [first, end). Returns whether all chunks are present. */
+static bool request_all_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
 {
-	bool here = true;
+	bool all_present = true;
 
 	for (uint64_t i = first; i < end; i++) {
-		want_locked(f, i);
-		here = here && f->chunks[i].state == SFR__HERE;
+		request_locked(f, i);
+		all_present = all_present && f->chunks[i].state == SFR__PRESENT;
 	}
-	return here;
+	return all_present;
 }
 
-/* Pins chunks [first, end) if all are here. Returns SFR_EAGAIN if not, or -EBADF or -EIO. */
-static int try_pin_locked(struct sfr__arriving *f, const uint32_t *counts, uint64_t first,
+/* Pins chunks [first, end) if all are present, and returns 0. Otherwise requests the others and
+ * returns SFR_EAGAIN. Returns -EBADF if the file is closed, -EIO if its bytes cannot be fetched. */
+static int try_pin_locked(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t first,
 			  uint64_t end)
 {
 	if (f->group == NULL)
 		return -EBADF;
 	if (f->failed)
 		return -EIO;
-	if (!want_all_locked(f, first, end))
+	if (!request_all_locked(f, first, end))
 		return SFR_EAGAIN;
-	pin_locked(f, counts, first, end);
+	pin_locked(f, bytes_read, first, end);
 	return 0;
 }
 
-int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *counts, uint64_t off, uint64_t len,
-		      uint64_t slice_ns)
+int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t off,
+		      uint64_t len, uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
 	uint64_t first, end;
-	bool late = false;
+	bool timed_out = false;
 	int rc;
 
-	if (sfr__arrivals_are_foreign(f->fork_generation))
+	if (sfr__arrivals_are_parents(f->fork_generation))
 		return SFR_EFORK;
 	end = find_chunks(f, off, len, &first);
 	sfr__lock(&sfr__arrivals.mu);
-	while ((rc = try_pin_locked(f, counts, first, end)) == SFR_EAGAIN && !late)
-		late = sfr__cond_wait(&sfr__arrivals.news, &sfr__arrivals.mu, deadline) != 0;
+	while ((rc = try_pin_locked(f, bytes_read, first, end)) == SFR_EAGAIN && !timed_out)
+		timed_out =
+			sfr__cond_wait(&sfr__arrivals.progress, &sfr__arrivals.mu, deadline) != 0;
 	sfr__unlock(&sfr__arrivals.mu);
 	return rc;
 }
@@ -138,31 +142,33 @@ void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len)
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-void sfr__arriving_ahead(struct sfr__arriving *f, const uint32_t *counts, uint64_t off,
-			 uint64_t end)
+void sfr__arriving_will_read(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t off,
+			     uint64_t end)
 {
 	uint64_t i, last;
 
-	if (sfr__arrivals_are_foreign(f->fork_generation) || end <= off)
+	if (sfr__arrivals_are_parents(f->fork_generation) || end <= off)
 		return;
 	last = find_chunks(f, off, end - off, &i);
 	if (last > i + SFR_ARRIVALS_WINDOW)
 		last = i + SFR_ARRIVALS_WINDOW;
 	sfr__lock(&sfr__arrivals.mu);
-	for (; f->group != NULL && i < last; i++)
-		/* not those that are read completely */
-		if (counts == NULL || counts[i] != sfr__chunk_len(f, i))
-			want_locked(f, i);
+	if (f->group == NULL) /* closed: request nothing */
+		last = i;
+	for (; i < last; i++)
+		/* skip chunks that the reader has read completely */
+		if (bytes_read == NULL || bytes_read[i] != sfr__chunk_len(f, i))
+			request_locked(f, i);
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-uint32_t *sfr__arriving_counts(const struct sfr__arriving *f)
+uint32_t *sfr__arriving_new_counts(const struct sfr__arriving *f)
 {
 	return sfr_sys.calloc(f->nr_chunks, sizeof(uint32_t));
 }
 
-/* Adds the bytes of a range to the counts of its chunks, and sets `done`. */
-static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len)
+/* Adds the bytes of a range to `bytes_read` of its chunks, and sets `read_fully`. */
+static void count_locked(struct sfr__arriving *f, uint32_t *bytes_read, uint64_t off, uint64_t len)
 {
 	uint64_t first, end = find_chunks(f, off, len, &first);
 
@@ -171,25 +177,27 @@ static void count_locked(struct sfr__arriving *f, uint32_t *counts, uint64_t off
 		const uint64_t read_from = off > from ? off : from;
 		const uint64_t read_to = off + len < to ? off + len : to;
 
-		counts[i] += (uint32_t)(read_to - read_from);
-		f->chunks[i].done = counts[i] == to - from && f->chunks[i].state == SFR__HERE;
+		bytes_read[i] += (uint32_t)(read_to - read_from);
+		f->chunks[i].read_fully =
+			bytes_read[i] == to - from && f->chunks[i].state == SFR__PRESENT;
 	}
 }
 
-/* Chooses a chunk that may lose its memory. Returns false if there is none, or if few are here. */
-static bool take_done_locked(struct sfr__arriving *f, uint64_t *index)
+/* Finds a chunk that was read completely, and makes it FREEING. Returns false if there is none, or
+ * if so few chunks are present that none has to be freed. */
+static bool take_chunk_to_free_locked(struct sfr__arriving *f, uint64_t *index)
 {
-	if (f->nr_here <= SFR_ARRIVALS_WINDOW || f->keep)
+	if (f->nr_present <= SFR_ARRIVALS_WINDOW || f->keep_all)
 		return false;
-	while (f->first_here < f->nr_chunks && f->chunks[f->first_here].state != SFR__HERE)
-		f->first_here++;
-	for (uint64_t i = f->first_here, left = f->nr_here; left != 0; i++) {
-		if (f->chunks[i].state == SFR__HERE)
+	while (f->first_present < f->nr_chunks && f->chunks[f->first_present].state != SFR__PRESENT)
+		f->first_present++;
+	for (uint64_t i = f->first_present, left = f->nr_present; left != 0; i++) {
+		if (f->chunks[i].state == SFR__PRESENT)
 			left--;
-		if (f->chunks[i].done && f->chunks[i].pins == 0) {
-			f->chunks[i].state = SFR__LEAVING;
-			f->chunks[i].done = false;
-			f->nr_here--;
+		if (f->chunks[i].read_fully && f->chunks[i].pins == 0) {
+			f->chunks[i].state = SFR__FREEING;
+			f->chunks[i].read_fully = false;
+			f->nr_present--;
 			*index = i;
 			return true;
 		}
@@ -197,24 +205,25 @@ static bool take_done_locked(struct sfr__arriving *f, uint64_t *index)
 	return false;
 }
 
-void sfr__arriving_done(struct sfr__arriving *f, uint32_t *counts, uint64_t off, uint64_t len)
+void sfr__arriving_was_read(struct sfr__arriving *f, uint32_t *bytes_read, uint64_t off,
+			    uint64_t len)
 {
 	uint64_t index;
 
-	if (sfr__arrivals_are_foreign(f->fork_generation) || counts == NULL)
+	if (sfr__arrivals_are_parents(f->fork_generation) || bytes_read == NULL)
 		return;
 	sfr__lock(&sfr__arrivals.mu);
-	count_locked(f, counts, off, len);
-	while (take_done_locked(f, &index)) {
+	count_locked(f, bytes_read, off, len);
+	while (take_chunk_to_free_locked(f, &index)) {
 		sfr__unlock(&sfr__arrivals.mu);
-		/* The last chunk's range may go past the file's end. If this is refused, the memory
-		 * stays. */
+		/* The range of the last chunk may go past the file's end. If the call fails, the
+		 * memory stays. */
 		(void)sfr_sys.fallocate(f->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
 					(off_t)(index * f->chunk_bytes), (off_t)f->chunk_bytes);
 		sfr__lock(&sfr__arrivals.mu);
 		f->chunks[index].state = SFR__ABSENT;
-		/* a waiting reader makes it wanted again */
-		(void)pthread_cond_broadcast(&sfr__arrivals.news);
+		/* a waiting reader requests it again */
+		(void)pthread_cond_broadcast(&sfr__arrivals.progress);
 	}
 	sfr__unlock(&sfr__arrivals.mu);
 }
@@ -228,13 +237,14 @@ int sfr_arrivals_fill(int fd, uint64_t slice_ns)
 	if (f == NULL)
 		return 0;
 	sfr__lock(&sfr__arrivals.mu);
-	f->keep = true;
+	f->keep_all = true;
 	sfr__unlock(&sfr__arrivals.mu);
 	for (uint64_t off = 0; off < f->len && rc == 0; off += f->chunk_bytes) {
-		sfr__arriving_ahead(f, NULL, off, f->len);
+		sfr__arriving_will_read(f, NULL, off, f->len);
+		/* waiting for one byte is waiting for its chunk */
 		rc = sfr__arriving_pin(f, NULL, off, 1, sfr__time_left(deadline));
 		if (rc == 0)
-			sfr__arriving_unpin(f, off, 1);
+			sfr__arriving_unpin(f, off, 1); /* the chunk stays: f->keep_all is set */
 	}
 	sfr__arriving_put(f);
 	return rc;

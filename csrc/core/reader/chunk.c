@@ -1,24 +1,26 @@
-/* Checks one chunk of the file, and hands it out.
+/* Checks one chunk of the file, and hands its bytes to the client.
  *
  *   the chunk   |..data of 3 | desc | header of 4 | data of 4 | desc | gap | header of 5 | data..|
  *                 |                                 |                                      |
  *                 v put, CRC computed on the way                                           v
  *   client      record 3's                        record 4's                             record 5's
  *
- * A record may begin and end in chunks that different threads handle, in any order. So each chunk
- * computes the CRC of its part of the record. It shifts this CRC by the number of the record's
- * bytes after the chunk (sfr_crc32_combine with a second CRC of 0). The XOR of all these is the CRC
- * of the record. A header or descriptor that crosses the end of the chunk is read again as a whole.
+ * Different threads may handle the chunks of a record, in any order. So the CRC of each part of the
+ * record is computed alone, and then combined with a CRC of 0 for the record's bytes after this
+ * part (sfr_crc32_combine). The XOR of all these is the CRC of the record. A header or descriptor
+ * that crosses the end of the chunk is read again as a whole.
  *
  * The offsets of data and descriptors are computed (plan.c), and valid only if the record's header
- * confirms them. So a descriptor is called wrong only after its header was checked. Otherwise the
- * result for a file packed by another program would depend on the order of the threads. */
+ * agrees with them. So a descriptor is reported as wrong only after its header was checked.
+ * Otherwise the result for a file packed by another program would depend on the order of the
+ * threads. */
 #include <errno.h>
 #include <string.h>
 
 #include "sfr/crc.h"
 #include "reader/reader_int.h"
 
+/* The chunk that a thread handles. */
 struct chunk {
 	struct sfr_reader *r;
 	struct sfr__buffer *buffer; /* contains the bytes [off, end) of the file */
@@ -28,39 +30,43 @@ struct chunk {
 
 /* ---- headers and descriptors ---------------------------------------------------- */
 
-static bool covers(const struct chunk *chunk, uint64_t off)
+/* Returns whether the byte at offset `off` of the file is in the chunk. */
+static bool contains(const struct chunk *chunk, uint64_t off)
 {
 	return off >= chunk->off && off < chunk->end;
 }
 
 /* Returns the bytes [off, off + len) of the file: in the chunk, or read into the scratch memory.
- * `len` is at most SFR__READER_HEADER_MAX. Returns NULL if the reading has ended, or if the bytes
- * cannot be read, which is recorded as a failure of record `index`. */
+ * `len` is at most SFR__READER_HEADER_MAX. Returns NULL if the reader was stopped, or if the bytes
+ * cannot be read; then the reader fails at record `index`. */
 static const unsigned char *bytes_at(const struct chunk *chunk, uint64_t off, size_t len,
 				     uint64_t index)
 {
 	int64_t read;
 
-	if (covers(chunk, off) && len <= chunk->end - off)
+	if (contains(chunk, off) && len <= chunk->end - off)
 		return (const unsigned char *)chunk->buffer->mem + (off - chunk->off);
 	do
 		read = sfr__source_read_some(&chunk->r->source, chunk->scratch, len, off);
-	while (sfr__reader_again(chunk->r, read));
+	while (sfr__reader_should_retry(chunk->r, read));
 	if (read == (int64_t)len)
 		return (const unsigned char *)chunk->scratch;
 	if (read == SFR_EAGAIN)
-		return NULL;
-	sfr__reader_fail(chunk->r, read < 0 ? (int)read : SFR_ECORRUPT, index, off,
-			 read < 0 ? NULL : SFR__READER_SHORTER);
+		return NULL; /* the reader was stopped */
+	if (read < 0)
+		sfr__reader_fail(chunk->r, (int)read, index, off, NULL);
+	else
+		sfr__reader_fail(chunk->r, SFR_ECORRUPT, index, off, SFR__READER_SHORTER);
 	return NULL;
 }
 
-static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
+/* Returns what the functions sfr__unzip_* compare headers with. */
+static struct sfr__unzip_record unzip_record_of(const struct sfr__listed *listed)
 {
 	return (struct sfr__unzip_record){
 		.hdr_off = listed->hdr_off,
-		.clen = listed->len,
-		.ulen = listed->len,
+		.packed_len = listed->len,
+		.unpacked_len = listed->len,
 		.crc = listed->crc,
 		.timestamp = listed->timestamp,
 		.flags = listed->flags,
@@ -72,28 +78,31 @@ static struct sfr__unzip_record as_unzipped(const struct sfr__listed *listed)
 /* Compares the local header of record `i` with the directory, and with the computed offset of the
  * data. Returns:
  *      0  the header is right
- *      1  it is damaged, and the reading goes on (SFR__READER_LIST)
+ *      1  it is damaged, and the reading goes on (SFR__READER_LIST_DAMAGE)
  *     -1  the reading ends */
 static int check_header(const struct chunk *chunk, uint64_t i)
 {
 	const struct sfr__listed *listed = &chunk->r->listed[i];
-	const struct sfr__unzip_record rec = as_unzipped(listed);
+	const struct sfr__unzip_record rec = unzip_record_of(listed);
 	const size_t len = (size_t)(chunk->r->records[i].data_off - listed->hdr_off);
-	const char *name = chunk->r->listing->names + listed->name_at, *wrong;
+	const char *name = chunk->r->listing->names + listed->name_off;
 	const unsigned char *header = bytes_at(chunk, listed->hdr_off, len, i);
-	size_t extra_len, at = SFR__UNZIP_LOCAL + (size_t)listed->name_len;
+	/* the extra fields follow the name */
+	const size_t extra_off = SFR__UNZIP_LOCAL_LEN + (size_t)listed->name_len;
+	const char *wrong;
+	size_t extra_len;
 
 	if (header == NULL)
 		return -1;
 	wrong = sfr__unzip_local(header, &rec, &extra_len);
-	if (wrong == NULL && at + extra_len != len) {
+	if (wrong == NULL && extra_off + extra_len != len) { /* the data are at another offset */
 		sfr__reader_fail(chunk->r, -EOPNOTSUPP, i, listed->hdr_off, NULL);
 		return -1;
 	}
-	if (wrong == NULL && memcmp(header + SFR__UNZIP_LOCAL, name, listed->name_len) != 0)
+	if (wrong == NULL && memcmp(header + SFR__UNZIP_LOCAL_LEN, name, listed->name_len) != 0)
 		wrong = "its name in the local header is another one";
 	if (wrong == NULL)
-		wrong = sfr__unzip_local_extra(header, header + at, extra_len, &rec);
+		wrong = sfr__unzip_local_extra(header, header + extra_off, extra_len, &rec);
 	if (wrong == NULL)
 		return 0;
 	return sfr__reader_damaged(chunk->r, i, listed->hdr_off, wrong) ? 1 : -1;
@@ -102,32 +111,32 @@ static int check_header(const struct chunk *chunk, uint64_t i)
 /* Checks the descriptor of record `i`. Returns false if the reading ends. */
 static bool check_descriptor(const struct chunk *chunk, uint64_t i)
 {
-	const struct sfr__unzip_record rec = as_unzipped(&chunk->r->listed[i]);
+	const struct sfr__unzip_record rec = unzip_record_of(&chunk->r->listed[i]);
 	const uint64_t off = sfr__reader_data_end(chunk->r, i);
-	const uint64_t left = sfr__reader_limit(chunk->r, i) - off;
-	size_t len = left < SFR__UNZIP_DESC ? (size_t)left : SFR__UNZIP_DESC;
+	const uint64_t left = sfr__reader_next_start(chunk->r, i) - off;
+	size_t len = left < SFR__UNZIP_DESC_MAX ? (size_t)left : SFR__UNZIP_DESC_MAX;
 	const unsigned char *bytes = bytes_at(chunk, off, len, i);
 	const char *wrong;
-	int header;
+	int header_rc;
 
 	if (bytes == NULL)
 		return false;
 	wrong = sfr__unzip_desc(bytes, len, &rec, &len);
 	if (wrong == NULL)
 		return true;
-	/* Only the header tells whether there is a descriptor. Another thread may check it
-	 * later. */
-	header = check_header(chunk, i);
-	if (header != 0)
-		return header > 0; /* the damage is the header's */
+	/* The header tells where the descriptor is, but another thread may not have checked the
+	 * header yet. If the header is wrong, that is reported instead. */
+	header_rc = check_header(chunk, i);
+	if (header_rc != 0)
+		return header_rc > 0;
 	return sfr__reader_damaged(chunk->r, i, off, wrong);
 }
 
 /* ---- the bytes ------------------------------------------------------------------ */
 
-/* Hands out the bytes of record units->index, and adds their number and CRC to `units`. Returns
- * what the client's `put` does. */
-static int hand_out(const struct chunk *chunk, struct sfr__record_units *units)
+/* Hands the bytes of record units->index to the client, and adds their number and CRC to `units`.
+ * Returns as the client's `put` does. */
+static int hand_to_client(const struct chunk *chunk, struct sfr__record_units *units)
 {
 	const struct sfr_reader *r = chunk->r;
 	const uint64_t data_off = r->records[units->index].data_off;
@@ -135,7 +144,7 @@ static int hand_out(const struct chunk *chunk, struct sfr__record_units *units)
 	/* the record's bytes in the chunk are [from, to) of the file */
 	const uint64_t from = data_off > chunk->off ? data_off : chunk->off;
 	const uint64_t to = data_end < chunk->end ? data_end : chunk->end;
-	const bool sums = (r->flags & SFR__READER_SUMS) != 0;
+	const bool needs_crc = (r->flags & SFR__READER_CRCS) != 0;
 	const char *bytes = chunk->buffer->mem + (from - chunk->off);
 	int rc = 0;
 
@@ -143,53 +152,54 @@ static int hand_out(const struct chunk *chunk, struct sfr__record_units *units)
 		return 0;
 	if (r->client != NULL)
 		rc = r->client->put(r->self, chunk->buffer, units->index, from - data_off, bytes,
-				    (size_t)(to - from), sums ? &units->crc : NULL);
-	else if (sums)
+				    (size_t)(to - from), needs_crc ? &units->crc : NULL);
+	else if (needs_crc)
 		units->crc = sfr_crc32(0, bytes, (size_t)(to - from));
-	units->nr += to - from;
-	/* shifted by the record's bytes after the chunk */
+	units->nr_units += to - from;
+	/* combined with zeros for the record's bytes after the chunk */
 	units->crc = sfr_crc32_combine(units->crc, 0, data_end - to);
 	return rc;
 }
 
-/* Checks the header and the descriptor that begin in the chunk, and hands out the record's bytes.
- * If the client still needs the buffer, the units are counted later. */
-static bool check_and_hand_out(const struct chunk *chunk, uint64_t i)
+/* Checks the header and the descriptor of record `i` if they begin in the chunk, and hands its
+ * bytes to the client. If the client still needs the buffer, the units are counted later. Returns
+ * false if the reading ends. */
+static bool check_record(const struct chunk *chunk, uint64_t i)
 {
-	const bool described = (chunk->r->listed[i].flags & SFR__UNZIP_DESCRIBED) != 0;
+	const bool has_descriptor = (chunk->r->listed[i].flags & SFR__UNZIP_HAS_DESC) != 0;
 	const bool bare = (chunk->r->flags & SFR__READER_BARE) != 0;
 	struct sfr__record_units units = { .index = i };
 	int rc;
 
-	if (!bare && covers(chunk, chunk->r->listed[i].hdr_off)) {
+	if (!bare && contains(chunk, chunk->r->listed[i].hdr_off)) {
 		if (check_header(chunk, i) < 0)
 			return false;
-		units.nr++;
+		units.nr_units++;
 	}
-	rc = hand_out(chunk, &units);
+	rc = hand_to_client(chunk, &units);
 	if (rc < 0)
 		return false;
-	if (described && covers(chunk, sfr__reader_data_end(chunk->r, i))) {
+	if (has_descriptor && contains(chunk, sfr__reader_data_end(chunk->r, i))) {
 		if (!check_descriptor(chunk, i))
 			return false;
-		units.nr++;
+		units.nr_units++;
 	}
-	if (rc == SFR__READER_LATER) {
-		rc = sfr__reader_keep_units(chunk->buffer, &units);
+	if (rc == SFR__READER_NEEDS_BUFFER) {
+		rc = sfr__reader_defer_units(chunk->buffer, &units);
 		if (rc < 0)
 			sfr__reader_fail(chunk->r, rc, i, chunk->off, NULL);
-	} else if (units.nr != 0) {
+	} else if (units.nr_units != 0) {
 		sfr__reader_count_units(chunk->r, &units);
 	}
 	return rc >= 0;
 }
 
 void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
-			    uint64_t off, size_t len, uint64_t first, uint64_t last)
+			    uint64_t off, size_t len, uint64_t first, uint64_t end)
 {
 	const struct chunk chunk = { thread->r, buffer, off, off + len, thread->scratch };
 
-	for (uint64_t i = first; i < last; i++)
-		if (!check_and_hand_out(&chunk, i))
+	for (uint64_t i = first; i < end; i++)
+		if (!check_record(&chunk, i))
 			return;
 }

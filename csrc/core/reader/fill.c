@@ -4,11 +4,10 @@
  * bytes from the page cache. So one call populates the pages of each chunk before it is read. A
  * chunk is short enough that its new pages are still in a core's own cache when they are written.
  *
- * Huge pages are not used. Page faults in the heap do not get them. MADV_COLLAPSE takes a sixth of
- * the time if the kernel has huge pages ready (0.03 s of CPU time for half a gigabyte instead of
- * 0.19). But a program cannot know whether the kernel must compact memory first. The host of a
- * virtual machine also takes free huge pages back, and then each costs several times as much as 512
- * small pages (0.93 s).
+ * Huge pages are not used. Page faults in the heap do not get them. With MADV_COLLAPSE half a
+ * gigabyte takes 0.03 s of CPU time instead of 0.19 s, if the kernel has free huge pages. But it
+ * may have to compact memory first. And if the host of a virtual machine has taken the free huge
+ * pages back, the same half gigabyte takes 0.93 s.
  *
  * If the kernel does not know MADV_POPULATE_WRITE, the read takes the faults as usual. */
 #include <errno.h>
@@ -22,9 +21,8 @@
 #endif
 
 #define CHUNK_BYTES (1u << 20)
-#define WORTH_POPULATING (256u << 10) /* bytes; less memory mostly has its pages already */
+#define POPULATE_BYTES_MIN (256u << 10) /* shorter memory mostly has its pages already */
 
-/* Leaves out pages that are only partly in the range. */
 void sfr__populate(char *buf, size_t len)
 {
 	char *from = sfr__page_from(buf);
@@ -38,7 +36,7 @@ int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
 {
 	size_t done = 0;
 	/* bytes at the start of `buf` that are populated or need not be */
-	size_t prepared = len < WORTH_POPULATING ? len : 0;
+	size_t prepared = len < POPULATE_BYTES_MIN ? len : 0;
 
 	while (done < len) {
 		size_t want = len - done < CHUNK_BYTES ? len - done : CHUNK_BYTES;
@@ -53,7 +51,7 @@ int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
 			continue;
 		if (n < 0)
 			return -errno;
-		if (n == 0)
+		if (n == 0) /* the end of the file */
 			break;
 		done += (size_t)n;
 	}

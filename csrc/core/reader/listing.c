@@ -1,50 +1,49 @@
 /* Keeps a list of the records of an archive, made from its directory.
  *
- * The list has 40 bytes and the name of each record, in the order of the file. It has a limit that
- * every real checkpoint stays below. Beyond it the list is marked incomplete, and the caller has to
- * work without it. */
+ * The list takes 40 bytes a record, and the name. It has a limit, which no real checkpoint exceeds.
+ * A longer list is marked incomplete, and the caller has to work without it. */
 #include <errno.h>
 #include <string.h>
 
 #include "reader/listing.h"
 #include "base/base.h"
 
-#define MOST_RECORDS (1u << 20) /* records that are kept */
-#define MOST_NAMES (64u << 20)  /* bytes of names that are kept */
+#define RECORDS_MAX (1u << 20)      /* records that are kept */
+#define NAMES_BYTES_MAX (64u << 20) /* bytes of names that are kept */
 
-/* Makes room in *v for `need` items of `unit` bytes; *cap is the room in items. Returns 0, or
- * -ENOMEM with the array unchanged. */
-static int grow_array(void **v, size_t unit, uint64_t *cap, uint64_t need)
+/* Reallocates the array *v, which has memory for *cap items, so that it has memory for `need` items
+ * of `item_bytes` bytes. Returns 0, or -ENOMEM with the array unchanged. */
+static int grow_array(void **v, size_t item_bytes, uint64_t *cap, uint64_t need)
 {
-	uint64_t more = *cap == 0 ? 256 : *cap;
+	uint64_t new_cap = *cap == 0 ? 256 : *cap;
 	void *grown;
 
-	while (more < need)
-		more *= 2;
-	if (more == *cap)
+	while (new_cap < need)
+		new_cap *= 2;
+	if (new_cap == *cap)
 		return 0;
-	grown = sfr_sys.realloc(*v, more * unit);
+	grown = sfr_sys.realloc(*v, new_cap * item_bytes);
 	if (grown == NULL)
 		return -ENOMEM;
 	*v = grown;
-	*cap = more;
+	*cap = new_cap;
 	return 0;
 }
 
 int sfr__listing_add(struct sfr__listing *listing, const struct sfr__unzip_record *rec,
-		     const char *name, uint64_t central)
+		     const char *name, uint64_t entry_off)
 {
 	uint64_t names_cap = listing->names_cap;
-	void *v = listing->v, *names = listing->names;
+	void *records = listing->records, *names = listing->names;
 	int rc;
 
-	if (rec->method != SFR__UNZIP_STORED || listing->nr == MOST_RECORDS ||
-	    listing->names_len + rec->name_len > MOST_NAMES) {
+	if (rec->method != SFR__UNZIP_STORED || listing->nr == RECORDS_MAX ||
+	    listing->names_len + rec->name_len > NAMES_BYTES_MAX) {
 		listing->incomplete = true;
 		return 0;
 	}
-	rc = grow_array(&v, sizeof(*listing->v), &listing->cap, listing->nr + 1);
-	listing->v = v;
+	rc = grow_array(&records, sizeof(*listing->records), &listing->cap, listing->nr + 1);
+	listing->records = records;
 	if (rc != 0)
 		return rc;
 	rc = grow_array(&names, 1, &names_cap, listing->names_len + rec->name_len);
@@ -53,13 +52,13 @@ int sfr__listing_add(struct sfr__listing *listing, const struct sfr__unzip_recor
 	if (rc != 0)
 		return rc;
 	memcpy(listing->names + listing->names_len, name, rec->name_len);
-	listing->v[listing->nr++] = (struct sfr__listed){
+	listing->records[listing->nr++] = (struct sfr__listed){
 		.hdr_off = rec->hdr_off,
-		.len = rec->clen,
-		.central = central,
+		.len = rec->packed_len,
+		.entry_off = entry_off,
 		.crc = rec->crc,
 		.timestamp = rec->timestamp,
-		.name_at = (uint32_t)listing->names_len,
+		.name_off = (uint32_t)listing->names_len,
 		.name_len = rec->name_len,
 		.flags = rec->flags,
 	};
@@ -67,16 +66,19 @@ int sfr__listing_add(struct sfr__listing *listing, const struct sfr__unzip_recor
 	return 0;
 }
 
-uint64_t sfr__listing_find(const struct sfr__listing *listing, uint64_t central)
+uint64_t sfr__listing_find(const struct sfr__listing *listing, uint64_t entry_off)
 {
-	uint64_t at = sfr__lower_bound(i, 0, listing->nr, listing->v[i].central < central);
+	uint64_t at =
+		sfr__lower_bound(i, 0, listing->nr, listing->records[i].entry_off < entry_off);
 
-	return at < listing->nr && listing->v[at].central == central ? at : listing->nr;
+	if (at < listing->nr && listing->records[at].entry_off == entry_off)
+		return at;
+	return listing->nr;
 }
 
 void sfr__listing_fini(struct sfr__listing *listing)
 {
-	sfr_sys.free(listing->v);
+	sfr_sys.free(listing->records);
 	sfr_sys.free(listing->names);
 	*listing = (struct sfr__listing){ 0 };
 }

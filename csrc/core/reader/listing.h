@@ -10,30 +10,32 @@
 
 /* A record as the directory lists it. */
 struct sfr__listed {
-	uint64_t hdr_off; /* offset of the local header */
-	uint64_t len;     /* bytes of data */
-	uint64_t central; /* offset in the file of its entry in the directory */
+	uint64_t hdr_off;   /* offset of the local header */
+	uint64_t len;       /* bytes of data */
+	uint64_t entry_off; /* offset in the file of its entry in the directory */
 	uint32_t crc, timestamp;
-	uint32_t name_at; /* offset of its name in `names` */
+	uint32_t name_off; /* offset of its name in listing->names */
 	uint16_t name_len;
-	uint16_t flags; /* of the zip format, such as SFR__UNZIP_DESCRIBED */
+	uint16_t flags; /* of the zip format, such as SFR__UNZIP_HAS_DESC */
 };
 
-struct sfr__listing {          /* all zero: an empty list */
-	struct sfr__listed *v; /* in the order of the file */
-	char *names;           /* complete names in a row, without zeros between them */
-	uint64_t nr, cap;
-	size_t names_len, names_cap;
-	size_t prefix_len; /* bytes of "name/", with which every name begins */
-	bool incomplete;   /* a record is missing: it is compressed, or there are too many */
+/* All zero is an empty list. */
+struct sfr__listing {
+	struct sfr__listed *records; /* in the order of the file */
+	char *names;                 /* complete names in a row, without zeros between them */
+	uint64_t nr, cap;            /* length of `records`, and how many there is memory for */
+	size_t names_len, names_cap; /* bytes in `names`, and how many there is memory for */
+	size_t prefix_len;           /* bytes of "name/", with which every name begins */
+	bool incomplete; /* a record is missing: it is compressed, or there are too many */
 };
 
-/* Adds a record whose entry in the directory is at `central`, or marks the list as incomplete.
- * Returns 0 or -ENOMEM. */
+/* Adds a record whose entry in the directory is at `entry_off`. If the record is compressed, or the
+ * list is too long, marks the list as incomplete instead. Returns 0 or -ENOMEM. */
 int sfr__listing_add(struct sfr__listing *listing, const struct sfr__unzip_record *rec,
-		     const char *name, uint64_t central);
-/* Returns the index of the record whose entry is at `central`, or listing->nr if there is none. */
-uint64_t sfr__listing_find(const struct sfr__listing *listing, uint64_t central);
+		     const char *name, uint64_t entry_off);
+/* Returns the index of the record whose entry is at `entry_off`, or listing->nr if there is
+ * none. */
+uint64_t sfr__listing_find(const struct sfr__listing *listing, uint64_t entry_off);
 void sfr__listing_fini(struct sfr__listing *listing);
 
 #endif

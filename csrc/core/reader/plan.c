@@ -15,9 +15,9 @@
  * to the directory, which was just read, so it is read here. Headers may be hostile: their lengths
  * are compared with the directory's before they are used in sums.
  *
- * The two programs differ in the zip64 field. stillframe writes both sizes into it if one of them
- * or the offset needs more than 32 bits; torch writes only the numbers that do. The first header in
- * which the two differ tells which program wrote the archive. */
+ * The two programs differ in the zip64 field. stillframe writes both sizes into it if a size or the
+ * offset needs more than 32 bits; torch writes only the numbers that do. The first header whose
+ * length differs between the two tells which program wrote the archive. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,10 +26,11 @@
 #include "reader/reader_int.h"
 #include "base/base.h"
 
-#define TORCH_LONG UINT32_C(0xffffffff) /* from here on torch uses the zip64 field */
+#define TORCH_LONG UINT32_C(0xffffffff) /* torch puts numbers from here on into the zip64 field */
 #define TORCH_PADDING 4u                /* tag and length of the extra field that has the padding */
-#define MOST_ALIGN 32768u               /* the largest alignment that is accepted */
+#define ALIGN_MAX 32768u                /* the largest alignment that is accepted */
 
+/* The program that wrote an archive. */
 enum producer { BY_STILLFRAME, BY_TORCH };
 
 /* Returns the length of torch's local header, without the bytes that align the data. */
@@ -44,9 +45,10 @@ static uint64_t torch_local_len(const struct sfr__listed *listed)
 		zip64_len += 16; /* both sizes */
 	if (is_far)
 		zip64_len += 8; /* the offset */
-	return SFR__UNZIP_LOCAL + listed->name_len + zip64_len + TORCH_PADDING;
+	return SFR__UNZIP_LOCAL_LEN + listed->name_len + zip64_len + TORCH_PADDING;
 }
 
+/* Returns the offset of a record's data in an archive by this producer. */
 static uint64_t data_off_by(const struct sfr__listed *listed, uint64_t align,
 			    enum producer producer)
 {
@@ -65,7 +67,7 @@ static uint64_t data_off_by(const struct sfr__listed *listed, uint64_t align,
  *     -EOPNOTSUPP  the header does not fit the listing */
 static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__listed *listed)
 {
-	unsigned char header[SFR__UNZIP_LOCAL];
+	unsigned char header[SFR__UNZIP_LOCAL_LEN];
 	int64_t got = sfr__source_read_some(&r->source, header, sizeof(header), listed->hdr_off);
 	int name_len, extra_len;
 
@@ -73,6 +75,7 @@ static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__liste
 		return got;
 	if (got != sizeof(header))
 		return -EOPNOTSUPP;
+	/* the two lengths of a local header, in little-endian order */
 	name_len = header[26] | header[27] << 8;
 	extra_len = header[28] | header[29] << 8;
 	if (name_len != listed->name_len)
@@ -80,15 +83,19 @@ static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__liste
 	return (int64_t)(listed->hdr_off + sizeof(header) + listed->name_len + (uint64_t)extra_len);
 }
 
-/* Returns the index of the record named `bare` after the archive's prefix, or r->nr. */
-static uint64_t find_record(const struct sfr_reader *r, const char *bare)
+/* Returns the index of a record, or r->nr if there is none. `name` is without the archive's prefix,
+ * such as "archive/". */
+static uint64_t find_record(const struct sfr_reader *r, const char *name)
 {
-	const size_t len = strlen(bare), prefix_len = r->listing->prefix_len;
+	const size_t len = strlen(name), prefix_len = r->listing->prefix_len;
 
-	for (uint64_t i = 0; i < r->nr; i++)
+	for (uint64_t i = 0; i < r->nr; i++) {
+		const char *listed_name = r->listing->names + r->listed[i].name_off + prefix_len;
+
 		if (r->listed[i].name_len == prefix_len + len &&
-		    memcmp(r->listing->names + r->listed[i].name_at + prefix_len, bare, len) == 0)
+		    memcmp(listed_name, name, len) == 0)
 			return i;
+	}
 	return r->nr;
 }
 
@@ -99,95 +106,102 @@ static int64_t find_align(const struct sfr_reader *r)
 	const struct sfr__listed *listed = &r->listed[index];
 	char digits[8] = ""; /* every valid number is shorter */
 	long align;
-	int64_t at;
+	int64_t off, got;
 
 	if (index == r->nr)
-		return SFR_ALIGN;
+		return SFR_ALIGN; /* an archive of an older version of torch */
 	if (listed->len >= sizeof(digits))
 		return -EOPNOTSUPP;
-	at = read_data_off(r, listed);
-	if (at >= 0)
-		at = sfr__source_read_some(&r->source, digits, (size_t)listed->len, (uint64_t)at);
-	if (at < 0)
-		return at;
+	off = read_data_off(r, listed);
+	if (off < 0)
+		return off;
+	got = sfr__source_read_some(&r->source, digits, (size_t)listed->len, (uint64_t)off);
+	if (got < 0)
+		return got;
 	align = strtol(digits, NULL, 10);
-	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
+	return align >= 1 && align <= ALIGN_MAX ? align : -EOPNOTSUPP;
 }
 
-/* If the two agree on all records, either answer is right. Returns 0 or an error of
- * read_data_off. */
+/* Finds the producer by the first record whose data the two would put at different offsets. If
+ * there is none, either answer is right. Returns 0 or an error of read_data_off. */
 static int find_producer(const struct sfr_reader *r, uint64_t align, enum producer *producer)
 {
 	*producer = BY_TORCH;
 	for (uint64_t i = 0; i < r->nr; i++) {
 		const struct sfr__listed *listed = &r->listed[i];
 		const uint64_t by_stillframe = data_off_by(listed, align, BY_STILLFRAME);
-		int64_t at;
+		int64_t data_off;
 
 		if (data_off_by(listed, align, BY_TORCH) == by_stillframe)
 			continue;
-		at = read_data_off(r, listed);
-		if (at < 0)
-			return (int)at;
-		if ((uint64_t)at == by_stillframe)
+		data_off = read_data_off(r, listed);
+		if (data_off < 0)
+			return (int)data_off;
+		if ((uint64_t)data_off == by_stillframe)
 			*producer = BY_STILLFRAME;
 		return 0;
 	}
 	return 0;
 }
 
-/* For bare records hdr_off is the offset of the data. Returns -EINVAL if they overlap. */
+/* Sets the offsets of records without headers, whose hdr_off is the offset of the data. Returns 0,
+ * or -EINVAL if records overlap. */
 static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *record = &r->records[i];
 		const struct sfr__listed *listed = &r->listed[i];
-		const uint64_t limit = sfr__reader_limit(r, i);
+		const uint64_t next_start = sfr__reader_next_start(r, i);
 
-		if (listed->hdr_off > limit || listed->len > limit - listed->hdr_off)
+		if (listed->hdr_off > next_start || listed->len > next_start - listed->hdr_off)
 			return -EINVAL;
 		record->data_off = listed->hdr_off;
-		record->left = listed->len;
-		if (listed->len == 0) {
+		record->units_left = listed->len;
+		if (listed->len == 0) { /* there is nothing to read */
 			atomic_store(&record->good, true);
-			r->nr_good++; /* no thread runs yet */
+			r->nr_good++; /* needs no lock: no thread runs yet */
 		}
 	}
 	return 0;
 }
 
-/* Returns 0 or an error of read_data_off, -EOPNOTSUPP also if the data cannot be at the computed
- * offsets. */
+/* Computes the offsets of an archive's data. Returns 0 or an error of read_data_off. Returns
+ * -EOPNOTSUPP also if the data cannot be at the computed offsets. */
 static int plan_archive(struct sfr_reader *r)
 {
-	const int64_t align = find_align(r), last = read_data_off(r, &r->listed[r->nr - 1]);
+	const int64_t align = find_align(r);
+	const int64_t last_data_off = read_data_off(r, &r->listed[r->nr - 1]);
 	enum producer producer;
 	int rc;
 
-	if (align < 0 || last < 0)
-		return (int)(align < 0 ? align : last);
+	if (align < 0)
+		return (int)align;
+	if (last_data_off < 0)
+		return (int)last_data_off;
 	rc = find_producer(r, (uint64_t)align, &producer);
 	if (rc != 0)
 		return rc;
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *record = &r->records[i];
 		const struct sfr__listed *listed = &r->listed[i];
-		const uint64_t limit = sfr__reader_limit(r, i);
+		const uint64_t next_start = sfr__reader_next_start(r, i);
 
-		record->data_off = (uint64_t)last;
 		if (i + 1 < r->nr)
 			record->data_off = data_off_by(listed, (uint64_t)align, producer);
-		if (record->data_off < listed->hdr_off + SFR__UNZIP_LOCAL + listed->name_len)
+		else
+			record->data_off = (uint64_t)last_data_off;
+		if (record->data_off < listed->hdr_off + SFR__UNZIP_LOCAL_LEN + listed->name_len)
 			return -EOPNOTSUPP; /* the header is too short */
-		if (record->data_off > limit || listed->len > limit - record->data_off)
+		if (record->data_off > next_start || listed->len > next_start - record->data_off)
 			return -EOPNOTSUPP; /* the data do not fit */
 		if (record->data_off - listed->hdr_off > SFR__READER_HEADER_MAX)
 			return -EOPNOTSUPP; /* the header is too long */
-		record->left = listed->len + 1;
-		if ((listed->flags & SFR__UNZIP_DESCRIBED) == 0)
+		/* a unit for each byte of data, one for the header, one for the descriptor */
+		record->units_left = listed->len + 1;
+		if ((listed->flags & SFR__UNZIP_HAS_DESC) == 0)
 			continue;
-		record->left++;
-		if (sfr__reader_data_end(r, i) == limit)
+		record->units_left++;
+		if (sfr__reader_data_end(r, i) == next_start)
 			return -EOPNOTSUPP; /* no room for its descriptor */
 	}
 	return 0;

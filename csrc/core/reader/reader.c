@@ -30,13 +30,14 @@
  *        |
  *        +--header, descriptor, CRC wrong; reading failed--> the reader has failed, for good
  *
- * With SFR__READER_LIST, damage is noted in the record, the record becomes GOOD, and the reading
- * goes on.
+ * With SFR__READER_LIST_DAMAGE, damage is noted in the record, the record becomes GOOD, and the
+ * reading goes on.
  *
- * The caller says for how many records the client is ready (`upto`). Threads stop at the first
- * chunk that has bytes of a later record. So the client must be ready for all records of the chunks
- * that it wants (sfr_reader_reach). A wait beyond that would never end, and is refused. The caller
- * uses no record before it is GOOD, so no code sees unchecked bytes. */
+ * The caller says for how many records the client is ready (`nr_allowed`). Threads stop at the
+ * first chunk that has bytes of a later record. So, to get a record, the caller must allow all
+ * records of its chunks (sfr_reader_reach). A wait for a record beyond the allowed ones would never
+ * end, and is refused. The caller uses no record before it is GOOD, so no code sees unchecked
+ * bytes. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
@@ -44,59 +45,61 @@
 
 /* ---- the threads ------------------------------------------------------------ */
 
+/* A chunk of the file that a thread reads. */
 struct chunk {
 	uint64_t off;
 	size_t len;
-	uint64_t first, last; /* the records with bytes in the chunk: [first, last) */
-	uint64_t ready;       /* bytes before this offset may be read soon */
+	uint64_t first_rec, end_rec; /* records [first_rec, end_rec) have bytes in the chunk */
+	uint64_t announce_end;       /* bytes up to this offset will be read soon */
 };
 
 /* Finds the next chunk that has bytes of records, without taking it. Returns false at the end. */
 static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 {
 	for (;;) {
-		uint64_t to, data_end, limit;
+		uint64_t to, data_end, next_start;
 
-		while (r->next_rec < r->nr && sfr__reader_limit(r, r->next_rec) <= r->next_off)
+		/* skip the records before the chunk */
+		while (r->next_rec < r->nr && sfr__reader_next_start(r, r->next_rec) <= r->next_off)
 			r->next_rec++;
 		if (r->next_rec == r->nr)
 			return false;
 		to = r->next_off + r->chunk_bytes;
 		if (to > r->end)
 			to = r->end;
-		/* The chunk has nothing but a gap after the record. All chunks of a gap are skipped
-		 * at once, because a hostile file may have a very long gap. */
 		data_end = sfr__reader_data_end(r, r->next_rec);
-		limit = sfr__reader_limit(r, r->next_rec);
-		if (data_end + SFR__UNZIP_DESC <= r->next_off && limit >= to) {
-			r->next_off = limit / r->chunk_bytes * r->chunk_bytes;
+		next_start = sfr__reader_next_start(r, r->next_rec);
+		/* Skip the chunk if it has only bytes of the gap between two records. All chunks of
+		 * a gap are skipped at once, because a hostile file may have a very long gap. */
+		if (data_end + SFR__UNZIP_DESC_MAX <= r->next_off && next_start >= to) {
+			r->next_off = next_start / r->chunk_bytes * r->chunk_bytes;
 			if (r->next_off < to)
 				r->next_off = to;
 			continue;
 		}
 		chunk->off = r->next_off;
 		chunk->len = (size_t)(to - r->next_off);
-		chunk->first = chunk->last = r->next_rec;
-		while (chunk->last < r->nr && r->listed[chunk->last].hdr_off < to)
-			chunk->last++;
+		chunk->first_rec = chunk->end_rec = r->next_rec;
+		while (chunk->end_rec < r->nr && r->listed[chunk->end_rec].hdr_off < to)
+			chunk->end_rec++;
 		return true;
 	}
 }
 
-/* Waits until the client has finished with a buffer, and counts the units in it. Does nothing if
+/* Waits until the client has finished with a buffer, and counts its pending units. Does nothing if
  * the buffer is the reader's own (nr_buffers is 1): no client needs such a buffer after a put. */
 static void finish_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	if (r->nr_buffers == 1)
 		return;
 	if (r->client->finish(r->self, buffer) < 0)
-		buffer->nr_kept = 0; /* the reader has failed */
-	sfr__reader_count_buffer(r, buffer);
+		buffer->nr_pending = 0; /* the reader has failed: these records are never good */
+	sfr__reader_count_pending(r, buffer);
 }
 
 static void finish_buffers(struct sfr__reader_thread *thread)
 {
-	/* the buffer that is used next was sent first */
+	/* from the buffer that was sent first: it is used next */
 	for (unsigned i = 0; i < thread->r->nr_buffers; i++) {
 		unsigned number = (thread->next_buffer + i) % thread->r->nr_buffers;
 
@@ -109,27 +112,29 @@ static void finish_buffers(struct sfr__reader_thread *thread)
 static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
-	bool found, counted = false;
+	bool found, finished = false;
 
 	sfr__lock(&r->mu);
 	found = !r->stop && find_chunk_locked(r, chunk);
-	while (found && (chunk->last > r->upto || chunk->off >= r->until)) {
-		if (counted) {
-			/* always 0 without a deadline */
-			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER);
+	while (found && (chunk->end_rec > r->nr_allowed || chunk->off >= r->end_allowed)) {
+		if (finished) {
+			/* cannot time out */
+			(void)sfr__cond_wait(&r->may_read, &r->mu, SFR_FOREVER);
 		} else {
 			sfr__unlock(&r->mu);
 			finish_buffers(thread);
-			counted = true;
+			finished = true;
 			sfr__lock(&r->mu);
 		}
 		found = !r->stop && find_chunk_locked(r, chunk);
 	}
 	if (found) {
 		r->next_off = chunk->off + chunk->len;
-		chunk->ready = r->upto < r->nr ? r->listed[r->upto].hdr_off : r->end;
-		if (chunk->ready > r->until)
-			chunk->ready = r->until;
+		chunk->announce_end = r->end;
+		if (r->nr_allowed < r->nr)
+			chunk->announce_end = r->listed[r->nr_allowed].hdr_off;
+		if (chunk->announce_end > r->end_allowed)
+			chunk->announce_end = r->end_allowed;
 	}
 	sfr__unlock(&r->mu);
 	return found;
@@ -138,14 +143,14 @@ static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 /* Returns the record at the beginning of the chunk, to name it in a failure. */
 static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *chunk)
 {
-	uint64_t i = chunk->first;
+	uint64_t i = chunk->first_rec;
 
-	while (i + 1 < chunk->last && sfr__reader_limit(r, i) <= chunk->off)
+	while (i + 1 < chunk->end_rec && sfr__reader_next_start(r, i) <= chunk->off)
 		i++;
 	return i;
 }
 
-/* Returns false if the reading ends. */
+/* Reads a chunk and hands it to the client. Returns false if the thread is to end. */
 static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
@@ -155,25 +160,26 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 	finish_buffer(r, buffer);
 	thread->next_buffer = (thread->next_buffer + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
-		return false; /* the client has failed and kept the memory */
-	sfr__source_ahead(&r->source, chunk->off, chunk->ready);
+		return false; /* the memory is lost, and the reader has failed */
+	sfr__source_will_read(&r->source, chunk->off, chunk->announce_end);
 	do
 		rc = sfr__source_read(&r->source, buffer->mem, chunk->len, chunk->off);
-	while (sfr__reader_again(r, rc));
+	while (sfr__reader_should_retry(r, rc));
 	if (rc == SFR_EAGAIN)
-		return false;
+		return false; /* the reader was stopped */
 	if (rc != 0) {
 		sfr__reader_fail(r, rc, first_record_of(r, chunk), chunk->off,
 				 rc == SFR_ECORRUPT ? SFR__READER_SHORTER : NULL);
 		return false;
 	}
-	sfr__reader_read_chunk(thread, buffer, chunk->off, chunk->len, chunk->first, chunk->last);
+	sfr__reader_read_chunk(thread, buffer, chunk->off, chunk->len, chunk->first_rec,
+			       chunk->end_rec);
 	if (r->nr_buffers > 1 && r->client->send(r->self, buffer) < 0)
-		buffer->nr_kept = 0;
+		buffer->nr_pending = 0; /* the reader has failed */
 	sfr__lock(&r->mu);
-	r->done += chunk->len;
+	r->bytes_read += chunk->len;
 	sfr__unlock(&r->mu);
-	sfr__source_done(&r->source, chunk->off, chunk->len);
+	sfr__source_was_read(&r->source, chunk->off, chunk->len);
 	return true;
 }
 
@@ -196,24 +202,26 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 	for (unsigned i = 0; i < r->nr_buffers && !is_child; i++) {
 		if (r->nr_buffers > 1)
 			r->client->take_back(r->self, &thread->buffers[i]);
-		sfr_sys.free(thread->buffers[i].kept);
+		sfr_sys.free(thread->buffers[i].pending);
 	}
 	sfr_sys.free(thread->mem);
 }
 
-/* Returns 0 or -ENOMEM. After an error the caller calls free_thread. */
+/* Gives a thread its buffers and scratch memory. Returns 0 or -ENOMEM. After an error the caller
+ * calls free_thread. */
 static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
 	const bool lent = r->nr_buffers > 1;
-	const size_t own = lent ? 0 : r->chunk_bytes;
-	char *mem = sfr_sys.malloc(own + SFR__READER_HEADER_MAX + SFR_PAGE);
+	const size_t own_bytes = lent ? 0 : r->chunk_bytes; /* for the reader's own buffer */
+	/* SFR_PAGE more, because the memory is used from its first whole page on */
+	char *mem = sfr_sys.malloc(own_bytes + SFR__READER_HEADER_MAX + SFR_PAGE);
 
 	thread->mem = mem;
 	if (mem == NULL)
 		return -ENOMEM;
 	mem = sfr__page_from(mem);
-	thread->scratch = mem + own;
+	thread->scratch = mem + own_bytes;
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
 		thread->buffers[i].mem = lent ? r->client->lend(r->self, r->chunk_bytes) : mem;
 		if (thread->buffers[i].mem == NULL)
@@ -222,6 +230,7 @@ static int give_memory(struct sfr__reader_thread *thread)
 	return 0;
 }
 
+/* Returns 0 or -errno. */
 static int start_thread(struct sfr_reader *r)
 {
 	struct sfr__reader_thread *thread = &r->threads[r->nr_threads];
@@ -235,13 +244,13 @@ static int start_thread(struct sfr_reader *r)
 		rc = sfr__thread_start(&thread->id, "sfr-reader", SFR__AWAITED, reader_main,
 				       thread);
 	if (rc < 0)
-		free_thread(thread, false);
+		free_thread(thread, false); /* this process is no child */
 	else
 		r->nr_threads++;
 	return rc;
 }
 
-/* ---- for the owner ----------------------------------------------------------- */
+/* ---- for the caller ---------------------------------------------------------- */
 
 int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out)
 {
@@ -257,19 +266,19 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	if (r == NULL)
 		return -ENOMEM;
 	r->listing = spec->listing;
-	r->listed = spec->listing->v;
-	r->nr = r->awaited = spec->listing->nr;
+	r->listed = spec->listing->records;
+	r->nr = r->awaited_index = spec->listing->nr;
 	r->end = spec->end;
 	r->flags = spec->flags;
 	r->client = spec->client;
 	r->self = spec->self;
 	r->nr_buffers = 1;
-	r->until = UINT64_MAX;
+	r->end_allowed = UINT64_MAX; /* no limit */
 	r->chunk_bytes = (size_t)sfr_limits.reader_chunk_bytes;
 	r->fork_generation = sfr_fork_generation();
 	sfr__mutex_init(&r->mu, SFR__LOCK_READER);
-	(void)sfr__cond_init(&r->work);
-	(void)sfr__cond_init(&r->news);
+	(void)sfr__cond_init(&r->may_read);
+	(void)sfr__cond_init(&r->progress);
 	sfr__source_open(&r->source, spec->fd, spec->base, spec->way);
 	r->records = sfr_sys.calloc(r->nr, sizeof(*r->records));
 	rc = r->records == NULL ? -ENOMEM : sfr__reader_plan(r);
@@ -280,7 +289,8 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 	return rc;
 }
 
-/* Returns the end of the chunk that has the first byte of the record's descriptor. */
+/* Returns the end of the last chunk that the record needs: the one with the first byte after its
+ * data, where the descriptor begins. */
 static uint64_t end_of_chunks(const struct sfr_reader *r, uint64_t index)
 {
 	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->chunk_bytes);
@@ -296,12 +306,12 @@ uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index)
 void sfr_reader_until(struct sfr_reader *r, uint64_t index)
 {
 	sfr__lock(&r->mu);
-	r->until = end_of_chunks(r, index);
-	(void)pthread_cond_broadcast(&r->work);
+	r->end_allowed = end_of_chunks(r, index);
+	(void)pthread_cond_broadcast(&r->may_read);
 	sfr__unlock(&r->mu);
 }
 
-int sfr_reader_allow(struct sfr_reader *r, uint64_t upto)
+int sfr_reader_allow(struct sfr_reader *r, uint64_t nr)
 {
 	const uint64_t nr_chunks = r->end / r->chunk_bytes + 1;
 	int rc = 0;
@@ -309,9 +319,9 @@ int sfr_reader_allow(struct sfr_reader *r, uint64_t upto)
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
 	sfr__lock(&r->mu);
-	if (upto > r->upto)
-		r->upto = upto;
-	(void)pthread_cond_broadcast(&r->work);
+	if (nr > r->nr_allowed)
+		r->nr_allowed = nr;
+	(void)pthread_cond_broadcast(&r->may_read);
 	sfr__unlock(&r->mu);
 	if (r->nr_threads != 0)
 		return 0;
@@ -327,18 +337,22 @@ bool sfr__reader_runs(const struct sfr_reader *r)
 	return r->nr_threads != 0;
 }
 
-/* `index` is a record, or r->nr for all records. */
+/* Returns whether the threads are allowed to read all that record `index` needs. If `index` is
+ * r->nr, returns whether they are allowed to read everything. */
 static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index == r->nr)
-		return r->upto == r->nr && r->until >= r->end;
-	return sfr_reader_reach(r, index) <= r->upto && end_of_chunks(r, index) <= r->until;
+		return r->nr_allowed == r->nr && r->end_allowed >= r->end;
+	return sfr_reader_reach(r, index) <= r->nr_allowed &&
+	       end_of_chunks(r, index) <= r->end_allowed;
 }
 
 /* Returns the result of a wait for `index`, or SFR_EAGAIN if the caller has to wait. */
 static int check_wait_locked(const struct sfr_reader *r, uint64_t index)
 {
-	if (index < r->nr ? atomic_load(&r->records[index].good) : r->nr_good == r->nr)
+	if (index < r->nr && atomic_load(&r->records[index].good))
+		return 0;
+	if (index >= r->nr && r->nr_good == r->nr)
 		return 0;
 	if (r->failure.code != 0)
 		return r->failure.code;
@@ -350,7 +364,7 @@ static int check_wait_locked(const struct sfr_reader *r, uint64_t index)
 int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
-	bool late = false;
+	bool timed_out = false;
 	int rc;
 
 	if (index < r->nr && atomic_load(&r->records[index].good))
@@ -358,9 +372,9 @@ int sfr_reader_wait(struct sfr_reader *r, uint64_t index, uint64_t slice_ns)
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
 	sfr__lock(&r->mu);
-	r->awaited = index;
-	while ((rc = check_wait_locked(r, index)) == SFR_EAGAIN && !late)
-		late = sfr__cond_wait(&r->news, &r->mu, deadline) != 0;
+	r->awaited_index = index;
+	while ((rc = check_wait_locked(r, index)) == SFR_EAGAIN && !timed_out)
+		timed_out = sfr__cond_wait(&r->progress, &r->mu, deadline) != 0;
 	sfr__unlock(&r->mu);
 	return rc;
 }
@@ -374,9 +388,10 @@ const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool 
 {
 	const struct sfr__reader_record *record = &r->records[index];
 
-	/* a wrong CRC is damage unless the archive states the CRC 0 (verdict.c) */
-	*unchecked = record->wrong == NULL && record->crc != r->listed[index].crc;
-	return record->wrong;
+	/* the CRCs may differ without damage only if the archive states none, that is 0
+	 * (verdict.c) */
+	*unchecked = record->damage == NULL && record->crc != r->listed[index].crc;
+	return record->damage;
 }
 
 uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index)
@@ -386,7 +401,7 @@ uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index)
 
 uint64_t sfr_reader_done(struct sfr_reader *r)
 {
-	return sfr__under(&r->mu, r->done);
+	return sfr__under(&r->mu, r->bytes_read);
 }
 
 /* Not called in a forked child, which has no threads. */
@@ -394,12 +409,12 @@ static void end_threads(struct sfr_reader *r)
 {
 	sfr__lock(&r->mu);
 	r->stop = true;
-	(void)pthread_cond_broadcast(&r->work);
+	(void)pthread_cond_broadcast(&r->may_read);
 	sfr__unlock(&r->mu);
 	for (unsigned i = 0; i < r->nr_threads; i++)
 		(void)sfr_sys.thread_join(r->threads[i].id, NULL); /* each thread is joined once */
-	(void)pthread_cond_destroy(&r->news);
-	(void)pthread_cond_destroy(&r->work);
+	(void)pthread_cond_destroy(&r->progress);
+	(void)pthread_cond_destroy(&r->may_read);
 	sfr__mutex_fini(&r->mu);
 }
 

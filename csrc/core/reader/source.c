@@ -1,14 +1,14 @@
-/* Reads a file through the page cache, directly from the disk, or from memory in which its bytes
- * arrive.
+/* Reads a file through the page cache, directly from the disk, or from memory if its bytes are
+ * still on their way.
  *
  * A load reads cached bytes from the page cache, and the rest from the disk. A checkpoint that was
  * just written, or that another rank reads too, is cached; the disk would take several times as
  * long. A checkpoint that is not cached is large and read once: the page cache would cost a copy
- * and evict what others read again. `stillframe verify` reads only from the disk, to report what
- * the disk holds.
+ * and evict what others read again. `stillframe verify` reads only from the disk, to check the
+ * bytes that are really there.
  *
- * For reads past the page cache the file is opened once more, with O_DIRECT. If the system refuses
- * the open or a read, the page cache is used.
+ * For direct reads the file is opened once more, with O_DIRECT. If the system refuses the open or a
+ * read, the page cache is used.
  *
  * mincore tells what is cached, but only to users who own the file or may write to it. To all
  * others it reports everything as cached, so their reads go through the page cache. (preadv2 with
@@ -30,8 +30,9 @@
 
 #define NR_PAGES (SFR__READER_CHUNK_MAX / SFR_PAGE) /* pages of the longest chunk */
 #define SLICE_NS UINT64_C(50000000) /* the longest wait for bytes before SFR_EAGAIN */
-#define WORTH_CACHE 16u             /* shorter rows of cached pages are read from the disk, too */
+#define CACHED_RUN_MIN 16u /* pages; shorter rows of cached pages are read from the disk, too */
 
+/* Returns a descriptor of the same file, or -errno. */
 static int open_direct(int fd)
 {
 	char path[32];
@@ -50,7 +51,7 @@ static void map_file(struct sfr__source *s)
 	if (s->direct_fd < 0 || sfr_sys.fstat(s->fd, &st) < 0)
 		return;
 	if (st.st_uid != geteuid() && geteuid() != 0)
-		return; /* mincore might not tell the truth */
+		return; /* mincore would report all pages as cached */
 	s->map_len = (size_t)st.st_size;
 	mem = sfr_sys.mmap(NULL, s->map_len, PROT_READ, MAP_SHARED, s->fd, 0);
 	s->map = mem == MAP_FAILED ? NULL : mem;
@@ -68,7 +69,7 @@ void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__wa
 	*s = (struct sfr__source){ .fd = fd, .base = base, .direct_fd = -1 };
 	s->arriving = sfr__arriving_get(fd);
 	if (s->arriving != NULL)
-		s->counts = sfr__arriving_counts(s->arriving);
+		s->bytes_read = sfr__arriving_new_counts(s->arriving);
 	if (s->arriving != NULL || way == SFR__WAY_CACHE || base % SFR_PAGE != 0 ||
 	    sfr_fork_init() < 0)
 		return;
@@ -77,8 +78,8 @@ void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__wa
 	if (way == SFR__WAY_DISK)
 		return;
 	map_file(s);
-	if (s->map == NULL)
-		close_direct(s); /* unknown what is cached: read all through the page cache */
+	if (s->map == NULL) /* it is not known what is cached: read all through the page cache */
+		close_direct(s);
 }
 
 void sfr__source_close(struct sfr__source *s)
@@ -88,9 +89,9 @@ void sfr__source_close(struct sfr__source *s)
 	s->map = NULL;
 	close_direct(s);
 	sfr__arriving_put(s->arriving);
-	sfr_sys.free(s->counts);
+	sfr_sys.free(s->bytes_read);
 	s->arriving = NULL;
-	s->counts = NULL;
+	s->bytes_read = NULL;
 }
 
 /* Reads `len` bytes through direct_fd, or through the page cache if direct_fd is negative or
@@ -105,7 +106,7 @@ static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_
 		ssize_t n;
 
 		direct = direct && done % SFR_PAGE == 0; /* a short read may end within a page */
-		if (direct) /* whole pages; the last page of the file returns what it has */
+		if (direct) /* whole pages; fewer bytes are read at the end of the file */
 			want = (size_t)sfr__round_up(want, SFR_PAGE);
 		n = sfr_sys.pread(direct ? direct_fd : s->fd, buf + done, want,
 				  (off_t)(s->base + off + done));
@@ -117,44 +118,47 @@ static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_
 		}
 		if (n < 0)
 			return -errno;
-		if (n == 0)
+		if (n == 0) /* the end of the file */
 			return SFR_ECORRUPT;
 		done += (size_t)n;
 	}
 	return 0;
 }
 
-/* Sets bit 0 of there[i] if page i of a range is cached. Returns false if that is not known. */
-static bool find_cached(const struct sfr__source *s, uint64_t off, size_t len, unsigned char *there)
+/* Sets bit 0 of in_cache[i] if page i of a range is cached. Returns false if that is not known. */
+static bool find_cached(const struct sfr__source *s, uint64_t off, size_t len,
+			unsigned char *in_cache)
 {
 	return s->map != NULL && off + len <= s->map_len &&
-	       sfr_sys.mincore((char *)s->map + off, len, there) == 0;
+	       sfr_sys.mincore((char *)s->map + off, len, in_cache) == 0;
 }
 
-/* Returns how many pages in a row are cached, from page `at` on. */
-static size_t cached_run(const unsigned char *there, size_t at, size_t nr)
+/* Returns how many of the `nr` pages are cached in a row, from page `first` on. */
+static size_t cached_run(const unsigned char *in_cache, size_t first, size_t nr)
 {
-	size_t to = at;
+	size_t end = first;
 
-	while (to < nr && (there[to] & 1) != 0)
-		to++;
-	return to - at;
+	while (end < nr && (in_cache[end] & 1) != 0)
+		end++;
+	return end - first;
 }
 
-/* Returns how many pages from `at` on are read in the same way. Sets *cached if they are read from
- * the page cache: at least WORTH_CACHE cached pages, or cached pages up to the end of the range. */
-static size_t count_alike(const unsigned char *there, size_t at, size_t nr, bool *cached)
+/* Returns how many of the `nr` pages, from page `first` on, to read with one read. Sets *cached to
+ * whether it reads the page cache. It does so for at least CACHED_RUN_MIN cached pages, or for
+ * cached pages up to the end of the range. */
+static size_t pages_of_next_read(const unsigned char *in_cache, size_t first, size_t nr,
+				 bool *cached)
 {
-	size_t run = cached_run(there, at, nr), to = at;
+	size_t run = cached_run(in_cache, first, nr), end = first;
 
-	*cached = run >= WORTH_CACHE || run == nr - at;
+	*cached = run >= CACHED_RUN_MIN || run == nr - first;
 	if (*cached)
 		return run;
-	while (to < nr && run < WORTH_CACHE) {
-		to += run + 1; /* a short run, and the page after it */
-		run = cached_run(there, to, nr);
+	while (end < nr && run < CACHED_RUN_MIN) {
+		end += run + 1; /* a run that is too short, and the uncached page after it */
+		run = cached_run(in_cache, end, nr);
 	}
-	return (to < nr ? to : nr) - at;
+	return (end < nr ? end : nr) - first;
 }
 
 /* Keeps a range of an arriving file in memory until unpin, after waiting for its bytes for SLICE_NS
@@ -163,7 +167,7 @@ static int pin(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	if (s->arriving == NULL)
 		return 0;
-	return sfr__arriving_pin(s->arriving, s->counts, s->base + off, len, SLICE_NS);
+	return sfr__arriving_pin(s->arriving, s->bytes_read, s->base + off, len, SLICE_NS);
 }
 
 static void unpin(const struct sfr__source *s, size_t len, uint64_t off)
@@ -172,6 +176,7 @@ static void unpin(const struct sfr__source *s, size_t len, uint64_t off)
 		sfr__arriving_unpin(s->arriving, s->base + off, len);
 }
 
+/* Reads from the page cache, or from an arriving file. Returns as sfr__source_read. */
 static int read_cached(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
 	int rc = pin(s, len, off);
@@ -185,23 +190,24 @@ static int read_cached(const struct sfr__source *s, char *buf, size_t len, uint6
 
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
-	const bool is_ours = s->fork_generation == sfr_fork_generation();
-	const int direct_fd = is_ours ? s->direct_fd : -1;
+	const bool is_child = s->fork_generation != sfr_fork_generation();
+	const int direct_fd = is_child ? -1 : s->direct_fd; /* a child has no direct_fd */
 	const size_t nr = (len + SFR_PAGE - 1) / SFR_PAGE;
-	unsigned char there[NR_PAGES];
+	unsigned char in_cache[NR_PAGES]; /* as mincore sets it */
 	int rc = 0;
 
 	if (direct_fd < 0)
 		return read_cached(s, buf, len, off);
-	if (nr > NR_PAGES || !find_cached(s, s->base + off, len, there))
-		return read_all(s, direct_fd, buf, len, off);
+	if (nr > NR_PAGES || !find_cached(s, s->base + off, len, in_cache))
+		return read_all(s, direct_fd, buf, len, off); /* SFR__WAY_DISK, for example */
 	/* one read for each row of cached pages, and one for the pages between them */
 	for (size_t at = 0; at < nr && rc == 0;) {
 		bool cached;
-		size_t pages = count_alike(there, at, nr, &cached), from = at * SFR_PAGE;
-		size_t some = at + pages == nr ? len - from : pages * SFR_PAGE;
+		size_t pages = pages_of_next_read(in_cache, at, nr, &cached), from = at * SFR_PAGE;
+		/* the last page may be shorter */
+		size_t nbytes = at + pages == nr ? len - from : pages * SFR_PAGE;
 
-		rc = read_all(s, cached ? -1 : direct_fd, buf + from, some, off + from);
+		rc = read_all(s, cached ? -1 : direct_fd, buf + from, nbytes, off + from);
 		at += pages;
 	}
 	return rc;
@@ -218,14 +224,14 @@ int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len
 	return got;
 }
 
-void sfr__source_ahead(const struct sfr__source *s, uint64_t off, uint64_t end)
+void sfr__source_will_read(const struct sfr__source *s, uint64_t off, uint64_t end)
 {
 	if (s->arriving != NULL)
-		sfr__arriving_ahead(s->arriving, s->counts, s->base + off, s->base + end);
+		sfr__arriving_will_read(s->arriving, s->bytes_read, s->base + off, s->base + end);
 }
 
-void sfr__source_done(const struct sfr__source *s, uint64_t off, uint64_t len)
+void sfr__source_was_read(const struct sfr__source *s, uint64_t off, uint64_t len)
 {
 	if (s->arriving != NULL)
-		sfr__arriving_done(s->arriving, s->counts, s->base + off, len);
+		sfr__arriving_was_read(s->arriving, s->bytes_read, s->base + off, len);
 }

@@ -1,5 +1,5 @@
-/* Reads a file through the page cache, directly from the disk, or from memory in which its bytes
- * arrive. */
+/* Reads a file through the page cache, directly from the disk, or from memory if its bytes are
+ * still on their way. */
 #ifndef SFR_SOURCE_H
 #define SFR_SOURCE_H
 
@@ -19,19 +19,18 @@ struct sfr__arriving;
 
 struct sfr__source {
 	struct sfr__arriving *arriving; /* NULL unless the file's bytes are on their way */
-	/* of `arriving` (sfr__arriving_counts); NULL: not counted */
-	uint32_t *counts;
-	int fd;        /* the caller's */
-	int direct_fd; /* the same file opened with O_DIRECT; negative: none */
-	uint64_t base; /* the source's first byte in the file */
-	void *map;     /* the whole file, for mincore; NULL without SFR__WAY_EITHER */
+	uint32_t *bytes_read; /* of each chunk of `arriving`; NULL: there is no memory for this */
+	int fd;               /* the caller's */
+	int direct_fd;        /* the same file opened with O_DIRECT; negative: none */
+	uint64_t base;        /* offset in the file of the source's first byte */
+	void *map;            /* the whole file, mapped for mincore; NULL without SFR__WAY_EITHER */
 	size_t map_len;
 	uint64_t fork_generation; /* a child has no direct_fd: the fork handler has closed it */
 };
 
-/* Prepares to read a file. `fd` stays the caller's and must stay open. The offsets below count from
- * `base`; if `base` is not a multiple of a page, everything is read through the page cache. Cannot
- * fail. */
+/* Prepares to read a file. `fd` stays the caller's and must stay open. The offsets passed to the
+ * functions below count from `base`. If `base` is not a multiple of a page, everything is read
+ * through the page cache. */
 void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__way way);
 void sfr__source_close(struct sfr__source *s); /* accepts one that is all zero */
 /* Reads `len` bytes at `off`. Unless the way is SFR__WAY_CACHE, `off` and the address `buf` are
@@ -43,10 +42,10 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 /* Reads up to `len` bytes at any offset, through the page cache. Returns their number, -errno, or
  * SFR_EAGAIN as above. */
 int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off);
-/* Announce that [off, end) will be read soon, and that `len` bytes were read and will not be read
- * again. Do nothing unless the file's bytes are on their way. */
-void sfr__source_ahead(const struct sfr__source *s, uint64_t off, uint64_t end);
-void sfr__source_done(const struct sfr__source *s, uint64_t off, uint64_t len);
+/* Announce that the bytes [off, end) will be read soon, or that `len` bytes at `off` were read and
+ * will not be read again. Do nothing unless the file's bytes are on their way. */
+void sfr__source_will_read(const struct sfr__source *s, uint64_t off, uint64_t end);
+void sfr__source_was_read(const struct sfr__source *s, uint64_t off, uint64_t len);
 
 /* Reads [off, off + len) of a file into new memory. Returns the bytes read, fewer than `len` only
  * at the end of the file, or -errno. */

@@ -4,7 +4,8 @@
  * The window answers from memory, or reads one chunk that begins on a page:
  *
  *     file     |-------|-------|-------|-------|-------|    pages
- *     window           [buf         ^off ..... len   ]      off may be anywhere in it
+ *     window           [w->buf         ^               ]    w->len bytes; the bytes that are
+ *                                      off                  asked for may be anywhere in it
  *
  * Asking for bytes before the window costs another read. The memory is allocated at the start, so
  * the contents of a file cannot make it grow. */
@@ -42,28 +43,28 @@ static bool has_range(const struct sfr__window *w, uint64_t off, size_t len)
 }
 
 int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
-		    const unsigned char **out, size_t *got)
+		    const unsigned char **out, size_t *avail)
 {
 	if (!has_range(w, off, len)) {
 		size_t lead = (size_t)(off % SFR_PAGE); /* bytes before `off` in its page */
-		size_t want = lead + len > w->chunk_bytes ? lead + len : w->chunk_bytes;
+		size_t nbytes = lead + len > w->chunk_bytes ? lead + len : w->chunk_bytes;
 		int rc;
 
 		if (off > limit || len > limit - off)
-			return SFR_ECORRUPT; /* callers compare with `limit` first */
+			return SFR_ECORRUPT; /* cannot happen: callers compare with `limit` first */
 		w->off = off - lead;
-		if (want > limit - w->off)
-			want = (size_t)(limit - w->off);
-		if (want > w->cap) /* must not happen, but never write beyond the memory */
+		if (nbytes > limit - w->off)
+			nbytes = (size_t)(limit - w->off);
+		if (nbytes > w->cap) /* must not happen, but never write beyond the memory */
 			return SFR_ECORRUPT;
-		w->len = 0;
-		rc = sfr__source_read(&w->source, w->buf, want, w->off);
+		w->len = 0; /* if the read fails, the window is empty */
+		rc = sfr__source_read(&w->source, w->buf, nbytes, w->off);
 		if (rc != 0)
 			return rc;
-		w->len = want;
+		w->len = nbytes;
 	}
 	*out = (const unsigned char *)w->buf + (off - w->off);
-	if (got != NULL)
-		*got = w->len - (size_t)(off - w->off);
+	if (avail != NULL)
+		*avail = w->len - (size_t)(off - w->off);
 	return 0;
 }

@@ -6,12 +6,12 @@
 
 struct sfr__window {
 	struct sfr__source source;
-	char *mem;          /* as allocated */
-	char *buf;          /* page-aligned address inside mem */
-	size_t cap;         /* room in buf, in bytes */
-	size_t chunk_bytes; /* bytes to read at a time, unless more are wanted */
-	uint64_t off;       /* offset of buf in the file, a multiple of SFR_PAGE */
-	size_t len;         /* bytes in buf */
+	char *mem;          /* the allocation, which contains buf */
+	char *buf;          /* the bytes of the file; page aligned */
+	size_t cap;         /* bytes that buf has room for */
+	size_t chunk_bytes; /* bytes to read at a time, unless a call needs more */
+	uint64_t off; /* offset in the file of the first byte in buf, a multiple of SFR_PAGE */
+	size_t len;   /* bytes of the file in buf */
 };
 
 /* Makes an empty window. `fd`, `base` and `way` are those of sfr__source_open. `cap` is the largest
@@ -20,11 +20,11 @@ struct sfr__window {
 int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
 		     size_t chunk_bytes);
 void sfr__window_fini(struct sfr__window *w); /* accepts one that is all zero */
-/* Makes the bytes [off, off + len) of the file available, and sets *out to their address, which is
- * valid until the next call. Unless `got` is NULL, *got becomes how many bytes from `off` on are
- * available. No byte from `limit` on is read; the range must end before it. Returns 0 or an error
- * of sfr__source_read. */
+/* Sets *out to the address of the bytes [off, off + len) of the file, which is valid until the next
+ * call. Sets *avail, unless it is NULL, to how many bytes there are in memory from `off` on: at
+ * least `len`. Reads no byte from offset `limit` on; off + len <= limit. Returns 0 or an error of
+ * sfr__source_read. */
 int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
-		    const unsigned char **out, size_t *got);
+		    const unsigned char **out, size_t *avail);
 
 #endif

@@ -1,6 +1,6 @@
 /* Restores records into a device's memory.
  *
- *   reader 0   read into buffer A | send A | read into B | send B | have A's copies completed? ...
+ *   reader 0   read into buffer A | send A | read into B | send B | wait for A's copies | ...
  *   reader 1        read into C | send C | read into D | ...
  *   stream     E    copies from A   copies from C   copies from B ...
  *
@@ -21,9 +21,11 @@
 #include "restore/restore_int.h"
 #include "base/base.h"
 
+/* no callback: `finish` waits for the copies instead */
 static const struct sfr__transfer_ops ops = { .portion_done = NULL };
 
-/* Ends the reading with a device's error. It belongs to no record, so the first record is named. */
+/* Ends the reading with a device's error. The error belongs to no record, so the failure names the
+ * first record. */
 static void device_failed(struct sfr_restore *r, const char *why)
 {
 	if (atomic_exchange(&r->has_why, true))
@@ -34,7 +36,7 @@ static void device_failed(struct sfr_restore *r, const char *why)
 
 /* ---- for the reader ----------------------------------------------------------- */
 
-/* Pinned memory is allocated and freed in the context of the first device. */
+/* Enters the context of the first device, in which pinned memory is allocated and freed. */
 static void enter_first_context(struct sfr_restore *r, struct sfr__cuda_scope *scope)
 {
 	*scope = (struct sfr__cuda_scope){ 0 };
@@ -42,7 +44,7 @@ static void enter_first_context(struct sfr_restore *r, struct sfr__cuda_scope *s
 	(void)sfr__cuda_enter(scope, r->lane->cu, r->lane->context);
 }
 
-/* This function, take_back, send_chunk and finish are those of struct sfr__reader_client. */
+/* lend, take_back, send_chunk and finish are functions of struct sfr__reader_client. */
 static char *lend(void *self, size_t len)
 {
 	struct sfr_restore *r = self;
@@ -71,7 +73,7 @@ static void take_back(void *self, struct sfr__buffer *buffer)
 bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index,
 			   char *to, const char *from, size_t len)
 {
-	const unsigned k = r->destinations[index].device - 1;
+	const unsigned k = r->destinations[index].device - 1; /* index in r->devices */
 	struct sfr__transfer *tr = &r->transfers[buffer->number].to[k];
 
 	/* The first copy from a chunk begins a new transfer. This cannot fail: the lane exists. */
@@ -79,6 +81,7 @@ bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, ui
 		*tr = (struct sfr__transfer){ .ops = &ops };
 		(void)sfr__transfer_open(tr, &r->lanes, r->devices[k], SFR__CUDA_IN);
 	}
+	/* true: the buffer is pinned */
 	sfr__transfer_add(tr, (uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, len, true);
 	if (tr->err.code == 0)
 		return true;
@@ -95,7 +98,7 @@ static int send_chunk(void *self, struct sfr__buffer *buffer)
 	for (unsigned k = 0; k < r->nr_devices; k++) {
 		struct sfr__transfer *tr = &r->transfers[buffer->number].to[k];
 
-		if (sfr__transfer_is_over(tr))
+		if (sfr__transfer_is_over(tr)) /* the chunk has no bytes for this device */
 			continue;
 		if (sfr__transfer_enter(tr))
 			sfr__transfer_send(tr);
@@ -108,7 +111,8 @@ static int send_chunk(void *self, struct sfr__buffer *buffer)
 	return rc;
 }
 
-/* If a device has died, it may still read the buffer, whose memory is then given up. */
+/* Waits for the copies from a buffer. A device that has died may still read the buffer: then the
+ * buffer's memory is never used again, nor freed. */
 static int finish(void *self, struct sfr__buffer *buffer)
 {
 	struct sfr_restore *r = self;
@@ -120,9 +124,9 @@ static int finish(void *self, struct sfr__buffer *buffer)
 		if (!tr->lane)
 			continue; /* this buffer was never copied to this device */
 		(void)sfr__transfer_wait(tr, SFR_FOREVER); /* always 0 */
-		if (tr->lost)
+		if (tr->device_died)
 			device_failed(r, tr->lane->why); /* constant once the lane is dead */
-		lost = lost || tr->lost;
+		lost = lost || tr->device_died;
 	}
 	if (lost)
 		buffer->mem = NULL;
@@ -150,9 +154,10 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
-	/* too many devices, or a new one after the reader has got its buffers */
-	if (k == SFR__RESTORE_DEVICES || (k == r->nr_devices && sfr__reader_runs(r->reader)))
-		return -EOPNOTSUPP;
+	if (k == SFR__RESTORE_DEVICES)
+		return -EOPNOTSUPP; /* too many devices */
+	if (k == r->nr_devices && sfr__reader_runs(r->reader))
+		return -EOPNOTSUPP; /* a new device, but the reader already has its buffers */
 	/* This transfer only makes the lane wait for the caller's stream (E). */
 	rc = sfr__transfer_begin(&tr, &r->lanes, number, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
 	if (tr.lane)
@@ -162,7 +167,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 		rc = tr.err.code;
 	if (rc < 0 || k < r->nr_devices) /* an error, or a device that was prepared before */
 		return rc;
-	if (k == 0)
+	if (k == 0) /* the first device */
 		r->lane = tr.lane;
 	r->devices[r->nr_devices++] = number;
 	r->client.lend = lend;

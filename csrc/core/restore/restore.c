@@ -1,4 +1,4 @@
-/* Brings a checkpoint's records to tensors. A restore is the client of a reader (reader/reader.c),
+/* Copies a checkpoint's records to tensors. A restore is the client of a reader (reader/reader.c),
  * and knows the destination of each record's bytes.
  *
  *     bytes of a record --put--> host memory: copied there, which also computes their CRC
@@ -18,8 +18,8 @@
 #include "restore/restore_int.h"
 #include "base/base.h"
 
-/* Memory of so many bytes is mostly new, and sfr__populate saves its page faults. */
-#define WORTH_POPULATING (256u << 10)
+/* Memory of at least this many bytes is mostly new, and sfr__populate saves its page faults. */
+#define POPULATE_BYTES_MIN (256u << 10)
 
 /* The reader's client function `put` (struct sfr__reader_client). */
 static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
@@ -32,13 +32,13 @@ static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t 
 	if (to == NULL || dest->device != 0) {
 		if (crc != NULL)
 			*crc = sfr_crc32(0, bytes, len);
-		if (to == NULL)
+		if (to == NULL) /* no destination: the bytes are only checked */
 			return 0;
 		if (!sfr__restore_add_copy(r, buffer, index, to, bytes, len))
 			return -1;
-		return SFR__READER_LATER;
+		return SFR__READER_NEEDS_BUFFER; /* the device copies from it later */
 	}
-	if (len >= WORTH_POPULATING)
+	if (len >= POPULATE_BYTES_MIN)
 		sfr__populate(to, len);
 	if (crc != NULL)
 		*crc = sfr_crc32_copy(0, to, bytes, len);
@@ -76,7 +76,7 @@ static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned fla
 	if (r->check == NULL)
 		spec.flags = SFR__READER_BARE;
 	else if ((flags & SFR_RESTORE_VERIFY) != 0)
-		spec.flags = SFR__READER_SUMS;
+		spec.flags = SFR__READER_CRCS;
 	rc = sfr__reader_new(&spec, &r->reader);
 	if (rc < 0)
 		return rc;
@@ -120,12 +120,12 @@ int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end,
 	if (r == NULL)
 		return -ENOMEM;
 	r->listing = &r->bare;
-	r->bare.v = sfr_sys.calloc(nr, sizeof(*r->bare.v));
-	if (r->bare.v != NULL) {
+	r->bare.records = sfr_sys.calloc(nr, sizeof(*r->bare.records));
+	if (r->bare.records != NULL) {
 		r->bare.nr = nr;
 		for (uint64_t i = 0; i < nr; i++) {
-			r->bare.v[i].hdr_off = v[i].off;
-			r->bare.v[i].len = v[i].len;
+			r->bare.records[i].hdr_off = v[i].off;
+			r->bare.records[i].len = v[i].len;
 		}
 		rc = make_reader(r, fd, end, flags);
 	}
@@ -143,15 +143,15 @@ uint64_t sfr_restore_nr(const struct sfr_restore *r)
 
 uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index)
 {
-	return r->listing->v[index].len;
+	return r->listing->records[index].len;
 }
 
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len)
 {
-	*len = r->listing->v[index].name_len - r->listing->prefix_len;
+	*len = r->listing->records[index].name_len - r->listing->prefix_len;
 	if (r->check == NULL) /* a bare record has no name, and *len is 0 */
 		return "";
-	return r->listing->names + r->listing->v[index].name_at + r->listing->prefix_len;
+	return r->listing->names + r->listing->records[index].name_off + r->listing->prefix_len;
 }
 
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len)

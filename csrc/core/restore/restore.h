@@ -1,5 +1,5 @@
-/* Reads a checkpoint's records back, each directly to its destination, and checks them on the way.
- * See restore.c.
+/* Reads a checkpoint's records back, each to its own destination, and checks them on the way. See
+ * restore.c.
  *
  *     sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check);    run it; it is ok
  *     sfr_restore_new(check, fd, SFR_RESTORE_VERIFY, &restore);
@@ -10,8 +10,8 @@
  *             ...;
  *     sfr_restore_free(restore);
  *
- * Threads of the restore read. One thread at a time calls these functions. After a fork the child
- * may only free the restore. */
+ * A restore has threads that read. Only one thread at a time may call these functions. After a fork
+ * the child may only free the restore. */
 #ifndef SFR_RESTORE_H
 #define SFR_RESTORE_H
 
@@ -24,11 +24,12 @@ struct sfr_check;
 struct sfr_restore;
 
 #define SFR_RESTORE_VERIFY 1u /* compare the CRC of every record */
-/* other processes read the file now: use the page cache, so that the disk reads it once */
+/* other processes read the file, too: use the page cache, so that it is read from the disk once */
 #define SFR_RESTORE_SHARED 2u
 
-/* Makes a restore of a file that was checked with SFR_CHECK_KEEP. Takes the check, and frees it
- * after any failure but SFR_EAGAIN. `fd` stays the caller's and must stay open. Returns 0, or:
+/* Makes a restore of a file that was checked with SFR_CHECK_KEEP. Takes the check over: the restore
+ * owns it, and after a failure it is freed, except after SFR_EAGAIN. `fd` stays the caller's and
+ * must stay open. Returns 0, or:
  *
  *   SFR_EAGAIN        bytes of the file are still on their way: call again with the same check
  *   -EOPNOTSUPP       the check found damage, the list of records is incomplete (listing.h), or
@@ -47,28 +48,29 @@ int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end,
 /* Return the number of records, and a record's length. Indices are in the order of the file. */
 uint64_t sfr_restore_nr(const struct sfr_restore *r);
 uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index);
-/* Returns a record's name, without the archive's own directory and without a final zero byte. *len
- * gets its length: 0 for a bare record. */
+/* Returns a record's name, without the archive's own directory and without a final zero byte. Sets
+ * *len to its length: 0 for a bare record. */
 const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len);
 /* Returns the index of the record of that name, or sfr_restore_nr if there is none. */
 uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len);
-/* Sets the destination of a record's bytes; without one they are only checked. The memory stays the
- * caller's. The restore writes to it until a wait for the record has returned 0, or the restore is
- * freed. */
+/* Sets the destination of a record's bytes. Without a destination they are only checked. The memory
+ * stays the caller's. The restore may write to it until a wait for the record has returned 0, or
+ * the restore is freed. */
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
 /* Prepares a device, before the first sfr_reader_allow. `stream` is the caller's current stream on
- * the device. Its present work ends before the restore writes to any destination that is set after
- * this call. May be called again for the same device, at any time. Returns 0, or:
+ * the device. The restore writes to destinations that are set after this call only when the
+ * stream's present work has ended. May be called again for the same device, at any time. Returns 0,
+ * or:
  *
- *   -EOPNOTSUPP       too many devices, or too late
+ *   -EOPNOTSUPP       too many devices, or sfr_reader_allow was called before
  *   -ENODEV, -EIO     `why` gets a sentence
  *   SFR_EFORK, SFR_ECAPTURING */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
 		       size_t why_len);
 /* Does the same as sfr_restore_into, with memory of a device that was prepared. */
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
-/* Returns the reader, which lives as long as the restore. Once a record has its destination, the
- * caller allows it to be read: sfr_reader_allow. */
+/* Returns the reader, which lives as long as the restore. When a record has its destination, the
+ * caller allows it to be read with sfr_reader_allow. */
 struct sfr_reader *sfr_restore_reader(struct sfr_restore *r);
 /* Ends the reading and frees the restore. Waits for the reads in flight. Accepts NULL. */
 void sfr_restore_free(struct sfr_restore *r);

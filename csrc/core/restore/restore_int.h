@@ -16,7 +16,7 @@ struct sfr__destination {
 	unsigned device; /* 0: host memory; n: devices[n - 1] of the restore */
 };
 
-/* The copies from one buffer of the reader: to[k] is the transfer to the restore's device k. */
+/* The copies from one buffer of the reader: to[k] is the transfer to devices[k] of the restore. */
 struct sfr__buffer_transfers {
 	struct sfr__transfer to[SFR__RESTORE_DEVICES];
 };

@@ -1,5 +1,5 @@
 /* The commit of a save: its entry in the log renames the file when the entry is at the head of the
- * log (commit/log.c). If the save is unordered, a writer renames its file.
+ * log (commit/log.c). An unordered save has no entry: a writer renames its file.
  *
  * The commit checks its destination: a directory gives EISDIR, and a special file EINVAL. The call
  * has checked this too, but an earlier remove in the log may have changed what is there. */
@@ -11,13 +11,13 @@ static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)
 	return sfr__container(entry, struct sfr_ticket, log);
 }
 
-/* Renames the temporary; a stream has none. Its span in a trace must end before the save's end is
- * reported. */
+/* Renames the temporary file; a stream has none. A function of its own, so that the span in the
+ * trace ends before the save's end is reported. */
 static void rename_file(struct sfr_ticket *t, struct sfr_err *err)
 {
 	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);
 	if (!sfr__ticket_is_stream(t))
-		(void)sfr__file_commit(&t->file, err); /* err holds the result */
+		(void)sfr__file_commit(&t->file, err); /* an error is also in *err */
 	sfr__file_fini(&t->file);
 }
 
@@ -32,26 +32,27 @@ bool sfr__save_commit(struct sfr_ticket *t)
 	return true;
 }
 
-static void run_commit(struct sfr__log_entry *entry, bool after_good)
+static void run_commit(struct sfr__log_entry *entry, bool last_save_ok)
 {
-	(void)after_good;                         /* matters only to removes */
-	(void)sfr__save_commit(ticket_of(entry)); /* false: a writer ends the cancelled save */
+	(void)last_save_ok;                       /* matters only to removes */
+	(void)sfr__save_commit(ticket_of(entry)); /* false: cancelled; a writer ends the save */
 }
 
-/* Drops the log's reference, which sfr_save_launch took. */
+/* Drops the reference that sfr_save_launch took for the log. */
 static void drop_logs_ref(struct sfr__log_entry *entry)
 {
 	sfr_ticket_put(ticket_of(entry));
 }
 
-/* Returns since when the file system has not answered a call about the save's file, or 0. */
-static uint64_t asked_since(const struct sfr__log_entry *entry)
+/* Returns since when the save's writers have waited for the file system, or 0 if they do not. */
+static uint64_t fs_wait_since(const struct sfr__log_entry *entry)
 {
-	return sfr__file_asked_since(&sfr__container(entry, const struct sfr_ticket, log)->file);
+	return sfr__file_unanswered_since(&sfr__container(entry, const struct sfr_ticket, log)
+						   ->file);
 }
 
 const struct sfr__log_ops sfr__save_log_ops = { .creates = true,
 						.is_save = true,
 						.run = run_commit,
-						.left = drop_logs_ref,
-						.asked_since = asked_since };
+						.release = drop_logs_ref,
+						.fs_wait_since = fs_wait_since };

@@ -11,9 +11,9 @@ struct sfr__device_state {
 	struct sfr__task task;     /* queues the deferred sources, on the lane's thread */
 	struct sfr_ticket *ticket; /* owns this; constant */
 	uint32_t device;           /* the driver's number; constant */
-	const struct sfr__extent *captured, *deferred; /* NULL: none */
+	const struct sfr__extent *captured, *deferred; /* NULL: there is none on the device */
 
-	/* used only by the capturing thread */
+	/* used only by the caller's thread, in the capture */
 	uint32_t capture_blk; /* the next captured block to fill */
 	bool samples_taken;
 };

@@ -1,10 +1,10 @@
 /* The gate: before a step changes the sources of a save, all remaining copies are queued, and the
  * step's stream waits for the event S, which is recorded after them (stage/transfer.h).
  *
- * Waiting for an event that was never recorded does nothing. So the host waits until the lane has
- * recorded S, and only then makes the stream wait. If no stream can wait for S, the host waits
- * until the copies have completed. Sources in host memory have no event: the gate waits until they
- * are copied, and helps. */
+ * In CUDA, waiting for an event that was never recorded does nothing. So the host waits until the
+ * lane has recorded S, and only then makes the stream wait. If no stream can wait for S, the host
+ * waits until the copies have completed. Sources in host memory have no event: the gate helps to
+ * copy them, and returns when they are copied. */
 #include "save/device_state.h"
 
 static bool is_gate_open(const void *ticket)
@@ -26,7 +26,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
 	if (sfr__under(&engine->mu, t->facts.copied || sfr__ticket_failing_locked(t)))
 		return 0;
-	/* The lanes then queue everything at once. */
+	/* Make the lanes queue all remaining copies at once. */
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++)
 		if (t->staging.devices[i].transfer.lane)
 			sfr__cuda_rush(t->staging.devices[i].transfer.lane, t->seq);
@@ -41,7 +41,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		const struct sfr_stream *stream;
 
 		if (!dev->deferred)
-			continue; /* for captured copies the stream has waited since the call */
+			continue; /* the capture made the stream wait for the captured copies */
 		stream = sfr__stream_of(streams, nr_streams, dev->device);
 		if (!sfr__transfer_gate(&dev->transfer, stream))
 			on_host = true;

@@ -1,17 +1,17 @@
-/* Saves of parts: writers read the sources when they write them.
+/* Saves of files of parts: writers read the sources directly when they write them.
  *
- *   direct extent   source and file are aligned alike: the source's memory is written as it is
- *   other extents   sources and the bytes between them are copied to a buffer, and the CRC is
- *                   computed in that pass
+ *   direct extent   source and file have the same alignment, so the source's memory is written
+ *   other extents   sources and the bytes between them are copied to a buffer, which is written;
+ *                   the same pass computes the CRC
  *
  * Only a few blocks of such a save are in the writers' queue at a time. So blocks of other saves
  * are written between them, and a few buffers are enough. A buffer is a block of the pool if one is
- * free at once, else memory of its own: the sources are often a snapshot, which may fill the pool.
- * The client of a stream keeps each block until the store has acknowledged it, so a stream has as
- * many blocks in use as its client sends at a time.
+ * free. Otherwise it is mapped: the sources are often a snapshot, which may fill the whole pool.
+ * The caller of a stream keeps each block until the store has acknowledged it. So a stream has as
+ * many blocks in use as its caller sends at a time.
  *
- * A block that contains the CRC of a source is parked until that CRC is known. The blocks with the
- * source's bytes are queued before it, so at least one block can always proceed. */
+ * A block that contains the CRC of a source waits ("is parked") until that CRC is known. The blocks
+ * with the source's bytes are queued before it, so at least one block can always proceed. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -20,17 +20,18 @@
 #include "trace/trace.h"
 
 enum {
-	AHEAD = 2, /* blocks in the queue besides one for each writer */
+	NR_AHEAD = 2, /* blocks in the queue besides one for each writer */
 	/* larger buffers cost memory, and larger writes are not faster */
-	MOST_BLOCK_BYTES = 4u << 20,
-	STREAM_BYTES = 96u << 20, /* requests of 16 MiB: four on their way, two being filled */
+	MAX_BLOCK_BYTES = 4u << 20,
+	/* a caller has six requests of 16 MiB: four are being sent, two are being filled */
+	STREAM_BYTES = 96u << 20,
 };
 
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
 {
-	if (engine->opts.block_bytes < MOST_BLOCK_BYTES)
+	if (engine->opts.block_bytes < MAX_BLOCK_BYTES)
 		return engine->opts.block_bytes;
-	return MOST_BLOCK_BYTES;
+	return MAX_BLOCK_BYTES;
 }
 
 /* Queues the next block. Returns false if there is none, or if the save is failing. */
@@ -39,29 +40,30 @@ static bool push_next_block_locked(struct sfr_ticket *t)
 	const struct sfr__extent *extent;
 	struct sfr__job *job;
 
-	while (t->sharing.next_extent < t->plan.img.nr_extents &&
-	       t->sharing.next_blk == t->plan.img.extents[t->sharing.next_extent].nr_blocks) {
-		t->sharing.next_extent++;
-		t->sharing.next_blk = 0;
+	/* Skip extents without further blocks. */
+	while (t->work.next_extent < t->plan.img.nr_extents &&
+	       t->work.next_blk == t->plan.img.extents[t->work.next_extent].nr_blocks) {
+		t->work.next_extent++;
+		t->work.next_blk = 0;
 	}
-	if (t->sharing.next_extent == t->plan.img.nr_extents || sfr__ticket_failing_locked(t))
+	if (t->work.next_extent == t->plan.img.nr_extents || sfr__ticket_failing_locked(t))
 		return false;
-	extent = &t->plan.img.extents[t->sharing.next_extent];
-	job = sfr__block_job(t, extent, t->sharing.next_blk);
+	extent = &t->plan.img.extents[t->work.next_extent];
+	job = sfr__block_job(t, extent, t->work.next_blk);
 	*job = (struct sfr__job){
-		.ticket = t, .kind = SFR__JOB_BLOCK, .extent = extent, .blk = t->sharing.next_blk
+		.ticket = t, .kind = SFR__JOB_BLOCK, .extent = extent, .blk = t->work.next_blk
 	};
-	t->sharing.next_blk++;
+	t->work.next_blk++;
 	sfr__job_push_locked(job);
-	t->sharing.pushed_nbytes += sfr__image_block_len(&t->plan.img, extent, job->blk);
+	t->work.pushed_nbytes += sfr__image_block_len(&t->plan.img, extent, job->blk);
 	return true;
 }
 
-/* Returns whether a stream has queued as many bytes as its client sends at a time. A stream's bytes
- * count as written when the client has given them back. */
+/* Returns whether a stream has queued as many bytes as its caller sends at a time. Bytes of a
+ * stream count as written when the caller has given them back. */
 static bool has_queued_enough_locked(const struct sfr_ticket *t)
 {
-	return t->sharing.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;
+	return t->work.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;
 }
 
 void sfr__in_place_next_locked(struct sfr_ticket *t)
@@ -69,7 +71,7 @@ void sfr__in_place_next_locked(struct sfr_ticket *t)
 	bool pushed = true;
 
 	if (!sfr__ticket_is_stream(t)) {
-		(void)push_next_block_locked(t); /* there may be none */
+		(void)push_next_block_locked(t); /* false: no block is left */
 		return;
 	}
 	while (pushed && !has_queued_enough_locked(t))
@@ -78,11 +80,12 @@ void sfr__in_place_next_locked(struct sfr_ticket *t)
 
 void sfr__in_place_begin_locked(struct sfr_ticket *t)
 {
-	for (uint32_t i = 0; i < t->engine->opts.nr_writers + AHEAD; i++)
+	for (uint32_t i = 0; i < t->engine->opts.nr_writers + NR_AHEAD; i++)
 		sfr__in_place_next_locked(t);
 }
 
-/* Uses a block of the pool if one is free. Returns 0 or -ENOMEM. */
+/* Sets job->mem to a block of the pool if one is free, else to a new mapping. Returns 0 or
+ * -ENOMEM. */
 static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 {
 	struct sfr_engine *engine = t->engine;
@@ -100,11 +103,11 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 		job->mem = NULL;
 		return -ENOMEM;
 	}
-	job->own_len = len;
+	job->mapped_len = len;
 	return 0;
 }
 
-/* Copies a block's bytes to the job's memory, and adds their CRCs to those of their entries. */
+/* Copies a block's bytes to the job's memory, and adds their CRCs to the CRCs of the entries. */
 static void fill_buffer(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
@@ -133,11 +136,12 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
 	int rc;
 
-	if (job->extent->direct != NULL) {
-		/* The cast drops `const`, but nothing writes: the block has no CRC field. */
-		job->mem =
-			(char *)(uintptr_t)job->extent->direct + job->blk * t->plan.img.block_bytes;
-		return 0; /* job->summed is false: the caller computes the CRC */
+	if (job->extent->direct_src != NULL) {
+		/* Casts `const` away, but nothing writes to this memory: only blocks with a CRC
+		 * field are changed, and a direct extent has none. */
+		job->mem = (char *)(uintptr_t)job->extent->direct_src +
+			   job->blk * t->plan.img.block_bytes;
+		return 0; /* job->crc_done stays false, so the caller computes the CRC */
 	}
 	rc = get_buffer(t, job, len);
 	if (rc < 0) {
@@ -145,13 +149,13 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 		return -1;
 	}
 	fill_buffer(t, job);
-	job->summed = true;
+	job->crc_done = true;
 	return 0;
 }
 
 void sfr__in_place_release(struct sfr__job *job)
 {
-	if (job->own_len != 0)
-		(void)sfr_sys.munmap(job->mem, job->own_len); /* cannot fail: a whole mapping */
-	job->own_len = 0;
+	if (job->mapped_len != 0) /* munmap of a whole mapping cannot fail */
+		(void)sfr_sys.munmap(job->mem, job->mapped_len);
+	job->mapped_len = 0;
 }

@@ -1,4 +1,4 @@
-/* The jobs of a save for the writers. */
+/* The jobs of a save: work for the writers. */
 #include <errno.h>
 
 #include "sfr/crc.h"
@@ -7,7 +7,7 @@
 void sfr__job_push_locked(struct sfr__job *job)
 {
 	job->task.run = job->ticket->plan.run_job;
-	job->ticket->sharing.nr_jobs++;
+	job->ticket->work.nr_jobs++;
 	sfr__task_push_locked(job->ticket->engine, &job->task);
 }
 
@@ -31,13 +31,13 @@ int sfr__jobs_new(struct sfr_ticket *t)
 
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 {
-	/* indices after the jobs for blocks */
-	static const uint32_t numbers[] = { [SFR__JOB_OPEN] = 0,
-					    [SFR__JOB_TAIL] = 1,
-					    [SFR__JOB_RENAME] = 2,
-					    [SFR__JOB_CLEAN] = 3 };
+	/* indices, counted from the end of the BLOCK jobs */
+	static const uint32_t index[] = { [SFR__JOB_OPEN] = 0,
+					  [SFR__JOB_TAIL] = 1,
+					  [SFR__JOB_RENAME] = 2,
+					  [SFR__JOB_CLEAN] = 3 };
 
-	return &t->plan.jobs[t->plan.nr_blocks + numbers[kind]];
+	return &t->plan.jobs[t->plan.nr_blocks + index[kind]];
 }
 
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *extent,
@@ -47,7 +47,7 @@ struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__extent *
 }
 
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
-			    struct sfr__block *block, bool summed)
+			    struct sfr__block *block, bool crc_done)
 {
 	struct sfr__job *job = sfr__block_job(t, extent, blk);
 
@@ -58,7 +58,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *exte
 		.mem = block->mem,
 		.extent = extent,
 		.blk = blk,
-		.summed = summed,
+		.crc_done = crc_done,
 	};
 	sfr__job_push_locked(job);
 }
@@ -67,41 +67,44 @@ void sfr__unpark_locked(struct sfr_ticket *t)
 {
 	struct sfr__job *job;
 
-	while ((job = t->sharing.parked)) {
-		t->sharing.parked = job->next_parked;
+	while (t->work.parked != NULL) {
+		job = t->work.parked;
+		t->work.parked = job->next_parked;
+		/* not sfr__job_push_locked: a parked job is still counted in nr_jobs */
 		sfr__task_push_locked(t->engine, &job->task);
 	}
 }
 
-void sfr__requeue_untaken_locked(struct sfr_ticket *t)
+void sfr__requeue_streamed_locked(struct sfr_ticket *t)
 {
 	struct sfr__job *const tail = sfr__ticket_job(t, SFR__JOB_TAIL);
 
 	if (!sfr__ticket_is_stream(t))
 		return;
-	/* The jobs up to the tail; no other job can be untaken. */
+	/* Only BLOCK jobs and the TAIL job, which follows them, can be in the stream. */
 	for (struct sfr__job *job = t->plan.jobs; job <= tail; job++) {
-		if (!job->untaken)
+		if (!job->in_stream)
 			continue;
-		job->untaken = false;
+		job->in_stream = false;
 		sfr__task_push_locked(t->engine, &job->task);
 	}
 }
 
-/* The CRC of A followed by B is that of A, shifted by B's length, XOR that of B. So each segment's
- * CRC is shifted by the length after it, and segments are added in any order. */
+/* crc(A followed by B) = shift(crc(A), length of B) XOR crc(B). So the CRC of each segment is
+ * shifted by the number of bytes after the segment, and XORed to the others in any order. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
 {
 	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];
-	bool whole;
+	uint64_t nbytes_after = entry->nbytes - seg->off - seg->len;
+	bool is_complete;
 
-	crc = sfr_crc32_combine(crc, 0, entry->nbytes - seg->off - seg->len);
+	crc = sfr_crc32_combine(crc, 0, nbytes_after); /* shifts the CRC */
 	sfr__lock(&t->engine->mu);
 	entry->crc ^= crc;
 	entry->crc_len += seg->len;
-	whole = entry->crc_len == entry->nbytes;
-	if (whole)
+	is_complete = entry->crc_len == entry->nbytes;
+	if (is_complete)
 		sfr__unpark_locked(t);
 	sfr__unlock(&t->engine->mu);
-	return whole;
+	return is_complete;
 }

@@ -1,15 +1,15 @@
 /* The first half of a save, on the caller's thread: lay out, take a slot, capture, launch.
  *
- *   sfr_save_new      lays out the image; nothing is held yet
- *   sfr_save_begin    marks the state of sources on devices, on their streams
+ *   sfr_save_new      lays out the image; takes no slot and no block yet
+ *   sfr_save_begin    records an event on the caller's stream of each device: copies wait for it
  *   sfr_save_admit    takes a slot; a writer begins to open the file
  *   sfr_save_capture  copies captured sources and samples deferred ones
  *   sfr_save_launch   gives the save to the log and the lane; the call may return
  *
  * After SFR_EAGAIN the caller calls the same function again, and it resumes. Between two calls the
- * caller holds no block and no lock, so its signal handler may make another whole save there. An
- * error after admit becomes the ticket's: the caller continues to launch, and the save ends as any
- * failed save does.
+ * caller holds no block and no lock, so a signal handler may make another whole save there. An
+ * error after admit is recorded in the ticket. The caller still launches the save, which then ends
+ * like any failed save.
  *
  * A save enters the log at launch. So a signal handler in the middle of another save's call can
  * wait for its own save, because the interrupted save is not before it in the log. If no slot is
@@ -24,6 +24,7 @@
 #include "save/write.h"
 #include "trace/trace.h"
 
+/* Makes a ticket without image and target. Returns 0, -ENOMEM or SFR_EFORK. */
 static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		      struct sfr_ticket **out)
 {
@@ -38,12 +39,12 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	atomic_init(&t->refs, 1);
 	t->fork_generation = engine->fork_generation;
 	t->engine = engine;
-	/* Admission sets the rest, but a thread may wait for this copy before. */
+	/* sfr_save_admit sets up this copy, but another thread may wait for it before that. */
 	t->staging.deferred.copy.engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
 	if (sfr__ticket_is_stream(t))
-		t->flags |= SFR_SAVE_UNORDERED;
+		t->flags |= SFR_SAVE_UNORDERED; /* it has no rename that the log could order */
 	t->flight.unordered = !sfr__ticket_is_ordered(t);
 	t->log.fs = desc->fs;
 	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
@@ -60,6 +61,8 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	return 0;
 }
 
+/* Sets what depends on the image and the target file: jobs, the log's key, the file. Returns 0 or
+ * -errno. */
 static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 {
 	const char *dir = desc->dir, *name = desc->name;
@@ -75,13 +78,14 @@ static int ticket_set_target(struct sfr_ticket *t, const struct sfr_save_desc *d
 	t->log.key = sfr_sys.malloc(key_len);
 	if (!t->log.key)
 		return -ENOMEM;
-	/* In the root directory, `dir` is the slash already. */
+	/* The root directory is "/": its slash must not be doubled. */
 	(void)snprintf(t->log.key, key_len, "%s/%s", dir_len == 1 ? "" : dir, name);
 	return sfr__file_init(&t->file, dir, name, t->plan.img.len,
 			      (t->flags & SFR_SAVE_DURABLE) != 0);
 }
 
-/* Uses mmap, because O_DIRECT needs aligned memory. Returns 0 or -ENOMEM. */
+/* Allocates the edge pages. Uses mmap, because O_DIRECT needs aligned memory. Returns 0 or
+ * -ENOMEM. */
 static int edges_new(struct sfr_ticket *t)
 {
 	size_t len = (size_t)t->plan.img.nr_edges * SFR_PAGE;
@@ -96,16 +100,17 @@ static int edges_new(struct sfr_ticket *t)
 	return 0;
 }
 
-/* Lays out the image, from `parts` unless it is NULL. Returns 0 or -errno. */
+/* Lays out the image: a file of parts, or if `parts` is NULL an archive or a flat file. Allocates
+ * what the copies into the image need. Returns 0 or -errno. */
 static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc,
 			  struct sfr_parts *parts)
 {
 	int rc;
 
 	t->plan.in_place = parts != NULL;
-	t->flight.in_pool = parts == NULL;
-	/* A save of several files is counted once, by its file of parts. */
-	t->flight.uncounted = t->flight.unordered && parts == NULL;
+	t->flight.uses_pool = parts == NULL;
+	/* A save of several files counts once in the statistics: only its file of parts counts. */
+	t->flight.excluded_from_stats = t->flight.unordered && parts == NULL;
 	if (parts != NULL)
 		return sfr__image_init_parts(&t->plan.img, parts,
 					     sfr__in_place_block_bytes(t->engine));
@@ -114,15 +119,16 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 	else
 		rc = sfr__image_init(&t->plan.img, desc, t->engine->opts.block_bytes);
 	if (rc == 0 && sfr__ticket_is_stream(t) && !sfr__stream_is_possible(&t->plan.img))
-		rc = -EINVAL; /* the caller must order the members */
+		rc = -EINVAL; /* the caller has not ordered the members as a stream needs it */
 	if (rc == 0)
 		rc = edges_new(t);
 	if (rc == 0)
 		rc = sfr__device_states_new(t);
 	if (rc == 0 && (desc->flags & SFR_SAVE_CHECK_BYTES)) {
-		t->staging.sums = sfr_sys.calloc((size_t)t->plan.img.nr_entries * 2,
-						 sizeof(*t->staging.sums));
-		rc = t->staging.sums ? 0 : -ENOMEM;
+		size_t nr_crcs = (size_t)t->plan.img.nr_entries * 2; /* at the call, of the copy */
+
+		t->staging.check_crcs = sfr_sys.calloc(nr_crcs, sizeof(*t->staging.check_crcs));
+		rc = t->staging.check_crcs ? 0 : -ENOMEM;
 	}
 	return rc;
 }
@@ -166,17 +172,25 @@ static uint32_t count_whole_blocks(const struct sfr_ticket *t)
 		if (extent->device != 0 || extent->nr_blocks == 0)
 			continue;
 		last_len = sfr__image_block_len(&t->plan.img, extent, extent->nr_blocks - 1);
-		if (!sfr__pool_is_whole(t->engine->pool, last_len))
-			nr--;
+		if (!sfr__pool_fills_block(t->engine->pool, last_len))
+			nr--; /* the last block needs less */
 	}
 	return nr;
+}
+
+/* Returns whether the save is admitted, and neither launched nor abandoned yet. */
+static bool is_in_call_locked(const struct sfr_ticket *t)
+{
+	/* An error in the call has changed the state to ENDING. */
+	return (t->state == SFR_CAPTURING || t->state == SFR_ENDING) && !t->facts.launched &&
+	       !t->facts.abandoned;
 }
 
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
 	uint64_t start = sfr__now_ns(), deadline = sfr__deadline(slice_ns);
-	bool beyond = false;
+	bool over_limit = false;
 	int rc;
 
 	if (sfr__ticket_is_foreign(t))
@@ -186,28 +200,27 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	rc = t->state == SFR_NEW ? 0 : SFR_ESTATE;
 	if (rc == 0)
 		rc = sfr__engine_admit_locked(engine, t->flight.unordered, t->flags, deadline,
-					      &beyond);
+					      &over_limit);
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
-		/* used by sfr_save_launch, or returned by sfr_save_abandon */
-		rc = sfr__log_reserve();
+		rc = sfr__log_reserve(); /* for sfr_save_launch; sfr_save_abandon returns it */
 	if (rc == 0) {
 		if (!t->plan.in_place) {
 			t->plan.nr_whole = count_whole_blocks(t);
-			t->sharing.needs_blocks = true;
+			t->work.joined_pool = true;
 			sfr__pool_join(engine->pool, t->plan.nr_whole);
 		}
 		sfr__engine_enter_locked(engine, &t->flight);
 		engine->last_seq++;
 		t->seq = engine->last_seq;
-		t->report.over_slots = beyond;
+		t->report.over_slots = over_limit;
 		sfr__host_copies_init(t);
 		sfr_ticket_get(t); /* the engine's reference */
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
-		/* sfr_save_begin may have failed, or the save was cancelled. Only now can the state
-		 * change to ENDING. */
+		/* If sfr_save_begin has failed, or the save was cancelled before, only now can the
+		 * state change to ENDING. */
 		if (sfr__ticket_failing_locked(t))
 			sfr__ticket_fail_locked(t, &t->err);
 	}
@@ -226,15 +239,14 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&t->engine->mu);
-	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || t->facts.launched ||
-	    t->facts.abandoned)
+	if (!is_in_call_locked(t))
 		rc = SFR_ESTATE;
 	sfr__unlock(&t->engine->mu);
 	if (rc < 0)
 		return rc;
 	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->plan.img.captured_nbytes);
-	/* Devices first: they copy while the host copies. A stream leases blocks in the order of
-	 * the file, where those of the host come first. */
+	/* Devices come first: they copy while the host copies. In a stream the host comes first,
+	 * because its blocks come first in the file, and are leased in that order. */
 	if (is_stream)
 		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == 0 && !t->staging.capture_done)
@@ -242,7 +254,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc == 0 && !is_stream)
 		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
-		return rc;
+		return rc; /* any other error is recorded in the ticket */
 	if (!t->staging.capture_done && !sfr__ticket_failing(t)) {
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
@@ -262,8 +274,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
-	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || !t->staging.capture_done ||
-	    t->facts.launched || t->facts.abandoned) {
+	if (!is_in_call_locked(t) || !t->staging.capture_done) {
 		rc = SFR_ESTATE;
 	} else {
 		t->facts.launched = true;
@@ -276,13 +287,16 @@ int sfr_save_launch(struct sfr_ticket *t)
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
 		if (t->staging.deferred.extent && !sfr__ticket_failing_locked(t)) {
-			t->sharing.host_copying = true;
+			t->work.host_copying = true;
+			/* false: its blocks are not leased yet */
 			sfr__host_begin_locked(&t->staging.deferred.copy, false);
 		}
 		if (t->plan.img.extents[t->plan.img.nr_extents - 1].lane == SFR_CAPTURED) {
-			/* Deferred extents come last, so nothing is deferred: there is no verdict
-			 * to wait for. */
-			t->facts.confirmed = true;
+			/* Deferred extents come last, so here nothing is deferred. Then no copy can
+			 * be torn, and nobody calls sfr_save_confirm. */
+			t->facts.torn_check_done = true;
+			/* Copies on devices may still run; with in_place, writers read the
+			 * sources. */
 			t->facts.copied = t->staging.nr_devices == 0 && !t->plan.in_place;
 		}
 		if (t->plan.in_place)
@@ -298,15 +312,14 @@ int sfr_save_launch(struct sfr_ticket *t)
 void sfr_save_abandon(struct sfr_ticket *t)
 {
 	struct sfr_err err = { .index = -1 };
-	bool was_admitted;
+	bool in_call;
 
 	if (sfr__ticket_is_foreign(t))
 		return;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
 	sfr__lock(&t->engine->mu);
-	was_admitted = !t->facts.launched && !t->facts.abandoned &&
-		       (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
-	if (was_admitted) {
+	in_call = is_in_call_locked(t);
+	if (in_call) {
 		t->facts.abandoned = true;
 		t->flight.in_call = false;
 		if (sfr__ticket_is_ordered(t))
@@ -319,6 +332,6 @@ void sfr_save_abandon(struct sfr_ticket *t)
 		sfr__ticket_set_state_locked(t, SFR_CANCELLED);
 	}
 	sfr__unlock(&t->engine->mu);
-	if (was_admitted)
-		sfr__device_states_launch(t); /* releases them */
+	if (in_call)
+		sfr__device_states_launch(t); /* only releases them: the save is failing */
 }

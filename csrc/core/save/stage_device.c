@@ -1,23 +1,23 @@
-/* Stages the sources of a save that are on devices: has them copied to blocks in host memory.
+/* Stages the sources of a save that are on devices: copies them to blocks in host memory.
  * stage/transfer.h explains the order of streams. Its events are E (the state at the call), C (the
  * captured bytes are copied) and S (all bytes are copied).
  *
- *   begin     the transfer begins (E), before anything else of the call
- *   capture   captured sources and samples of deferred ones are queued; the caller's stream waits
- *             for them (C), and for nothing more
- *   launch    the lane's thread queues deferred sources slowly, then S
- *   gate      everything left is queued, and the stream of the step waits for S (gate.c)
+ *   begin     records E, before anything else in the call
+ *   capture   queues copies of captured sources, and samples of deferred ones; then records C, and
+ *             makes the caller's stream wait for it
+ *   launch    the lane's thread queues copies of deferred sources slowly, and then records S
+ *   gate      the lane's thread queues the rest at once; the step's stream waits for S (gate.c)
  *
  * Headers and padding of a block are written at once. The device copies the tensor bytes, with one
  * queued copy for each tensor's share of a block. Copies are sent in portions, each followed by an
- * event. In the call, and while a gate waits, a portion holds a few blocks; otherwise a block is
- * several portions. When the copies of a block have completed, deferred bytes are compared with the
- * samples, and the block goes to the writers.
+ * event. In the call, and while a gate waits, a portion has a few blocks. Otherwise a block
+ * consists of several portions. When the copies of a block have completed, deferred bytes are
+ * compared with the samples, and the block goes to the writers.
  *
- * Nothing here waits for the device, except with SFR_SAVE_CHECK_BYTES. The caller holds the sources
- * until the ticket reports that they are copied. If a call to the device fails, the save fails;
- * copies that were queued before are still watched. After a device has died, the contents of its
- * blocks are unknown: they are retired. */
+ * Nothing here waits for the device, except with SFR_SAVE_CHECK_BYTES. The caller keeps the sources
+ * alive until the ticket reports that they are copied. If a call to the driver fails, the save
+ * fails, but copies that were queued before are still waited for. After a device has died, its
+ * blocks are retired, because a copy may still write to them. */
 #include <errno.h>
 #include <string.h>
 
@@ -26,22 +26,27 @@
 #include "save/device_state.h"
 #include "save/stream.h"
 
-enum { BLOCKS_PER_PORTION = 4 }; /* in the call, and while a gate waits */
+enum {
+	MAX_BLOCKS_PER_PORTION = 4, /* in the call, and while a gate waits */
+	POLL_NS = 100 * 1000,       /* how often the lane polls while it waits for a block */
+};
 
 static struct sfr__device_state *state_of(struct sfr__transfer *tr)
 {
 	return sfr__container(tr, struct sfr__device_state, transfer);
 }
 
+/* Makes the save fail if the transfer has an error. */
 static void report_error(struct sfr__device_state *dev)
 {
 	if (dev->transfer.err.code)
 		sfr__ticket_fail(dev->ticket, &dev->transfer.err);
 }
 
-/* ---- copies that have completed ------------------------------------------------------ */
+/* ---- completed copies ---------------------------------------------------------------- */
 
-/* Returns the index of a torn source, or -1. */
+/* Compares the deferred bytes in a copied block with the samples, and with the CRCs if there are
+ * any. Returns the index of a torn source, or -1. */
 static int64_t check_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 			   uint32_t blk, const struct sfr__block *block)
 {
@@ -58,20 +63,22 @@ static int64_t check_block(struct sfr__device_state *dev, const struct sfr__exte
 			continue;
 		torn = sfr__check_copied(t, &dev->transfer.samples, seg.entry, seg.off, staged,
 					 seg.len);
-		if (torn < 0 && t->staging.sums)
-			torn = sfr__check_sum(t, seg.entry, seg.off, staged, seg.len);
+		if (torn < 0 && t->staging.check_crcs)
+			torn = sfr__check_crc(t, seg.entry, seg.off, staged, seg.len);
 	}
 	return torn;
 }
 
-/* Called for a copied block, or if !ok for a block under which the device has died. */
+/* Called when a block is copied (ok), or when the device has died before (!ok). */
 static void end_block(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t blk,
 		      struct sfr__block *block, bool ok)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr_err err = { .index = -1 };
-	int64_t torn = ok && extent == dev->deferred ? check_block(dev, extent, blk, block) : -1;
+	int64_t torn = -1;
 
+	if (ok && extent == dev->deferred)
+		torn = check_block(dev, extent, blk, block);
 	if (torn >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
 		err.index = torn;
@@ -84,12 +91,13 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
 	else
 		t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
-	/* Retired last: a thread that finds no block left then looks for the save's error. */
+	/* Retired last: a thread that finds no block left must find the save's error set. */
 	if (!ok)
 		sfr__pool_retire(t->engine->pool, block);
 }
 
-/* The portion's memory is a list of blocks. If !ok, the device has died. */
+/* Called when the copies of a portion have completed (ok), or when the device has died (!ok). The
+ * portion's memory is a list of blocks. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
 	struct sfr__device_state *dev = state_of(tr);
@@ -98,7 +106,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	uint32_t blk = portion->first_blk;
 
 	if (!ok) {
-		/* no lock: `why` is constant once the lane is dead */
+		/* `why` needs no lock: it is constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 		sfr__ticket_fail(dev->ticket, &err);
 	}
@@ -108,7 +116,8 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 	}
 }
 
-static void put_unused(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
+/* Gives back the blocks of a portion that is not sent. */
+static void drop_portion(struct sfr__transfer *tr, struct sfr__cuda_portion *portion)
 {
 	struct sfr__block *block = portion->memory, *next;
 
@@ -125,7 +134,7 @@ static void transfer_over(struct sfr__transfer *tr)
 
 	sfr__cuda_copies_note(tr->lane, note, sizeof(note));
 	sfr__lock(&t->engine->mu);
-	t->sharing.nr_transfers--;
+	t->work.nr_transfers--;
 	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->report.fallback[SFR_FALLBACK_PAGEABLE],
 		      sizeof(t->report.fallback[0]));
 	if (note[0])
@@ -136,14 +145,14 @@ static void transfer_over(struct sfr__transfer *tr)
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
-					      .unused = put_unused,
+					      .portion_dropped = drop_portion,
 					      .over = transfer_over };
 
 /* ---- blocks ------------------------------------------------------------------------------ */
 
-/* Leases a block for the device to write to, and registers it with the driver. Fails as
- * sfr__pool_get. Even in the call it waits for the registration, once for each block: the driver
- * returns from copies to unregistered memory only when they have run. */
+/* Leases a block for the device to write to, and registers it with the driver if possible. Returns
+ * as sfr__pool_get. The registration takes time, also in the call, but only at a block's first use.
+ * Without it every copy would block the calling thread until it has run. */
 static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 		       uint32_t blk, uint64_t slice_ns, struct sfr__block **block)
 {
@@ -164,7 +173,7 @@ static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *
 }
 
 /* Fills a leased block: writes headers and padding, and adds copies of tensor bytes to the next
- * portions. The portion with the last of these copies owns the block. */
+ * portions. The block belongs to the portion with the last of these copies. */
 static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 		       uint32_t blk, struct sfr__block *block)
 {
@@ -174,9 +183,9 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	struct sfr__block **end;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
-	unsigned nr_blocks = 1; /* of the portion, with this block */
+	unsigned nr_blocks = 1; /* in the portion, with this block */
 
-	if (!sfr__transfer_portion(tr)) { /* no memory; the transfer keeps the error */
+	if (!sfr__transfer_portion(tr)) { /* no memory: the error is in tr->err */
 		sfr__ticket_put_block(t, block);
 		return;
 	}
@@ -189,7 +198,8 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 			sfr__stage_non_data(t, &seg, dst);
 			continue;
 		}
-		src = t->plan.img.entries[seg.entry].src; /* padding has no entry */
+		/* Not read before the check, because padding has no entry. */
+		src = t->plan.img.entries[seg.entry].src;
 		sfr__transfer_add(tr, (uint64_t)(uintptr_t)dst, (uint64_t)(uintptr_t)src + seg.off,
 				  seg.len, pinned);
 	}
@@ -202,12 +212,12 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 		nr_blocks++;
 	*end = block;
 	block->next = NULL;
-	if (tr->throttled || nr_blocks == BLOCKS_PER_PORTION || tr->err.code)
+	if (tr->throttled || nr_blocks == MAX_BLOCKS_PER_PORTION || tr->err.code)
 		sfr__transfer_send(tr);
 }
 
-/* Leases and fills block *blk of an extent, and advances *blk. Fails as sfr__pool_get; the transfer
- * keeps errors other than SFR_EAGAIN and SFR_EEXHAUSTED. */
+/* Leases and fills block *blk of an extent, and increments *blk. Returns as sfr__pool_get. Sets
+ * transfer.err for errors other than SFR_EAGAIN and SFR_EEXHAUSTED. */
 static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t *blk,
 		     uint64_t slice_ns)
 {
@@ -217,12 +227,13 @@ static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *ex
 	int rc = lease_block(dev, extent, *blk, 0, &block);
 
 	if (rc == SFR_EAGAIN) {
-		/* a block may become free only when these copies have completed */
+		/* No block is free. Send the copies: blocks may become free only when they are
+		 * done. */
 		sfr__transfer_send(&dev->transfer);
 		start = sfr__now_ns();
 		rc = lease_block(dev, extent, *blk, slice_ns, &block);
 		sfr__lock(&t->engine->mu);
-		if (extent == dev->captured) /* the report has only waits in the call */
+		if (extent == dev->captured) /* block_wait_ns counts only waits in the call */
 			t->report.block_wait_ns += sfr__now_ns() - start;
 		sfr__unlock(&t->engine->mu);
 	}
@@ -235,28 +246,31 @@ static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *ex
 	return rc;
 }
 
-/* Fetches the deferred sources to the memory for samples, piece by piece, and waits for them. */
-static void sum_deferred(struct sfr__device_state *dev)
+/* Computes check_crcs of the deferred sources at the call. Fetches the sources in pieces to the
+ * host memory for samples (tr->store), and waits for each piece. An error is in tr->err. */
+static void compute_check_crcs(struct sfr__device_state *dev)
 {
 	const struct sfr__extent *extent = dev->deferred;
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_ticket *t = dev->ticket;
-	struct sfr__sampled *sources = sfr__extent_sources(t, extent);
-	bool ok = sfr__transfer_get_store(tr, sources, extent->all_entries);
+	struct sfr__sampled *sources = sfr__extent_sources(t, extent); /* NULL: no memory */
+	bool ok = sfr__transfer_get_store(tr, sources, extent->nr_lane_entries);
+	uint64_t len;
 
 	sfr_sys.free(sources);
-	for (uint32_t i = extent->first_entry; i < extent->first_entry + extent->all_entries; i++) {
+	for (uint32_t i = extent->first_entry; i < extent->first_entry + extent->nr_lane_entries;
+	     i++) {
 		const struct sfr__entry *entry = &t->plan.img.entries[i];
 
-		for (uint64_t off = 0, len; off < entry->nbytes && ok; off += len) {
+		for (uint64_t off = 0; ok && off < entry->nbytes; off += len) {
 			const uint64_t left = entry->nbytes - off;
 
 			len = left < tr->store.len ? left : tr->store.len;
 			ok = sfr__transfer_fetch(tr, (uint64_t)(uintptr_t)entry->src + off,
 						 (size_t)len);
 			if (ok)
-				t->staging.sums[i] =
-					sfr_crc32(t->staging.sums[i], tr->store.mem, (size_t)len);
+				t->staging.check_crcs[i] = sfr_crc32(t->staging.check_crcs[i],
+								     tr->store.mem, (size_t)len);
 		}
 	}
 }
@@ -267,14 +281,14 @@ static void stage_deferred(struct sfr__task *task);
 
 int sfr__device_states_new(struct sfr_ticket *t)
 {
-	uint32_t most = 0; /* extents on devices, so at least the number of devices */
+	uint32_t max_devices = 0; /* the number of extents on devices */
 
 	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++)
 		if (t->plan.img.extents[i].device != 0)
-			most++;
-	if (most == 0)
+			max_devices++;
+	if (max_devices == 0)
 		return 0;
-	t->staging.devices = sfr_sys.calloc(most, sizeof(*t->staging.devices));
+	t->staging.devices = sfr_sys.calloc(max_devices, sizeof(*t->staging.devices));
 	if (!t->staging.devices)
 		return -ENOMEM;
 	for (uint32_t i = 0; i < t->plan.img.nr_extents; i++) {
@@ -283,7 +297,7 @@ int sfr__device_states_new(struct sfr_ticket *t)
 
 		if (extent->device == 0)
 			continue;
-		/* the state of this device, or the next unused one */
+		/* find the state of this device, or the first free one */
 		while (dev < t->staging.devices + t->staging.nr_devices &&
 		       dev->device != extent->device - 1)
 			dev++;
@@ -293,8 +307,8 @@ int sfr__device_states_new(struct sfr_ticket *t)
 		dev->task.run = stage_deferred;
 		dev->ticket = t;
 		dev->device = extent->device - 1;
-		/* The first extent of each kind stands for all: its all_blocks counts the blocks of
-		 * later extents too. */
+		/* The device's first extent of each kind is enough: its nr_lane_blocks counts the
+		 * blocks of later extents too. */
 		if (extent->lane == SFR_CAPTURED && !dev->captured)
 			dev->captured = extent;
 		if (extent->lane != SFR_CAPTURED && !dev->deferred)
@@ -306,7 +320,7 @@ int sfr__device_states_new(struct sfr_ticket *t)
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams)
 {
 	struct sfr_err err = { .index = -1 };
-	uint32_t nr_begun = 0;
+	uint32_t nr_begun = 0; /* transfers */
 
 	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
@@ -324,20 +338,21 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 			return rc;
 		sfr__transfer_leave(tr);
 		if (!err.code)
-			err = tr->err;
+			err = tr->err; /* the first error counts */
 		if (tr->lane != NULL)
 			nr_begun++;
 	}
 	sfr__lock(&t->engine->mu);
-	t->sharing.nr_transfers = t->sharing.nr_queueing = nr_begun;
+	t->work.nr_transfers = t->work.nr_queueing = nr_begun;
 	if (err.code)
-		sfr__ticket_fail_locked(t, &err); /* takes effect at admission */
+		sfr__ticket_fail_locked(t, &err); /* the state changes at admission */
 	sfr__unlock(&t->engine->mu);
 	return 0;
 }
 
-/* Queues one device's captured sources and then its samples, and records C. Resumes after
- * SFR_EAGAIN or SFR_EEXHAUSTED. Otherwise returns 0: the ticket keeps any other failure. */
+/* Queues copies of one device's captured sources, then of its samples. Then records the event C,
+ * for which the caller's stream waits. After SFR_EAGAIN or SFR_EEXHAUSTED it can be called again,
+ * and resumes. Otherwise returns 0: any other error is recorded in the ticket. */
 static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 {
 	struct sfr__transfer *tr = &dev->transfer;
@@ -345,9 +360,11 @@ static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 	struct sfr_ticket *t = dev->ticket;
 	int rc = 0;
 
-	while (extent && dev->capture_blk < extent->all_blocks && rc == 0 && !tr->err.code &&
-	       !sfr__ticket_failing(t))
+	while (extent && dev->capture_blk < extent->nr_lane_blocks) {
+		if (rc != 0 || tr->err.code || sfr__ticket_failing(t))
+			break;
 		rc = fill_next(dev, extent, &dev->capture_blk, sfr__time_left(deadline));
+	}
 	sfr__transfer_send(tr);
 	report_error(dev);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
@@ -355,11 +372,11 @@ static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 	if (dev->samples_taken || sfr__ticket_failing(t))
 		return 0;
 	dev->samples_taken = true;
-	if (dev->deferred && t->staging.sums)
-		sum_deferred(dev);
+	if (dev->deferred && t->staging.check_crcs)
+		compute_check_crcs(dev);
 	if (dev->deferred && !tr->err.code)
 		sfr__transfer_sample(tr, sfr__extent_sources(t, dev->deferred),
-				     dev->deferred->all_entries, t->seq + t->report.created_ns);
+				     dev->deferred->nr_lane_entries, t->seq + t->report.created_ns);
 	sfr__transfer_mark_captured(tr);
 	sfr__transfer_send(tr); /* the samples */
 	report_error(dev);
@@ -387,35 +404,36 @@ int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns)
 
 /* ---- after the call ----------------------------------------------------------------------- */
 
-/* Nothing more will be queued on the device. The ticket may be freed afterwards. */
+/* Called when nothing more will be queued on the device. The ticket may be freed afterwards. */
 static void end_queueing(struct sfr__device_state *dev)
 {
 	struct sfr_engine *engine = dev->ticket->engine;
 
 	sfr__lock(&engine->mu);
-	dev->ticket->sharing.nr_queueing--;
-	pthread_cond_broadcast(&engine->cv_state); /* the gate may now use S */
+	dev->ticket->work.nr_queueing--;
+	pthread_cond_broadcast(&engine->cv_state); /* the gate waits for nr_queueing == 0 */
 	sfr__unlock(&engine->mu);
 	sfr__transfer_end(&dev->transfer);
 }
 
 void sfr__device_states_launch(struct sfr_ticket *t)
 {
-	bool go = !sfr__ticket_failing(t);
+	bool is_failing = sfr__ticket_failing(t);
 
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
 		struct sfr__device_state *dev = &t->staging.devices[i];
 
 		if (!dev->transfer.lane)
 			continue;
-		if (go && dev->deferred && !sfr__cuda_is_dead(dev->transfer.lane))
+		if (!is_failing && dev->deferred && !sfr__cuda_is_dead(dev->transfer.lane))
 			sfr__cuda_push_task(dev->transfer.lane, &dev->task);
 		else
 			end_queueing(dev);
 	}
 }
 
-/* Queues the deferred blocks, on the lane's thread: few at a time until a thread waits for them. */
+/* Queues the copies of deferred sources. Runs on the lane's thread. Has only few copies in flight
+ * until a thread waits for them. */
 static void stage_deferred(struct sfr__task *task)
 {
 	struct sfr__device_state *dev = sfr__container(task, struct sfr__device_state, task);
@@ -426,19 +444,22 @@ static void stage_deferred(struct sfr__task *task)
 	int rc = 0;
 
 	tr->seq = t->seq;
-	while (blk < dev->deferred->all_blocks && (rc == 0 || rc == SFR_EAGAIN) &&
-	       !sfr__ticket_failing(t) && !tr->err.code) {
+	while (blk < dev->deferred->nr_lane_blocks) {
+		const bool failed = rc != 0 && rc != SFR_EAGAIN;
+
+		if (failed || sfr__ticket_failing(t) || tr->err.code)
+			break;
 		tr->throttled = !sfr__cuda_is_rushed(lane, t->seq);
 		if (tr->throttled)
 			sfr__cuda_throttle(lane, t->seq);
 		else
 			sfr__cuda_poll(lane);
-		/* If the block to wait for is in flight, only this thread can see that its copies
-		 * have completed. So it waits at most 100 us, and then polls again. */
+		/* The wait for a block is short: only this thread, when it polls, notices completed
+		 * copies, after which their blocks become free. */
 		if (!sfr__transfer_died(tr))
-			rc = fill_next(dev, dev->deferred, &blk, 100 * 1000);
+			rc = fill_next(dev, dev->deferred, &blk, POLL_NS);
 	}
-	if (rc == SFR_EEXHAUSTED) /* nobody can try again, so the save fails */
+	if (rc == SFR_EEXHAUSTED) /* unlike in the call, nobody can try again: the save fails */
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
 	sfr__transfer_mark_staged(tr); /* records S, before the gate uses it */
 	report_error(dev);

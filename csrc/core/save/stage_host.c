@@ -1,16 +1,16 @@
-/* Stages a save's bytes of host memory: copies them from the sources to blocks of the pool.
+/* Stages the sources of a save that are in host memory: copies them to blocks of the pool.
  *
- * A block is filled front to back. Local headers are generated, tensor bytes copied, padding
- * zeroed. Data descriptors contain a CRC, so a writer fills them in later. Captured sources are
- * copied in the call; deferred ones by the lane and by threads that wait for them (stage/host.c).
+ * A block is filled front to back with local headers, tensor bytes and zeros for padding. Data
+ * descriptors contain a CRC, so a writer fills them in later. Captured sources are copied in the
+ * call. Deferred sources are copied by the lane, and by threads that wait for them (stage/host.c).
  *
- * While no thread waits, the CRC of deferred bytes is computed in the same pass as the copy: a
- * second pass would take half as much CPU time again (crc.c). Captured blocks, and blocks begun
- * while a thread waits, leave their CRC to the writers.
+ * While no thread waits, the same pass copies deferred bytes and computes their CRC: a second pass
+ * would take half as much CPU time again (crc.c). The writers compute the CRC of captured blocks,
+ * and of blocks that were begun while a thread waited.
  *
  * This file also detects torn copies. At the call, some cache lines of every deferred storage are
- * kept as samples. The thread that has copied bytes compares them with these samples. A difference
- * means a write between the call and the copy, and the save fails. */
+ * kept as samples. The thread that has copied bytes compares the copy with these samples. If they
+ * differ, somebody wrote to the storage after the call, and the save fails. */
 #include <errno.h>
 #include <string.h>
 
@@ -24,9 +24,11 @@
 struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
 					 const struct sfr__extent *extent)
 {
-	struct sfr__sampled *sources = sfr_sys.malloc(extent->all_entries * sizeof(*sources));
+	struct sfr__sampled *sources = sfr_sys.malloc(extent->nr_lane_entries * sizeof(*sources));
 
-	for (uint32_t i = 0; sources && i < extent->all_entries; i++) {
+	if (!sources)
+		return NULL;
+	for (uint32_t i = 0; i < extent->nr_lane_entries; i++) {
 		const struct sfr__entry *entry = &t->plan.img.entries[extent->first_entry + i];
 
 		sources[i] = (struct sfr__sampled){ .entry = extent->first_entry + i,
@@ -48,13 +50,14 @@ int sfr__take_samples(struct sfr_ticket *t)
 	sources = sfr__extent_sources(t, extent);
 	if (!sources)
 		return -ENOMEM;
-	rc = sfr__samples_take(&t->staging.samples, sources, extent->all_entries,
-			       t->seq + t->report.created_ns); /* a seed that varies */
+	rc = sfr__samples_take(&t->staging.samples, sources, extent->nr_lane_entries,
+			       t->seq + t->report.created_ns); /* a seed: other lines each time */
 	sfr_sys.free(sources);
-	if (rc < 0 || !t->staging.sums)
+	if (rc < 0 || !t->staging.check_crcs)
 		return rc;
-	for (uint32_t i = extent->first_entry; i < extent->first_entry + extent->all_entries; i++)
-		t->staging.sums[i] =
+	for (uint32_t i = extent->first_entry; i < extent->first_entry + extent->nr_lane_entries;
+	     i++)
+		t->staging.check_crcs[i] =
 			sfr_crc32(0, t->plan.img.entries[i].src, t->plan.img.entries[i].nbytes);
 	return 0;
 }
@@ -67,15 +70,15 @@ int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples 
 	return t->plan.img.entries[entry].source;
 }
 
-int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
+int64_t sfr__check_crc(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
 		       size_t len)
 {
 	const struct sfr__entry *checked = &t->plan.img.entries[entry];
-	uint32_t *sum = &t->staging.sums[t->plan.img.nr_entries + entry];
+	uint32_t *copy_crc = &t->staging.check_crcs[t->plan.img.nr_entries + entry];
 
-	*sum = sfr_crc32(*sum, staged, len);
-	if (off + len != checked->nbytes || *sum == t->staging.sums[entry])
-		return -1;
+	*copy_crc = sfr_crc32(*copy_crc, staged, len);
+	if (off + len != checked->nbytes || *copy_crc == t->staging.check_crcs[entry])
+		return -1; /* more bytes follow, or the CRC is that of the call */
 	return checked->source;
 }
 
@@ -93,46 +96,46 @@ void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	if (seg->kind == SFR__SEG_HEADER)
 		sfr__image_put_header(&t->plan.img, seg->entry, seg->off, seg->len, dst);
 	else
-		/* Old bytes of the pool may belong to another file and must not reach the disk. */
+		/* The pool's memory may still have bytes of another file. */
 		memset(dst, 0, seg->len);
 }
 
-/* Returns whether [from, to) of the file, which this thread alone copies, contains the entry's data
- * and descriptor. If so, no other thread uses the entry. */
+/* Returns whether [from, to) of the file contains the entry's data and descriptor. A thread that
+ * copies this whole range is then the only user of the entry. */
 static bool contains_entry(const struct sfr__entry *entry, uint64_t from, uint64_t to)
 {
 	return entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
 }
 
-/* Copies a segment's bytes. `own`: no other thread uses the entry, so no lock is needed. `summed`:
- * the CRC is computed in the same pass. Returns the index of a torn source, or -1. */
-static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, bool own,
-			 bool summed)
+/* Copies a segment's bytes. `is_sole_user`: no other thread uses the entry, so no lock is needed.
+ * `with_crc`: also computes their CRC. Returns the index of the source if it is torn, else -1. */
+static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst,
+			 bool is_sole_user, bool with_crc)
 {
 	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];
 	const char *src = entry->src + seg->off;
-	bool whole = own; /* the CRC of the whole entry is known */
+	bool is_complete = true; /* entry->crc is the CRC of the whole entry */
 	uint32_t crc;
 
 	SFR__TRACE(SFR_TRACE_STORAGE, 0, seg->len);
-	if (!summed) {
+	if (!with_crc) {
 		sfr_sys.capture_copy(dst, src, seg->len);
 		return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst,
 					 seg->len);
 	}
 	crc = sfr_sys.lane_copy(0, dst, src, seg->len);
-	if (own) {
+	if (is_sole_user) {
 		entry->crc = crc;
 		entry->crc_len = seg->len;
 	} else {
-		whole = sfr__add_crc(t, seg, crc);
+		is_complete = sfr__add_crc(t, seg, crc);
 	}
-	if (whole && t->staging.sums && entry->crc != t->staging.sums[seg->entry])
+	if (is_complete && t->staging.check_crcs && entry->crc != t->staging.check_crcs[seg->entry])
 		return entry->source;
 	return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
 }
 
-/* ---- an extent, for stage/host.c: struct sfr__host_ops has the contracts ---- */
+/* ---- callbacks for stage/host.c; struct sfr__host_ops has their contracts ---- */
 
 static struct sfr__extent_copy *extent_copy_of(struct sfr__host_copy *copy)
 {
@@ -172,12 +175,12 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 
 	sfr__ticket_count_block_locked(t);
 	job->block = leased;
-	/* Deferred bytes that a thread waits for leave their CRC to a writer, unless copy_data
-	 * compares it with `sums`. */
-	job->summed = copy->is_deferred && (t->engine->nr_awaiting == 0 || t->staging.sums);
+	/* Set in advance: copy_chunk then computes the CRC. Captured bytes, and bytes that a thread
+	 * waits for, leave it to a writer, unless copy_data compares it with check_crcs. */
+	job->crc_done = copy->is_deferred && (t->engine->nr_waiters == 0 || t->staging.check_crcs);
 }
 
-/* Returns the first torn source, or -1. */
+/* Copies the bytes [off, off + len) of a block. Returns the first torn source, or -1. */
 static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			  bool hurried)
 {
@@ -187,9 +190,10 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 	int64_t torn = -1, found;
+	bool is_sole_user;
 	uint64_t from;
 
-	(void)hurried; /* leased_locked has decided whether to compute CRCs */
+	(void)hurried; /* leased_locked has already decided whether to compute CRCs */
 	sfr__seg_iter_init(&it, &t->plan.img, extent_copy->extent, blk);
 	it.off += off; /* only the chunk, not the whole block */
 	from = it.off;
@@ -202,9 +206,8 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 			continue;
 		}
 		sfr__prefetch_entry(t, seg.entry + 2); /* the next entry was prefetched before */
-		found = copy_data(t, &seg, dst,
-				  contains_entry(&t->plan.img.entries[seg.entry], from, it.end),
-				  job->summed);
+		is_sole_user = contains_entry(&t->plan.img.entries[seg.entry], from, it.end);
+		found = copy_data(t, &seg, dst, is_sole_user, job->crc_done);
 		if (torn < 0)
 			torn = found;
 	}
@@ -231,17 +234,17 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 	struct sfr__extent_copy *extent_copy = extent_copy_of(copy);
 
 	sfr__push_block_locked(extent_copy->ticket, extent_copy->extent, blk, job->block,
-			       job->summed);
+			       job->crc_done);
 }
 
-/* No thread of the host reads the deferred sources any more. */
+/* Called when no thread reads the deferred sources in host memory any more. */
 static void copy_has_ended(struct sfr__host_copy *copy)
 {
 	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
 	struct sfr_engine *engine = t->engine;
 
 	sfr__lock(&engine->mu);
-	t->sharing.host_copying = false;
+	t->work.host_copying = false;
 	sfr__ticket_copies_ended_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
@@ -264,16 +267,19 @@ static void copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t
 {
 	extent_copy->ticket = t;
 	extent_copy->extent = extent;
-	extent_copy->copy = (struct sfr__host_copy){ .engine = t->engine,
-						     .ops = &ops,
-						     .nr_blocks = extent ? extent->all_blocks : 0,
-						     .seq = t->seq,
-						     .number = t->number };
+	extent_copy->copy =
+		(struct sfr__host_copy){ .engine = t->engine,
+					 .ops = &ops,
+					 .nr_blocks = extent ? extent->nr_lane_blocks : 0,
+					 .seq = t->seq,
+					 .number = t->number };
 }
 
 void sfr__host_copies_init(struct sfr_ticket *t)
 {
-	/* Extent 0 has the captured sources. A save of parts stages nothing. */
-	copy_init(&t->staging.captured, t, t->plan.in_place ? NULL : &t->plan.img.extents[0]);
+	/* Extent 0 has the captured sources. In a file of parts nothing is staged. */
+	const struct sfr__extent *captured = t->plan.in_place ? NULL : &t->plan.img.extents[0];
+
+	copy_init(&t->staging.captured, t, captured);
 	copy_init(&t->staging.deferred, t, sfr__image_extent(&t->plan.img, SFR_LANE_HOST, 0));
 }

@@ -1,40 +1,40 @@
-/* A stream hands the bytes of a save, in the order of the file, to a caller that sends them to an
- * object store. There is no temporary, no sync and no rename: the caller makes the object visible.
+/* A stream hands the bytes of a save, in the order of the file, to a caller, which sends them to an
+ * object store. There is no temporary file, no sync and no rename.
  *
  *   writers   make a block or the tail final (checksums, descriptors), and put it into the stream
  *   caller    sfr_stream_next takes the next piece, sfr_stream_give_back returns its memory
  *
- *     0        given back       taken       put, not taken   not put yet
- *     |--------------------|-----------|-----------------|-------------|
- *                          ^ pieces of the caller        ^ next_blk waits here
+ *     0       given back     taken by the caller    put, not taken     not put yet
+ *     |--------------------|----------------------|-----------------|-------------|
+ *                                                 ^ `sent`
  *
  * Blocks are leased in the order of the file. Otherwise two lanes could fill the pool with later
  * blocks while an earlier block has no memory. A pool of one block is enough, if the caller gives
- * back what it has before it waits for more.
+ * back the pieces that it has before it waits for more.
  *
  * A block in the stream still counts as a job, so the save does not end while the caller has it.
  * The save succeeds only after the caller has taken and given back the end, which is an empty
  * piece. If the save fails, blocks that were not taken go back to the writers.
  *
- * This file is the caller's side; stream_put.c is that of lanes and writers. */
+ * The caller uses the functions in this file, lanes and writers those in stream_put.c. */
 #include "save/stream.h"
 #include "save/write.h"
 
+/* Takes the edge page that begins at `sent`. */
 static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	uint32_t i = 0;
 
-	/* callers know that an edge page begins at `sent` */
 	while (img->edges[i] != t->stream.sent)
 		i++;
 	*piece = (struct sfr_piece){
 		.mem = t->plan.edges + (size_t)i * SFR_PAGE,
 		.len = (size_t)sfr__image_in_file(img, t->stream.sent, t->stream.sent + SFR_PAGE),
 		.off = t->stream.sent,
-		.owner = t, /* the page lives as long as the save */
+		.owner = t, /* and not a job: the page is freed when the save ends */
 	};
-	t->sharing.nr_jobs++;
+	t->work.nr_jobs++;
 }
 
 /* Takes the end, an empty piece. When the caller gives it back, the save may end. */
@@ -43,17 +43,19 @@ static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 	*piece = (struct sfr_piece){ .off = t->plan.img.len, .owner = t };
 	t->stream.ended = true;
 	t->facts.synced = true;
-	t->sharing.nr_jobs++;
+	t->work.nr_jobs++;
 }
 
+/* Takes the `len` bytes at `mem`, which belong to a job and are at offset `off` of the file. */
 static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem, size_t len,
 			    struct sfr_piece *piece)
 {
 	*piece = (struct sfr_piece){ .mem = mem, .len = len, .off = off, .owner = job };
-	job->untaken = false;
+	job->in_stream = false;
 }
 
-/* Takes the piece at `sent`, where the stream has got to. Returns false if it is not final yet. */
+/* Takes the next piece, which begins at offset `sent` of the file. Returns false if a writer has
+ * not put its bytes into the stream yet. */
 static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
@@ -69,9 +71,10 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 		if (!job->was_put)
 			return false;
 		sfr__stream_own_bytes(t, job, &from, &to);
-		if (from >= to) /* the block is all in edge pages */
-			continue;
-		if (t->stream.sent < from) { /* an edge page comes first */
+		if (from >= to)
+			continue; /* all bytes of the block are in edge pages */
+		if (t->stream.sent < from) {
+			/* an edge page comes before the block's own bytes */
 			take_edge_locked(t, piece);
 			return true;
 		}
@@ -120,7 +123,7 @@ int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *p
 
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 {
-	/* the owner of an edge page and of the end is the ticket */
+	/* The owner of an edge page, and of the empty piece at the end, is the ticket. */
 	struct sfr__job *job = piece->owner != t ? piece->owner : NULL;
 
 	if (piece->owner == NULL || sfr__ticket_is_foreign(t))
@@ -131,7 +134,7 @@ void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 	t->facts.written_nbytes += piece->len;
 	if (job != NULL && t->plan.in_place)
 		sfr__in_place_next_locked(t);
-	t->sharing.nr_jobs--;
+	t->work.nr_jobs--;
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);
 	piece->owner = NULL;

@@ -1,5 +1,5 @@
-/* The stream of a save that is not written to a file. Lanes and writers call these functions;
- * stream.c has the caller's. */
+/* The stream of a save that is not written to a file. Lanes and writers call these functions. The
+ * caller of the save uses those of sfr/stream.h. */
 #ifndef SFR_SAVE_STREAM_H
 #define SFR_SAVE_STREAM_H
 
@@ -9,19 +9,20 @@
 /* Returns whether the image's blocks are numbered in the order of the file, so that a save of it
  * can be a stream. */
 bool sfr__stream_is_possible(const struct sfr__image *img);
-/* Waits until a block may be leased. Returns 0 or SFR_EAGAIN. */
+/* Waits until a block may be leased. Returns 0, or SFR_EAGAIN after slice_ns or if the save
+ * fails. */
 int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
 			    uint64_t slice_ns);
-/* Returns whether a block may be leased now. A stream leases its blocks in the order of the file.
- * Other saves may always lease. */
+/* Returns whether a block may be leased now: in a stream, if it is the next block in the order of
+ * the file. Other saves may always lease. */
 bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
 				  uint32_t blk);
-/* Puts a job with final bytes into the stream. Returns whether the stream now owns the job. If not,
- * the save is failing, or the job has no bytes of its own (all in edge pages, or an empty tail) and
- * is only counted. */
+/* Puts a job with final bytes into the stream. Returns true if the stream now owns the job. Returns
+ * false if the save is failing, or if the stream needs no bytes of the job: they are all in edge
+ * pages, or the tail is empty. */
 bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job);
-/* Sets [*from, *to) to the bytes of the file that only this job provides: its block without edge
- * pages. */
+/* Sets [*from, *to) to the range of the file that this job provides alone: its block without edge
+ * pages. The range is empty if *from >= *to. */
 void sfr__stream_own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
 			   uint64_t *to);
 

@@ -13,7 +13,7 @@ bool sfr__stream_is_possible(const struct sfr__image *img)
 bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
 				  uint32_t blk)
 {
-	return !sfr__ticket_is_stream(t) || t->sharing.blocks_leased == extent->first_block + blk;
+	return !sfr__ticket_is_stream(t) || t->work.blocks_leased == extent->first_block + blk;
 }
 
 int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
@@ -38,30 +38,30 @@ int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *exte
 void sfr__stream_own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
 			   uint64_t *to)
 {
-	sfr__image_own_pages(&t->plan.img, job->extent, job->blk, from, to);
+	sfr__image_unshared_pages(&t->plan.img, job->extent, job->blk, from, to);
 	if (*to > t->plan.img.len)
-		*to = t->plan.img.len; /* the last page is padded */
+		*to = t->plan.img.len; /* the block ends with padding, which is not in the file */
 }
 
 bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 {
 	uint64_t from = 0, to;
-	bool kept;
+	bool is_failing;
 
 	if (job->kind == SFR__JOB_BLOCK)
 		sfr__stream_own_bytes(t, job, &from, &to);
 	else
 		to = t->plan.img.tail_len;
 	sfr__lock(&t->engine->mu);
-	kept = !sfr__ticket_failing_locked(t);
-	if (kept) {
+	is_failing = sfr__ticket_failing_locked(t);
+	if (!is_failing) {
 		job->was_put = true;
-		job->untaken = from < to;
+		job->in_stream = from < to; /* false: the stream needs no bytes of it */
 		if (job->kind == SFR__JOB_BLOCK)
 			t->facts.blocks_written++;
 		pthread_cond_broadcast(&t->engine->cv_state);
 		sfr__ticket_step_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
-	return kept && from < to; /* `job` may be taken and freed by now */
+	return !is_failing && from < to; /* not job->in_stream: the job may be freed by now */
 }

@@ -26,7 +26,7 @@ int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t dead
 	int rc = 0;
 
 	sfr__lock(&t->engine->mu);
-	if (what == SFR_WAIT_COPIED && deadline_ns != 0) /* helps to copy; `rc` is set below */
+	if (what == SFR_WAIT_COPIED && deadline_ns != 0) /* helps to copy; `rc` is found below */
 		(void)sfr__host_wait_locked(&t->staging.deferred.copy, deadline_ns, is_copied, t);
 	while (!sfr__ticket_reached_locked(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline_ns);
@@ -41,7 +41,7 @@ int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_n
 		return SFR_EFORK;
 	if (sfr_save_reached(t, what))
 		return 0;
-	if (what == SFR_WAIT_ENDED && slice_ns == 0) /* no lock is needed */
-		return SFR_EAGAIN;
-	return sfr__ticket_wait(t, what, slice_ns ? sfr__deadline(slice_ns) : 0);
+	if (what == SFR_WAIT_ENDED && slice_ns == 0)
+		return SFR_EAGAIN; /* sfr_save_reached is exact here, so no lock is needed */
+	return sfr__ticket_wait(t, what, slice_ns != 0 ? sfr__deadline(slice_ns) : 0);
 }

@@ -1,18 +1,17 @@
 /* Writer threads take jobs from the engine's queue in the order of arrival.
  *
- *   OPEN    make the temporary file, try O_DIRECT, preallocate     (once for each save, first)
- *   BLOCK   CRC of its bytes unless the copy has computed it,
- *           descriptors, one aligned pwrite                        (any order of completion)
- *   TAIL    central directory or edge pages, fdatasync             (when every block is written)
- *   RENAME  rename, sync the directory                         (a save without an entry in the log)
- *   CLEAN   remove the temporary of a failed save, end it          (last)
+ *   OPEN    make the temporary file, try O_DIRECT, preallocate     (the first job of each save)
+ *   BLOCK   compute the CRC of its bytes unless the copy did,
+ *           fill in descriptors, write it with one pwrite          (blocks end in any order)
+ *   TAIL    write central directory or edge pages, fdatasync       (when every block is written)
+ *   RENAME  rename, sync the directory                             (only unordered saves)
+ *   CLEAN   remove the temporary file, end the save                (the last job of a failed save)
  *
- * A data descriptor contains the CRC of a whole entry. Earlier bytes of the entry may still be with
- * another writer or not be copied yet. No thread waits for them: the block is parked at its ticket,
- * and the thread that completes the entry's CRC puts parked blocks back into the queue.
+ * A data descriptor contains the CRC of a whole entry. But another writer may still have earlier
+ * bytes of the entry, or they are not copied yet. No thread waits for them: the block is parked in
+ * a list of its ticket. The thread that completes the entry's CRC queues the parked blocks again.
  *
- * A save with SFR_SAVE_STREAM has no file: blocks and tail go into its stream (stream.c). Opening
- * and preallocating do I/O, so a writer opens the file, and not the call. */
+ * A save with SFR_SAVE_STREAM has no file: blocks and tail go into its stream (stream.c). */
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -22,7 +21,7 @@
 #include "save/write.h"
 #include "trace/trace.h"
 
-/* Returns false if the save is failing. */
+/* Waits until the OPEN job has run. Returns false if the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
 {
 	struct sfr_engine *engine = t->engine;
@@ -52,9 +51,9 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	sfr__unlock(&t->engine->mu);
 }
 
-/* Computes the CRCs of the block's bytes. No lock is needed for an entry that is, with its
- * descriptor, wholly inside the block. */
-static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
+/* Computes the CRCs of the block's bytes, and adds them to the CRCs of the entries. An entry that
+ * is wholly inside the block, with its descriptor, needs no lock: no other thread uses it. */
+static void add_block_crcs(struct sfr_ticket *t, struct sfr__job *job)
 {
 	uint64_t from = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
 	uint64_t to = from + sfr__image_block_len(&t->plan.img, job->extent, job->blk);
@@ -66,27 +65,27 @@ static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 	while (sfr__seg_next(&it, &seg)) {
 		struct sfr__entry *entry = &t->plan.img.entries[seg.entry];
 		uint32_t crc;
-		bool inside;
+		bool is_inside;
 
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
 		crc = sfr_crc32(0, job->mem + seg.pos, seg.len);
-		inside = entry->data_off >= from &&
-			 entry->data_off + entry->nbytes + entry->desc_len <= to;
-		/* In a file of parts, the block with an entry's CRC may be parked, and only
-		 * sfr__add_crc queues it again. */
-		if (inside && !t->plan.in_place) {
+		is_inside = entry->data_off >= from &&
+			    entry->data_off + entry->nbytes + entry->desc_len <= to;
+		/* In a file of parts, another block may be parked until this CRC is known. Only
+		 * sfr__add_crc queues that block again. */
+		if (is_inside && !t->plan.in_place) {
 			entry->crc = crc;
 			entry->crc_len = seg.len;
 		} else {
 			(void)sfr__add_crc(t, &seg, crc);
 		}
 	}
-	job->summed = true;
+	job->crc_done = true;
 }
 
-/* Returns whether the CRCs of all descriptors in a block are known. Only the CRC of its first entry
- * can be incomplete, because that entry may have begun in an earlier block. */
+/* Returns whether the CRCs of all descriptors in a block are complete. Checks only the first entry:
+ * it may have begun in an earlier block, and the other entries begin in this block. */
 static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__entry *entry;
@@ -101,8 +100,8 @@ static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struc
 	return entry->crc_len == entry->nbytes;
 }
 
-/* Returns whether all CRCs that the block contains are known, and parks the block if not. A block
- * of a failing save is never parked. */
+/* Returns true if all CRCs that the block contains are known, or if the save is failing. Otherwise
+ * parks the block and returns false. */
 static bool park_unless_known(struct sfr_ticket *t, struct sfr__job *job)
 {
 	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
@@ -113,27 +112,28 @@ static bool park_unless_known(struct sfr_ticket *t, struct sfr__job *job)
 	if (sfr__ticket_failing_locked(t))
 		known = true;
 	else if (t->plan.in_place)
-		known = sfr__image_fields_known(&t->plan.img, off, len);
+		known = sfr__image_crc_fields_known(&t->plan.img, off, len);
 	else
 		known = are_descriptors_known_locked(t, job);
 	if (!known) {
-		job->next_parked = t->sharing.parked;
-		t->sharing.parked = job;
+		job->next_parked = t->work.parked;
+		t->work.parked = job;
 	}
 	sfr__unlock(&t->engine->mu);
 	return known;
 }
 
-static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
+/* Writes the CRCs that the block contains into its memory. */
+static void put_crcs(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
 	if (t->plan.in_place) {
-		sfr__image_put_fields(&t->plan.img,
-				      sfr__image_block_off(&t->plan.img, job->extent, job->blk),
-				      sfr__image_block_len(&t->plan.img, job->extent, job->blk),
-				      job->mem);
+		sfr__image_put_crc_fields(&t->plan.img,
+					  sfr__image_block_off(&t->plan.img, job->extent, job->blk),
+					  sfr__image_block_len(&t->plan.img, job->extent, job->blk),
+					  job->mem);
 		return;
 	}
 	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
@@ -143,16 +143,18 @@ static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
 					    job->mem + seg.pos);
 }
 
-/* Returns false if the block is parked: another thread may have it already. Otherwise returns true,
- * also after a failure, which is in *err. */
+/* Makes the block's bytes final, except for the CRCs in it. Returns false if the block is parked:
+ * then another thread may have it already. Returns true otherwise, also after a failure, with *err
+ * set. */
 static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	if (!t->plan.img.has_crcs || sfr__ticket_failing(t))
 		return true;
+	/* job->mem is set already if the block was parked before */
 	if (t->plan.in_place && job->mem == NULL && sfr__in_place_prepare(t, job, err) < 0)
 		return true;
-	if (!job->summed)
-		sum_block(t, job);
+	if (!job->crc_done)
+		add_block_crcs(t, job);
 	return park_unless_known(t, job);
 }
 
@@ -161,25 +163,26 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 	struct sfr_engine *engine = t->engine;
 	uint32_t nr_left;
 
-	/* The count drops before another save can lease the block. The caller counts the block as
-	 * written only afterwards, because the save may then end and its pool may be freed. */
+	/* blocks_held drops before another save can lease the block. The caller counts the block as
+	 * written only after this function: the save may then end, and the pool may be freed. */
 	if (job->block != NULL) {
 		sfr__lock(&engine->mu);
 		t->flight.blocks_held--;
-		t->sharing.blocks_returned++;
-		nr_left = t->plan.nr_blocks - t->sharing.blocks_returned;
+		t->work.blocks_returned++;
+		nr_left = t->plan.nr_blocks - t->work.blocks_returned;
 		sfr__unlock(&engine->mu);
 		sfr__pool_put(engine->pool, job->block);
-		if (!sfr__ticket_failing(t))
+		if (!sfr__ticket_failing(t)) /* make memory for blocks to come, if it is missing */
 			sfr__pool_keep_pace(engine->pool, nr_left);
 	} else {
 		sfr__in_place_release(job);
 	}
 }
 
-/* Copies the block's bytes of the edge page at offset `page` to `edge`. Other writers may copy
- * other bytes of the page at the same time. */
-static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t page, char *edge)
+/* Copies those bytes of the block that are in the edge page at offset `page` of the file to `edge`.
+ * Other writers may copy other bytes of the page at the same time. */
+static void copy_to_edge_page(struct sfr_ticket *t, const struct sfr__job *job, uint64_t page,
+			      char *edge)
 {
 	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
 	struct sfr__seg_iter it;
@@ -193,7 +196,8 @@ static void put_edge(struct sfr_ticket *t, const struct sfr__job *job, uint64_t 
 			memcpy(edge + (off + seg.pos - page), job->mem + seg.pos, seg.len);
 }
 
-static void put_edges(struct sfr_ticket *t, const struct sfr__job *job)
+/* Copies the block's bytes to all edge pages that it contains. */
+static void copy_to_edge_pages(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__image *img = &t->plan.img;
 	uint64_t off = sfr__image_block_off(img, job->extent, job->blk);
@@ -201,18 +205,19 @@ static void put_edges(struct sfr_ticket *t, const struct sfr__job *job)
 
 	for (uint32_t i = 0; i < img->nr_edges; i++)
 		if (img->edges[i] >= off && img->edges[i] < end)
-			put_edge(t, job, img->edges[i], t->plan.edges + (size_t)i * SFR_PAGE);
+			copy_to_edge_page(t, job, img->edges[i],
+					  t->plan.edges + (size_t)i * SFR_PAGE);
 }
 
-/* Leaves out the edge pages. Adds the written bytes of the file to *nbytes. Returns 0, or -1 with
- * the reason in err. */
+/* Writes the block without its edge pages. Adds the number of written bytes, without padding behind
+ * the end of the file, to *nbytes. Returns 0, or -1 with the reason in *err. */
 static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_t *nbytes,
 		       struct sfr_err *err)
 {
 	const struct sfr__image *img = &t->plan.img;
 	uint64_t off = sfr__image_block_off(img, job->extent, job->blk), from, to;
 
-	sfr__image_own_pages(img, job->extent, job->blk, &from, &to);
+	sfr__image_unshared_pages(img, job->extent, job->blk, &from, &to);
 	if (from < to &&
 	    sfr__file_write(&t->file, job->mem + (from - off), (size_t)(to - from), from, err) != 0)
 		return -1;
@@ -220,8 +225,8 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 	return 0;
 }
 
-/* Writes the block and gives it back. A failure is in *err. Returns false if the block has another
- * owner instead: it is parked, or in the stream. */
+/* Writes the block and gives it back; after a failure *err is set. Returns false if the block was
+ * not given back, because it is parked or in the stream. */
 static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
@@ -232,16 +237,16 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	bool written = false;
 
 	if (!prepare_block(t, job, err)) {
-		span.number = 0; /* no span: the block gets one when it is resumed */
+		span.number = 0; /* drops the span: the block gets one when it is resumed */
 		return false;
 	}
 	if (err->code == 0 && wait_opened(t)) {
-		describe_block(t, job);
-		put_edges(t, job);
+		put_crcs(t, job);
+		copy_to_edge_pages(t, job);
 		if (!sfr__ticket_is_stream(t))
 			written = write_block(t, job, &nbytes, err) == 0;
 		else if (sfr__stream_put(t, job))
-			return false; /* the stream owns the block, and has counted it */
+			return false; /* the stream owns the block, and counts it as written */
 	}
 	sfr__release_block(t, job);
 	sfr__lock(&engine->mu);
@@ -255,7 +260,8 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	return true;
 }
 
-/* Adds the written bytes to *nbytes. Returns 0, or -1 with the reason in err. */
+/* Writes the edge pages. Adds the number of written bytes to *nbytes. Returns 0, or -1 with the
+ * reason in *err. */
 static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *err)
 {
 	const struct sfr__image *img = &t->plan.img;
@@ -269,7 +275,8 @@ static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *e
 	return 0;
 }
 
-/* The job owns the tail's memory. Returns 0, or -1 with the reason in err. */
+/* Makes the bytes of the tail in memory that the job owns. Returns 0, or -1 with the reason in
+ * *err. */
 static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	size_t len = t->plan.img.tail_len;
@@ -283,7 +290,7 @@ static int make_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 		return -1;
 	}
 	job->mem = tail;
-	job->own_len = len;
+	job->mapped_len = len;
 	sfr__image_put_tail(&t->plan.img, tail);
 	return 0;
 }
@@ -292,8 +299,8 @@ static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct 
 {
 	uint64_t nbytes = t->plan.img.tail_len;
 
-	if (nbytes == 0)
-		(void)write_edges(t, &nbytes, err); /* err holds the result, as below */
+	if (nbytes == 0) /* a flat file: it may have edge pages instead of a tail */
+		(void)write_edges(t, &nbytes, err); /* an error is also in *err, as below */
 	else
 		(void)sfr__file_write(&t->file, job->mem, (size_t)nbytes, t->plan.img.tail_off,
 				      err);
@@ -307,10 +314,10 @@ static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct 
 	}
 }
 
-/* Returns false if the stream owns the tail now. */
+/* Writes the tail, or puts it into the stream. Returns false if the stream owns the tail now. */
 static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
-	/* Blocks wait until the file is open, but a save may have no block. */
+	/* The file may not be open yet if the save has no block that has waited for it. */
 	if (wait_opened(t)) {
 		SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
 		if (make_tail(t, job, err) == 0) {
@@ -337,23 +344,23 @@ void sfr__job_run(struct sfr__task *task)
 		break;
 	case SFR__JOB_BLOCK:
 		if (!do_block(t, job, &err))
-			return; /* parked or in the stream, and still counted in nr_jobs */
+			return; /* parked or in the stream: nr_jobs still counts the job */
 		break;
 	case SFR__JOB_TAIL:
 		if (!do_tail(t, job, &err))
-			return; /* in the stream */
+			return; /* in the stream: nr_jobs still counts the job */
 		break;
 	case SFR__JOB_RENAME:
 		if (sfr__save_commit(t))
-			return; /* the ticket may be freed */
-		break;
+			return; /* the save has ended: the ticket may be freed */
+		break;          /* the save was cancelled */
 	case SFR__JOB_CLEAN:
 		sfr__file_fini(&t->file);
 		sfr__ticket_finish(t, NULL);
 		return; /* the ticket may be freed */
 	}
 	sfr__lock(&engine->mu);
-	t->sharing.nr_jobs--;
+	t->work.nr_jobs--;
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	sfr__ticket_step_locked(t);

@@ -1,4 +1,4 @@
-/* The work of writers and the log on a save. */
+/* Functions that writers and the log call for a save. */
 #ifndef SFR_SAVE_WRITE_H
 #define SFR_SAVE_WRITE_H
 
@@ -7,7 +7,8 @@
 /* ---- write.c ---- */
 /* Runs a job on a writer's thread. */
 void sfr__job_run(struct sfr__task *task);
-/* Gives back the memory of a block or a tail. */
+/* Gives back the memory of a block or a tail: to the pool, or to the system if the job has mapped
+ * it. */
 void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job);
 
 /* ---- in_place.c ---- */
@@ -15,19 +16,19 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job);
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine);
 /* Queues the first blocks of a save of parts. */
 void sfr__in_place_begin_locked(struct sfr_ticket *t);
-/* Queues the next block, after a block was written. For a stream, queues blocks until as many bytes
- * are queued as the client sends at a time. */
+/* Called after a block was written: queues the next block. For a stream, queues blocks until as
+ * many bytes are queued as the caller sends at a time. */
 void sfr__in_place_next_locked(struct sfr_ticket *t);
-/* Prepares a block on a writer: sets the memory to write and, if the bytes had to be copied, adds
- * their CRCs. Returns 0, or -1 with the reason in err. */
+/* Called by a writer before it writes a block: sets job->mem to the memory to write. If it copies
+ * the bytes, also adds their CRCs. Returns 0, or -1 with the reason in *err. */
 int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err);
-/* Frees memory that a job owns. */
+/* Frees memory that the job has mapped itself, if any. */
 void sfr__in_place_release(struct sfr__job *job);
 
 /* ---- commit.c ---- */
 extern const struct sfr__log_ops sfr__save_log_ops;
-/* Renames the file and ends the ticket, which may be freed. Returns false and does nothing if the
- * save was cancelled before. */
+/* Renames the file and ends the save. The ticket may be freed then. Returns false, and does
+ * nothing, if the save was cancelled before. */
 bool sfr__save_commit(struct sfr_ticket *t);
 
 #endif

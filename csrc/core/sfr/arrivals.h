@@ -18,13 +18,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How many chunks are fetched ahead of a reader. If more are in memory, those that were read to the
- * end are freed. */
+/* How many chunks are fetched ahead of a reader. While more chunks are in memory, chunks that were
+ * read to the end are freed. */
 #define SFR_ARRIVALS_WINDOW 8u
 
 struct sfr_arrivals; /* a group of files that the same threads fetch */
 
-/* Bytes of a file that a reader needs. */
+/* Bytes of a file that a reader waits for. */
 struct sfr_wanted {
 	uint64_t number;   /* the file, as sfr_arrivals_open numbered it */
 	uint64_t off, len; /* the range in the file */

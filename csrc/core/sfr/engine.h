@@ -9,28 +9,28 @@
 struct sfr_engine;
 
 struct sfr_engine_opts {
-	uint64_t pool_bytes;    /* cap of the pool; 0: a default pool */
+	uint64_t pool_bytes;    /* cap of the pool; 0: a default pool, see budget_bytes */
 	uint64_t block_bytes;   /* a multiple of 4096, > 0 */
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* 1: other processes can map the pool (sfr_snapshot_file) */
 	uint32_t nr_copiers;    /* threads that help with a copy while a call or a step waits */
-	/* All default pools of the process share budget_bytes. A new one gets what is left: at most
-	 * most_bytes, at least one block. The cap is halved until the system agrees to it. */
+	/* All default pools of the process share budget_bytes. The cap of a new one is the rest: at
+	 * most most_bytes, at least one block. It is halved until the system accepts it. */
 	uint64_t budget_bytes, most_bytes;
 };
 
 struct sfr_stats {
 	uint64_t pool_bytes, block_bytes;
-	uint64_t committed_bytes; /* memory that the pool has obtained from the system; of this: */
-	uint64_t leased_bytes;    /* handed out now */
-	uint64_t save_bytes;      /* of leased_bytes: what saves have; snapshots have the rest */
+	uint64_t committed_bytes; /* memory that the pool has obtained from the system */
+	uint64_t leased_bytes;    /* of committed_bytes: what saves and snapshots have now */
+	uint64_t save_bytes;      /* of leased_bytes: what saves have */
 	uint64_t retired_bytes;   /* never used again: a dead device may still write to it */
 	/* a save of several files, or to a store, counts once */
 	uint64_t saves_in_flight, saves_total;
 };
 
-/* Returns how many bytes all pools of this process have from the system. */
+/* Returns how many bytes all pools of this process have obtained from the system. */
 uint64_t sfr_pools_hold(void);
 
 /* Makes an engine without starting a thread. Returns 0, or:
@@ -45,15 +45,17 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out);
  * Does not wait for a save that the calling thread is still capturing, because a signal handler may
  * call this function. Threads and pool then stay until the last such save has ended. */
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns);
-void sfr_engine_put(struct sfr_engine *engine); /* drops the maker's reference; accepts NULL */
+void sfr_engine_put(struct sfr_engine *engine); /* drops sfr_engine_new's reference; accepts NULL */
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out); /* 0 or SFR_EFORK */
-/* Obtains memory for the pool's first `nbytes` bytes (at most its cap), so that no save has to.
+/* Obtains memory for the pool's first `nbytes` bytes (at most its cap) before a save needs it.
  * Returns 0, -errno, SFR_EFORK or SFR_ECLOSED. */
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes);
-/* Returns to the system the memory of blocks that are not leased. Errors as above. */
+/* Gives the system the memory of blocks that are not leased. Returns 0, -errno, SFR_EFORK or
+ * SFR_ECLOSED. */
 int sfr_engine_trim(struct sfr_engine *engine);
-/* Prepares the engine for CUDA: makes the device's lane, and makes warm_up pin memory for it.
- * Errors as above, possibly with a sentence in `why`. */
+/* Prepares the engine for CUDA: makes the device's lane, and lets sfr_engine_warm_up pin memory for
+ * the device. Returns 0, -errno, SFR_EFORK or SFR_ECLOSED. After an error `why` may have a sentence
+ * that explains it. */
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
 
 /* The slot of a save that the core does not write. It counts against max_in_flight and in the

@@ -7,8 +7,8 @@
 
 struct sfr_folder;
 
-/* Makes an object for `dir`/`name`; nothing is on the disk yet. `durable`: sync everything. One
- * thread at a time may use the object. Returns 0 or -errno. */
+/* Makes an object for the directory `dir`/`name`, and nothing on the disk yet. With `durable`,
+ * everything is synced. One thread at a time may use the object. Returns 0 or -errno. */
 int sfr_folder_new(const char *dir, const char *name, int durable, struct sfr_folder **out);
 /* Opens `dir`, removes what dead writers left in it, and makes a temporary directory next to
  * `name`. The temporary directory is locked until sfr_folder_clear, or until this process ends.

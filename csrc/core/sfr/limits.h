@@ -11,13 +11,13 @@
 struct sfr_limits {
 	/* The writer uses zip64 fields from this size or offset on; at least 4096. */
 	uint64_t zip64_bytes;
-	/* The writer uses the zip64 end record alone from this number of records on; at least 1. */
+	/* From this number of records on, the writer puts it only into the zip64 record; >= 1. */
 	uint64_t zip64_records;
 	/* Bytes that a reading thread reads with one call; whole pages, 4096 to 1 MiB. */
 	uint64_t reader_chunk_bytes;
 	/* The same for a check that reads without threads. */
 	uint64_t check_chunk_bytes;
-	/* A check reads on threads from this file length on. */
+	/* A check of a file of at least this length reads on threads. */
 	uint64_t ahead_bytes;
 };
 

@@ -20,14 +20,15 @@ int sfr_log_remove(const char *key, uint64_t *seq_out);
 int sfr_log_exists(const char *key);
 /* A load of `key`. Its file is opened after every earlier save and remove of `key` has ended, and
  * before any later one takes effect. A key that ends in a slash names a directory: the load then
- * waits also for the saves and removes of everything in it. */
+ * also waits for the saves and removes of everything in the directory. */
 struct sfr_log_load;
 /* Submits a load. Returns 0 or -errno. */
 int sfr_log_load_new(const char *key, struct sfr_log_load **out);
 /* Waits until the file is open for reading, and gives its descriptor to the caller. Returns 0; or,
  * with *fd_out -1, SFR_EAGAIN, SFR_EFORK or -errno of open. */
 int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out);
-/* Frees a load at any time; accepts NULL. Closes a descriptor that was not taken. */
+/* Frees a load at any time; accepts NULL. Closes the file if sfr_log_load_wait has not handed its
+ * descriptor over. */
 void sfr_log_load_free(struct sfr_log_load *load);
 
 /* Waits until everything submitted before the first call has ended. The first call finds *seq 0 and
@@ -38,7 +39,8 @@ uint64_t sfr_log_pending(void);
 /* Returns 1, with a sentence in `text`, if something pending is on a file system that has not
  * answered for 20 s; else 0. Saves to other file systems do not wait for it. */
 int sfr_log_unanswered(char *text, size_t len);
-/* For tests: sets how long others wait for a file system to answer. 0 restores the default. */
+/* For tests: sets how long the log waits for a file system that does not answer, before saves to
+ * other file systems go ahead. 0 restores the default. */
 void sfr_log_tune(uint64_t patience_ns);
 /* Waits until the log is empty and no save is between admit and launch, then ends the log's
  * threads. The next save or remove starts them again. Returns 0. */
@@ -68,7 +70,7 @@ uint64_t sfr_log_work_number(const struct sfr_log_work *work); /* from 1, unique
 int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good);
 /* Ends the work, as a success if `ok`. After a failed save later removes do not run. Idempotent. */
 void sfr_log_work_end(struct sfr_log_work *work, int ok);
-/* Drops the caller's reference. Accepts NULL. An appended entry that has not ended has failed. */
+/* Drops the caller's reference. Accepts NULL. An appended entry that has not ended then fails. */
 void sfr_log_work_put(struct sfr_log_work *work);
 
 #endif

@@ -17,14 +17,15 @@ struct sfr_snapshot;
 struct sfr_notice {
 	unsigned what;                 /* SFR_NOTICE_* */
 	uint64_t number;               /* of the save or snapshot; never used twice */
-	struct sfr_ticket *ticket;     /* COPIED and ENDED: the taker gets a reference */
-	struct sfr_snapshot *snapshot; /* SNAPSHOT: the taker gets a reference */
+	struct sfr_ticket *ticket;     /* for COPIED and ENDED: the taker owns a reference */
+	struct sfr_snapshot *snapshot; /* for SNAPSHOT: the taker owns a reference */
 	char text[1024];               /* for TEXT, else "" */
 };
 /* Waits for the next notice and takes it. Returns 0 or SFR_EAGAIN. */
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns);
-/* For the one thread that takes notices: puts a notice back. The next wait returns it first. */
+/* Puts a notice back, so that the next sfr_notice_wait returns it. Only for the one thread that
+ * takes notices. */
 void sfr_notice_again(const struct sfr_notice *notice);
-void sfr_notice_stop(void); /* wakes each waiter with SFR_NOTICE_STOP, once */
+void sfr_notice_stop(void); /* makes one sfr_notice_wait return SFR_NOTICE_STOP */
 
 #endif

@@ -10,8 +10,8 @@ struct sfr_save_desc;
 struct sfr_ticket;
 
 /* The contents of a file in order: bytes, sources, and fields that hold the CRC-32 of an earlier
- * source. One thread uses the list until a save takes it. Functions return 0 or -errno. The list
- * keeps its first error; every later call, and the save, return that error. */
+ * source. One thread uses the list until a save owns it. Functions return 0 or -errno. After an
+ * error every later call, and the save, return the same error. */
 struct sfr_parts;
 int sfr_parts_new(struct sfr_parts **out);
 void sfr_parts_free(struct sfr_parts *parts); /* accepts NULL */
@@ -34,8 +34,8 @@ struct sfr_tensor {
 	uint32_t ndim;
 	const int64_t *sizes, *strides; /* in elements */
 };
-/* Appends a tensor as an archive of its own: byte for byte what torch.save(tensor) makes. It is
- * padded so that the tensor's bytes can be written in place. */
+/* Appends a tensor as an archive of its own, as torch.save(tensor) makes it. Padding aligns the
+ * tensor's bytes, so that they can be written in place. */
 int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor);
 
 /* Makes a save of the parts to the target in `desc`, which has no skeleton and no sources. The

@@ -9,7 +9,7 @@
  * thread at a time uses a probe. */
 struct sfr_probe;
 struct sfr_probe_range {
-	uint64_t addr, nbytes; /* skipped when shorter than three lines */
+	uint64_t addr, nbytes; /* skipped when shorter than three cache lines */
 };
 /* Makes a probe. Returns 0, -ENOMEM, or -ENODEV or -EIO if the device cannot be probed. */
 int sfr_probe_new(uint32_t device, struct sfr_probe **out);
@@ -17,7 +17,7 @@ int sfr_probe_new(uint32_t device, struct sfr_probe **out);
 void sfr_probe_free(struct sfr_probe *probe);
 /* Queues the copies after the work on `stream`, a stream of the probe's device. The stream's later
  * work waits for the copies. `again`: these are the second copies. Their ranges are those of the
- * first, in the same order, with nbytes = 0 for storages that are no longer wanted. Returns 0, or:
+ * first, in the same order, with nbytes = 0 for storages to be left out. Returns 0, or:
  *
  *   SFR_EBUSY   another thread is probing, or the previous copies have not completed
  *   -EIO        the probe never works again

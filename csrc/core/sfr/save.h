@@ -42,8 +42,8 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 
 /* Marks the state to be saved, by an event on the caller's stream of each device. Called before
  * sfr_save_admit. Does nothing without sources on devices. Returns 0, or SFR_ECAPTURING (a stream
- * is capturing a graph), SFR_ECLOSED or SFR_ESTATE: then the caller abandons the save. The ticket
- * keeps any other failure, and the save fails once it is admitted. */
+ * is capturing a graph), SFR_ECLOSED or SFR_ESTATE: then the caller abandons the save. Any other
+ * failure is stored in the ticket, and the save fails once it is admitted. */
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams);
 /* Takes one of the engine's max_in_flight slots and has a writer open the file. Returns 0,
  * SFR_EAGAIN, SFR_EBUSY (with SFR_SAVE_NO_WAIT) or SFR_ECLOSED. If another thread may be waiting
@@ -54,7 +54,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
  *   SFR_EAGAIN       there are no blocks now
  *   SFR_EEXHAUSTED   snapshots hold all blocks: the caller abandons the save
  *
- * The ticket keeps any other failure, and the call returns 0. */
+ * Any other failure is stored in the ticket, and the call returns 0. */
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Submits the save: appends it to the process's log, unless it is unordered, and hands it to its
  * lanes. Never waits. Returns 0 or SFR_ESTATE. */
@@ -79,9 +79,9 @@ int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
  * if a device has no stream in the list. Returns 0, or SFR_EAGAIN: call again. */
 int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
 		  uint64_t slice_ns);
-/* Gives the caller's verdict from tensors' version counters, after SFR_WAIT_COPIED or
- * sfr_save_gate. A torn_index >= 0 fails the save with SFR_ETORN. Only the first verdict counts:
- * returns 0 for it, SFR_ESTATE for others. */
+/* Reports whether version counters show that a source changed before it was copied. `torn_index` is
+ * the index of such a source, which fails the save with SFR_ETORN, or -1. Called after
+ * SFR_WAIT_COPIED or sfr_save_gate. Returns 0 the first time, later SFR_ESTATE. */
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
 /* Returns 1 if the save ends as cancelled, 0 if it is too late, or SFR_EFORK. A save may be
  * cancelled before it is admitted. */
@@ -107,10 +107,10 @@ struct sfr_report {
 	/* when the save reached these points; 0: not yet */
 	uint64_t created_ns, launched_ns, staged_ns, ended_ns;
 	uint32_t io_mode;                     /* SFR_IO_* */
-	uint32_t over_slots;                  /* 1: its slot is beyond max_in_flight */
+	uint32_t over_slots;                  /* 1: its slot exceeds max_in_flight */
 	char fallback[SFR_NR_FALLBACKS][160]; /* one sentence each, "" when unused */
 };
-/* Fills *out, at any time. 0 or SFR_EFORK. */
+/* Fills *out, at any time. Returns 0 or SFR_EFORK. */
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
 /* These two never wait, not even for a lock. Return 0 or SFR_EFORK. *staged is nonzero if the save
  * was staged and has not failed since. */

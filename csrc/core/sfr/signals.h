@@ -9,9 +9,9 @@
  * or -errno; -EINVAL if `signum` is no signal or cannot be handled. May be called again after other
  * code has replaced the handler. One thread at a time may call it.
  *
- * A signal that was ignored does not come again. So after the first one, the kernel kills this
- * process when the thread that forked it ends (PR_SET_PDEATHSIG). With `at_once` the kernel does so
- * from now on, before any signal. */
+ * Nobody sends an ignored signal a second time. So after this process has ignored a signal, the
+ * kernel kills it when the thread that forked it ends (PR_SET_PDEATHSIG). With `at_once` the kernel
+ * does so from now on, without a signal. */
 int sfr_signals_leave(int signum, bool at_once);
 
 #endif

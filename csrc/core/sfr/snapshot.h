@@ -23,7 +23,8 @@ struct sfr_snapshot;
 #define SFR_SNAPSHOT_LEAVES 2u
 #define SFR_COPY_ALIGN 512u
 
-/* Makes a snapshot without memory. Copies the array. Returns 0, -ENOMEM, -EINVAL or SFR_EFORK. */
+/* Makes a snapshot without memory. Copies the array `sources`. Returns 0, -ENOMEM, -EINVAL or
+ * SFR_EFORK. */
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
 		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out);
 /* Leases the memory and gives the caller one view of it. Returns 0, or:
@@ -32,28 +33,31 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
  *   SFR_EEXHAUSTED   other snapshots hold too much
  *   SFR_ECLOSED, -errno */
 int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns);
-/* Names the caller's current stream on each device that has sources; called before the start.
- * Returns 0, or SFR_ESTATE if a device has no stream in the list. */
+/* Sets the caller's current stream on each device that has sources. Called before
+ * sfr_snapshot_start. Returns 0, or SFR_ESTATE if a device has no stream in the list. */
 int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			 uint32_t nr_streams);
 /* Copies the captured sources, takes samples of the deferred ones and hands these to the lane.
  * Lanes copy all sources on devices: the call only queues the copies, and the caller's stream waits
- * for the captured ones. Deferred sources and sources on devices stay valid until sfr_snapshot_wait
- * has returned 0. Returns 0, -errno, or SFR_ECAPTURING if a stream is capturing a graph.
+ * for the captured ones. Deferred sources and sources on devices must stay valid until
+ * sfr_snapshot_wait has returned 0. Returns 0, -errno, or SFR_ECAPTURING if a stream is capturing a
+ * graph.
  *
- * After a failure nothing is left to wait for. But with sources on devices copies may still run:
- * sfr_snapshot_wait waits for their end, and sfr_snapshot_error gives the error. */
+ * After a failure, copies from devices may still run, but no others. sfr_snapshot_wait then waits
+ * for their end, and sfr_snapshot_error gives the error. */
 int sfr_snapshot_start(struct sfr_snapshot *s);
-/* Waits until every byte is copied, or the copy was given up because nobody can read it any more.
+/* Waits until every byte is copied, or until the copy was given up because nobody can read it.
  * *torn is the index of a source that changed meanwhile, or -1. Returns 0 or SFR_EAGAIN. A slice of
  * zero takes no lock. */
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn);
 /* The gate of the next step, like sfr_save_gate. Returns 0 or SFR_EAGAIN. */
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
 		      uint64_t slice_ns);
-/* Sets *out to the error of a device, with code 0 if there is none. Final after the wait. */
+/* Sets *out to the error of a device, with code 0 if there is none. Final after
+ * sfr_snapshot_wait has returned 0. */
 void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out);
-/* Gets the range of all copies, after sfr_snapshot_lease. Other copies may be in between. */
+/* Gets the range of memory with all copies, after sfr_snapshot_lease. Copies of other snapshots may
+ * be in the range, too. */
 void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len);
 /* Returns the offset of a source's copy in that range. */
 uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source);
@@ -62,14 +66,14 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source);
  * SFR_ESTATE if the engine has no shared memory or nothing is leased. */
 int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off);
 /* Begin and end a view or a hold, which keep the memory leased. The caller ends a view. A hold ends
- * by itself, with the process or future that reads the memory. SFR_ESTATE: the memory has been
- * returned. */
+ * by itself, with the process or future that reads the memory. Beginning fails with SFR_ESTATE if
+ * the memory has been returned already. */
 int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
 /* `yes`: all views end by themselves, so the memory will return to the pool. A save or snapshot
- * that needs the memory then waits instead of failing with SFR_EEXHAUSTED. 0: takes that back. */
+ * that needs the memory then waits instead of failing with SFR_EEXHAUSTED. 0: revokes that. */
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* Returns 1 while the memory is leased, else 0; or SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);

@@ -8,7 +8,7 @@
 struct sfr_source {
 	uint64_t addr; /* address in the memory of `device`; may be 0 when nbytes is 0 */
 	uint64_t nbytes;
-	uint32_t lane;   /* SFR_CAPTURED: copied in the call; any other value: by a lane, later */
+	uint32_t lane;   /* SFR_CAPTURED: copied in the call; else: copied later, by a lane */
 	uint32_t device; /* 0: host memory; n: CUDA device n - 1 */
 };
 #define SFR_CAPTURED 0u

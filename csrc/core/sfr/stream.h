@@ -16,7 +16,7 @@ struct sfr_piece {
 };
 
 /* Takes the next piece of a save with SFR_SAVE_STREAM. One thread at a time calls it, from
- * sfr_save_new on. After the end further calls give an end again, which need not be given back.
+ * sfr_save_new on. After the end, further calls return the end again; it is given back only once.
  * Returns 0, or:
  *
  *   SFR_EAGAIN   there was no piece within the slice, or the save is not admitted
@@ -24,7 +24,8 @@ struct sfr_piece {
  *   SFR_EFORK */
 int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *piece);
 /* Gives a piece back, in any order and from any thread. The save ends only when all pieces are
- * given back, and is durable only when the end is, too. Does nothing in a forked child. */
+ * given back. It becomes durable only if the end was given back, too. Does nothing in a forked
+ * child. */
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece);
 
 #endif

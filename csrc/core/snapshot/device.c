@@ -1,13 +1,13 @@
 /* Copies a snapshot's sources on devices into the leased memory. All copies are queued in the call.
- * stage/transfer.h explains the events.
+ * stage/transfer.h explains the events C and S.
  *
  * The driver gets all captured sources in one call, and all deferred ones in another. A save queues
- * small portions instead, so that copies of other streams need not wait long. But the caller of a
- * snapshot mostly waits for it at once.
+ * small portions instead, so that copies of other streams need not wait long. Here that would not
+ * help, because the caller of a snapshot mostly waits for it at once.
  *
- * With SFR_SNAPSHOT_LEAVES everything is captured, but the caller's stream does not wait for the
- * copies: the event C is not recorded. A stream that writes to the sources again has to wait first
- * for the event S, which comes after all copies. */
+ * With SFR_SNAPSHOT_LEAVES (is_offload) everything is captured. But the caller's stream does not
+ * wait for the copies, so the event C is not recorded. Before a stream writes to the sources again,
+ * it has to wait for the event S, which is recorded after all copies. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -19,9 +19,9 @@
 struct sfr__snapshot_device {
 	struct sfr__transfer transfer;
 	struct sfr_snapshot *snapshot; /* constant */
-	uint32_t device;               /* constant; from 0 on */
+	uint32_t device;               /* constant; the driver's number, from 0 on */
 	CUstream stream;               /* the caller's current stream */
-	int64_t torn;                  /* index of a torn source, or -1; only the lane uses it */
+	int64_t torn;                  /* index of a torn source, or -1; used by the lane only */
 };
 
 static struct sfr__snapshot_device *device_of(struct sfr__transfer *tr)
@@ -39,6 +39,7 @@ static void add_sources(struct sfr__snapshot_device *dev, bool captured)
 	for (uint32_t i = 0; i < s->nr_sources; i++) {
 		const struct sfr_source *source = &s->sources[i];
 
+		/* source->device is 0 for host memory, n for device n - 1 */
 		if (source->device == dev->device + 1 && (source->lane == SFR_CAPTURED) == captured)
 			sfr__transfer_add_pooled(&dev->transfer, s->engine->pool,
 						 (uint64_t)(uintptr_t)s->copies[i], source->addr,
@@ -56,16 +57,16 @@ static void queue_copies(struct sfr__snapshot_device *dev)
 
 	if (sfr__transfer_prepare_pin(tr, s->engine->pool))
 		sfr__lot_pin(s);
-	tr->timed = s->leaves;
+	tr->timed = s->is_offload; /* for sfr_snapshot_copying_ns */
 	add_sources(dev, true);
 	sampled = sfr__snapshot_sampled(s, dev->device + 1, &nr);
 	sfr__transfer_sample(tr, sampled, nr, sfr__now_ns());
-	if (!s->leaves)
+	if (!s->is_offload)
 		sfr__transfer_mark_captured(tr);
 	add_sources(dev, false);
 }
 
-/* Does for one device what sfr__snapshot_devices_start does for all. */
+/* Queues all copies of one device. Returns as sfr__snapshot_devices_start. */
 static int start_device(struct sfr__snapshot_device *dev, struct sfr_err *err)
 {
 	struct sfr__transfer *tr = &dev->transfer;
@@ -101,7 +102,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 {
 	struct sfr__snapshot_device *dev = device_of(tr);
 
-	(void)portion; /* the transfer has only one */
+	(void)portion; /* a snapshot's transfer has only one */
 	if (ok)
 		dev->torn = sfr__snapshot_compare(dev->snapshot, dev->device + 1, &tr->samples);
 	else
@@ -114,7 +115,7 @@ static void transfer_over(struct sfr__transfer *tr)
 	struct sfr_snapshot *s = dev->snapshot;
 	struct sfr_err err = { .index = -1 };
 
-	if (tr->lost)
+	if (tr->device_died)
 		/* `why` needs no lock: it is constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	atomic_fetch_add_explicit(&s->copying_ns, tr->copying.ns, memory_order_relaxed);
@@ -159,7 +160,7 @@ int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 		while (k < nr && s->devices[k].device != device - 1)
 			k++;
 		if (k < nr)
-			continue;
+			continue; /* the device is in the array already */
 		struct sfr__snapshot_device *more =
 			sfr_sys.realloc(s->devices, (nr + 1) * sizeof(*more));
 		if (!more)

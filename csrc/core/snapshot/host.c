@@ -1,8 +1,8 @@
 /* Copies a snapshot's sources in host memory, through stage/host.c.
  *
- * The captured sources are one set, the deferred ones another. A set is a single block of
- * stage/host.c, in which the sources follow each other. A chunk of it may end inside a source, and
- * may contain many small ones. */
+ * The captured sources are one set, the deferred sources another. For stage/host.c a set is a
+ * single block, in which the sources follow each other. A chunk of this block may contain many
+ * small sources, and may begin and end inside a source. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
@@ -12,11 +12,11 @@ static struct sfr__host_set *host_set_of(struct sfr__host_copy *copy)
 	return sfr__container(copy, struct sfr__host_set, copy);
 }
 
-/* ---- for stage/host.c: struct sfr__host_ops has the contracts ---- */
+/* ---- callbacks for stage/host.c; struct sfr__host_ops has their contracts ---- */
 
 static struct sfr__host_block *block_state(struct sfr__host_copy *copy, uint32_t blk)
 {
-	(void)blk; /* there is only one */
+	(void)blk; /* always 0 */
 	return &host_set_of(copy)->block;
 }
 
@@ -35,8 +35,8 @@ static int64_t copy_range(struct sfr_snapshot *s, uint32_t i, uint64_t off, size
 	const char *src = sfr__bytes_of(&s->sources[i]) + off;
 	char *dst = s->copies[i] + off;
 
-	/* While no thread waits, lane_copy is better: its stores bypass the caches. Its CRC is not
-	 * needed here, but takes no extra time. */
+	/* While no thread waits, lane_copy is better: its stores bypass the caches. It also
+	 * computes a CRC, which is not needed here but takes no extra time. */
 	if (hurried)
 		sfr_sys.capture_copy(dst, src, len);
 	else
@@ -49,6 +49,7 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 {
 	const struct sfr__host_set *set = host_set_of(copy);
 	struct sfr_snapshot *s = set->snapshot;
+	const uint64_t chunk_end = off + len;
 	uint64_t at = off;
 	int64_t torn = -1;
 	/* the first source that ends after the beginning of the chunk */
@@ -56,14 +57,15 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 
 	(void)blk;
 	/* Each round copies the bytes [at, end) of the block, which are in source i. */
-	for (; at < off + len; i++) {
-		uint64_t end = set->starts[i + 1] < off + len ? set->starts[i + 1] : off + len;
+	for (; at < chunk_end; i++) {
+		const uint64_t source_end = set->starts[i + 1];
+		uint64_t end = source_end < chunk_end ? source_end : chunk_end;
 		int64_t found;
 
 		if (end == at)
 			continue; /* the source is not in this set, or is empty */
 		/* Prefetch the next source if it is in this set. */
-		if (i + 1 < s->nr_sources && set->starts[i + 2] > set->starts[i + 1])
+		if (i + 1 < s->nr_sources && set->starts[i + 2] > source_end)
 			sfr__host_prefetch(sfr__bytes_of(&s->sources[i + 1]),
 					   s->sources[i + 1].nbytes);
 		found = copy_range(s, i, at - set->starts[i], (size_t)(end - at), hurried);
@@ -91,7 +93,7 @@ static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 {
 	(void)copy;
-	(void)blk; /* only the end of the whole copy matters */
+	(void)blk; /* copy_has_ended is enough */
 }
 
 static void copy_has_ended(struct sfr__host_copy *copy)
@@ -109,11 +111,13 @@ static const struct sfr__host_ops ops = {
 	.over = copy_has_ended,
 };
 
-/* ---- for the snapshot ---- */
+/* ---- functions for the snapshot ---- */
 
+/* Makes a set of the captured sources in host memory, or of the deferred ones. Returns 0 or
+ * -ENOMEM. */
 static int host_set_new(struct sfr_snapshot *s, struct sfr__host_set *set, bool captured)
 {
-	uint64_t all = 0;
+	uint64_t total = 0; /* bytes of the set so far */
 
 	set->starts = sfr_sys.malloc(((size_t)s->nr_sources + 1) * sizeof(*set->starts));
 	if (!set->starts)
@@ -121,18 +125,18 @@ static int host_set_new(struct sfr_snapshot *s, struct sfr__host_set *set, bool 
 	for (uint32_t i = 0; i < s->nr_sources; i++) {
 		const struct sfr_source *source = &s->sources[i];
 
-		set->starts[i] = all;
-		/* The caller fills the copy of a source without an address. */
+		set->starts[i] = total;
+		/* The caller itself fills the copy of a source without an address. */
 		if (source->device == 0 && source->addr != 0 &&
 		    (source->lane == SFR_CAPTURED) == captured)
-			all += source->nbytes;
+			total += source->nbytes;
 	}
-	set->starts[s->nr_sources] = all;
+	set->starts[s->nr_sources] = total;
 	set->snapshot = s;
 	set->copy = (struct sfr__host_copy){
 		.engine = s->engine,
 		.ops = &ops,
-		.nr_blocks = all != 0 ? 1 : 0,
+		.nr_blocks = total != 0 ? 1 : 0,
 		.number = s->notice.number,
 	};
 	return 0;
@@ -151,7 +155,7 @@ void sfr__host_sets_free(struct sfr_snapshot *s)
 	sfr_sys.free(s->deferred.starts);
 }
 
-/* Gives the leased memory to the set's block. */
+/* Makes the leased memory the memory of the set's block, and all its bytes still to be copied. */
 static void set_destination(struct sfr__host_set *set)
 {
 	set->block = (struct sfr__host_block){ .mem = set->snapshot->base,
@@ -161,7 +165,7 @@ static void set_destination(struct sfr__host_set *set)
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all)
 {
 	set_destination(&s->captured);
-	/* Neither call can wait or return an error: all memory is leased. */
+	/* Neither call waits for memory or returns an error: all memory is leased. */
 	(void)sfr__host_copy_now(&s->captured.copy, SFR_FOREVER);
 	if (!all)
 		return;
@@ -172,5 +176,5 @@ void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all)
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s)
 {
 	set_destination(&s->deferred);
-	sfr__host_begin_locked(&s->deferred.copy, true);
+	sfr__host_begin_locked(&s->deferred.copy, true); /* true: no block need be leased */
 }

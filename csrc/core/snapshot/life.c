@@ -1,40 +1,41 @@
-/* The life of a snapshot: its state, its users, and the return of its memory. snapshot.c explains
- * them. */
+/* The state of a snapshot, the users of its memory, and the return of the memory. snapshot.c
+ * explains them. */
 #include "snapshot/snapshot.h"
 
-/* For tests: how often snapshots took each arrow of the diagram in snapshot.c. */
-static atomic_uint arrows[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
+/* How often snapshots went from one state to another; for tests. */
+static atomic_uint nr_transitions[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
 
-unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to)
+unsigned sfr__snapshot_nr_transitions(enum sfr__snapshot_state from, enum sfr__snapshot_state to)
 {
-	return atomic_load_explicit(&arrows[from][to], memory_order_relaxed);
+	return atomic_load_explicit(&nr_transitions[from][to], memory_order_relaxed);
 }
 
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state)
 {
-	atomic_fetch_add_explicit(&arrows[s->state][state], 1, memory_order_relaxed);
+	atomic_fetch_add_explicit(&nr_transitions[s->state][state], 1, memory_order_relaxed);
 	s->state = state;
 	pthread_cond_broadcast(&s->engine->cv_state);
 }
 
-/* Gives the memory back if it has no users and no copy is running. Releases the engine's lock. */
+/* Gives the memory back if it has no users and no copy is running. Unlocks the engine's mutex,
+ * which the caller holds. */
 static void return_if_unused_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = NULL;
-	bool is_free = false;
+	bool gives_back = false;
 
-	/* Copies and holds end by themselves, so only views make the memory held. */
+	/* Only views make the memory held: copies and holds end by themselves. */
 	if (s->nr_views == 0 && s->lot)
 		sfr__lot_set_held_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
-		s->abandoned = true;
-		is_free = s->state != SFR__SNAPSHOT_COPYING && s->lot;
-		if (is_free)
+		s->abandoned = true; /* a running copy stops */
+		gives_back = s->state != SFR__SNAPSHOT_COPYING && s->lot;
+		if (gives_back)
 			lot = sfr__lot_drop_locked(s);
 	}
 	sfr__unlock(&s->engine->mu);
 	sfr__lot_free(s, lot);
-	if (is_free)
+	if (gives_back)
 		sfr__engine_drop_pool_user(s->engine);
 }
 
@@ -66,7 +67,7 @@ void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct
 		sfr__unlock(&engine->mu);
 		return;
 	}
-	engine->nr_copying--;
+	engine->nr_copying_snapshots--;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	return_if_unused_and_unlock(s);
 	sfr__notice_post(&s->notice); /* takes over the reference of the copying threads */
@@ -74,8 +75,8 @@ void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct
 
 /* ---- users of the memory ---- */
 
-/* Adds 1 to *count, which is nr_views or nr_holds. 0, SFR_EFORK, or SFR_ESTATE if the memory has
- * been given back. */
+/* Adds 1 to *count, which is nr_views or nr_holds. Returns 0, SFR_EFORK, or SFR_ESTATE if the
+ * memory has been given back. */
 static int add_user(struct sfr_snapshot *s, uint32_t *count)
 {
 	int rc = 0;
@@ -116,7 +117,7 @@ void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
 	if (sfr__snapshot_is_foreign(s))
 		return;
 	sfr__lock(&s->engine->mu);
-	if (s->lot) /* memory that will return by itself is not held */
+	if (s->lot) /* the memory is held unless it will be returned without help of a user */
 		sfr__lot_set_held_locked(s, !yes && s->nr_views > 0);
 	sfr__unlock(&s->engine->mu);
 }

@@ -4,8 +4,8 @@
  * of them are small, such as activations. So a snapshot that needs at most a quarter of a block
  * gets the next range of a common lot, which is one block.
  *
- *     lot    | one   | two       | three |  room         |      one block, pinned once
- *     users    gone    a snapshot  gone                         given back after the last user
+ *     lot    | range 1 | range 2     | range 3 | not given yet  |   one block, pinned once
+ *     user     ended     a snapshot    ended                        free after the last user
  *
  * A range is not used again before the whole block is free, so one count of users is enough.
  *
@@ -15,21 +15,21 @@
 
 #include "snapshot/snapshot.h"
 
-enum { SMALL_PER_BLOCK = 4 /* as many of the largest small snapshots fit into a block */ };
+enum { SMALL_PER_BLOCK = 4 /* a small snapshot needs at most 1/4 of a block */ };
 
 struct sfr__lot {
 	struct sfr__lease lease; /* constant, except for `retired` */
-	char *base;              /* constant; NULL if the lot is not common */
-	uint64_t len;            /* constant; 0 if the lot is not common */
+	char *base;              /* constant; start of a common lot, else NULL */
+	uint64_t len;            /* constant; bytes of a common lot, else 0 */
 	atomic_bool pinning;     /* a thread is pinning the lot, or has pinned it */
 
 	/* guarded by engine->mu */
-	uint64_t used;     /* bytes of a common lot that were given to snapshots */
-	uint32_t nr_users; /* snapshots */
-	uint32_t nr_held;  /* users with `held` set */
+	uint64_t used;     /* bytes of a common lot that were given to snapshots so far */
+	uint32_t nr_users; /* snapshots with memory in the lot */
+	uint32_t nr_held;  /* how many of them have `held` set */
 };
 
-/* Returns the sum of the lengths, or UINT64_MAX if it would overflow. */
+/* Returns the sum of the lengths, or UINT64_MAX if it is larger than any memory. */
 static uint64_t sum_of(const uint64_t *lens, uint32_t nr)
 {
 	uint64_t total = 0;
@@ -45,7 +45,7 @@ static uint64_t sum_of(const uint64_t *lens, uint32_t nr)
 /* Returns whether a snapshot of `total` bytes gets a range of a common lot. */
 static bool is_small(const struct sfr_snapshot *s, uint64_t total)
 {
-	return s->leaves && total > 0 && total <= s->engine->opts.block_bytes / SMALL_PER_BLOCK;
+	return s->is_offload && total > 0 && total <= s->engine->opts.block_bytes / SMALL_PER_BLOCK;
 }
 
 /* ---- getting a lot ---- */
@@ -57,8 +57,8 @@ static void add_user_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 	sfr__lot_set_held_locked(s, true);
 }
 
-/* Gives the snapshot the next `total` bytes of a common lot, lens[i] for source i. Returns false if
- * `lot` is NULL or retired, or has no room. */
+/* Gives the snapshot the next `total` bytes of the common lot `lot`: lens[i] bytes for source i.
+ * Gives nothing and returns false if `lot` is NULL or retired, or has no room. */
 static bool take_range_locked(struct sfr_snapshot *s, const uint64_t *lens, uint64_t total,
 			      struct sfr__lot *lot)
 {
@@ -72,31 +72,31 @@ static bool take_range_locked(struct sfr_snapshot *s, const uint64_t *lens, uint
 	return true;
 }
 
-/* Makes a lot without users: a common one, or one for this snapshot's sources. Waits and fails as
- * sfr__pool_lease. */
-static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint32_t nr_own,
-		    uint64_t slice_ns, struct sfr__lot **out)
+/* Makes a lot without users: a common lot, or one for this snapshot alone. Waits for memory, and
+ * returns errors, like sfr__pool_lease. */
+static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool is_common,
+		    uint32_t nr_blocked_saves, uint64_t slice_ns, struct sfr__lot **out)
 {
 	struct sfr__pool *pool = s->engine->pool;
 	const uint64_t block_bytes = s->engine->opts.block_bytes;
 	/* Only whole blocks can be pinned for a device. */
-	const bool whole = s->nr_devices || s->leaves;
+	const bool whole = s->nr_devices || s->is_offload;
 	struct sfr__lot *lot = sfr_sys.calloc(1, sizeof(*lot));
 	int rc;
 
 	if (!lot)
 		return -ENOMEM;
-	lot->len = common ? block_bytes : 0;
-	if (common)
-		rc = sfr__pool_lease(pool, &block_bytes, 1, whole, nr_own, slice_ns, &lot->base,
-				     &lot->lease);
+	lot->len = is_common ? block_bytes : 0;
+	if (is_common)
+		rc = sfr__pool_lease(pool, &block_bytes, 1, whole, nr_blocked_saves, slice_ns,
+				     &lot->base, &lot->lease);
 	else
-		rc = sfr__pool_lease(pool, lens, s->nr_sources, whole, nr_own, slice_ns, s->copies,
-				     &lot->lease);
+		rc = sfr__pool_lease(pool, lens, s->nr_sources, whole, nr_blocked_saves, slice_ns,
+				     s->copies, &lot->lease);
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(pool, &lot->lease, true);
 		if (rc < 0) {
-			/* undo; a failure is harmless */
+			/* Undo a part that was shared. If that fails, it only costs memory. */
 			(void)sfr__pool_share(pool, &lot->lease, false);
 			sfr__pool_unlease(pool, &lot->lease);
 		}
@@ -110,7 +110,8 @@ static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool common, u
 	return 0;
 }
 
-int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns)
+int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_blocked_saves,
+		 uint64_t slice_ns)
 {
 	struct sfr_engine *engine = s->engine;
 	const uint64_t total = sum_of(lens, s->nr_sources);
@@ -124,12 +125,12 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, 
 	sfr__unlock(&engine->mu);
 	if (found)
 		return 0;
-	rc = make_lot(s, lens, small, nr_own, slice_ns, &lot);
+	rc = make_lot(s, lens, small, nr_blocked_saves, slice_ns, &lot);
 	if (rc < 0)
 		return rc;
 	sfr__lock(&engine->mu);
 	if (small) {
-		(void)take_range_locked(s, lens, total, lot); /* always has room */
+		(void)take_range_locked(s, lens, total, lot); /* true: a new lot has room */
 		engine->common_lot = lot; /* the previous lot gets no more users */
 	} else {
 		add_user_locked(s, lot);
@@ -167,11 +168,11 @@ void sfr__lot_pin(const struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 
-	/* A second caller does not wait for the first: copies without pinned memory are only
-	 * slower. */
+	/* Another thread pins the lot, or has done so. There is no need to wait for it: copies to
+	 * memory that is not pinned are only slower. */
 	if (atomic_exchange_explicit(&lot->pinning, true, memory_order_acq_rel))
 		return;
-	if (!sfr__pool_pin_lease(s->engine->pool, &lot->lease))
+	if (!sfr__pool_pin_lease(s->engine->pool, &lot->lease)) /* a later call tries again */
 		atomic_store_explicit(&lot->pinning, false, memory_order_release);
 }
 

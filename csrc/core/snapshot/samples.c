@@ -1,7 +1,7 @@
-/* A snapshot's samples. See stage/samples.h. */
+/* A snapshot's samples, which show whether a copy is torn (stage/samples.h). */
 #include "snapshot/snapshot.h"
 
-/* `device`: 0 for host memory, n for device n - 1. */
+/* `device` is 0 for host memory, and n for device n - 1. */
 static bool is_deferred_on(const struct sfr_source *source, uint32_t device)
 {
 	return source->lane != SFR_CAPTURED && source->nbytes != 0 && source->device == device;
@@ -20,11 +20,14 @@ uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device
 struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
 					   uint32_t *nr)
 {
+	/* + 1, because an allocation of no bytes may return NULL */
 	struct sfr__sampled *sampled =
 		sfr_sys.malloc(((size_t)s->nr_sources + 1) * sizeof(*sampled));
 
 	*nr = 0;
-	for (uint32_t i = 0; sampled && i < s->nr_sources; i++)
+	if (!sampled)
+		return NULL;
+	for (uint32_t i = 0; i < s->nr_sources; i++)
 		if (is_deferred_on(&s->sources[i], device))
 			sampled[(*nr)++] = (struct sfr__sampled){ .entry = i,
 								  .addr = s->sources[i].addr,

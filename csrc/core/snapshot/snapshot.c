@@ -1,4 +1,4 @@
-/* Snapshots: copies that stay in the pool until they have no users.
+/* Snapshots: copies that stay in the pool until nobody uses them.
  *
  *     NEW --lease--> LEASED --start--> COPYING --------> COPIED
  *                      |                                   ^
@@ -19,8 +19,8 @@
  * Writes to deferred sources are detected by samples, as in a save.
  *
  * The call itself, host threads (host.c) and devices (device.c) may copy at the same time.
- * `nr_copying` counts them. They share one reference to the snapshot, which passes to the final
- * notice. So a thread of the engine never drops the last reference.
+ * `nr_copying` counts them. They share one reference to the snapshot, which passes to the notice at
+ * the end. So a thread of the engine never drops the last reference.
  *
  * With SFR_SNAPSHOT_SHARED the memory has MADV_DOFORK while it is leased, so children inherit it as
  * it was at the fork. A fork waits until a shared snapshot has been copied. */
@@ -29,7 +29,7 @@
 
 #include "snapshot/snapshot.h"
 
-/* ---- memory ---- */
+/* ---- making a snapshot, and leasing its memory ---- */
 
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
 		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out)
@@ -42,7 +42,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 	if (engine->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
 	if (flags & SFR_SNAPSHOT_SHARED && engine->opts.shared_memory)
-		return -EINVAL;
+		return -EINVAL; /* a child would see later writes to the memory */
 	s = sfr_sys.calloc(1, sizeof(*s));
 	if (!s)
 		return -ENOMEM;
@@ -51,7 +51,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 	s->engine = engine;
 	sfr__engine_get(engine);
 	s->shared = (flags & SFR_SNAPSHOT_SHARED) != 0;
-	s->leaves = (flags & SFR_SNAPSHOT_LEAVES) != 0;
+	s->is_offload = (flags & SFR_SNAPSHOT_LEAVES) != 0;
 	s->nr_sources = nr_sources;
 	s->torn = -1;
 	s->notice = (struct sfr__notice){
@@ -66,8 +66,8 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		goto fail;
 	if (nr_sources)
 		memcpy(s->sources, sources, nr_sources * sizeof(*sources));
-	/* The caller fills the copy of a source without an address, which must be captured and in
-	 * host memory. */
+	/* A source without an address is only given memory, which the caller fills. It must be
+	 * captured and in host memory. */
 	rc = -EINVAL;
 	for (uint32_t i = 0; i < nr_sources; i++)
 		if (sources[i].addr == 0 && sources[i].nbytes != 0 &&
@@ -93,8 +93,8 @@ static void set_range(struct sfr_snapshot *s)
 	for (uint32_t i = 0; i < s->nr_sources; i++) {
 		char *copy = s->copies[i];
 
-		if (!copy) /* a source without bytes */
-			continue;
+		if (!copy)
+			continue; /* a source without bytes */
 		if (!s->base || copy < s->base)
 			s->base = copy;
 		if (!end || copy + s->sources[i].nbytes > end)
@@ -107,7 +107,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = s->engine;
 	uint64_t *lens;
-	uint32_t nr_own;
+	uint32_t nr_blocked_saves;
 	int rc = 0;
 
 	if (sfr__snapshot_is_foreign(s))
@@ -116,8 +116,8 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	if (!lens)
 		return -ENOMEM;
 	for (uint32_t i = 0; i < s->nr_sources; i++)
-		lens[i] = s->leaves ? sfr__round_up(s->sources[i].nbytes, SFR_COPY_ALIGN) :
-				      s->sources[i].nbytes;
+		lens[i] = s->is_offload ? sfr__round_up(s->sources[i].nbytes, SFR_COPY_ALIGN) :
+					  s->sources[i].nbytes;
 	sfr__lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_NEW)
 		rc = SFR_ESTATE;
@@ -125,12 +125,12 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 		rc = SFR_ECLOSED;
 	else
 		engine->nr_pool_users++; /* keeps the pool until sfr__engine_drop_pool_user */
-	/* saves of this thread, which cannot go on before this call returns */
-	nr_own = sfr__engine_nr_own_locked(engine, true);
+	/* saves that this thread has not launched: they cannot go on before this call returns */
+	nr_blocked_saves = sfr__engine_nr_unlaunched_locked(engine, true);
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		goto out;
-	rc = sfr__lot_get(s, lens, nr_own, slice_ns);
+	rc = sfr__lot_get(s, lens, nr_blocked_saves, slice_ns);
 	if (rc < 0) {
 		sfr__engine_drop_pool_user(engine);
 		goto out;
@@ -140,7 +140,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	s->nr_views = 1; /* the caller's */
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_LEASED);
 	sfr__unlock(&engine->mu);
-	if (s->leaves) /* already here, to make sfr_snapshot_start faster */
+	if (s->is_offload) /* pinned here, so that sfr_snapshot_start takes less time */
 		sfr__snapshot_pin(s);
 out:
 	sfr_sys.free(lens);
@@ -160,7 +160,7 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 
 /* ---- copying ---- */
 
-/* Samples the deferred sources in host memory. 0 or -ENOMEM. */
+/* Takes samples of the deferred sources in host memory. Returns 0 or -ENOMEM. */
 static int take_samples(struct sfr_snapshot *s)
 {
 	uint32_t nr;
@@ -171,23 +171,19 @@ static int take_samples(struct sfr_snapshot *s)
 	return rc;
 }
 
-/* Copies all sources in host memory on the caller's thread, unless rc is an error. Sets the state
- * to COPIED in either case. Returns rc. */
-static int copy_here(struct sfr_snapshot *s, int rc)
+static void set_copied(struct sfr_snapshot *s)
 {
-	if (rc == 0)
-		sfr__snapshot_copy_now(s, true);
 	sfr__lock(&s->engine->mu);
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	sfr__unlock(&s->engine->mu);
-	return rc;
 }
 
 int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			 uint32_t nr_streams)
 {
-	return sfr__snapshot_is_foreign(s) ? SFR_EFORK :
-					     sfr__snapshot_devices_streams(s, streams, nr_streams);
+	if (sfr__snapshot_is_foreign(s))
+		return SFR_EFORK;
+	return sfr__snapshot_devices_streams(s, streams, nr_streams);
 }
 
 int sfr_snapshot_start(struct sfr_snapshot *s)
@@ -195,7 +191,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	struct sfr_engine *engine = s->engine;
 	uint32_t nr_deferred = sfr__snapshot_nr_deferred(s, 0); /* in host memory */
 	struct sfr_err err = { .index = -1 };
-	bool queued = false;
+	bool in_background = false; /* other threads or devices copy after this call */
 	int rc = 0;
 
 	if (sfr__snapshot_is_foreign(s))
@@ -207,26 +203,33 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		rc = SFR_ECLOSED;
 	sfr__unlock(&engine->mu);
 	if (rc == SFR_ESTATE)
-		return rc;
+		return rc; /* unlike after other errors, the state does not change */
 	if (rc == 0 && nr_deferred)
 		rc = take_samples(s);
 	sfr__lock(&engine->mu);
 	if (rc == 0 && (nr_deferred || s->nr_devices) && !engine->closing) {
 		rc = sfr__engine_start_locked(engine);
-		queued = rc == 0;
+		in_background = rc == 0;
 	}
-	if (queued) {
+	if (in_background) {
 		sfr_snapshot_get(s); /* the reference that all copying threads share */
 		s->nr_copying = 1;   /* this call */
-		engine->nr_copying++;
+		engine->nr_copying_snapshots++;
 		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
 	sfr__unlock(&engine->mu);
-	/* There was an error, or nothing is deferred, or the engine is closing. A closing engine
-	 * may have no threads, and devices cannot be copied without them. */
-	if (!queued)
-		return copy_here(s, rc == 0 && s->nr_devices ? SFR_ECLOSED : rc);
-	/* Devices first: they copy while the host copies. */
+	if (!in_background) {
+		/* There was an error, or nothing is deferred, or the engine is closing. A closing
+		 * engine may have no threads, and sources on devices cannot be copied without
+		 * them. */
+		if (rc == 0 && s->nr_devices)
+			rc = SFR_ECLOSED;
+		if (rc == 0)
+			sfr__snapshot_copy_now(s, true);
+		set_copied(s);
+		return rc;
+	}
+	/* Devices come first: they copy while the host copies. */
 	rc = sfr__snapshot_devices_start(s, &err);
 	sfr__snapshot_copy_now(s, false);
 	if (nr_deferred) {
@@ -235,17 +238,18 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		sfr__snapshot_defer_locked(s);
 		sfr__unlock(&engine->mu);
 	}
-	sfr__snapshot_copy_ended(s, -1, &err);
+	sfr__snapshot_copy_ended(s, -1, &err); /* this call */
 	return rc < 0 ? rc : err.code;
 }
 
+/* Returns whether no copy is running. */
 static bool is_copied(const void *snapshot)
 {
 	return ((const struct sfr_snapshot *)snapshot)->state != SFR__SNAPSHOT_COPYING;
 }
 
-/* Helps to copy, and waits until no copy is running. Does not wait if slice_ns is 0. 0 or
- * SFR_EAGAIN. */
+/* Waits until no copy is running, and helps to copy meanwhile. Does not wait if slice_ns is 0.
+ * Returns 0 or SFR_EAGAIN. */
 static int wait_locked(struct sfr_snapshot *s, uint64_t slice_ns, uint64_t deadline_ns)
 {
 	if (slice_ns == 0)
@@ -257,15 +261,15 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 		      uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
-	bool on_host;
+	bool must_wait; /* on the host: streams alone cannot order the next step */
 	int rc;
 
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
-	on_host = !sfr__snapshot_devices_gate(s, streams, nr_streams) ||
-		  sfr__snapshot_nr_deferred(s, 0) > 0;
+	must_wait = !sfr__snapshot_devices_gate(s, streams, nr_streams) ||
+		    sfr__snapshot_nr_deferred(s, 0) > 0;
 	sfr__lock(&s->engine->mu);
-	rc = on_host ? wait_locked(s, slice_ns, deadline) : 0;
+	rc = must_wait ? wait_locked(s, slice_ns, deadline) : 0;
 	sfr__unlock(&s->engine->mu);
 	return rc;
 }
@@ -306,7 +310,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	return rc;
 }
 
-/* ---- the rest ---- */
+/* ---- numbers and references ---- */
 
 uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s)
 {

@@ -11,62 +11,63 @@ struct sfr__snapshot_device;
 struct sfr__lot;
 
 enum sfr__snapshot_state {
-	SFR__SNAPSHOT_NEW,
-	SFR__SNAPSHOT_LEASED,
+	SFR__SNAPSHOT_NEW,     /* has no memory yet */
+	SFR__SNAPSHOT_LEASED,  /* has memory; nothing is copied yet */
 	SFR__SNAPSHOT_COPYING, /* copies are queued or running */
 	SFR__SNAPSHOT_COPIED,  /* all copies have ended, successfully or not */
 	SFR__NR_SNAPSHOT_STATES
 };
 
-/* The captured sources in host memory, or the deferred ones. stage/host.c copies a set as a single
- * block. */
+/* A set of sources in host memory: the captured ones, or the deferred ones. stage/host.c copies a
+ * set like a single block. */
 struct sfr__host_set {
 	struct sfr__host_copy copy;
 	struct sfr__host_block block;
 
 	/* constant */
 	struct sfr_snapshot *snapshot;
-	uint64_t *starts; /* offset of each source in the block; then the block's length */
+	uint64_t *starts; /* the offset of each source in the block, and at the end its length */
 };
 
 struct sfr_snapshot {
 	atomic_uint refs;
 
 	/* constant */
-	struct sfr_engine *engine; /* with a reference */
+	struct sfr_engine *engine; /* the snapshot holds a reference to it */
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
-	bool shared; /* SFR_SNAPSHOT_SHARED */
-	bool leaves; /* SFR_SNAPSHOT_LEAVES */
+	bool shared;     /* SFR_SNAPSHOT_SHARED: forked children inherit the memory */
+	bool is_offload; /* SFR_SNAPSHOT_LEAVES: tensors leave a device (sfr/snapshot.h) */
 
 	/* constant once LEASED */
-	char **copies; /* the address of each source's copy */
+	char **copies; /* the address of each source's copy; NULL: it has no bytes */
 	char *base;    /* start of the range that contains all copies */
 	uint64_t len;  /* length of this range */
 
 	/* guarded by engine->mu */
 	_Atomic enum sfr__snapshot_state state; /* may be read without the lock */
 	struct sfr__lot *lot;        /* the memory; NULL: not leased yet, or given back */
-	bool held;                   /* set by sfr__lot_set_held_locked */
-	bool abandoned;              /* there are no users left, so copying stops */
-	uint32_t nr_views, nr_holds; /* users of the memory, see snapshot.c */
-	uint32_t nr_copying;         /* the call, host threads and devices that still copy */
+	bool held;                   /* only a user can make the memory free, by releasing a view */
+	bool abandoned;              /* the memory has no users any more, so copying stops */
+	uint32_t nr_views, nr_holds; /* the users of the memory (snapshot.c) */
+	uint32_t nr_copying;         /* threads and devices that still copy */
 	int64_t torn;                /* index of a torn source, or -1; final once COPIED */
 	struct sfr_err err;          /* the first error of a device; final once COPIED */
-	_Atomic uint64_t copying_ns; /* device time of the copies; only with `leaves` */
+	_Atomic uint64_t copying_ns; /* device time of the copies; only with is_offload */
 
-	/* Samples of the deferred sources in host memory; `entry` is a source's index. Only
-	 * sfr_snapshot_start writes to them. */
+	/* Samples of the deferred sources in host memory; an item's `entry` is the source's index.
+	 * Constant after sfr_snapshot_start. */
 	struct sfr__samples samples;
 	struct sfr__snapshot_device *devices; /* the array is constant */
 	uint32_t nr_devices;
 
 	struct sfr__host_set captured, deferred; /* sources in host memory */
 
-	struct sfr__notice notice; /* posted when the copy has ended */
+	struct sfr__notice notice; /* posted when all copies have ended */
 };
 
+/* Returns the address of a source's bytes. */
 static inline const char *sfr__bytes_of(const struct sfr_source *source)
 {
 	return (const char *)(uintptr_t)source->addr;
@@ -74,51 +75,55 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 
 /* ---- lot.c ---- */
 /* Leases lens[i] bytes for the copy of each source i, and sets s->copies. The memory is then held.
- * With SFR_SNAPSHOT_LEAVES every length is a multiple of SFR_COPY_ALIGN. `nr_own` is the number of
- * saves in flight that wait for this call. Waits and fails as sfr__pool_lease. */
-int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
-/* Sets whether the snapshot's memory is *held*: it becomes free only when a user releases a view.
+ * With SFR_SNAPSHOT_LEAVES every length is a multiple of SFR_COPY_ALIGN. `nr_blocked_saves` is the
+ * number of saves in flight that cannot go on before this call returns. Waits for memory, and
+ * returns errors, like sfr__pool_lease. */
+int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_blocked_saves,
+		 uint64_t slice_ns);
+/* Sets whether the snapshot's memory is *held*: only a user can make it free, by releasing a view.
  * Memory that is not held becomes free by itself, when a copy or a process ends. Idempotent. */
 void sfr__lot_set_held_locked(struct sfr_snapshot *s, bool held);
-/* Makes sure that the memory is never used again. */
+/* Marks the memory so that it is never used again: a dead device may still write to it. */
 void sfr__lot_retire_locked(struct sfr_snapshot *s);
-/* Pins the memory as far as possible. A driver context must be current. The snapshot must keep its
- * memory meanwhile. */
+/* Pins the memory as far as possible. A driver context must be current. The memory must not be
+ * given back meanwhile. */
 void sfr__lot_pin(const struct sfr_snapshot *s);
-/* Ends the snapshot's use of its lot. Returns NULL if the lot has other users, else the lot, which
- * the caller gives to sfr__lot_free after unlocking. */
+/* Ends the snapshot's use of its lot. If the lot has no other users, returns the lot: the caller
+ * passes it to sfr__lot_free after unlocking. Otherwise returns NULL. */
 struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s);
 void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is allowed */
 
 /* ---- life.c ---- */
-/* Every change of state goes through this function. */
+/* Sets the state, and wakes threads that wait for it. Nothing else changes the state. */
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
 /* Returns how often snapshots of this process went from one state to the other; for tests. */
-unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
-/* Counts a thread or device that begins to copy. */
+unsigned sfr__snapshot_nr_transitions(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
+/* Increments nr_copying, for a thread or a device that begins to copy. */
 void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
-/* Counts a thread or device that has ended its copies. `torn` is the index of a torn source or -1;
- * `err` may be NULL. After the last one the state is COPIED, and the snapshot may be freed. */
+/* Decrements nr_copying, for a thread or a device that has ended its copies. `torn` is the index of
+ * a torn source, or -1. `err` may be NULL. When nothing copies any more, sets the state to COPIED.
+ * Then the snapshot may be freed. */
 void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
-/* Retires the memory after a device died, because copies of the device may never end. */
+/* Retires the memory after a device has died, because its copies may never end. */
 void sfr__snapshot_retire_memory(struct sfr_snapshot *s);
 
 /* ---- snapshot/host.c ---- */
-/* Makes the sets `captured` and `deferred`. 0 or -ENOMEM. */
+/* Makes s->captured and s->deferred. Returns 0 or -ENOMEM. */
 int sfr__host_sets_new(struct sfr_snapshot *s);
 void sfr__host_sets_free(struct sfr_snapshot *s);
-/* Copies the captured set, and with `all` also the deferred set. */
+/* Copies the captured sources in host memory on this thread; if `all`, also the deferred ones. */
 void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all);
-/* Lets threads copy the deferred set. The caller has counted this copy in nr_copying. */
+/* Hands the deferred sources in host memory to the lane. The caller has counted this copy in
+ * nr_copying. */
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 
 /* ---- snapshot/samples.c ---- */
-/* In these functions `device` is 0 for host memory, n for device n - 1.
- *
- * Returns the number of deferred sources there. */
+/* In these functions `device` is 0 for host memory, and n for device n - 1. */
+
+/* Returns the number of deferred sources on `device`. */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
-/* Returns an array of these sources, which the caller frees, and sets *nr to its length. NULL: out
- * of memory. */
+/* Returns an array of these sources, which the caller frees, and sets *nr to its length. Returns
+ * NULL if there is no memory. */
 struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
 					   uint32_t *nr);
 /* Returns the index of the first of these sources whose copy differs from its samples, or -1. */
@@ -126,15 +131,16 @@ int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
 			      const struct sfr__samples *samples);
 
 /* ---- snapshot/device.c ---- */
-/* Pins the leased memory as far as possible, if a device is in use. */
+/* Pins the leased memory as far as possible. Does nothing if the engine uses no device. */
 void sfr__snapshot_pin(struct sfr_snapshot *s);
-/* Makes s->devices, one for each device that has sources. 0 or -ENOMEM. */
+/* Makes s->devices, one for each device that has sources. Returns 0 or -ENOMEM. */
 int sfr__snapshot_devices_new(struct sfr_snapshot *s);
-/* Sets the caller's current streams. SFR_ESTATE if a device has none. */
+/* Sets the caller's current streams. Returns 0, or SFR_ESTATE if a device has none. */
 int sfr__snapshot_devices_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 				  uint32_t nr);
 /* Queues all copies, and makes the caller's streams wait for the captured ones. Returns 0, or
- * SFR_ECAPTURING or SFR_ECLOSED if the call is refused. Other errors are only in *err. */
+ * SFR_ECAPTURING or SFR_ECLOSED if nothing was queued on a device. Sets *err after other errors,
+ * and returns 0. */
 int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err);
 /* Makes these streams wait for all copies of their devices. Returns false if the host has to wait
  * instead. */

@@ -6,13 +6,13 @@
 #include "stage/host.h"
 #include "trace/trace.h"
 
-/* the longest wait for a block before a thread checks whether the copy was given up */
+/* the longest wait for a block; then the thread checks whether the copy was given up */
 #define FETCH_SLICE_NS (UINT64_C(50) * 1000 * 1000)
 
 /* constant except in tests */
 static struct {
 	size_t chunk;       /* bytes */
-	uint64_t help_from; /* bytes; a smaller copy ends before copiers wake up */
+	uint64_t help_from; /* bytes; a copy of fewer ends before copiers wake up */
 } tuned = { 1 << 20, 4 << 20 };
 
 void sfr__host_tune(size_t chunk, uint64_t help_from)
@@ -34,6 +34,7 @@ void sfr__host_prefetch(const char *src, uint64_t nbytes)
 
 /* ---- one chunk, one block -------------------------------------------------------------- */
 
+/* Returns whether there are chunks to hand out. */
 static bool has_chunks_locked(struct sfr__host_copy *copy)
 {
 	return copy->blk < copy->nr_blocks && !copy->ops->is_failing_locked(copy);
@@ -50,12 +51,13 @@ static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
 	return copy->ops->block(copy, copy->blk);
 }
 
-/* Returns as sfr__pool_get. *waited_ns gets the time spent waiting. */
+/* Leases a block of at least `need` bytes, and waits up to slice_ns for it. Returns what
+ * sfr__pool_get returns. Sets *waited_ns to the time spent waiting. */
 static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
 		 struct sfr__block **block, uint64_t *waited_ns)
 {
 	struct sfr__pool *pool = copy->engine->pool;
-	int rc = sfr__pool_get(pool, copy->seq, need, 0, block);
+	int rc = sfr__pool_get(pool, copy->seq, need, 0, block); /* 0: without waiting */
 	uint64_t start;
 
 	*waited_ns = 0;
@@ -68,7 +70,7 @@ static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
 	return rc;
 }
 
-/* Gets memory for the next block; releases the mutex meanwhile. Returns as `lease`. */
+/* Gets memory for the next block; releases the mutex meanwhile. Returns what lease() returns. */
 static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 {
 	const uint32_t blk = copy->blk;
@@ -88,7 +90,7 @@ static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 		copy->ops->leased_locked(copy, blk, block);
 		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
 	}
-	sfr__shared_wake_locked(copy->engine);
+	sfr__shared_wake_locked(copy->engine); /* others can take chunks, or fetch a block */
 	return rc;
 }
 
@@ -100,15 +102,15 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 	size_t all = copy->ops->block_len(copy, blk);
 	size_t off = block->begun, rest = all - off;
 	size_t len = rest < tuned.chunk ? rest : tuned.chunk;
-	bool hurried = !copy->is_deferred || copy->engine->nr_awaiting != 0;
-	int64_t torn;
+	bool hurried = !copy->is_deferred || copy->engine->nr_waiters != 0;
+	int64_t torn; /* index of a torn source, or -1 */
 
-	block->begun += len;
+	block->begun += len; /* this thread takes the chunk */
 	if (block->begun == all)
-		copy->blk++;
+		copy->blk++; /* the next chunks are in the next block */
 	copy->nr_copying++;
 	sfr__unlock(&copy->engine->mu);
-	{ /* the trace's span ends before the wait for the mutex */
+	{ /* a scope for the trace's span, which must not include the wait for the mutex */
 		SFR__TRACE(SFR_TRACE_COPY, copy->number, len);
 		torn = copy->ops->copy(copy, blk, off, len, hurried);
 		sfr__copy_fence();
@@ -143,8 +145,9 @@ static bool end_if_over_locked(struct sfr__host_copy *copy)
 	return true;
 }
 
-/* Makes memory for a later block, because in a new pool this takes longer than copying. Releases
- * the mutex meanwhile, so the copy may be over afterwards. Returns whether memory was made. */
+/* Makes memory in the pool for a later block. In a new pool this takes longer than copying, so
+ * copiers do it. Releases the mutex meanwhile, so the copy may be over afterwards. Returns whether
+ * memory was made. */
 static bool make_memory_locked(struct sfr_engine *engine)
 {
 	bool made;
@@ -157,7 +160,8 @@ static bool make_memory_locked(struct sfr_engine *engine)
 
 /* ---- deferred ---------------------------------------------------------------------------- */
 
-/* The step of struct sfr__shared: copies a chunk, gets memory for a block, or ends the copy. */
+/* Does a step, as struct sfr__shared requires: copies a chunk, gets memory for a block, or ends the
+ * copy. Returns false if nothing can be done now. */
 static bool step_locked(struct sfr__shared *work, bool may_wait)
 {
 	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);
@@ -176,6 +180,7 @@ static bool step_locked(struct sfr__shared *work, bool may_wait)
 		if (rc < 0 && rc != SFR_EAGAIN)
 			copy->ops->fail_locked(copy, rc, -1);
 	}
+	/* sfr__host_copy_now itself ends a copy that is not deferred */
 	if (!copy->is_deferred || !end_if_over_locked(copy))
 		return has_chunks;
 	copy->is_deferred = false;
@@ -201,22 +206,22 @@ void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
 {
 	copy->is_deferred = true;
 	copy->shared.step_locked = step_locked;
-	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
+	copy->shared.rank = has_memory ? SFR__RANK_HAS_MEMORY : SFR__RANK_NEEDS_BLOCKS;
 	(void)start_copiers_locked(copy); /* they help if a thread waits later */
 	sfr__shared_push_locked(copy->engine, &copy->shared);
 }
 
-/* Copies a chunk of the copy. If the copy has no memory, does a step of the oldest copy that needs
+/* Does a step of the copy or, if its next block has no memory, of the oldest copy that needs
  * blocks. Returns false if there is nothing to do now. */
 static bool help_locked(struct sfr__host_copy *copy)
 {
 	struct sfr__shared *work = &copy->shared;
 
 	if (!copy->is_deferred || copy->blk == copy->nr_blocks)
-		return false;
+		return false; /* the copy is over, or no chunks are left */
 	if (has_chunks_locked(copy) && !next_block(copy)->mem) {
 		work = copy->engine->shared;
-		while (work && work->rank != SFR__IN_TURN)
+		while (work && work->rank != SFR__RANK_NEEDS_BLOCKS)
 			work = work->next;
 	}
 	return work && work->step_locked(work, true);
@@ -228,14 +233,14 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 	struct sfr_engine *engine = copy->engine;
 	int rc = 0;
 
-	engine->nr_awaiting++; /* copiers help while this is not 0 */
+	engine->nr_waiters++; /* copiers help while this is not 0 */
 	sfr__shared_wake_locked(engine);
 	while (!is_over(arg) && rc == 0)
 		if (help_locked(copy))
 			rc = sfr__now_ns() < deadline_ns ? 0 : SFR_EAGAIN;
 		else
 			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
-	engine->nr_awaiting--;
+	engine->nr_waiters--;
 	return is_over(arg) ? 0 : SFR_EAGAIN;
 }
 
@@ -258,7 +263,7 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 	sfr__lock(&copy->engine->mu);
 	if (start_copiers_locked(copy)) {
 		copy->shared.step_locked = step_locked;
-		copy->shared.rank = SFR__IN_CALL;
+		copy->shared.rank = SFR__RANK_IN_CALL;
 		sfr__shared_push_locked(copy->engine, &copy->shared);
 	}
 	while (rc == 0 && has_chunks_locked(copy))

@@ -42,17 +42,19 @@ struct sfr__host_ops {
 	/* Returns the state of a block, which the owner stores. */
 	struct sfr__host_block *(*block)(struct sfr__host_copy *copy, uint32_t blk);
 	size_t (*block_len)(struct sfr__host_copy *copy, uint32_t blk);
-	/* Returns whether memory may be leased for a block now. NULL: always. */
+	/* Returns whether memory may be leased for a block now. May be NULL: then always. */
 	bool (*may_lease_locked)(struct sfr__host_copy *copy, uint32_t blk);
-	/* Gets a leased block of the pool. NULL if all memory is leased before the copy begins. */
+	/* Gives the owner the pool's block that was leased for block `blk`. May be NULL: then all
+	 * memory is leased before the copy begins. */
 	void (*leased_locked)(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *block);
 	/* Copies the bytes [off, off + len) of a block. `hurried`: a thread waits for the copy.
-	 * Returns the index of a torn source, or -1. */
+	 * Returns the index of a torn source, or -1 if none is torn. */
 	int64_t (*copy)(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
 			bool hurried);
 	/* Returns whether the copy has failed or was given up. */
 	bool (*is_failing_locked)(struct sfr__host_copy *copy);
-	/* Records SFR_ETORN with the torn source, or the code of a failed lease with -1. */
+	/* Records why the copy fails: SFR_ETORN with the index of the torn source, or the code of a
+	 * failed lease with -1 for the source. */
 	void (*fail_locked)(struct sfr__host_copy *copy, int code, int64_t source);
 	/* Called when nothing more is copied to a block. The owner passes the block's memory on. */
 	void (*filled_locked)(struct sfr__host_copy *copy, uint32_t blk);
@@ -80,7 +82,7 @@ struct sfr__host_copy {
 	uint64_t wait_ns;    /* time that threads have waited for blocks */
 };
 
-/* Begins a deferred copy. `has_memory`: no block needs to be leased. */
+/* Begins a deferred copy. `has_memory`: memory for all blocks is leased already. */
 void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory);
 /* Copies in the call. After the call no thread reads the sources. Returns 0 when the copy is over,
  * even if ops->fail_locked was called, or else:
@@ -95,7 +97,8 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns);
  * copies that have the blocks which it needs. Returns 0 or SFR_EAGAIN. */
 int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 			  bool (*is_over)(const void *arg), const void *arg);
-/* For tests: sets a chunk's bytes, and from how many bytes on copiers help. 0: the default. */
+/* For tests. `chunk`: bytes of a chunk. `help_from`: copiers help with copies of at least so many
+ * bytes. 0 sets the default. */
 void sfr__host_tune(size_t chunk, uint64_t help_from);
 /* Prefetches the first bytes of a source that is copied soon. */
 void sfr__host_prefetch(const char *src, uint64_t nbytes);

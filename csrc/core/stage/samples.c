@@ -4,7 +4,7 @@
 
 #include "stage/samples.h"
 
-/* Each line is a cache miss. Prefetching so many lines ahead makes the misses overlap. */
+/* how many lines ahead to prefetch: each line is a cache miss, and the misses then overlap */
 enum { PREFETCH_AHEAD = 64 };
 
 /* A linear congruential generator with Knuth's constants. Its upper bits are the random ones. */
@@ -17,14 +17,14 @@ static uint64_t next_random(uint64_t *random)
 /* ---- in host memory ---- */
 
 /* Returns which line is the i-th of n samples, in a source of nr_lines lines. The first line, the
- * last and (if n is odd) the middle one are sampled. Each other n-th of the source has one at
- * random, so that no stride of writes is missed every time. */
+ * last and (if n is odd) the middle one are sampled. Each other sample is a random line of its n-th
+ * of the source, so that no stride of writes is missed every time. */
 static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
 	const uint64_t middle = nr_lines / 2;
 	uint64_t from, to;
 
-	if (n >= nr_lines)
+	if (n >= nr_lines) /* all lines are sampled */
 		return i;
 	if (n == 1)
 		return middle;
@@ -46,12 +46,12 @@ uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total
 	const uint64_t half = most / 2;
 	uint64_t even = nr_sources ? half / nr_sources : 0, by_bytes = 0;
 
-	if (nr_sources < half && total != 0)
+	if (nr_sources < half && total != 0) /* else each source just gets one sample */
 		by_bytes = (uint64_t)((double)half * ((double)nbytes / (double)total));
 	return even + by_bytes > 1 ? even + by_bytes : 1;
 }
 
-static uint64_t bytes_of(const struct sfr__sampled *sources, uint32_t nr)
+static uint64_t total_bytes_of(const struct sfr__sampled *sources, uint32_t nr)
 {
 	uint64_t total = 0;
 
@@ -82,7 +82,7 @@ uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__
 		if (j > 0 && line <= last)
 			line = last + 1; /* not the same line twice */
 		if (line >= nr_lines)
-			break;
+			break; /* all lines up to the end are sampled */
 		last = line;
 		off = line * SFR__SAMPLE_LEN;
 		left = source->nbytes - off;
@@ -108,7 +108,7 @@ int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *s
 {
 	const struct sfr__sampled *source = sources; /* of the line that is copied */
 	const struct sfr__sampled *ahead = sources;  /* of the line that is prefetched */
-	const uint64_t total = bytes_of(sources, nr);
+	const uint64_t total = total_bytes_of(sources, nr);
 
 	samples->nr = 0;
 	samples->items = sfr_sys.malloc((size_t)most_samples_of(sources, nr, total) *
@@ -141,14 +141,17 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 			const char *staged, size_t len)
 {
 	const struct sfr__sample *s = samples->items, *end = s + samples->nr;
+	const uint64_t off_end = off + len;
 
-	/* skip to the first sample that ends after the beginning of the range */
+	/* binary search: skip the samples that end before the range begins */
 	s += sfr__lower_bound(k, 0, samples->nr,
 			      s[k].entry < entry ||
 				      (s[k].entry == entry && s[k].off + s[k].len <= off));
-	for (; s < end && s->entry == entry && s->off < off + len; s++) {
+	for (; s < end && s->entry == entry && s->off < off_end; s++) {
+		/* the bytes [from, to) of the source are in the range and in the sample */
+		const uint64_t sample_end = s->off + s->len;
 		uint64_t from = s->off > off ? s->off : off;
-		uint64_t to = s->off + s->len < off + len ? s->off + s->len : off + len;
+		uint64_t to = sample_end < off_end ? sample_end : off_end;
 
 		if (memcmp(staged + (from - off), s->bytes + (from - s->off), to - from))
 			return false;
@@ -164,7 +167,7 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 /* Returns how many rows a source needs so that their distance is at most MOST_PITCH. */
 static uint64_t least_rows_of(uint64_t nbytes)
 {
-	return nbytes / MOST_PITCH + 2;
+	return nbytes / MOST_PITCH + 2; /* the gaps, rounded up, and one row more than gaps */
 }
 
 uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t share)
@@ -198,13 +201,13 @@ uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr
 	const uint64_t nbytes = source->nbytes;
 	uint64_t len = nbytes < SFR__SAMPLE_LEN ? nbytes : SFR__SAMPLE_LEN;
 	uint64_t n = rows_of(nbytes, share, random);
-	uint64_t off = 0; /* of the first row */
+	uint64_t off = 0; /* offset of the first row */
 
 	*pitch = 0;
 	if (nbytes == 0)
 		return 0;
-	if (n == 1)
-		off = (*random >> 33) % (nbytes - len + 1); /* rows_of has advanced *random */
+	if (n == 1) /* at a random offset; rows_of has advanced *random */
+		off = (*random >> 33) % (nbytes - len + 1);
 	else
 		*pitch = (nbytes - len) / (n - 1);
 	for (uint64_t i = 0; i < n; i++)
@@ -216,7 +219,7 @@ uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr
 
 size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr)
 {
-	const uint64_t total = bytes_of(sources, nr);
+	const uint64_t total = total_bytes_of(sources, nr);
 	uint64_t most = 0;
 
 	for (uint32_t i = 0; i < nr; i++)
@@ -229,7 +232,7 @@ size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr)
 size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
 				uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows)
 {
-	const uint64_t total = bytes_of(sources, nr);
+	const uint64_t total = total_bytes_of(sources, nr);
 	size_t nr_rows = 0;
 
 	samples->nr = 0;

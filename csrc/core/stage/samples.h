@@ -8,12 +8,12 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-/* The samples that all sources share, in host memory (SAMPLES) and on one device (ROWS). There may
- * be a few more, because each source gets at least one.
+/* The most samples of one save: in host memory (SAMPLES), and on each device (ROWS). Each source
+ * gets at least one, so there may be a few more.
  *
  * Taking 8,192 in host memory lasts 0.20 ms with huge pages and 0.35 ms with small ones; 4,096 last
  * 0.12 and 0.20 ms (AMD EPYC, 1 GB, each sample a cache miss). On a device each takes up to 2 us of
- * the copy engine. benchmarks/odds.py shows which writes they detect. */
+ * the copy engine. benchmarks/odds.py shows which writes the samples detect. */
 #define SFR__MAX_SAMPLES 8192
 #define SFR__MAX_ROWS 4096
 #define SFR__SAMPLE_LEN 64 /* bytes of a sample: a cache line */
@@ -21,7 +21,7 @@
 /* One cache line as it was at the call. */
 struct sfr__sample {
 	uint32_t entry; /* the index of the source */
-	uint32_t len;   /* bytes in use; fewer than a line at the end of a source */
+	uint32_t len;   /* bytes; fewer than a line only at the end of a source */
 	uint64_t off;   /* offset in the source */
 	unsigned char bytes[SFR__SAMPLE_LEN]; /* a device's copy engine writes here */
 };
@@ -34,7 +34,7 @@ struct sfr__samples {
 
 /* A source to sample. Lists are sorted by entry. */
 struct sfr__sampled {
-	uint32_t entry;
+	uint32_t entry; /* the index of the source */
 	uint64_t addr, nbytes;
 };
 
@@ -49,7 +49,7 @@ void sfr__samples_free(struct sfr__samples *samples);
 size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr);
 /* Chooses the samples of sources on a device. Fills in samples->items, which has room for
  * sfr__samples_most_rows, without their bytes. Fills in `rows`: the copies that will fetch the
- * bytes, at most one for each source. Returns the number of copies. */
+ * bytes, at most one copy for each source. Returns the number of copies. */
 size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
 				uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows);
 
@@ -66,8 +66,8 @@ uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total
  * bytes. Advances the random number *random. Returns the number of items. */
 uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__sampled *source,
 				   uint64_t most, uint64_t *random);
-/* Does the same for a source on a device. `share`: the source's share of all rows. *pitch gets the
- * bytes between the beginnings of two rows. */
+/* Does the same for a source on a device. `share`: the source's share of all rows. Sets *pitch to
+ * the number of bytes between the beginnings of two rows. */
 uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr__sampled *source,
 				     uint64_t share, uint64_t *random, uint64_t *pitch);
 /* Returns the most rows that sfr__samples_choose_rows_of can choose. */

@@ -21,6 +21,7 @@ static void drop_staged_locked(struct sfr__transfer *tr)
 /* Counts one user less. The last user ends the transfer; only a user can add users. */
 static void drop_user(struct sfr__transfer *tr)
 {
+	/* loaded here, because another thread may free the transfer below */
 	void (*over)(struct sfr__transfer *tr) = tr->ops->over;
 	struct sfr__cuda_lane *lane = tr->lane;
 	bool last;
@@ -34,8 +35,10 @@ static void drop_user(struct sfr__transfer *tr)
 	sfr__unlock(&lane->mu);
 	if (!last)
 		return;
+	/* nr_users stays 1 until the end, so that a client that waits does not free the transfer */
 	sfr__cuda_store_put(lane, &tr->store);
-	(void)sfr__cuda_timer_read(lane, &tr->copying); /* cannot be too early */
+	(void)sfr__cuda_timer_read(lane,
+				   &tr->copying); /* returns true, because the copies have ended */
 	sfr__lock(&lane->mu);
 	drop_staged_locked(tr);
 	tr->nr_users = 0; /* a client without `over` may free the transfer from here on */
@@ -50,7 +53,7 @@ static void portion_done(struct sfr__cuda_portion *portion, bool ok)
 	struct sfr__transfer *tr = portion->transfer;
 
 	if (!ok)
-		tr->lost = true;
+		tr->device_died = true;
 	if (tr->ops->portion_done)
 		tr->ops->portion_done(tr, portion, ok);
 	drop_user(tr);
@@ -122,7 +125,7 @@ int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, 
 	if (rc == 0) {
 		tr->lane = lane;
 		tr->nr_users = 1;
-	} else if (rc != SFR_ECLOSED) {
+	} else if (rc != SFR_ECLOSED) { /* the caller finds no lane, and the error in tr->err */
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, why);
 		rc = 0;
 	}
@@ -201,29 +204,30 @@ static void launch_portion(struct sfr__transfer *tr)
 void sfr__transfer_send(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_portion *portion = tr->portion;
-	bool unused;
+	bool is_dropped;
 
 	if (!portion)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
 	queue_added(tr);
-	/* A portion with memory is sent in any case: the client then passes the memory on. */
-	unused = !tr->has_queued && (!portion->memory || sfr__transfer_died(tr));
-	if (!unused)
+	/* Without queued copies a portion is dropped. One with memory is dropped only on a dead
+	 * device: otherwise `portion_done` has to pass the memory on. */
+	is_dropped = !tr->has_queued && (!portion->memory || sfr__transfer_died(tr));
+	if (!is_dropped)
 		launch_portion(tr);
 	sfr__cuda_turn_end(tr->lane);
 	tr->has_queued = false;
-	if (!unused)
+	if (!is_dropped)
 		return;
 	if (portion->memory)
-		tr->ops->unused(tr, portion);
+		tr->ops->portion_dropped(tr, portion);
 	sfr__cuda_portion_put(tr->lane, portion);
 	tr->portion = NULL;
 	tr->bytes = 0;
 }
 
-/* Sends the portion, and waits until few portions are in flight. Sends nothing if there is no
- * memory for the next portion: later copies are then added to this one. */
+/* Sends the portion, and waits until few portions are in flight. Sends nothing if the next portion
+ * cannot be allocated: later copies are then added to this one. */
 static void send_some(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_portion *next = sfr__cuda_portion_get(tr->lane);
@@ -241,20 +245,20 @@ static void send_some(struct sfr__transfer *tr)
 void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
 		       bool pinned)
 {
-	for (uint64_t done = 0, now; done < len && !tr->err.code; done += now) {
+	for (uint64_t done = 0, step; done < len && !tr->err.code; done += step) {
 		const uint64_t most = sfr__cuda_portion_bytes;
 		/* a portion that send_some could not send is full, and gets as many bytes again */
 		const uint64_t room = most > tr->bytes ? most - tr->bytes : most;
 
-		now = len - done;
-		if (tr->throttled && now > room)
-			now = room;
+		step = len - done;
+		if (tr->throttled && step > room)
+			step = room;
 		if (!sfr__transfer_portion(tr))
 			return;
 		if (sfr__cuda_batch_add(pinned ? &tr->pinned : &tr->unpinned, dst + done,
-					src + done, (size_t)now) < 0)
+					src + done, (size_t)step) < 0)
 			sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
-		tr->bytes += now;
+		tr->bytes += step;
 		if (tr->throttled && tr->bytes >= most)
 			send_some(tr);
 	}
@@ -277,13 +281,13 @@ void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *
 	/* whichever of the two is in host memory */
 	const char *host = (const char *)(uintptr_t)(tr->lane->way == SFR__CUDA_OUT ? dst : src);
 
-	for (uint64_t off = 0, now; off < len; off += now) {
-		bool pinned = true;
+	for (uint64_t off = 0, step; off < len; off += step) {
+		bool pinned = true; /* memory outside the pool is pinned by its owner */
 
-		now = len - off;
+		step = len - off;
 		if (sfr__pool_has(pool, host))
-			now = sfr__pool_span(pool, host + off, (size_t)now, &pinned);
-		sfr__transfer_add(tr, dst + off, src + off, now, pinned);
+			step = sfr__pool_span(pool, host + off, (size_t)step, &pinned);
+		sfr__transfer_add(tr, dst + off, src + off, step, pinned);
 	}
 }
 
@@ -311,18 +315,22 @@ void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources
 	struct sfr__cuda_rows *rows = sources ? sfr_sys.malloc((nr + 1) * sizeof(*rows)) : NULL;
 	size_t nr_rows;
 
-	if (!rows)
+	if (!rows) {
 		sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
-	if (rows && nr && sfr__transfer_get_store(tr, sources, nr) && sfr__transfer_portion(tr) &&
-	    !tr->err.code) {
-		tr->samples.items = tr->store.mem;
-		nr_rows = sfr__samples_choose_rows(&tr->samples, sources, nr, seed, rows);
-		sfr__cuda_turn_begin(tr->lane);
-		tr->has_queued = true;
-		sfr__cuda_copy_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items),
-				    tr->store.pinned, &tr->err);
-		sfr__cuda_turn_end(tr->lane);
+		goto out;
 	}
+	if (nr == 0 || !sfr__transfer_get_store(tr, sources, nr))
+		goto out;
+	if (!sfr__transfer_portion(tr) || tr->err.code)
+		goto out;
+	tr->samples.items = tr->store.mem;
+	nr_rows = sfr__samples_choose_rows(&tr->samples, sources, nr, seed, rows);
+	sfr__cuda_turn_begin(tr->lane);
+	tr->has_queued = true;
+	sfr__cuda_copy_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items), tr->store.pinned,
+			    &tr->err);
+	sfr__cuda_turn_end(tr->lane);
+out:
 	sfr_sys.free(rows);
 	sfr_sys.free(sources);
 }
@@ -356,14 +364,13 @@ void sfr__transfer_mark_captured(struct sfr__transfer *tr)
 void sfr__transfer_mark_staged(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
-	struct sfr_err err = { .index = -1 };
+	struct sfr_err err = { .index = -1 }; /* ignored: without S the gate waits on the host */
 	CUevent event;
 
 	sfr__transfer_send(tr);
 	if (sfr__cuda_is_dead(lane))
 		return;
 	sfr__cuda_turn_begin(lane);
-	/* without an event the gate waits on the host */
 	event = sfr__cuda_record(lane, lane->stream, &err);
 	sfr__cuda_turn_end(lane);
 	sfr__lock(&lane->mu);
@@ -384,6 +391,8 @@ void sfr__transfer_end(struct sfr__transfer *tr)
 
 /* ---- the gate ----------------------------------------------------------------------------- */
 
+/* Makes a stream wait for the event. Returns false if the driver refuses, or the stream is being
+ * captured. */
 static bool insert_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent event)
 {
 	struct sfr__cuda_scope scope;
@@ -406,7 +415,7 @@ bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *strea
 	if (!lane)
 		return true;
 	sfr__lock(&lane->mu);
-	done = tr->nr_users == 0 || lane->dead;
+	done = tr->nr_users == 0 || lane->dead; /* nothing to wait for */
 	if (!done && stream)
 		event = tr->staged;
 	if (event)

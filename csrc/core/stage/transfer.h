@@ -35,16 +35,18 @@
 #include "memory/pool.h"
 #include "stage/samples.h"
 
-/* Functions that a client provides. Any of them may be NULL, except as stated. */
+/* Functions that a client provides. They may be NULL, except as stated. */
 struct sfr__transfer_ops {
 	/* Called on the lane's thread when the copies of a portion have completed. !ok: the device
 	 * has died, and some copies may still run. */
 	void (*portion_done)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok);
-	/* Called on the thread that queues, when the device is dead and nothing was queued to a
-	 * portion's memory. Not NULL if portions have memory. */
-	void (*unused)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion);
+	/* Called on the thread that queues, instead of `portion_done`, for a portion with memory
+	 * that is not sent: the device is dead, and no copy to the memory was queued. Must not be
+	 * NULL if portions have memory. */
+	void (*portion_dropped)(struct sfr__transfer *tr, struct sfr__cuda_portion *portion);
 	/* Called on the lane's thread or in sfr__transfer_end, when all copies have ended. May free
-	 * the transfer. NULL: the client calls sfr__transfer_wait before it frees the transfer. */
+	 * the transfer. If it is NULL, the client calls sfr__transfer_wait before it frees the
+	 * transfer. */
 	void (*over)(struct sfr__transfer *tr);
 };
 
@@ -69,23 +71,25 @@ struct sfr__transfer {
 
 	/* used by the thread that queues, then in `portion_done` and by the last user */
 	struct sfr__samples samples;
-	struct sfr__cuda_store store; /* memory of the samples */
-	struct sfr__cuda_timer copying;
+	struct sfr__cuda_store store;   /* memory of the samples */
+	struct sfr__cuda_timer copying; /* measures copies, see `timed` */
 
-	bool lost; /* the device died under a portion; constant once the transfer is over */
+	bool device_died; /* while a portion was in flight; constant once the transfer is over */
 
 	/* guarded by lane->mu */
 	_Atomic uint32_t nr_users; /* also read without the lock */
 	uint32_t nr_waits;         /* threads about to insert a wait for S */
-	CUevent staged;            /* S; NULL: could not be recorded, or is not needed any more */
+	CUevent staged; /* S; NULL: not recorded yet, not recordable, or not needed any more */
 };
 
-/* Opens a transfer without E. Returns SFR_ECLOSED or 0. After 0 the caller calls sfr__transfer_end
- * if tr->lane is set; otherwise tr->err says what failed. */
+/* Opens a transfer that does not wait for a stream of the caller: it has no E. Returns SFR_ECLOSED
+ * or 0. After 0 the caller calls sfr__transfer_end if tr->lane is set; otherwise tr->err says what
+ * failed. */
 int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
 		       enum sfr__cuda_way way);
 /* Does the same, enters the context on this thread, and makes the lane's stream wait for the
- * caller's (E). Returns also SFR_ECAPTURING, without a lane. */
+ * caller's (E). If the caller's stream is captured into a graph, returns SFR_ECAPTURING and leaves
+ * tr->lane NULL. */
 int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
 			enum sfr__cuda_way way, CUstream stream);
 /* Returns whether all copies have ended, or none was begun. Takes no lock. */
@@ -102,8 +106,8 @@ void sfr__transfer_leave(struct sfr__transfer *tr);
 
 /* Prepares the pool for pinning. Returns false if that is impossible; the pool keeps the reason. */
 bool sfr__transfer_prepare_pin(const struct sfr__transfer *tr, struct sfr__pool *pool);
-/* Returns the portion to which the next copies are added. The client may set its fields until it is
- * sent. Returns NULL without memory, with the error in tr->err. */
+/* Returns the portion to which the next copies are added. The client may set the portion's fields
+ * until the portion is sent. Returns NULL if memory is short, with the error in tr->err. */
 struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr);
 /* Adds a copy of `len` bytes between device and host memory. `pinned`: the host memory is pinned.
  * If the transfer is throttled, sends the portion when it is full. */
@@ -114,11 +118,12 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
 void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *pool, uint64_t dst,
 			      uint64_t src, uint64_t len);
 /* Gets a store for samples of these sources, unless the transfer has one. `sources` is NULL if the
- * caller had no memory for the array. Returns false without memory, with the error in tr->err. */
+ * caller had no memory for the array. Returns false if memory is short, with the error in
+ * tr->err. */
 bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__sampled *sources,
 			     uint32_t nr);
 /* Queues copies that gather samples of the sources. Frees the array `sources`, which may be NULL as
- * above. `seed` decides which lines are sampled. Any error is in tr->err. */
+ * in sfr__transfer_get_store. `seed` decides which lines are sampled. Any error is in tr->err. */
 void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
 			  uint64_t seed);
 /* Returns whether the device has died; then tr->err says why. */
@@ -127,8 +132,8 @@ bool sfr__transfer_died(struct sfr__transfer *tr);
 void sfr__transfer_send(struct sfr__transfer *tr);
 /* Queues the copies that were added, and makes the caller's stream wait for them (C). */
 void sfr__transfer_mark_captured(struct sfr__transfer *tr);
-/* Copies `len` bytes at `src` on the device to the store, and waits for them, but not inside the
- * driver. Returns false after an error, which is in tr->err. */
+/* Copies `len` bytes at `src` on the device to the store, and waits for them without a blocking
+ * call of the driver. Returns false after an error, which is in tr->err. */
 bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len);
 /* Sends the rest of the copies, and records S. */
 void sfr__transfer_mark_staged(struct sfr__transfer *tr);

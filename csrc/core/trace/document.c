@@ -1,13 +1,13 @@
 /* A JSON document in a file that is complete after every write, even if the process dies.
  *
- * Each write adds events and, after them, the document's end. The next write begins where that end
- * began:
+ * Each write adds events and, after them, the closing text that makes the JSON complete. The next
+ * write begins where the closing text began:
  *
- *     {"displayTimeUnit":"ms","traceEvents":[ ... events ...          ],"otherData":{...}}
- *                                                           ^ off     ^ end of the document
+ *     {"displayTimeUnit":"ms","traceEvents":[ ... events ...],"otherData":{...}}
+ *                                                           ^ off: the closing text
  *
- * When a write fails, the end is written again at its old offset. Spaces, which JSON allows, then
- * overwrite new events that were written in part. All later events are lost. */
+ * When a write fails, the closing text is written again at its old offset. Spaces, which JSON
+ * allows, then overwrite new events that were written in part. All later events are lost. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -22,10 +22,10 @@ enum {
 	TEXT_BYTES = 256 << 10, /* length of the text buffer */
 	LINE_BYTES = 768,       /* the most that one call of sfr__document_add adds */
 	EVENT_LINES = 16,       /* the most calls in a group (sfr__document_begin) */
-	END_BYTES = 256,        /* room for the document's end */
+	END_BYTES = 256,        /* room for the closing text */
 };
 
-/* Writes the document's end to `text`. Returns its length. */
+/* Writes the document's closing text to `text`. Returns its length. */
 static size_t put_end(const struct sfr__document *doc, char *text)
 {
 	return (size_t)snprintf(text, END_BYTES,
@@ -43,7 +43,7 @@ void sfr__document_flush(struct sfr__document *doc)
 
 	if (doc->error)
 		goto out;
-	/* sfr__document_begin has left room for the end. */
+	/* sfr__document_begin has left room for the closing text. */
 	end_len = put_end(doc, doc->text + doc->len);
 	all = doc->len + end_len;
 	rc = sfr__write_all(doc->fd, doc->text, all, doc->off, &done);
@@ -52,7 +52,7 @@ void sfr__document_flush(struct sfr__document *doc)
 		doc->end_len = end_len;
 		goto out;
 	}
-	doc->error = rc;
+	doc->error = rc; /* the events in `text` are lost */
 	doc->nr_events -= doc->nr_unwritten;
 	doc->nr_dropped += doc->nr_unwritten;
 	if (doc->off == 0)
@@ -63,7 +63,7 @@ void sfr__document_flush(struct sfr__document *doc)
 		file_end = doc->off + done; /* the failed write made the file longer */
 	while (doc->off + end_len < file_end && end_len < TEXT_BYTES)
 		doc->text[end_len++] = ' ';
-	/* doc->error is set already */
+	/* the result is not needed, because doc->error is set already */
 	(void)sfr__write_all(doc->fd, doc->text, end_len, doc->off, &done);
 out:
 	doc->len = 0;
@@ -88,8 +88,7 @@ void sfr__document_begin(struct sfr__document *doc)
 		sfr__document_flush(doc);
 }
 
-/* Returns the length of the valid UTF-8 sequence that begins at `s`, or 0. Overlong forms,
- * surrogates, and code points above U+10FFFF are not valid. */
+/* Returns the length of the UTF-8 sequence that begins at `s`, or 0 if it is not valid. */
 static size_t utf8_len(const unsigned char *s, const unsigned char *end)
 {
 	size_t len = 1;
@@ -100,14 +99,19 @@ static size_t utf8_len(const unsigned char *s, const unsigned char *end)
 		len = 3;
 	else if (*s >= 0x80)
 		len = 2;
-	if ((*s >= 0x80 && *s < 0xc2) || *s > 0xf4 || (size_t)(end - s) < len)
+	if ((*s >= 0x80 && *s < 0xc2) || *s > 0xf4)
+		return 0; /* no sequence begins with this byte */
+	if ((size_t)(end - s) < len)
 		return 0;
 	for (size_t i = 1; i < len; i++)
 		if ((s[i] & 0xc0) != 0x80)
 			return 0;
-	if ((*s == 0xe0 && s[1] < 0xa0) || (*s == 0xed && s[1] >= 0xa0) ||
-	    (*s == 0xf0 && s[1] < 0x90) || (*s == 0xf4 && s[1] >= 0x90))
-		return 0;
+	if ((*s == 0xe0 && s[1] < 0xa0) || (*s == 0xf0 && s[1] < 0x90))
+		return 0; /* overlong */
+	if (*s == 0xed && s[1] >= 0xa0)
+		return 0; /* a surrogate */
+	if (*s == 0xf4 && s[1] >= 0x90)
+		return 0; /* above U+10FFFF */
 	return len;
 }
 
@@ -140,12 +144,11 @@ int sfr__document_open(struct sfr__document *doc, const char *path)
 	struct timespec now = { 0, 0 };
 	struct stat st;
 
-	*doc = (struct sfr__document){ .text = sfr_sys.malloc(TEXT_BYTES) };
+	*doc = (struct sfr__document){ .fd = -1, .text = sfr_sys.malloc(TEXT_BYTES) };
+	if (!doc->text)
+		return -ENOMEM;
 	/* O_NONBLOCK, because a pipe without a reader must not block the caller */
-	doc->fd = doc->text ?
-			  sfr__fd_open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOCTTY,
-				       0666) :
-			  -ENOMEM;
+	doc->fd = sfr__fd_open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOCTTY, 0666);
 	if (doc->fd < 0)
 		return doc->fd;
 	if (sfr_sys.fstat(doc->fd, &st) < 0)
@@ -166,7 +169,7 @@ int sfr__document_open(struct sfr__document *doc, const char *path)
 void sfr__document_close(struct sfr__document *doc)
 {
 	if (doc->fd >= 0)
-		(void)sfr__fd_close(doc->fd); /* a trace needs no error for that */
+		(void)sfr__fd_close(doc->fd); /* no error matters: the events are written */
 	doc->fd = -1;
 	sfr_sys.free(doc->text);
 	doc->text = NULL;

@@ -6,10 +6,10 @@
 
 struct sfr__document {
 	int fd;                   /* -1: closed */
-	uint64_t off;             /* offset of the document's end; the next write begins here */
-	uint64_t end_len;         /* length of the document's end */
+	uint64_t off;             /* offset of the closing text, which the next write replaces */
+	uint64_t end_len;         /* length of the closing text */
 	uint64_t started_unix_ns; /* the time of sfr__document_open */
-	/* the caller counts; sfr__document_flush corrects the counts after a failure */
+	/* counted by the caller; sfr__document_flush corrects the counts after a failure */
 	uint64_t nr_events;    /* added events */
 	uint64_t nr_dropped;   /* lost events */
 	uint64_t nr_unwritten; /* events in `text` */
@@ -18,8 +18,8 @@ struct sfr__document {
 	size_t len;            /* bytes in `text` */
 };
 
-/* Creates or truncates the file and writes a document without events. 0 or -errno; the caller must
- * call sfr__document_close in either case. */
+/* Creates or truncates the file and writes a document without events. Returns 0 or -errno. The
+ * caller must call sfr__document_close in either case. */
 int sfr__document_open(struct sfr__document *doc, const char *path);
 void sfr__document_close(struct sfr__document *doc);
 /* Begins a group of at most 16 calls of sfr__document_add. Their text is written together. */
@@ -27,7 +27,7 @@ void sfr__document_begin(struct sfr__document *doc);
 /* Appends formatted text of less than 768 bytes to `text`. */
 __attribute__((format(printf, 2, 3))) void sfr__document_add(struct sfr__document *doc,
 							     const char *format, ...);
-/* Writes the added text and the document's end. */
+/* Writes the added text and, after it, the closing text of the document. */
 void sfr__document_flush(struct sfr__document *doc);
 /* Escapes a string of at most `max` bytes for JSON, without quotes. A byte that is not valid UTF-8
  * becomes '?'. `out` has room for 6 * max + 1 bytes. */

@@ -38,7 +38,7 @@ static struct json_time json_time(uint64_t ns)
 
 void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order)
 {
-	char escaped[6 * 64 + 1];
+	char escaped[6 * 64 + 1]; /* an escaped byte has at most 6 characters */
 
 	sfr__document_escape(name, 64, escaped);
 	sfr__document_add(doc,
@@ -68,25 +68,23 @@ static int order_of(const struct sfr__ring *ring)
 	return ring->tid == (uint64_t)getpid() ? ORDER_MAIN_THREAD : ORDER_OTHER_THREADS;
 }
 
-/* Names a thread's row, and with `steps` also the row of its steps. Each is named once in a
+/* Names a thread's row, and with `steps` also the row of its steps. Each row is named once in a
  * trace. */
 static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bool steps)
 {
-	char name[64];
+	const bool is_main = ring->tid == (uint64_t)getpid();
+	char name[64] = "training steps";
 
 	if (ring->named_in != tl->number) {
 		ring->named_in = tl->number;
-		sfr__trace_row(tl->doc, ring->tid,
-			       ring->tid == (uint64_t)getpid() ? "main thread" : ring->name,
+		sfr__trace_row(tl->doc, ring->tid, is_main ? "main thread" : ring->name,
 			       order_of(ring));
 	}
 	if (steps && ring->steps_named_in != tl->number) {
 		ring->steps_named_in = tl->number;
-		(void)snprintf(name, sizeof(name),
-			       ring->tid == (uint64_t)getpid() ? "training steps" :
-								 "training steps (thread %" PRIu64
-								 ")",
-			       ring->tid);
+		if (!is_main)
+			(void)snprintf(name, sizeof(name), "training steps (thread %" PRIu64 ")",
+				       ring->tid);
 		sfr__trace_row(tl->doc, STEPS_TID + ring->tid, name, ORDER_STEPS);
 	}
 }
@@ -162,7 +160,7 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 
 	/* The limit ends the loop even if the ring's thread keeps recording. */
 	for (int i = 0; i < SFR__RING_EVENTS && (event = sfr__ring_peek(ring)); i++) {
-		/* A save that was running when the trace began is in the trace. */
+		/* A save that was running when the trace began belongs to the trace. */
 		uint64_t time_ns = event->kind == SFR_TRACE_SAVE ? event->end_ns : event->start_ns;
 		bool early = time_ns < tl->start_ns; /* from before this trace */
 

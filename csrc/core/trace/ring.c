@@ -27,7 +27,7 @@ static struct {
 } registry = { .mu = SFR__MUTEX(SFR__LOCK_REGISTRY) };
 static _Atomic uint64_t lost; /* events for which there was no ring */
 
-static _Thread_local struct sfr__ring *own_ring; /* of the calling thread, or NULL */
+static _Thread_local struct sfr__ring *thread_ring; /* of the calling thread, or NULL */
 /* the key of each thread's ring; at_thread_end is its destructor */
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 static pthread_key_t key;
@@ -45,13 +45,14 @@ static void unlink_locked(struct sfr__ring *ring)
 		*link = ring->next;
 }
 
-/* Frees the thread's ring or, if a trace is being written, leaves that to the reader. */
+/* Called when a thread ends. Frees its ring or, if a trace is being written, leaves that to the
+ * reader. */
 static void at_thread_end(void *arg)
 {
 	struct sfr__ring *ring = arg;
 	bool free_now;
 
-	own_ring = NULL;
+	thread_ring = NULL;
 	sfr__lock(&registry.mu);
 	free_now = !registry.reading;
 	if (free_now)
@@ -71,7 +72,7 @@ static void make_key(void)
 /* Returns the calling thread's ring, which is made at the first call; NULL without memory. */
 static struct sfr__ring *get_ring(void)
 {
-	struct sfr__ring *ring = own_ring;
+	struct sfr__ring *ring = thread_ring;
 
 	if (ring)
 		return ring;
@@ -90,7 +91,7 @@ static struct sfr__ring *get_ring(void)
 	ring->next = registry.rings;
 	registry.rings = ring;
 	sfr__unlock(&registry.mu);
-	own_ring = ring;
+	thread_ring = ring;
 	return ring;
 }
 
@@ -239,10 +240,10 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 		return;
 	ring = get_ring();
 	if (!ring) {
-		put_event(NULL, NULL); /* counts a lost event */
+		put_event(NULL, NULL); /* without a ring, only counts a lost event */
 		return;
 	}
-	if (ring->steps_in != trace) {
+	if (ring->steps_in != trace) { /* the first step in this trace */
 		ring->steps_in = trace;
 		ring->nr_steps = 0;
 		ring->step_number = ring->last_step_ns = 0;
@@ -284,33 +285,40 @@ void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg)
 		read(ring, arg);
 }
 
+/* Returns whether the reader frees a ring in this sweep. A ring stays while its thread runs and,
+ * before the last sweep, while events or counts of dropped events are unread. */
+static bool can_free(struct sfr__ring *ring, bool last)
+{
+	if (!atomic_load_explicit(&ring->dead, memory_order_acquire))
+		return false;
+	if (last)
+		return true;
+	return !sfr__ring_peek(ring) && ring->dropped_seen == atomic_load(&ring->dropped);
+}
+
 void sfr__rings_sweep(bool last)
 {
-	struct sfr__ring *gone = NULL;
+	struct sfr__ring *removed = NULL;
 
 	sfr__lock(&registry.mu);
 	registry.reading = !last;
 	for (struct sfr__ring **link = &registry.rings; *link;) {
 		struct sfr__ring *ring = *link;
 
-		/* A ring stays while its thread runs. Before the last sweep it also stays while
-		 * events or counts of dropped events are unread. */
-		if (!atomic_load_explicit(&ring->dead, memory_order_acquire) ||
-		    (!last &&
-		     (sfr__ring_peek(ring) || ring->dropped_seen != atomic_load(&ring->dropped)))) {
+		if (!can_free(ring, last)) {
 			link = &ring->next;
 			continue;
 		}
 		*link = ring->next;
-		ring->next = gone;
-		gone = ring;
+		ring->next = removed;
+		removed = ring;
 	}
 	sfr__unlock(&registry.mu);
-	while (gone) {
-		struct sfr__ring *next = gone->next;
+	while (removed) {
+		struct sfr__ring *next = removed->next;
 
-		sfr_sys.free(gone);
-		gone = next;
+		sfr_sys.free(removed);
+		removed = next;
 	}
 }
 
@@ -338,11 +346,11 @@ void sfr__ring_pop(struct sfr__ring *ring)
 /* Runs in a forked child. */
 static void forget(void)
 {
-	/* Not freed, because a thread that is gone may have held the allocator's lock. Kept
-	 * reachable for leak checkers. */
+	/* Not freed, because a thread that does not exist in the child may have held the
+	 * allocator's lock. Kept reachable for leak checkers. */
 	registry.of_parent = registry.rings;
 	atomic_store(&sfr__trace_on, 0);
-	own_ring = NULL;
+	thread_ring = NULL;
 	if (have_key)
 		(void)pthread_setspecific(key, NULL); /* cannot fail: the key has a value */
 	registry.rings = NULL;

@@ -55,7 +55,7 @@ void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg)
 void sfr__rings_sweep(bool last);
 /* Returns how many events this trace lost because there was no memory for a ring. */
 uint64_t sfr__rings_lost(void);
-/* Returns the next unread event, or NULL. It is valid until sfr__ring_pop. */
+/* Returns the next unread event, which is valid until sfr__ring_pop; NULL if there is none. */
 const struct sfr__trace_event *sfr__ring_peek(struct sfr__ring *ring);
 void sfr__ring_pop(struct sfr__ring *ring);
 

@@ -25,7 +25,7 @@ static struct {
 	uint64_t start_ns;
 	uint64_t nr_lost_seen; /* lost events (sfr__rings_lost) that the document has counted */
 	struct sfr__document doc;
-	char *of_parent; /* in a forked child: the parent's text, kept reachable */
+	char *of_parent; /* in a forked child: the parent's text, kept for leak checkers */
 } session = { .mu = SFR__MUTEX(SFR__LOCK_SESSION), .doc = { .fd = -1 } };
 
 /* Moves the rings' events to the document, writes the document, and frees rings of ended threads.
@@ -78,6 +78,7 @@ int sfr_trace_start(const char *path)
 	if (rc == 0)
 		rc = sfr__document_open(&session.doc, path);
 	if (rc == 0) {
+		/* never 0, which means that no trace is being written */
 		session.number = session.number == UINT32_MAX ? 1 : session.number + 1;
 		session.state = RUNNING;
 		session.nr_lost_seen = 0;
@@ -123,7 +124,7 @@ void sfr_trace_name_thread(uint64_t tid, const char *name)
 	sfr__lock(&session.mu);
 	if (session.state == RUNNING && !session.doc.error) {
 		sfr__document_begin(&session.doc);
-		sfr__trace_row(&session.doc, tid, name, -1);
+		sfr__trace_row(&session.doc, tid, name, -1); /* -1: the row stays where it is */
 	}
 	sfr__unlock(&session.mu);
 }

@@ -61,10 +61,11 @@ struct sfr_trace_result {
  *   SFR_EBUSY  another trace is being written */
 int sfr_trace_start(const char *path);
 /* Stops recording, writes the remaining events and closes the file. Spans that have not ended are
- * not in the file. Callable from any thread. SFR_ESTATE: no trace is being written. */
-int sfr_trace_stop(struct sfr_trace_result *out);
-/* Names the row of the thread with the kernel's number `tid`. Does nothing when no trace is being
+ * not in the file. Callable from any thread. Returns 0, or SFR_ESTATE if no trace is being
  * written. */
+int sfr_trace_stop(struct sfr_trace_result *out);
+/* Names the row of the thread whose number in the kernel is `tid`. Does nothing when no trace is
+ * being written. */
 void sfr_trace_name_thread(uint64_t tid, const char *name);
 
 /* ---- recording (ring.c) ---- */

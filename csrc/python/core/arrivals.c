@@ -1,5 +1,5 @@
-/* _core.Arrivals: a group of arriving files, whose bytes Python's threads fetch. _core.arrive waits
- * until all bytes of such a file are fetched (sfr/arrivals.h). */
+/* _core.Arrivals: a group of files in memory, whose bytes threads of Python fetch when a reader
+ * needs them. _core.arrive waits until all bytes of such a file are fetched (sfr/arrivals.h). */
 #include "module.h"
 #include "sfr/arrivals.h"
 
@@ -55,17 +55,17 @@ static PyObject *arrivals_open(PyObject *object, PyObject *args)
 
 static PyObject *arrivals_next(PyObject *object, PyObject *unused)
 {
-	struct sfr_wanted wanted;
-	/* No slices: this is not the main thread, so it runs no signal handlers. */
-	int rc = sfr_py_unlocked(sfr_arrivals_next(group_of(object), SFR_FOREVER, &wanted));
+	struct sfr_wanted range;
+	/* Waits without a limit: this is not the main thread, so signals need not end the wait. */
+	int rc = sfr_py_unlocked(sfr_arrivals_next(group_of(object), SFR_FOREVER, &range));
 
-	if (rc == SFR_ECLOSED)
+	if (rc == SFR_ECLOSED) /* end() was called */
 		Py_RETURN_NONE;
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state_of(object), rc);
-	return Py_BuildValue("(KKK)", (unsigned long long)wanted.number,
-			     (unsigned long long)wanted.off,
-			     (unsigned long long)(wanted.off + wanted.len));
+	return Py_BuildValue("(KKK)", (unsigned long long)range.number,
+			     (unsigned long long)range.off,
+			     (unsigned long long)(range.off + range.len));
 }
 
 static PyObject *arrivals_put(PyObject *object, PyObject *args)
@@ -119,10 +119,10 @@ static PyMethodDef methods[] = {
 	  "open(nbytes, chunk_bytes) -> (number, fd): makes a file whose bytes are fetched in chunks when "
 	  "they are read. `number` names the file in the other calls. This object closes `fd`." },
 	{ "next", arrivals_next, METH_NOARGS,
-	  "next() -> (number, start, end): waits until a reader needs bytes, and returns which. The caller "
-	  "fetches them and calls put or fail. None: end() was called." },
+	  "next() -> (number, start, end): waits until a reader needs bytes of a file. The caller fetches "
+	  "these bytes, then calls put() or fail(). Returns None after end()." },
 	{ "put", arrivals_put, METH_VARARGS,
-	  "put(number, start, data): hands over bytes that next has returned." },
+	  "put(number, start, data): hands over the bytes that next() asked for." },
 	{ "fail", arrivals_fail, METH_O,
 	  "fail(number): the file's bytes cannot be fetched. Reads that wait for them raise OSError." },
 	{ "close", arrivals_close, METH_O, "close(number): closes one file." },
@@ -152,15 +152,15 @@ static PyObject *arrive(PyObject *module, PyObject *args)
 	w = sfr_py_wait(timeout);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_arrivals_fill(fd, w.slice_ns));
-	if (w.rc != 0 && w.rc != SFR_EAGAIN)
+	if (w.rc != 0 && w.rc != SFR_EAGAIN) /* SFR_EAGAIN: the timeout passed */
 		return sfr_py_raise_os(sfr_py_state(module), w.rc);
 	return PyBool_FromLong(w.rc == 0);
 }
 
 static PyMethodDef functions[] = {
 	{ "arrive", arrive, METH_VARARGS,
-	  "arrive(fd, timeout=None) -> bool: waits until all bytes of an arriving file are fetched into "
-	  "memory. False if the timeout passed. With timeout 0 it only starts to fetch." },
+	  "arrive(fd, timeout=None) -> bool: waits until all bytes of a file of Arrivals are in memory. "
+	  "False if the timeout passed. With timeout 0 it only starts to fetch." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -27,7 +27,7 @@ static PyObject *set_cpus(PyObject *module, PyObject *args)
 	if (!PyArg_ParseTuple(args, "O!:set_cpus", &PyTuple_Type, &tuple))
 		return NULL;
 	nr = PyTuple_Size(tuple);
-	cpus = PyMem_Calloc((size_t)nr + 1, sizeof(*cpus));
+	cpus = PyMem_Calloc((size_t)nr + 1, sizeof(*cpus)); /* + 1: never empty */
 	if (!cpus)
 		return PyErr_NoMemory();
 	rc = read_cpus(tuple, cpus, nr);

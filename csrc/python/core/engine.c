@@ -44,7 +44,7 @@ static void engine_dealloc(PyObject *object)
 {
 	struct sfr_engine *engine = ((struct sfr_py_engine *)object)->engine;
 
-	/* The last reference joins the engine's threads, which never take the interpreter lock. */
+	/* If this was the last reference, the call waits for the engine's threads to end. */
 	sfr_py_unlocked_void(sfr_engine_put(engine));
 	sfr_py_free(object);
 }
@@ -111,9 +111,9 @@ static PyObject *engine_use_device(PyObject *object, PyObject *number)
 		return NULL;
 	rc = sfr_py_unlocked(sfr_engine_use_device(engine_of(object), (uint32_t)device, why,
 						   sizeof(why)));
-	if (rc < 0 && !why[0]) /* not an error of the device */
+	if (rc < 0 && !why[0]) /* the failure has nothing to do with the device */
 		return sfr_py_none_or_raise(object, rc);
-	return PyUnicode_FromString(why);
+	return PyUnicode_FromString(why); /* '' after a success */
 }
 
 static PyObject *engine_has_pinned(PyObject *object, PyObject *number)
@@ -155,8 +155,8 @@ static PyMethodDef methods[] = {
 	{ "stats", engine_stats, METH_NOARGS,
 	  "stats() -> dict of int: the fields of struct sfr_stats." },
 	{ "use_device", engine_use_device, METH_O,
-	  "use_device(number) -> str: makes the device's lane, and lets warm_up pin memory for "
-	  "it. Returns why that is impossible, or ''." },
+	  "use_device(number) -> str: makes the lane (thread and stream) that copies from the device, "
+	  "and lets warm_up pin memory for it. Returns '', or why the device cannot be used." },
 	{ "has_pinned", engine_has_pinned, METH_O,
 	  "has_pinned(address) -> bool: whether the address is in pinned memory of the pool." },
 	{ "driver", engine_driver, METH_NOARGS,

@@ -1,6 +1,6 @@
 /* _core.File: an open file for torch.load, with seek, tell, read and readinto. _core.read_at reads
- * bytes of an open file. With an arriving file both wait until the bytes have been fetched. The
- * caller owns the descriptor and keeps it open.
+ * bytes of an open file. If a remote file is still being fetched (sfr/arrivals.h), both wait for
+ * the bytes. The caller owns the descriptor and keeps it open.
  *
  * torch reads a record in two or three small reads and a long one, and seeks before each. A seek of
  * Python's buffered file is a system call and drops the buffer. A seek of a File only sets the
@@ -8,6 +8,7 @@
  * destination. */
 #include <errno.h>
 #include <stdbool.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "reader/source.h"
@@ -22,7 +23,7 @@ struct sfr_py_file {
 	PyObject_HEAD
 	struct sfr__source source;
 	uint64_t len; /* the file's length in bytes */
-	uint64_t at;  /* the position, which may be past the end */
+	uint64_t pos; /* the position, which may be past the end */
 	char *win;    /* the window: the bytes [win_off, win_off + win_len) of the file */
 	uint64_t win_off;
 	size_t win_len;
@@ -59,13 +60,14 @@ static void file_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* Reads up to `len` bytes at `off`. Returns their number, which is less only at the end of the
- * file, or -1 with an exception set. Waits for bytes of an arriving file, and answers signals. */
+/* Reads up to `len` bytes at `off`. Returns the number of bytes read, or -1 with an exception set.
+ * The number is less than `len` only at the end of the file. */
 static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *source, char *to,
 			 size_t len, uint64_t off)
 {
 	int64_t got = SFR_EAGAIN;
 
+	/* SFR_EAGAIN: the bytes are still being fetched. */
 	while (got == SFR_EAGAIN) {
 		got = sfr_py_unlocked(sfr__source_read_some(source, to, len, off));
 		if (got == SFR_EAGAIN && PyErr_CheckSignals() < 0)
@@ -77,16 +79,16 @@ static int64_t read_some(struct sfr_py_state *state, const struct sfr__source *s
 	return -1;
 }
 
-/* Calls read_some at the position, which does not move. */
-static int64_t read_here(struct sfr_py_file *self, char *to, size_t len)
+/* Reads as read_some does, at the file's position. Does not advance the position. */
+static int64_t read_at_position(struct sfr_py_file *self, char *to, size_t len)
 {
-	return read_some(sfr_py_state_of((PyObject *)self), &self->source, to, len, self->at);
+	return read_some(sfr_py_state_of((PyObject *)self), &self->source, to, len, self->pos);
 }
 
 /* Returns how many of the `len` bytes from the position on exist in the file. */
-static size_t clip(const struct sfr_py_file *self, size_t len)
+static size_t clip_to_end(const struct sfr_py_file *self, size_t len)
 {
-	uint64_t left = self->at < self->len ? self->len - self->at : 0;
+	uint64_t left = self->pos < self->len ? self->len - self->pos : 0;
 
 	return len < left ? len : (size_t)left;
 }
@@ -94,22 +96,22 @@ static size_t clip(const struct sfr_py_file *self, size_t len)
 /* Returns whether the window has the `len` bytes at the position. */
 static bool is_in_window(const struct sfr_py_file *self, size_t len)
 {
-	return self->at >= self->win_off && self->at + len <= self->win_off + self->win_len;
+	return self->pos >= self->win_off && self->pos + len <= self->win_off + self->win_len;
 }
 
 /* Fills the window from the position on. */
 static int fill_window(struct sfr_py_file *self)
 {
-	uint64_t at = self->at;
-	size_t want = clip(self, WINDOW);
+	uint64_t start = self->pos;
+	size_t want = clip_to_end(self, WINDOW);
 	int64_t got;
 
-	/* empty while the read releases the interpreter lock, because of other threads */
+	/* The read releases the interpreter lock: other threads must find the window empty. */
 	self->win_len = 0;
-	got = read_here(self, self->win, want);
+	got = read_at_position(self, self->win, want);
 	if (got < 0)
 		return -1;
-	self->win_off = at;
+	self->win_off = start;
 	self->win_len = (size_t)got;
 	return 0;
 }
@@ -125,22 +127,23 @@ static int read_exactly(struct sfr_py_file *self, char *to, size_t len)
 			return -1;
 		if (!is_in_window(self, len))
 			goto shorter;
-		memcpy(to, self->win + (self->at - self->win_off), len);
-		self->at += len;
+		memcpy(to, self->win + (self->pos - self->win_off), len);
+		self->pos += len;
 		return 0;
 	}
 	while (len) {
-		size_t some = len < SLICE ? len : SLICE;
+		size_t slice = len < SLICE ? len : SLICE;
 
-		sfr__source_ahead(&self->source, self->at, self->at + len);
-		got = read_here(self, to, some);
+		/* announces all that follows, so that a remote file can be fetched in advance */
+		sfr__source_will_read(&self->source, self->pos, self->pos + len);
+		got = read_at_position(self, to, slice);
 		if (got < 0)
 			return -1;
-		if ((size_t)got < some)
+		if ((size_t)got < slice)
 			goto shorter;
-		self->at += some;
-		to += some;
-		len -= some;
+		self->pos += slice;
+		to += slice;
+		len -= slice;
 		if (len && PyErr_CheckSignals() < 0)
 			return -1;
 	}
@@ -159,21 +162,21 @@ static PyObject *file_seek(PyObject *object, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "L|i:seek", &off, &whence))
 		return NULL;
-	if (whence == 1)
-		from = (long long)self->at;
-	else if (whence == 2)
+	if (whence == SEEK_CUR)
+		from = (long long)self->pos;
+	else if (whence == SEEK_END)
 		from = (long long)self->len;
-	if (whence < 0 || whence > 2 || off < -from || off > INT64_MAX - from) {
+	if (whence < SEEK_SET || whence > SEEK_END || off < -from || off > INT64_MAX - from) {
 		PyErr_SetString(PyExc_ValueError, "a file has no such offset");
 		return NULL;
 	}
-	self->at = (uint64_t)(from + off);
-	return PyLong_FromUnsignedLongLong(self->at);
+	self->pos = (uint64_t)(from + off);
+	return PyLong_FromUnsignedLongLong(self->pos);
 }
 
 static PyObject *file_tell(PyObject *object, PyObject *unused)
 {
-	return PyLong_FromUnsignedLongLong(((struct sfr_py_file *)object)->at);
+	return PyLong_FromUnsignedLongLong(((struct sfr_py_file *)object)->pos);
 }
 
 static PyObject *file_readinto(PyObject *object, PyObject *buffer)
@@ -185,7 +188,7 @@ static PyObject *file_readinto(PyObject *object, PyObject *buffer)
 
 	if (PyObject_GetBuffer(buffer, &to, PyBUF_WRITABLE) < 0)
 		return NULL;
-	len = clip(self, (size_t)to.len);
+	len = clip_to_end(self, (size_t)to.len);
 	rc = read_exactly(self, to.buf, len);
 	PyBuffer_Release(&to);
 	return rc < 0 ? NULL : PyLong_FromSize_t(len);
@@ -204,7 +207,7 @@ static PyObject *file_read(PyObject *object, PyObject *args)
 		want = PyLong_AsLongLong(number);
 	if (want == -1 && PyErr_Occurred())
 		return NULL;
-	len = clip(self, want < 0 ? SIZE_MAX : (size_t)want);
+	len = clip_to_end(self, want < 0 ? SIZE_MAX : (size_t)want);
 	bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)len);
 	if (bytes && read_exactly(self, PyBytes_AsString(bytes), len) < 0)
 		Py_CLEAR(bytes);
@@ -253,7 +256,7 @@ static PyObject *read_at(PyObject *module, PyObject *args)
 	if (bytes == NULL)
 		return NULL;
 	sfr__source_open(&source, fd, 0, SFR__WAY_CACHE);
-	sfr__source_ahead(&source, off, off + (uint64_t)len);
+	sfr__source_will_read(&source, off, off + (uint64_t)len);
 	got = read_some(sfr_py_state(module), &source, PyBytes_AsString(bytes), (size_t)len, off);
 	sfr__source_close(&source);
 	if (got == len)
@@ -275,6 +278,6 @@ int sfr_py_add_file(PyObject *module)
 
 	if (rc == 0)
 		rc = sfr_py_add_type(module, &spec, &type);
-	Py_XDECREF((PyObject *)type);
+	Py_XDECREF((PyObject *)type); /* the module has its own reference */
 	return rc;
 }

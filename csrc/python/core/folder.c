@@ -1,8 +1,8 @@
 /* _core.Folder: a directory that is filled under a temporary name and then renamed; _core.tidy.
  * sfr/folder.h describes the steps.
  *
- * A step raises nothing, because the save's handle makes the exception later. Each step returns a
- * tuple (result, code, phase, note):
+ * The methods do not raise if a step fails: the save's handle makes the exception later. Each
+ * returns a tuple (result, code, phase, note):
  *   code   0, or the error
  *   phase  the phase of the save in which the error happened
  *   note   a fact about the error, or "" */
@@ -44,7 +44,7 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void folder_dealloc(PyObject *object)
 {
-	/* does what clear() does, if clear() was not called */
+	/* Also does the work of clear(), if clear() was not called. */
 	sfr_py_unlocked_void(sfr_folder_free(folder_of(object)));
 	sfr_py_free(object);
 }
@@ -72,7 +72,7 @@ static PyObject *folder_sync(PyObject *object, PyObject *unused)
 	uint64_t nbytes = 0;
 	PyObject *number;
 
-	/* here and below: `err` has the result too */
+	/* `err` has the result too, as in the next two methods. */
 	(void)sfr_py_unlocked(sfr_folder_sync(folder_of(object), &nbytes, &err));
 	number = PyLong_FromUnsignedLongLong(nbytes);
 	return number ? result_tuple(number, &err) : NULL;
@@ -103,8 +103,8 @@ static PyMethodDef methods[] = {
 	  "commit() -> (None, code, phase, note): gives the directory its name and syncs the "
 	  "parent." },
 	{ "clear", folder_clear, METH_NOARGS,
-	  "clear() -> (None, code, phase, note): removes the new directory before a commit, the "
-	  "old one after it." },
+	  "clear() -> (None, code, phase, note): before commit() removes the new directory. After it "
+	  "removes the old directory, which the new one has replaced." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,6 +1,6 @@
 /* Fault injection for tests, used by stillframe.testing. The core calls the system through a table
- * (base/sys.h), in which tests install wrappers that count and fail calls. These functions set what
- * the wrappers read. They never wait, so they keep the interpreter lock. */
+ * (base/sys.h), in which tests install wrappers that count calls and make them fail. These
+ * functions never wait, so they keep the interpreter lock. */
 #include "module.h"
 
 #include <errno.h>
@@ -20,7 +20,7 @@ static PyObject *install(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* Reads the six fields of a fault. `args` owns fault->call. */
+/* Reads the six fields of a fault. The string fault->call lives as long as `args`. */
 static int get_fault(PyObject *args, struct sfr_fault *fault)
 {
 	unsigned long long nth, delay_ns;
@@ -98,8 +98,9 @@ static PyObject *count_hits(PyObject *self, PyObject *unused)
 }
 
 PyDoc_STRVAR(tune_doc, "cuda_tune(portion_bytes, nr_in_flight)\n--\n\n"
-		       "Sets the bytes of a portion, and how many portions a lane has in flight on a "
-		       "device; 0 leaves a value as it is. Only while no save is in flight.");
+		       "Sets how many bytes of a device are copied at a time (a portion), and how "
+		       "many portions may be in flight; 0 leaves a value as it is. Only while no "
+		       "save is in flight.");
 
 static PyObject *tune_cuda(PyObject *module, PyObject *args)
 {
@@ -137,7 +138,7 @@ static PyObject *set_limits(PyObject *module, PyObject *args, PyObject *kwargs)
 	unsigned long long values[5];
 	struct sfr_limits limits;
 
-	sfr_limits_reset();
+	sfr_limits_reset(); /* to the defaults, for the arguments that are left out */
 	values[0] = sfr_limits.zip64_bytes;
 	values[1] = sfr_limits.zip64_records;
 	values[2] = sfr_limits.reader_chunk_bytes;

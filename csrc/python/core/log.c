@@ -73,9 +73,9 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	int rc;
 
 	Py_BEGIN_ALLOW_THREADS
-	/* No slices: this is not the main thread, so it runs no signal handlers. */
+	/* Waits without a limit: this is not the main thread, so signals need not end the wait. */
 	rc = sfr_notice_wait(&notice, SFR_FOREVER);
-	/* Python finds the save or snapshot by its number. */
+	/* Python needs no references, because it finds the save or snapshot by its number. */
 	sfr_ticket_put(notice.ticket);
 	sfr_snapshot_put(notice.snapshot);
 	Py_END_ALLOW_THREADS
@@ -85,7 +85,7 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	if (sentence)
 		result = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
 				       sentence);
-	if (!result) { /* post the notice again, because the process's exit waits for it */
+	if (!result) { /* no memory: post the notice again, because the exit waits for it */
 		notice.ticket = NULL;
 		notice.snapshot = NULL;
 		sfr_notice_again(&notice);
@@ -212,7 +212,7 @@ static PyMethodDef functions[] = {
 	{ "notice_wait", notice_wait, METH_NOARGS,
 	  "notice_wait() -> (NOTICE_*, number of the save or snapshot, sentence): waits for the next notice." },
 	{ "notice_stop", notice_stop, METH_NOARGS,
-	  "notice_stop(): makes the thread that waits in notice_wait return NOTICE_STOP, once." },
+	  "notice_stop(): makes one call of notice_wait return NOTICE_STOP." },
 	{ "fork_generation", fork_generation, METH_NOARGS,
 	  "fork_generation() -> int: a number that differs between a process and its forked children." },
 	{ NULL, NULL, 0, NULL },

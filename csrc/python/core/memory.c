@@ -12,7 +12,8 @@
 
 struct sfr_py_memory {
 	PyObject_HEAD
-	struct sfr_snapshot *snapshot; /* a reference and a view */
+	struct sfr_snapshot
+		*snapshot; /* with a reference, and a view that keeps the memory leased */
 	char *base;
 	Py_ssize_t len;
 	PyObject *weak_references;
@@ -21,8 +22,9 @@ struct sfr_py_memory {
 static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
 	struct sfr_py_memory *self = (struct sfr_py_memory *)object;
+	const int readonly = 0;
 
-	return PyBuffer_FillInfo(view, object, self->base, self->len, 0, flags);
+	return PyBuffer_FillInfo(view, object, self->base, self->len, readonly, flags);
 }
 
 static void memory_dealloc(PyObject *object)

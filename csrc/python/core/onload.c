@@ -9,8 +9,8 @@ struct sfr_py_onload {
 	struct sfr_onload *onload;
 };
 
-/* Starts the copies that the rows describe. If the snapshot `from` is still being copied and the
- * device cannot wait for that, waits here, in slices. 0, a code of sfr_onload_start, or
+/* Starts the copies that the rows describe. If the snapshot `from` is still being filled and the
+ * device cannot wait for that, this function waits. Returns 0, a code of sfr_onload_start, or
  * SFR_PY_RAISED. */
 static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t stream,
 			const Py_buffer *rows, struct sfr_snapshot *from, struct sfr_onload **out)
@@ -23,7 +23,7 @@ static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t str
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_onload_start(engine, device, stream, rows->buf, nr, from, out);
 		if (w.rc == SFR_EAGAIN)
-			/* the next sfr_onload_start tells whether the wait is over */
+			/* no result needed: the next sfr_onload_start asks again */
 			(void)sfr_snapshot_wait(from, w.slice_ns, &torn);
 		Py_END_ALLOW_THREADS
 	}
@@ -35,7 +35,7 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	static char *names[] = { "engine", "device", "stream", "rows", "snapshot", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_snapshot *from = NULL;
-	struct sfr_py_onload *self;
+	struct sfr_py_onload *self = NULL;
 	PyObject *engine, *snapshot;
 	unsigned long long stream;
 	unsigned int device;
@@ -45,24 +45,26 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!IKy*O:Onload", names, state->engine_type,
 					 &engine, &device, &stream, &rows, &snapshot))
 		return NULL;
-	self = NULL;
-	if ((size_t)rows.len % sizeof(struct sfr_onload_copy) != 0)
+	if ((size_t)rows.len % sizeof(struct sfr_onload_copy) != 0) {
 		PyErr_SetString(PyExc_ValueError, "rows is no array of struct sfr_onload_copy");
-	else if (snapshot != Py_None && Py_TYPE(snapshot) != state->snapshot_type)
-		PyErr_SetString(PyExc_TypeError, "snapshot has to be a Snapshot or None");
-	else
-		self = (struct sfr_py_onload *)sfr_py_alloc(type);
-	if (self) {
-		if (snapshot != Py_None)
-			from = ((struct sfr_py_snapshot *)snapshot)->snapshot;
-		rc = start_onload(((struct sfr_py_engine *)engine)->engine, device, stream, &rows,
-				  from, &self->onload);
-		if (rc != 0) {
-			(void)sfr_py_raise(state, rc); /* always NULL */
-			Py_DECREF((PyObject *)self);
-			self = NULL;
-		}
+		goto out;
 	}
+	if (snapshot != Py_None && Py_TYPE(snapshot) != state->snapshot_type) {
+		PyErr_SetString(PyExc_TypeError, "snapshot has to be a Snapshot or None");
+		goto out;
+	}
+	if (snapshot != Py_None)
+		from = ((struct sfr_py_snapshot *)snapshot)->snapshot;
+	self = (struct sfr_py_onload *)sfr_py_alloc(type);
+	if (!self)
+		goto out;
+	rc = start_onload(((struct sfr_py_engine *)engine)->engine, device, stream, &rows, from,
+			  &self->onload);
+	if (rc != 0) {
+		(void)sfr_py_raise(state, rc); /* always NULL */
+		Py_CLEAR(self);
+	}
+out:
 	PyBuffer_Release(&rows);
 	return (PyObject *)self;
 }
@@ -97,7 +99,7 @@ static PyObject *onload_wait(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	/* Asks once with the interpreter lock: releasing it for copies that have ended is slow. */
+	/* Ask first without releasing the interpreter lock: faster if the copies have ended. */
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_onload_wait(onload_of(object), 0);
 	while (sfr_py_next_slice(&w))

@@ -49,8 +49,8 @@ static int read_ints(PyObject *tuple, int64_t out[MAX_DIMS])
 }
 
 /* Appends a tensor in host memory as an archive of its own. `item` is a tuple (torch's name of the
- * storage type, number of elements of the storage, sizes, strides, address, nbytes). If it fails
- * without an exception, the result is the core's code. */
+ * storage type, number of elements of the storage, sizes, strides, address, nbytes). Returns 0, -1
+ * with an exception set, or an error code of the core without an exception. */
 static int add_tensor(struct sfr_parts *parts, PyObject *item)
 {
 	int64_t sizes[MAX_DIMS], strides[MAX_DIMS];
@@ -75,7 +75,7 @@ static int add_tensor(struct sfr_parts *parts, PyObject *item)
 	return sfr_parts_tensor(parts, &tensor);
 }
 
-/* Appends a copy of the bytes of a bytes-like object. Fails as add_tensor. */
+/* Appends a copy of the bytes of a bytes-like object. Returns the same as add_tensor. */
 static int add_bytes(struct sfr_parts *parts, PyObject *item)
 {
 	Py_buffer view;
@@ -91,12 +91,12 @@ static int add_bytes(struct sfr_parts *parts, PyObject *item)
 static PyObject *parts_append(PyObject *object, PyObject *items)
 {
 	struct sfr_parts *parts = ((struct sfr_py_parts *)object)->parts;
-	PyObject *ranges, *fast;
+	PyObject *ranges, *sequence;
 
-	fast = PySequence_Fast(items, "append takes a sequence of items");
-	ranges = fast ? PyList_New(0) : NULL;
-	for (Py_ssize_t i = 0; ranges && i < PySequence_Size(fast); i++) {
-		PyObject *item = PySequence_GetItem(fast, i), *range = NULL;
+	sequence = PySequence_Fast(items, "append takes a sequence of items");
+	ranges = sequence ? PyList_New(0) : NULL;
+	for (Py_ssize_t i = 0; ranges && i < PySequence_Size(sequence); i++) {
+		PyObject *item = PySequence_GetItem(sequence, i), *range = NULL;
 		uint64_t off = sfr_parts_len(parts);
 		int rc = -1;
 
@@ -109,10 +109,10 @@ static PyObject *parts_append(PyObject *object, PyObject *items)
 		else if (!PyErr_Occurred())
 			(void)sfr_py_raise(sfr_py_state_of(object), rc); /* always NULL */
 		if (!range || PyList_Append(ranges, range) < 0)
-			Py_CLEAR(ranges);
+			Py_CLEAR(ranges); /* ends the loop */
 		Py_XDECREF(range);
 	}
-	Py_XDECREF(fast);
+	Py_XDECREF(sequence);
 	return ranges;
 }
 

@@ -1,7 +1,7 @@
 /* _core.Piece: a piece (sfr/stream.h) of a save that is sent to an object store.
  *
  * A Piece exports its bytes as a buffer to the client of the store. Each buffer has a reference to
- * the Piece. With the last reference, the save gets the memory back. */
+ * the Piece. When the last reference is dropped, the save gets the memory back. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/stream.h"
@@ -17,16 +17,17 @@ struct sfr_py_piece {
 static int piece_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
 	struct sfr_py_piece *self = (struct sfr_py_piece *)object;
+	const int readonly = 1;
 
 	return PyBuffer_FillInfo(view, object, (void *)(uintptr_t)self->piece.mem,
-				 (Py_ssize_t)self->piece.len, 1, flags);
+				 (Py_ssize_t)self->piece.len, readonly, flags);
 }
 
 static void piece_dealloc(PyObject *object)
 {
 	struct sfr_py_piece *self = (struct sfr_py_piece *)object;
 
-	if (self->ticket) {
+	if (self->ticket) { /* NULL: no piece was received */
 		Py_BEGIN_ALLOW_THREADS
 		sfr_stream_give_back(self->ticket, &self->piece);
 		sfr_ticket_put(self->ticket);

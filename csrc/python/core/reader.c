@@ -5,7 +5,7 @@
 #include "module.h"
 #include "sfr/crc.h"
 
-#define SLICE_NS 100000000u /* 0.1 s */
+#define SLICE_NS 100000000u /* 0.1 s: how often a check answers signals and reports progress */
 /* For fewer bytes crc32() keeps the interpreter lock: it takes only microseconds, but getting the
  * lock back from a busy Python thread takes milliseconds. */
 #define CRC_UNLOCK_NBYTES 65536
@@ -92,8 +92,8 @@ PyDoc_STRVAR(check_doc,
 "The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called every 0.1 s.\n\n"
 "  verify          compare every record's CRC\n"
 "  direct          with `verify`: read past the page cache if the file system can\n"
-"  directory       without `verify`: leave out the records' own headers\n"
-"  later           without `verify`: leave them out if records are long\n"
+"  directory       without `verify`: do not check the records' own headers\n"
+"  later           without `verify`: do not check these headers if records are long\n"
 "  offset, nbytes  the checkpoint is only this part of the file\n\n"
 "Returns a dict:\n\n"
 "  ok, error       error: None, or a sentence about the file\n"
@@ -124,9 +124,9 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 		if (PyErr_Occurred())
 			return NULL;
 	}
-	flags = (direct ? SFR_CHECK_DIRECT : 0) | (directory ? SFR_CHECK_DIRECTORY : 0) |
-		(later ? SFR_CHECK_LATER : 0);
-	rc = sfr_check_new_part(fd, off, len, verify ? flags | SFR_CHECK_BYTES : flags, &run);
+	flags = (verify ? SFR_CHECK_BYTES : 0) | (direct ? SFR_CHECK_DIRECT : 0) |
+		(directory ? SFR_CHECK_DIRECTORY : 0) | (later ? SFR_CHECK_LATER : 0);
+	rc = sfr_check_new_part(fd, off, len, flags, &run);
 	if (rc != 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	if (run_check(module, run, progress) == 0)
@@ -161,7 +161,7 @@ static PyObject *restore(PyObject *module, PyObject *args)
 		return NULL;
 	}
 	flags = (verify ? SFR_RESTORE_VERIFY : 0) | (shared ? SFR_RESTORE_SHARED : 0);
-	object = sfr_py_restore_new(sfr_py_state(module), run, fd, flags);
+	object = sfr_py_restore_new(sfr_py_state(module), run, fd, flags); /* takes over `run` */
 	if (object == NULL) {
 		Py_DECREF(dict);
 		return NULL;

@@ -2,8 +2,8 @@
 #include "module.h"
 #include "core/objects.h"
 
-/* Returns the nanoseconds from the ticket's creation to `then_ns`; -1 if `then_ns` is 0, that is,
- * not yet. */
+/* Returns the nanoseconds from the ticket's creation to the time `then_ns`; -1 if `then_ns` is 0,
+ * which means that the event has not happened. */
 static long long after_creation(const struct sfr_report *report, uint64_t then_ns)
 {
 	return then_ns ? (long long)(then_ns - report->created_ns) : -1;

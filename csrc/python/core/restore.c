@@ -15,7 +15,7 @@ struct sfr_py_restore {
 };
 
 /* Turns the result `rc` of making a restore into a Python object: a Restore that owns `restore`, or
- * None for -EOPNOTSUPP, that is, a file that cannot be read in this way. */
+ * None for -EOPNOTSUPP, which means that the file cannot be read in this way. */
 static PyObject *wrap(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
 {
 	struct sfr_py_restore *self;
@@ -43,7 +43,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_restore_new(check, fd, flags, &restore));
-	if (w.rc == SFR_PY_RAISED) {
+	if (w.rc == SFR_PY_RAISED) { /* a signal handler raised before the core took the check */
 		sfr_check_free(check);
 		return NULL;
 	}
@@ -59,7 +59,7 @@ PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_s
 	return wrap(state, rc, restore);
 }
 
-/* Closes the restore after the reads in flight. */
+/* Waits until no read is in flight, and closes the restore. Does nothing if it is closed. */
 static void end_reads(struct sfr_py_restore *self)
 {
 	struct sfr_restore *restore = self->restore;
@@ -74,7 +74,7 @@ static void restore_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* Returns the core's restore. Fails if it is closed. */
+/* Returns the core's restore; NULL with a ValueError if it is closed. */
 static struct sfr_restore *open_restore_of(PyObject *object)
 {
 	struct sfr_restore *restore = ((struct sfr_py_restore *)object)->restore;
@@ -84,13 +84,10 @@ static struct sfr_restore *open_restore_of(PyObject *object)
 	return restore;
 }
 
-/* Sets IndexError if there is no record `index`. With `all`, `index` may also be the number of
- * records, which means all records. */
-static int require_record(const struct sfr_restore *restore, uint64_t index, int all)
+/* Returns 0 if there is a record `index`, else -1 with an IndexError. */
+static int require_record(const struct sfr_restore *restore, uint64_t index)
 {
-	const uint64_t nr = sfr_restore_nr(restore);
-
-	if (index < nr || (all && index == nr))
+	if (index < sfr_restore_nr(restore))
 		return 0;
 	PyErr_SetString(PyExc_IndexError, "there are fewer records");
 	return -1;
@@ -118,7 +115,7 @@ static PyObject *restore_sizes(PyObject *object, PyObject *args)
 		if (size == NULL || PyList_Append(list, size) < 0)
 			Py_CLEAR(list);
 		Py_XDECREF(size);
-		/* + 1, so that empty records too end the list at some time */
+		/* + 1, so that the list stays short even if all records are empty */
 		sum += sfr_restore_nbytes(restore, i) + 1;
 	}
 	return list;
@@ -138,7 +135,7 @@ static PyObject *restore_into(PyObject *object, PyObject *args)
 
 		if (mem == NULL && PyErr_Occurred())
 			return NULL;
-		if (require_record(restore, first + (uint64_t)i, 0) < 0)
+		if (require_record(restore, first + (uint64_t)i) < 0)
 			return NULL;
 		sfr_restore_into(restore, first + (uint64_t)i, mem);
 	}
@@ -168,7 +165,7 @@ static PyObject *restore_into_device(PyObject *object, PyObject *args)
 	unsigned int device;
 
 	if (restore == NULL || !PyArg_ParseTuple(args, "KIK:into_device", &index, &device, &mem) ||
-	    require_record(restore, index, 0) < 0)
+	    require_record(restore, index) < 0)
 		return NULL;
 	sfr_restore_into_device(restore, index, device, mem);
 	Py_RETURN_NONE;
@@ -211,7 +208,7 @@ static PyObject *restore_reach(PyObject *object, PyObject *number)
 	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
-	if (restore == NULL || PyErr_Occurred() || require_record(restore, index, 0) < 0)
+	if (restore == NULL || PyErr_Occurred() || require_record(restore, index) < 0)
 		return NULL;
 	return PyLong_FromUnsignedLongLong(sfr_reader_reach(sfr_restore_reader(restore), index));
 }
@@ -221,7 +218,7 @@ static PyObject *restore_until(PyObject *object, PyObject *number)
 	struct sfr_restore *restore = open_restore_of(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
-	if (restore == NULL || PyErr_Occurred() || require_record(restore, index, 0) < 0)
+	if (restore == NULL || PyErr_Occurred() || require_record(restore, index) < 0)
 		return NULL;
 	sfr_reader_until(sfr_restore_reader(restore), index);
 	Py_RETURN_NONE;
@@ -233,16 +230,20 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 
-	if (restore == NULL || PyErr_Occurred() || require_record(restore, index, 1) < 0)
+	if (restore == NULL || PyErr_Occurred())
 		return NULL;
-	/* Asks once with the interpreter lock: releasing it for a record that is read is slow. */
+	/* The number of records, as an index, means all records. */
+	if (index != sfr_restore_nr(restore) && require_record(restore, index) < 0)
+		return NULL;
+	/* Ask first without releasing the interpreter lock: faster if the record is read. */
 	w.rc = sfr_reader_wait(sfr_restore_reader(restore), index, 0);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_reader_wait(sfr_restore_reader(restore), index,
 						       w.slice_ns));
+	/* SFR_EUNPLACED: go() was not called for this record, so it would never be read. */
 	if (w.rc == SFR_EUNPLACED || w.rc == SFR_PY_RAISED)
 		return sfr_py_raise(sfr_py_state_of(object), w.rc);
-	return PyBool_FromLong(w.rc == 0);
+	return PyBool_FromLong(w.rc == 0); /* False: the restore failed; failure() tells why */
 }
 
 static PyObject *restore_failure(PyObject *object, PyObject *unused)
@@ -265,9 +266,9 @@ static PyObject *restore_done(PyObject *object, PyObject *unused)
 {
 	struct sfr_restore *restore = open_restore_of(object);
 
-	return restore == NULL ?
-		       NULL :
-		       PyLong_FromUnsignedLongLong(sfr_reader_done(sfr_restore_reader(restore)));
+	if (restore == NULL)
+		return NULL;
+	return PyLong_FromUnsignedLongLong(sfr_reader_done(sfr_restore_reader(restore)));
 }
 
 static PyObject *restore_nr(PyObject *object, void *unused)
@@ -306,7 +307,7 @@ static PyMethodDef methods[] = {
 	  "failure; the code is 0, -errno or ECORRUPT." },
 	{ "done", restore_done, METH_NOARGS, "done() -> int: bytes of the file that were read." },
 	{ "close", restore_close, METH_NOARGS,
-	  "close(): ends the restore after the reads in flight. Other methods then raise." },
+	  "close(): waits for the reads in flight, and ends the restore. Other methods then raise." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -17,9 +17,9 @@ static PyObject *leave_signal(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "leave_signal", leave_signal, METH_VARARGS,
-	  "leave_signal(signum, at_once): while the parent lives, ignores this signal unless the "
-	  "parent sends it. From the first ignored signal on, or at once, the kernel kills this process "
-	  "when the parent ends." },
+	  "leave_signal(signum, at_once): while the parent lives, ignores this signal unless the parent "
+	  "sends it. The kernel kills this process when the parent ends: from the first ignored signal "
+	  "on, or from now on if `at_once` is true." },
 	{ NULL, NULL, 0, NULL },
 };
 

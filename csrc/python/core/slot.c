@@ -20,7 +20,8 @@ static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I:Slot", names, state->engine_type,
 					 &engine, &flags))
 		return NULL;
-	self = (struct sfr_py_slot *)sfr_py_alloc(type); /* first, so that no slot can be lost */
+	/* allocated before a slot is taken, so that a failure here cannot lose the slot */
+	self = (struct sfr_py_slot *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
 	while (sfr_py_next_slice(&w))
@@ -39,7 +40,7 @@ static struct sfr_slot *slot_of(PyObject *object)
 
 static void slot_dealloc(PyObject *object)
 {
-	/* The last reference joins the engine's threads, which never take the interpreter lock. */
+	/* If this drops the engine's last reference, the call waits for its threads to end. */
 	sfr_py_unlocked_void(sfr_slot_put(slot_of(object)));
 	sfr_py_free(object);
 }

@@ -67,7 +67,6 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 	return sfr_py_none_or_raise(object, w.rc == SFR_EAGAIN ? SFR_EEXHAUSTED : w.rc);
 }
 
-/* A device's error is not raised here, because it is not final yet: error() returns it. */
 static PyObject *snapshot_start(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
@@ -89,7 +88,9 @@ static PyObject *snapshot_start(PyObject *object, PyObject *args)
 		rc = sfr_snapshot_start(s);
 	sfr_snapshot_error(s, &err);
 	Py_END_ALLOW_THREADS
-	return sfr_py_none_or_raise(object, err.code == 0 ? rc : 0);
+	if (err.code != 0)
+		rc = 0; /* a device failed: error() tells that once the error is final */
+	return sfr_py_none_or_raise(object, rc);
 }
 
 static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
@@ -105,10 +106,10 @@ static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 	while (sfr_py_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, w.slice_ns);
-		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
+		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0; /* 0: only ask */
 		Py_END_ALLOW_THREADS
 	}
-	if (w.rc == 0) /* if the streams wait, the step may begin before everything is copied */
+	if (w.rc == 0) /* the step may begin, even if its streams still wait for copies */
 		return PyBool_FromLong(copied);
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
@@ -150,7 +151,7 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	/* Asks once with the interpreter lock: releasing it for copies that have ended is slow. */
+	/* Ask first without releasing the interpreter lock: faster if the copies have ended. */
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_snapshot_wait(s, 0, &torn);
 	while (sfr_py_next_slice(&w))
@@ -191,7 +192,7 @@ static PyObject *snapshot_file(PyObject *object, PyObject *unused)
 	int rc, fd;
 
 	rc = sfr_py_unlocked(sfr_snapshot_file(s, &fd, &off));
-	if (rc == SFR_ESTATE)
+	if (rc == SFR_ESTATE) /* the memory is private or has been returned */
 		Py_RETURN_NONE;
 	if (rc < 0)
 		return sfr_py_none_or_raise(object, rc);
@@ -244,10 +245,12 @@ static PyMethodDef methods[] = {
 	{ "wait", snapshot_wait, METH_VARARGS,
 	  "wait(timeout=None) -> (whether the copies have ended, index of a torn source or -1)." },
 	{ "hold", snapshot_hold, METH_NOARGS,
-	  "hold() -> bool: begins a hold; False if the memory has been returned." },
-	{ "unhold", snapshot_unhold, METH_NOARGS, "unhold(): ends one hold." },
-	{ "view", snapshot_view, METH_NOARGS, "view(): begins a view." },
-	{ "unview", snapshot_unview, METH_NOARGS, "unview(): ends one view." },
+	  "hold() -> bool: keeps the memory until unhold(), for a process or a future. False if the "
+	  "memory has been returned." },
+	{ "unhold", snapshot_unhold, METH_NOARGS, "unhold(): ends one hold()." },
+	{ "view", snapshot_view, METH_NOARGS,
+	  "view(): keeps the memory until unview(), for tensors over it." },
+	{ "unview", snapshot_unview, METH_NOARGS, "unview(): ends one view()." },
 	{ "file", snapshot_file, METH_NOARGS,
 	  "file() -> (descriptor, offset in it, address, length): for another process that maps the "
 	  "memory. None if the memory is private or has been returned." },

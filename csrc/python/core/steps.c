@@ -1,6 +1,6 @@
-/* _core.take_steps makes a list of directory changes that Python has prepared. _core.names lists a
- * directory. Each releases the interpreter lock only once; Python's os functions release it for
- * each step or entry. */
+/* _core.take_steps carries out a list of directory changes. _core.names lists a directory. Each
+ * releases the interpreter lock only once; Python's os functions release it for each step or
+ * entry. */
 #include "module.h"
 #include "sfr/steps.h"
 
@@ -20,7 +20,7 @@ static int read_step(PyObject *item, struct sfr_step *step)
 		return -1;
 	step->kind = (enum sfr_step_kind)kind;
 	step->len = (size_t)len;
-	/* Of a rename, the bytes are the new name. Python ends them with a zero. */
+	/* The bytes of a rename are the new name, which must be a C string. */
 	if (step->kind == SFR_STEP_RENAME && strlen(step->bytes) != step->len) {
 		PyErr_SetString(PyExc_ValueError, "embedded null byte");
 		return -1;
@@ -42,7 +42,7 @@ static PyObject *take_steps(PyObject *module, PyObject *args)
 	if (!list)
 		return NULL;
 	nr = PyTuple_Size(list);
-	steps = PyMem_Calloc((size_t)nr + 1, sizeof(*steps));
+	steps = PyMem_Calloc((size_t)nr + 1, sizeof(*steps)); /* + 1: never empty */
 	if (!steps) {
 		Py_DECREF(list);
 		return PyErr_NoMemory();

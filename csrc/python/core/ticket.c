@@ -26,11 +26,11 @@ static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyOb
 	return (PyObject *)self;
 }
 
-/* Returns whether the bytes are an array, not too long, of items of `item` bytes. Sets ValueError
- * if not. */
-static bool check_array(const Py_buffer *bytes, size_t item)
+/* Returns whether the buffer is an array of structs of `size` bytes, fewer than UINT32_MAX. If not,
+ * sets a ValueError. */
+static bool check_array(const Py_buffer *buffer, size_t size)
 {
-	if ((size_t)bytes->len % item == 0 && (size_t)bytes->len / item < UINT32_MAX)
+	if ((size_t)buffer->len % size == 0 && (size_t)buffer->len / size < UINT32_MAX)
 		return true;
 	PyErr_SetString(PyExc_ValueError, "rows or members is no array of such structs");
 	return false;
@@ -40,7 +40,7 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 {
 	static char *names[] = { "engine", "dir", "name",    "skeleton", "rows",
 				 "flags",  "fs",  "members", NULL };
-	static const struct sfr_member none;
+	static const struct sfr_member no_members;
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_ticket *ticket = NULL;
 	PyObject *engine, *skeleton;
@@ -63,8 +63,8 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 		.sources = rows.buf,
 		.nr_sources = (uint32_t)((size_t)rows.len / sizeof(struct sfr_source)),
 		.flags = flags,
-		/* not NULL for a flat file without members: NULL means torch's format */
-		.members = members.obj != NULL && members.len == 0 ? &none : members.buf,
+		/* NULL means torch's format, so an empty array needs an address too */
+		.members = members.obj != NULL && members.len == 0 ? &no_members : members.buf,
 		.nr_members = (uint32_t)((size_t)members.len / sizeof(struct sfr_member)),
 	};
 	if (check_array(&rows, sizeof(struct sfr_source)) &&
@@ -118,15 +118,14 @@ struct submission {
 	enum stage stage; /* the stage to begin or to continue */
 };
 
-/* Goes through the stages from s->stage on, each with a wait of at most `slice_ns`. A save that
- * waits for nothing needs only one call, which releases the interpreter lock once. Returns 0 when
- * the save is launched, or:
- *   SFR_EAGAIN  a stage has to wait longer: call again
- *   a code      s->stage failed */
-static int submit_on(struct submission *s, uint64_t slice_ns)
+/* Carries out the stages from s->stage on. A stage waits at most `slice_ns`. Returns 0 when the
+ * save is launched, or:
+ *   SFR_EAGAIN    s->stage has to wait longer: call again
+ *   another code  s->stage failed */
+static int continue_submission(struct submission *s, uint64_t slice_ns)
 {
 	for (;; s->stage++) {
-		int rc = 0;
+		int rc = 0; /* also for BEGIN without streams, which has nothing to do */
 
 		if (s->stage == BEGIN && s->nr_streams > 0)
 			rc = sfr_save_begin(s->ticket, s->streams, (uint32_t)s->nr_streams);
@@ -159,9 +158,9 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 	if (s.nr_streams < 0)
 		return NULL;
 	while (sfr_py_next_slice(&w))
-		w.rc = sfr_py_unlocked(submit_on(&s, w.slice_ns));
-	/* A save that failed before its launch is abandoned, so that nobody waits for it. With
-	 * SFR_ESTATE it may have been submitted before and be in flight. */
+		w.rc = sfr_py_unlocked(continue_submission(&s, w.slice_ns));
+	/* Abandon a save that failed before its launch, so that nobody waits for it. After
+	 * SFR_ESTATE do not: the save may be in flight, because submit() was called before. */
 	if (s.stage != LAUNCH && w.rc != SFR_ESTATE)
 		sfr_py_unlocked_void(sfr_save_abandon(s.ticket));
 	return sfr_py_none_or_raise(object, w.rc);
@@ -172,6 +171,7 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 	struct sfr_ticket *t = ticket_of(object);
 	PyObject *timeout = NULL;
 	struct sfr_py_wait w;
+	bool is_fast;
 	int what;
 
 	if (!PyArg_ParseTuple(args, "i|O:wait", &what, &timeout))
@@ -183,13 +183,14 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 	w = sfr_py_wait(timeout);
 	/* Keep the interpreter lock if the state is reached already, or if this call only asks
 	 * whether the save has ended. */
-	if (w.rc != SFR_PY_RAISED && (sfr_save_reached(t, (enum sfr_wait_for)what) ||
-				      (what == SFR_WAIT_ENDED && w.left_ns == 0)))
+	is_fast = sfr_save_reached(t, (enum sfr_wait_for)what) ||
+		  (what == SFR_WAIT_ENDED && w.left_ns == 0);
+	if (is_fast && w.rc != SFR_PY_RAISED)
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
-	/* The core no longer reads the skeleton. Free it, because users may keep handles for
-	 * long. */
+	/* The core no longer reads the skeleton. Free it now, because users may keep the handle of
+	 * an ended save for long. */
 	if (w.rc == 0 && what == SFR_WAIT_ENDED)
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
@@ -207,10 +208,10 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 	while (sfr_py_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_save_gate(t, streams, (uint32_t)nr, w.slice_ns);
-		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
+		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0; /* 0: only ask */
 		Py_END_ALLOW_THREADS
 	}
-	if (w.rc == 0) /* if the streams wait, the step may begin before everything is copied */
+	if (w.rc == 0) /* the step may begin, even if its streams still wait for copies */
 		return PyBool_FromLong(copied);
 	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
 }
@@ -304,8 +305,8 @@ static PyMethodDef methods[] = {
 	{ "wait", ticket_wait, METH_VARARGS,
 	  "wait(what, timeout=None) -> bool: waits for one of WAIT_*. False if the timeout passed." },
 	{ "confirm", ticket_confirm, METH_O,
-	  "confirm(torn) -> bool: gives the verdict of the version counters, the index of a torn source"
-	  " or -1. False if the save takes no verdict now." },
+	  "confirm(torn) -> bool: reports the index of a source whose version counter shows that it"
+	  " changed before its copy, or -1. False if the save needs no such report now." },
 	{ "cancel", ticket_cancel, METH_NOARGS,
 	  "cancel() -> bool: cancels the save; False if it is too late." },
 	{ "abandon", ticket_abandon, METH_NOARGS,

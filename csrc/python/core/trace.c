@@ -63,7 +63,7 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* Called at each step, so no argument is parsed: the optimizer's address identifies it. */
+/* Is called at each step, so it is fast: the object's address identifies the optimizer. */
 static PyObject *trace_step_begins(PyObject *module, PyObject *optimizer)
 {
 	sfr_trace_step((uint64_t)(uintptr_t)optimizer, false);

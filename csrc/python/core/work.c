@@ -91,9 +91,9 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 	uint64_t number;
 	int rc, after_good;
 
-	/* No slices: this is not the main thread, so it runs no signal handlers. */
+	/* Waits without a limit: this is not the main thread, so signals need not end the wait. */
 	rc = sfr_py_unlocked(sfr_log_work_next(SFR_FOREVER, &number, &after_good));
-	if (rc == SFR_ECLOSED)
+	if (rc == SFR_ECLOSED) /* the log is being stopped */
 		Py_RETURN_NONE;
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);

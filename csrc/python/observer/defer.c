@@ -8,73 +8,78 @@
 #include "observer/observer.h"
 #include "sfr/source.h"
 
-/* Sets nr_owned of each watched storage: the tensors over it that the optimizer still has. Sets
- * `wanted` if the optimizer has more unknown tensors than the last enrolment passed over. */
+/* Counts, for each watched storage, the tensors over it that the optimizer still has (nr_owned).
+ * Marks the table as stale if the optimizer has tensors that are not in it. */
 static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
 {
 	struct sfr_py_table *t = &self->table;
-	size_t i, nr_unknown = 0;
+	size_t i, nr_not_in_table = 0;
 
-	self->epoch++;
+	self->walk_number++;
 	for (i = 0; i < walk->found.nr; i++) {
 		PyObject *tensor = walk->found.items[i];
 		struct sfr_py_tensor *entry = sfr_py_find_tensor(t, tensor);
 		struct sfr_py_watch *watch;
 
 		if (!entry) {
-			nr_unknown++;
+			nr_not_in_table++;
 			continue;
 		}
-		if (entry->epoch == self->epoch)
+		if (entry->last_walk == self->walk_number)
 			continue; /* this walk has found the tensor before */
-		entry->epoch = self->epoch;
+		entry->last_walk = self->walk_number;
 		watch = &t->watches[entry->watch];
 		if (sfr_py_identity_of(tensor) != watch->cdata) { /* the storage was replaced */
-			self->wanted = 1;
+			self->table_is_stale = 1;
 			continue;
 		}
-		if (watch->epoch != self->epoch) {
-			watch->epoch = self->epoch;
+		if (watch->last_walk != self->walk_number) {
+			watch->last_walk = self->walk_number;
 			watch->nr_owned = 0;
 		}
 		watch->nr_owned++;
 	}
-	if (nr_unknown > self->nr_passed_over)
-		self->wanted = 1;
+	if (nr_not_in_table > self->nr_excluded)
+		self->table_is_stale = 1; /* some were not there when the table was built */
 }
 
-/* Appends a tensor over storage number `index` (an int) to the lists of tensors whose versions are
- * checked after the copy. After a failure the lists may have different lengths. */
+/* Appends a tensor to the lists of tensors whose versions are checked after the copy. `index`, a
+ * Python int, is the number of its storage. After a failure the lists may differ in length. */
 static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
 {
 	PyObject *version;
 	uint64_t count = 0;
 	int ret = 0;
 
-	version = sfr_py_version_of(tensor, &count) ? NULL : PyLong_FromUnsignedLongLong(count);
-	if (!version || PyList_Append(marks->storage_numbers, index) ||
-	    PyList_Append(marks->tensors, tensor) || PyList_Append(marks->versions, version))
+	if (sfr_py_version_of(tensor, &count))
+		return -1;
+	version = PyLong_FromUnsignedLongLong(count);
+	if (!version)
+		return -1;
+	if (PyList_Append(marks->storage_numbers, index) || PyList_Append(marks->tensors, tensor) ||
+	    PyList_Append(marks->versions, version))
 		ret = -1;
-	Py_XDECREF(version);
+	Py_DECREF(version);
 	return ret;
 }
 
-/* Defers storage number `index` after add_tensor was called for its tensors. `failed` says whether
- * one of these calls failed, and `start` is the length of the lists before them. After any failure
- * the storage stays captured, and its tensors are removed from the lists. */
+/* Marks storage number `index` as deferred, after add_tensor was called for each of its tensors.
+ * `failed`: one of these calls failed. `start`: the length of the three lists before these calls.
+ * After a failure, here or before, removes the tensors from the lists: the storage stays
+ * captured. */
 static int finish_deferring(const struct sfr_py_marks *marks, PyObject *index,
 			    struct sfr_source *row, Py_ssize_t start, int failed)
 {
 	PyObject *const lists[] = { marks->storage_numbers, marks->tensors, marks->versions };
 
-	if (!failed && !PyList_Append(marks->indices, index)) {
-		row->lane = SFR_LANE_HOST;
+	if (!failed && PyList_Append(marks->indices, index) == 0) {
+		row->lane = SFR_LANE_HOST; /* instead of SFR_CAPTURED: copied after the call */
 		return 0;
 	}
 	for (int i = 0; i < 3; i++) {
 		PyObject *type, *value, *trace;
 
-		PyErr_Fetch(&type, &value, &trace);
+		PyErr_Fetch(&type, &value, &trace); /* keeps the exception that is set */
 		(void)PyList_SetSlice(lists[i], start, PyList_Size(lists[i]), NULL);
 		PyErr_Restore(type, value, trace);
 	}
@@ -101,10 +106,10 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 	return finish_deferring(marks, index, row, start, ret);
 }
 
-/* Finds a storage in the save by its StorageImpl's address. If the save does not have the storage,
- * both results are NULL.
+/* Finds a storage in the save by its StorageImpl's address. Sets both results to NULL if the save
+ * does not have the storage. Returns 0, or -1 with an exception set.
  *   *index  the storage's number, a new reference
- *   *row    the storage's row, until Python code runs, which may resize the bytearray */
+ *   *row    the storage's row: valid until Python code runs, which may resize the bytearray */
 static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObject **index,
 		    struct sfr_source **row)
 {
@@ -130,7 +135,13 @@ static int has_observed_memory(const struct sfr_py_watch *watch, const struct sf
 	return row->addr == watch->addr && row->nbytes == watch->nbytes;
 }
 
-/* Defers each storage of the save that is DEFERRABLE and whose tensors the optimizer still has. */
+/* Returns 1 if the optimizer still has every tensor over the storage. Call count_owned before. */
+static int is_still_owned(const struct sfr_py_observer *self, const struct sfr_py_watch *watch)
+{
+	return watch->last_walk == self->walk_number && watch->nr_owned == watch->nr_tensors;
+}
+
+/* Defers each storage of the save that is DEFERRABLE and still owned by the optimizer. */
 static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *marks)
 {
 	struct sfr_py_table *t = &self->table;
@@ -142,15 +153,14 @@ static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *ma
 		struct sfr_source *row;
 		int ret = 0;
 
-		if (watch->verdict != SFR_PY_DEFERRABLE || watch->epoch != self->epoch ||
-		    watch->nr_owned != watch->nr_tensors)
+		if (watch->verdict != SFR_PY_DEFERRABLE || !is_still_owned(self, watch))
 			continue;
 		if (find_row(marks, watch->cdata, &index, &row))
 			return -1;
 		if (row && has_observed_memory(watch, row))
 			ret = defer_watch(t, watch, row, index, marks);
-		else if (row)
-			self->wanted = 1; /* the storage was resized, or moved to shared memory */
+		else if (row) /* the storage was resized, or moved to shared memory */
+			self->table_is_stale = 1;
 		Py_XDECREF(index);
 		if (ret)
 			return -1;
@@ -179,9 +189,10 @@ int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *mark
 		Py_ssize_t start = PyList_Size(marks->storage_numbers);
 		struct sfr_source *row = NULL;
 		int ret = find_row(marks, sfr_py_identity_of(tensor), &index, &row);
+		int is_candidate = row && row->lane == SFR_CAPTURED &&
+				   row->nbytes > SFR_PY_MEMORY_OWNER_MIN_NBYTES;
 
-		if (!ret && row && row->lane == SFR_CAPTURED &&
-		    row->nbytes > SFR_PY_MEMORY_OWNER_MIN_NBYTES) {
+		if (!ret && is_candidate) {
 			ret = add_tensor(marks, index, tensor);
 			ret = finish_deferring(marks, index, row, start, ret);
 		}

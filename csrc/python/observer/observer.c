@@ -1,17 +1,17 @@
 /* Observer: finds the memory of an optimizer that only its steps change.
  *
  * An Observer watches the storages of one optimizer: those of its trained parameters and of the
- * tensors in their state. A save may defer a storage if only the next step writes to it. So the
- * contents at the end of a step must be unchanged at the next step's gate. The time from that end
- * to the gate is a *cycle*.
+ * tensors in their state. A save may defer a storage if only the next step writes to it. To find
+ * out, the observer compares the contents at the end of a step with those at the gate of the next
+ * step, just before that step begins. The time between the two is a *cycle*.
  *
  *        enrol               record            compare: same, twice
  *   (new) ----> UNDECIDED --> (recorded) ---------------------------> DEFERRABLE
  *                   ^             |  same, once      |  changed, gone, or two owners
  *                   +-------------+                  +---------------> CAPTURED
  *
- * DEFERRABLE and CAPTURED are final, except that forget() starts again (after load_state_dict). An
- * observation covers the `_version` of each tensor over the storage. It also covers three cache
+ * DEFERRABLE and CAPTURED are final, until forget() starts again (after load_state_dict). An
+ * observation compares the `_version` of each tensor over the storage. It also compares three cache
  * lines of the bytes, because fused kernels and `.data` do not count versions. A budget of CPU time
  * bounds the work in a step. The next step continues where this step stopped.
  *
@@ -22,17 +22,15 @@
  *
  * Everything but the driver calls runs under the interpreter lock, with the garbage collector off.
  * So no other Python code runs meanwhile, except destructors. If a destructor calls the same
- * observer, `busy` makes that call return at once.
+ * observer, the call returns at once, because `busy` is set.
  *
  *   observer.c  the type
  *   read.c      reads torch's tensors
- *   walk.c      finds what an optimizer owns
- *   table.c     stores what it owns
+ *   walk.c      finds the tensors that an optimizer owns
+ *   table.c     stores these tensors and their storages
  *   observe.c   observes host memory
  *   probes.c    observes device memory
- *   defer.c     marks a save's storages
- *
- * 1,200 storages are decided by the third step. After that a step costs 6 us. */
+ *   defer.c     marks a save's storages */
 #include "observer/observer.h"
 
 /* Makes other calls of this observer do nothing until leave(). Turns the garbage collector off, so
@@ -62,10 +60,10 @@ void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *w
 
 PyDoc_STRVAR(observer_enrol_doc,
 "enrol(param_groups, state, /)\n--\n\n"
-"Finds the storages that the optimizer owns now, and records samples of them. Call it after a step.\n"
-"Known storages keep their state. Returns a list of (serial, storage), one for each storage that the\n"
-"observer with this serial watches too. This observer captures these storages; the caller calls\n"
-"capture() of the other one. After an exception nothing is watched.");
+"Makes a new table of the storages that the optimizer owns now, and records samples of them. Call it\n"
+"after a step. Known storages keep their state. Returns a list of (serial, storage), one for each\n"
+"storage that another observer, with this serial, watches too. This observer captures such a storage;\n"
+"the caller has to call capture() of the other one. After an exception nothing is watched.");
 
 static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 {
@@ -77,7 +75,7 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 	if (!clashes || self->busy)
 		return clashes;
 	enter(self);
-	if (sfr_py_observer_enrol(self, groups, state, clashes))
+	if (sfr_py_observer_rebuild_table(self, groups, state, clashes))
 		Py_CLEAR(clashes);
 	else
 		sfr_py_observer_record_all(self);
@@ -85,31 +83,33 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 	return clashes;
 }
 
-static int wants_enrolment(const struct sfr_py_observer *self, PyObject *groups, PyObject *state)
+/* Reads no tensor, so it is fast enough for every step. */
+static int must_rebuild_table(const struct sfr_py_observer *self, PyObject *groups, PyObject *state)
 {
-	return self->wanted || self->forget ||
+	return self->table_is_stale || self->must_forget ||
 	       self->fingerprint != sfr_py_walk_fingerprint(groups, state);
 }
 
 PyDoc_STRVAR(observer_is_idle_doc,
 "is_idle(param_groups, state, /)\n--\n\n"
-"Returns after a step whether stepped() and the next compare() have nothing to do. Reads no tensor.");
+"Returns whether stepped() and the next compare() have nothing to do. Call it after a step.");
 
 static PyObject *observer_is_idle(struct sfr_py_observer *self, PyObject *args)
 {
 	PyObject *groups, *state;
+	int all_decided = self->nr_undecided == 0 && sfr_py_probes_are_idle(self);
 
 	if (!PyArg_ParseTuple(args, "OO:is_idle", &groups, &state))
 		return NULL;
-	return PyBool_FromLong(!self->busy && !self->nr_undecided && sfr_py_probes_are_idle(self) &&
-			       !wants_enrolment(self, groups, state));
+	return PyBool_FromLong(all_decided && !self->busy &&
+			       !must_rebuild_table(self, groups, state));
 }
 
 PyDoc_STRVAR(observer_stepped_doc,
 "stepped(param_groups, state, /)\n--\n\n"
-"Records samples of the undecided storages, within the budget. Call it after a step. If enrol() must\n"
-"be called first, returns True and records nothing. That is so at first, after forget(), and when\n"
-"what the optimizer owns may have changed.");
+"Records samples of the undecided storages, within the budget. Call it after a step. Returns True,\n"
+"and records nothing, if the caller must call enrol(): at first, after forget(), and when the\n"
+"optimizer's tensors may have changed.");
 
 static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 {
@@ -119,11 +119,13 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 		return NULL;
 	if (self->busy)
 		Py_RETURN_FALSE;
-	self->nr_recorded = 0; /* the step has changed the storages that no gate compared */
-	self->busy = 1;        /* not enter(): other threads run, and need the garbage collector */
-	sfr_py_probes_harvest(self);
+	self->nr_to_compare =
+		0; /* those that the gate did not compare: now the step changed them */
+	/* not enter(), because other threads run meanwhile and need the garbage collector */
+	self->busy = 1;
+	sfr_py_probes_poll(self);
 	self->busy = 0;
-	if (wants_enrolment(self, groups, state))
+	if (must_rebuild_table(self, groups, state))
 		Py_RETURN_TRUE;
 	if (self->nr_undecided) {
 		enter(self);
@@ -135,12 +137,14 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_compare_doc,
 "compare()\n--\n\n"
-"Compares the recorded samples with the memory. Call it at the next step's gate. Storages that the\n"
-"budget leaves out stay undecided, and the next stepped() begins with them.");
+"Compares the recorded samples with the memory. Call it at the next step's gate. Storages for which\n"
+"the budget is too small stay undecided, and the next stepped() begins with them.");
 
 static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 {
-	if (!self->busy && !self->forget && (self->nr_recorded || self->nr_probes)) {
+	int has_work = self->nr_to_compare || self->nr_probes;
+
+	if (has_work && !self->busy && !self->must_forget) {
 		enter(self);
 		sfr_py_observer_compare(self);
 		leave(self);
@@ -160,9 +164,9 @@ static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 
 PyDoc_STRVAR(observer_probe_doc,
 "probe(streams, /)\n--\n\n"
-"Queues copies of a few cache lines of the watched device storages, after the work that is on the\n"
-"streams now. Later work on the streams waits for the copies, the host does not. `streams`: a tuple\n"
-"of (device, handle of its current stream).");
+"Queues copies of a few cache lines of the watched device storages. They run after the work that is\n"
+"on the streams now. Later work on the streams waits for the copies, but the host does not.\n"
+"`streams`: a tuple of (device, handle of its current stream).");
 
 static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 {
@@ -174,7 +178,8 @@ static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 	}
 	if (self->busy)
 		Py_RETURN_NONE;
-	self->busy = 1; /* not enter(): other threads run, and need the garbage collector */
+	/* not enter(), because other threads run meanwhile and need the garbage collector */
+	self->busy = 1;
 	ret = sfr_py_probes_take(self, streams);
 	self->busy = 0;
 	if (ret)
@@ -200,8 +205,8 @@ static PyObject *observer_present(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(observer_see_through_doc,
 "see_through(type, name, /)\n--\n\n"
-"Declares a type of tensors that only wrap an inner tensor, which has the memory and is in their\n"
-"attribute `name`. All observers then read the inner tensor. A second type replaces the first.");
+"Declares a type of tensors that only wrap an inner tensor: their attribute `name`. The inner tensor\n"
+"has the memory, so all observers then read it instead. A second type replaces the first.");
 
 static PyObject *observer_see_through(PyObject *type, PyObject *args)
 {
@@ -242,10 +247,10 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "OOO!:defer", &groups, &state, &PyTuple_Type, &tuple) ||
 	    read_marks(tuple, &marks))
 		return NULL;
-	if (self->busy || self->forget || !self->table.nr_watches)
+	if (self->busy || self->must_forget || !self->table.nr_watches)
 		Py_RETURN_NONE;
 	enter(self);
-	sfr_py_probes_harvest(self);
+	sfr_py_probes_poll(self);
 	ret = sfr_py_observer_defer(self, groups, state, &marks);
 	leave(self);
 	if (ret)
@@ -255,8 +260,8 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 
 PyDoc_STRVAR(observer_defer_memory_owner_doc,
 "defer_memory_owner(tensors, marks, /)\n--\n\n"
-"Marks as deferred the large storages of these tensors that are in the save and not marked yet. The\n"
-"caller is a memory owner, which knows that only a step replaces this memory.");
+"Marks the large storages of these tensors as deferred, if they are in the save. The caller is a\n"
+"memory owner (memory_owners.py), which knows that only a step replaces this memory.");
 
 static PyObject *observer_defer_memory_owner(PyObject *type, PyObject *args)
 {
@@ -289,12 +294,13 @@ static PyObject *observer_changed(PyObject *type, PyObject *args)
 		return NULL;
 	}
 	for (i = 0; i < nr; i++) {
-		uint64_t now = 0, then = 0;
+		uint64_t current = 0, expected = 0;
+		int failed;
 
 		version = PyList_GetItem(versions, i);
-		then = version ? PyLong_AsUnsignedLongLong(version) : 0;
-		if (sfr_py_version_of(PyList_GetItem(tensors, i), &now) || now != then ||
-		    PyErr_Occurred()) {
+		expected = version ? PyLong_AsUnsignedLongLong(version) : 0;
+		failed = sfr_py_version_of(PyList_GetItem(tensors, i), &current);
+		if (failed || current != expected || PyErr_Occurred()) {
 			PyErr_Clear(); /* without a version the tensor counts as changed */
 			return PyLong_FromSsize_t(i);
 		}
@@ -323,12 +329,12 @@ static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 
 PyDoc_STRVAR(observer_forget_doc,
 "forget()\n--\n\n"
-"Stops watching everything. Nothing is deferred until two cycles after the next enrolment. Until this\n"
-"enrolment the observer refers to no tensor.");
+"Stops watching everything. The observer refers to no tensor until the next enrol(), and defers\n"
+"nothing until two cycles after it.");
 
 static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
 {
-	self->forget = 1;
+	self->must_forget = 1; /* if the observer is busy, enrol() drops the table */
 	if (!self->busy)
 		sfr_py_observer_drop(self);
 	Py_RETURN_NONE;
@@ -364,9 +370,9 @@ static PyObject *observer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 	self = (struct sfr_py_observer *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
-	self->owned = Py_NewRef(owned);
+	self->owners = Py_NewRef(owned);
 	self->serial = Py_NewRef(serial);
-	self->stepped_ns = sfr_py_clock_ns(CLOCK_MONOTONIC);
+	self->last_step_ns = sfr_py_clock_ns(CLOCK_MONOTONIC);
 	return (PyObject *)self;
 }
 
@@ -374,9 +380,9 @@ static void observer_dealloc(struct sfr_py_observer *self)
 {
 	sfr_py_observer_drop(self);
 	sfr_py_probes_fini(self);
-	PyMem_Free(self->lines);
-	PyMem_Free(self->recorded);
-	Py_XDECREF(self->owned);
+	PyMem_Free(self->samples);
+	PyMem_Free(self->to_compare);
+	Py_XDECREF(self->owners);
 	Py_XDECREF(self->serial);
 	sfr_py_free((PyObject *)self);
 }

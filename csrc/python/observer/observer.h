@@ -8,8 +8,8 @@
 #include "torch/map.h"
 #include "torch/numbers.h"
 
-/* Returns the referent of a weak reference, borrowed; Py_None if it was freed. The limited API of
- * 3.11 lacks the successor of this function, which CPython 3.13 deprecates. */
+/* Returns the referent of a weak reference, borrowed; Py_None if it was freed. CPython 3.13
+ * deprecates PyWeakref_GetObject, but the limited API of 3.11 has no other function. */
 static inline PyObject *sfr_py_referent(PyObject *ref)
 {
 #pragma GCC diagnostic push
@@ -19,7 +19,7 @@ static inline PyObject *sfr_py_referent(PyObject *ref)
 }
 
 /* How to read one attribute of torch's tensors or storages, or call one method without arguments.
- * The C function that torch's type publishes is called directly, which is three times as fast. */
+ * Calling torch's C function directly is three times as fast as a look-up by name. */
 struct sfr_py_access {
 	getter get;       /* reads the attribute; NULL: look it up by name */
 	void *closure;    /* the getter's second argument */
@@ -33,7 +33,7 @@ struct sfr_py_access {
 struct sfr_py_torch {
 	PyTypeObject *tensor, *parameter; /* the exact types that may be deferred */
 	PyTypeObject *wrapper; /* the type given to sfr_py_see_through: DTensor; NULL: none yet */
-	PyObject *str_local;   /* name of the wrapper's attribute that has its inner tensor */
+	PyObject *str_local;   /* name of the wrapper's attribute with the inner tensor */
 	PyObject *free_weak;   /* UntypedStorage._free_weak_ref */
 	PyObject *str_params;
 	/* tensors' attributes */
@@ -57,8 +57,8 @@ int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64
 /* Returns the truth of an attribute: 1, 0, or -1 with an exception set. */
 int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
 
-/* Declares a type of tensors that only wrap an inner tensor, which has the memory and is in their
- * attribute `name`. The functions below then use the inner tensor. They get it without running
+/* Declares a type of tensors that only wrap an inner tensor: their attribute `name`. The inner
+ * tensor has the memory, so the functions below then use it instead. They get it without running
  * Python code. A second type replaces the first. */
 int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
 /* Returns a new reference to the tensor that has the memory: `tensor` itself if it is exactly a
@@ -72,8 +72,8 @@ PyObject *sfr_py_storage_of(PyObject *tensor);
 /* Returns the address of the StorageImpl of the tensor's storage; 0 if there is none, as for sparse
  * tensors. Sets no exception. */
 uint64_t sfr_py_identity_of(PyObject *tensor);
-/* Sets *out to a number that grows with every write to the tensor that torch counts. Fails if the
- * tensor has no memory, or is an inference tensor, for which torch counts nothing. */
+/* Sets *out to the tensor's version, a number that grows with every write that torch counts. Fails
+ * if the tensor has no memory, or is an inference tensor, for which torch counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
 #define SFR_PY_NONE UINT32_MAX /* as an index: no tensor */
@@ -102,32 +102,32 @@ uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
-/* Storages up to this size are always captured: those of an optimizer on the host and on a device,
- * and those of a memory owner (defer.c). */
+/* A storage up to this size is always captured: one of an optimizer in host memory, one of an
+ * optimizer on a device, one of a memory owner (defer.c). */
 #define SFR_PY_HOST_MIN_NBYTES 4096
 #define SFR_PY_DEVICE_MIN_NBYTES 65536
 #define SFR_PY_MEMORY_OWNER_MIN_NBYTES 65536
-#define SFR_PY_LINE 64     /* bytes of a cache line */
-#define SFR_PY_NR_CYCLES 2 /* cycles without a change until a storage may be deferred */
-#define SFR_PY_NR_LINES 3  /* lines that are read of each storage: start, middle, end */
+#define SFR_PY_CACHE_LINE 64 /* bytes of a cache line */
+#define SFR_PY_NR_CYCLES 2   /* cycles without a change until a storage may be deferred */
+#define SFR_PY_NR_SAMPLES 3  /* cache lines that are compared of a storage: start, middle, end */
 
 enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 
 /* A watched storage. */
 struct sfr_py_watch {
-	/* int: the StorageImpl's address. The watch has one of torch's weak references for it.
-	 * NULL: the watch has moved to another table */
-	PyObject *ident;
+	/* torch's weak reference to the StorageImpl: an int, its address. NULL: the watch was moved
+	 * to another table */
+	PyObject *weak_ref;
 	uint64_t cdata; /* the same address as a number */
 	uint64_t addr, nbytes;
 	uint32_t device;          /* 0: host memory; n: CUDA device n - 1 */
 	uintptr_t storage_object; /* address of the storage's Python object; only to prefetch */
-	uint32_t first_tensor;    /* index of a tensor over the storage; its `next` is another */
+	uint32_t first_tensor;    /* index of the first in the list of tensors over the storage */
 	uint32_t nr_tensors;
-	uint32_t epoch;    /* number of the last walk that found the storage */
-	uint32_t nr_owned; /* tensors over the storage that this walk found */
-	uint8_t verdict;   /* enum sfr_py_verdict */
-	uint8_t nr_cycles; /* comparisons so far, all without a change */
+	uint32_t last_walk; /* number of the last walk that found the storage */
+	uint32_t nr_owned;  /* tensors over the storage that this walk found */
+	uint8_t verdict;    /* enum sfr_py_verdict */
+	uint8_t nr_cycles;  /* comparisons so far, all without a change */
 };
 
 /* A tensor over a watched storage. */
@@ -137,7 +137,7 @@ struct sfr_py_tensor {
 	uint64_t version;       /* the version counter at the last recording */
 	uint32_t watch;         /* index of the storage in `watches` */
 	uint32_t next;          /* index of the next tensor over the storage, or SFR_PY_NONE */
-	uint32_t epoch;         /* number of the last walk that found the tensor */
+	uint32_t last_walk;     /* number of the last walk that found the tensor */
 };
 
 struct sfr_py_table {
@@ -170,27 +170,27 @@ struct sfr_py_probe {
 
 struct sfr_py_observer {
 	PyObject_HEAD
-	PyObject *owned;  /* dict shared by all observers: storage -> serial of the first owner */
-	PyObject *serial; /* int: this observer's number in `owned` */
+	PyObject *owners; /* dict shared by all observers: storage -> serial of the first owner */
+	PyObject *serial; /* int: this observer's number in `owners` */
 	struct sfr_py_table table;
-	/* by index of a watch: its cache lines at the last recording */
-	unsigned char (*lines)[SFR_PY_NR_LINES][SFR_PY_LINE];
-	uint32_t *recorded; /* indices of watches that are recorded and not yet compared */
-	uint32_t nr_recorded;
+	/* by index of a watch: its samples at the last recording */
+	unsigned char (*samples)[SFR_PY_NR_SAMPLES][SFR_PY_CACHE_LINE];
+	uint32_t *to_compare; /* indices of the watches that the next gate compares with samples */
+	uint32_t nr_to_compare;
 	uint32_t nr_undecided;     /* watches with the verdict UNDECIDED */
 	uint32_t cursor;           /* index of the watch with which the next recording begins */
-	uint32_t epoch;            /* number of the last walk for a save */
-	size_t nr_passed_over;     /* tensors of the last enrolment that can never be deferred */
-	uint64_t fingerprint;      /* sfr_py_walk_fingerprint at the last enrolment */
+	uint32_t walk_number;      /* number of the last walk for a save */
+	size_t nr_excluded;        /* the optimizer's tensors that can never be deferred */
+	uint64_t fingerprint;      /* sfr_py_walk_fingerprint when the table was built */
 	uint64_t credit_ns;        /* CPU time that observing may take now */
 	uint64_t device_credit_ns; /* device time that probes may take now */
 	struct sfr_py_probe probes[SFR_PY_MAX_PROBES];
 	uint32_t nr_probes;
-	uint64_t stepped_ns; /* when the last step ended; at first, when this object was made */
-	int busy;            /* other calls do nothing meanwhile */
-	int wanted;          /* an enrolment is needed: what the optimizer owns has changed */
-	int forget;          /* forget() was called: the next enrolment drops the table */
-	int gc_was_on;       /* whether the garbage collector was on before enter() */
+	uint64_t last_step_ns; /* when the last step ended; at first, when this object was made */
+	int busy;              /* other calls do nothing meanwhile */
+	int table_is_stale;    /* what the optimizer owns has changed: enrol() must be called */
+	int must_forget;       /* forget() was called: nothing may be reused from the table */
+	int gc_was_on;         /* whether the garbage collector was on before enter() */
 };
 
 /* Sets a storage's verdict. */
@@ -202,11 +202,11 @@ void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *w
 struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *table, PyObject *tensor);
 /* Stops watching everything. Keeps an exception that is set. */
 void sfr_py_observer_drop(struct sfr_py_observer *self);
-/* Makes a new table of what the optimizer owns now. For each storage that another observer watches
- * too, appends (serial of that observer, storage) to the list `clashes`. After a failure nothing is
- * watched. */
-int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
-			  PyObject *clashes);
+/* Makes a new table of the tensors and storages that the optimizer owns now. For each storage that
+ * another observer watches too, appends (serial of that observer, storage) to the list `clashes`.
+ * After a failure nothing is watched. */
+int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
+				  PyObject *clashes);
 
 /* ---- probes.c ---- */
 /* Adds the watch with index `number`, a storage on a device, to the device's next probe, if the
@@ -219,9 +219,9 @@ void sfr_py_probes_end_step(struct sfr_py_observer *self);
 void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
 			      int (*check_unchanged)(struct sfr_py_observer *self,
 						     uint32_t number));
-/* Gives verdicts on the storages of completed probes. Releases the interpreter lock, so the caller
- * sets `busy`. */
-void sfr_py_probes_harvest(struct sfr_py_observer *self);
+/* Asks whether the probes in flight have completed, and gives verdicts on the storages of those
+ * that have. Releases the interpreter lock, so the caller sets `busy`. */
+void sfr_py_probes_poll(struct sfr_py_observer *self);
 /* Returns 1 if no device waits for a probe or for a verdict, else 0. */
 int sfr_py_probes_are_idle(const struct sfr_py_observer *self);
 /* Drops the probes under way without a verdict. Called when the indices of storages change. */
@@ -233,8 +233,8 @@ PyObject *sfr_py_probes_due(struct sfr_py_observer *self);
 int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_probes_fini(struct sfr_py_observer *self);
 
-/* The fields of a memory_owners.Marks, borrowed: the storages of a save, and lists of the storages
- * that are deferred. */
+/* The fields of a memory_owners.Marks, borrowed: all storages of a save, and lists that are filled
+ * with those that are deferred. */
 struct sfr_py_marks {
 	struct sfr_py_numbers *numbers; /* StorageImpl's address -> number of the storage */
 	PyObject *rows;                 /* bytearray of struct sfr_source, by number */
@@ -253,7 +253,7 @@ int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *mark
 /* ---- observe.c; called between enter() and leave() ---- */
 /* Called after a step: records undecided storages within the budget. */
 void sfr_py_observer_record(struct sfr_py_observer *self);
-/* Called after an enrolment: records every undecided storage. */
+/* Called after the table was rebuilt: records every undecided storage. */
 void sfr_py_observer_record_all(struct sfr_py_observer *self);
 /* Called at the next step's gate: compares the recorded storages within the budget. */
 void sfr_py_observer_compare(struct sfr_py_observer *self);

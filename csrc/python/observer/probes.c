@@ -5,16 +5,16 @@
  *     +------------- done: verdicts ------------------------------ IN_FLIGHT <-----+
  *
  * The host reads the versions at the step's end and compares them at the gate. At both moments a
- * probe copies three lines of each storage. The caller's stream waits for the copies, the host does
- * not. The verdicts come when both probes have completed. Until then no other probe of that device
- * starts.
+ * probe copies three cache lines of each storage. The caller's stream waits for the copies, but the
+ * host does not. The verdicts come when both probes have completed. Until then no other probe of
+ * that device starts.
  *
  * Two cycles are probed: with one cycle, a buffer that is written every other step would pass. If
  * the host waits for the device at every step, a storage has its verdict after step 4. Each step
  * that the host runs ahead of the device delays the verdict by two steps.
  *
- * If a probe fails or is impossible (a graph capture, a probe by another thread), its storages stay
- * undecided, so saves capture them.
+ * If a probe fails or is impossible (a CUDA graph is captured, or another thread probes), its
+ * storages stay undecided, so saves capture them.
  *
  * The budget is device time, because the training's stream waits for the copies. */
 #include "observer/observer.h"
@@ -23,7 +23,7 @@
 #define PROBE_NS 2000u /* device time for one storage in one probe */
 #define NR_PROBES 2u   /* probes in a cycle */
 
-/* Returns the probe of a device, which is made at the first call; NULL if there are too many
+/* Returns the probe of a device, and makes it at the first call. Returns NULL if there are too many
  * devices. */
 static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t device)
 {
@@ -36,7 +36,7 @@ static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t devi
 		return NULL;
 	probe = &self->probes[self->nr_probes++];
 	*probe = (struct sfr_py_probe){ .device = device };
-	if (sfr_probe_new(device - 1, &probe->core) < 0)
+	if (sfr_probe_new(device - 1, &probe->core) < 0) /* torch's number of the device */
 		probe->state = SFR_PY_BLIND;
 	return probe;
 }
@@ -64,13 +64,15 @@ static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *pr
 
 void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number)
 {
+	const uint64_t cost_ns = NR_PROBES * PROBE_NS;
 	const struct sfr_py_watch *watch = &self->table.watches[number];
 	struct sfr_py_probe *probe = probe_of(self, watch->device);
 
-	if (!probe || probe->state != SFR_PY_IDLE ||
-	    self->device_credit_ns < NR_PROBES * PROBE_NS || make_room(self, probe))
+	if (!probe || probe->state != SFR_PY_IDLE) /* too many devices, or a probe is under way */
 		return;
-	self->device_credit_ns -= NR_PROBES * PROBE_NS;
+	if (self->device_credit_ns < cost_ns || make_room(self, probe))
+		return;
+	self->device_credit_ns -= cost_ns;
 	probe->probed[probe->nr_probed] = number;
 	probe->ranges[probe->nr_probed++] =
 		(struct sfr_probe_range){ .addr = watch->addr, .nbytes = watch->nbytes };
@@ -94,7 +96,7 @@ void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
 		probe->state = SFR_PY_DUE_AGAIN;
 		for (uint32_t i = 0; i < probe->nr_probed; i++)
 			if (!check_unchanged(self, probe->probed[i]))
-				probe->ranges[i].nbytes = 0; /* the probe skips it */
+				probe->ranges[i].nbytes = 0; /* the second probe skips it */
 	}
 }
 
@@ -111,7 +113,7 @@ static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *pro
 		struct sfr_py_watch *watch = &self->table.watches[probe->probed[i]];
 
 		if (probe->ranges[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
-			continue;
+			continue; /* it has a verdict already */
 		if (!sfr_probe_same(probe->core, i))
 			sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
 		else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
@@ -120,7 +122,7 @@ static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *pro
 	go_idle(probe);
 }
 
-void sfr_py_probes_harvest(struct sfr_py_observer *self)
+void sfr_py_probes_poll(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		struct sfr_py_probe *probe = &self->probes[k];
@@ -174,19 +176,19 @@ PyObject *sfr_py_probes_due(struct sfr_py_observer *self)
 	return tuple;
 }
 
-/* Takes the probe that is due, the first or second of a cycle, on a stream of its device. If that
- * is impossible now, the cycle is dropped. Releases the interpreter lock. */
+/* Takes the probe that is due, the first or second of a cycle, on a stream of its device. If the
+ * probe is impossible now, drops the cycle. Releases the interpreter lock. */
 static void take_probe(struct sfr_py_probe *probe, uint64_t stream)
 {
-	int again = probe->state == SFR_PY_DUE_AGAIN, rc;
+	int is_second = probe->state == SFR_PY_DUE_AGAIN, rc;
 
 	rc = sfr_py_unlocked(sfr_probe_copy(probe->core, stream, probe->ranges, probe->nr_probed,
-					    again));
+					    is_second));
 	if (rc == 0)
-		probe->state = again ? SFR_PY_IN_FLIGHT : SFR_PY_TAKEN;
+		probe->state = is_second ? SFR_PY_IN_FLIGHT : SFR_PY_TAKEN;
 	else if (rc == SFR_EBUSY || rc == SFR_ECAPTURING)
 		go_idle(probe);
-	else
+	else /* the device has failed */
 		probe->state = SFR_PY_BLIND;
 }
 
@@ -198,9 +200,12 @@ int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams)
 
 		if (!PyArg_ParseTuple(PyTuple_GetItem(streams, i), "IK:probe", &device, &stream))
 			return -1;
-		for (uint32_t k = 0; k < self->nr_probes; k++)
-			if (self->probes[k].device == device + 1 && is_due(&self->probes[k]))
-				take_probe(&self->probes[k], stream);
+		for (uint32_t k = 0; k < self->nr_probes; k++) {
+			struct sfr_py_probe *probe = &self->probes[k];
+
+			if (probe->device - 1 == device && is_due(probe))
+				take_probe(probe, stream);
+		}
 	}
 	return PyErr_Occurred() ? -1 : 0;
 }

@@ -3,9 +3,9 @@
  * A DTensor only wraps a local tensor, which has the memory. Optimizers refer to the DTensor, so
  * the table does too. Address and bytes are those of the local tensor.
  *
- * Each of the two tensors has a version counter, and each counter misses some writes: the DTensor's
- * counter those to the local tensor, the local tensor's counter those by the DTensor's operators.
- * So both counters are compared. */
+ * Each of the two tensors has a version counter. The DTensor's counter misses writes to the local
+ * tensor, and the local tensor's counter misses writes by the DTensor's operators. So both counters
+ * are compared. */
 #include "observer/observer.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -16,29 +16,32 @@ struct sfr_py_torch sfr_py_torch;
 
 /* ---- reading ------------------------------------------------------------ */
 
-/* Prepares reading the attribute or calling the method `name` of objects of `type`. Takes the C
- * function that the class `base` publishes. If there is none, or `type` overrides it, each read
- * looks the name up. */
+enum { ATTRIBUTE, METHOD }; /* values of sfr_py_access.is_method */
+
+/* Prepares reading the attribute or calling the method `name` of objects of `type`. Uses the C
+ * function of its base class `base`. If there is none, or `type` overrides it, each read looks the
+ * name up. */
 static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
 		       const char *name, int is_method)
 {
-	PyObject *own = PyObject_GetAttrString(type, name);
-	PyObject *inherited = PyObject_GetAttrString(base, name);
+	PyObject *in_type = PyObject_GetAttrString(type, name);
+	PyObject *in_base = PyObject_GetAttrString(base, name);
+	const int is_inherited = in_type && in_type == in_base;
 	const PyGetSetDef *def;
 
 	memset(access, 0, sizeof(*access));
 	PyErr_Clear();
 	access->is_method = is_method;
 	access->name = PyUnicode_InternFromString(name);
-	if (own && own == inherited && is_method) {
+	if (is_inherited && is_method) {
 		access->call = sfr_py_method_of((PyTypeObject *)base, name);
-	} else if (own && own == inherited) {
+	} else if (is_inherited) {
 		def = sfr_py_getter_of((PyTypeObject *)base, name);
 		access->get = def ? def->get : NULL;
 		access->closure = def ? def->closure : NULL;
 	}
-	Py_XDECREF(own);
-	Py_XDECREF(inherited);
+	Py_XDECREF(in_type);
+	Py_XDECREF(in_base);
 	return access->name ? 0 : -1;
 }
 
@@ -49,8 +52,8 @@ static PyObject *no_device(PyObject *tensor, void *closure)
 	return PyLong_FromLong(-1);
 }
 
-/* Prepares reading the number of a tensor's CUDA device. In a build of torch without CUDA the
- * number is always -1. torch for AMD has no CUDA either, although it calls its devices "cuda". */
+/* Prepares reading the number of a tensor's CUDA device. In a build of torch without CUDA, such as
+ * the one for AMD, the number is always -1 (although that one calls its devices "cuda" too). */
 static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *tensor,
 		       PyObject *base)
 {
@@ -61,7 +64,7 @@ static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *
 	Py_XDECREF(version);
 	Py_XDECREF(cuda);
 	PyErr_Clear();
-	if (access_init(access, tensor, base, "get_device", 1))
+	if (access_init(access, tensor, base, "get_device", METHOD))
 		return -1;
 	if (!is_cuda)
 		access->get = no_device;
@@ -77,7 +80,7 @@ int sfr_py_torch_init(void)
 
 	if (t->ready)
 		return 0;
-	/* If a look-up fails, all that follow give NULL. */
+	/* After a failed look-up, all that follow are skipped and give NULL. */
 	torch = PyImport_ImportModule("torch");
 	nn = torch ? PyImport_ImportModule("torch.nn") : NULL;
 	binding = nn ? PyImport_ImportModule("torch._C") : NULL;
@@ -90,18 +93,18 @@ int sfr_py_torch_init(void)
 	if (!free_weak || !PyType_Check(tensor) || !PyType_Check(parameter) ||
 	    !PyType_Check(tensor_base) || !PyType_Check(storage_base))
 		goto out;
-	if (access_init(&t->version, tensor, tensor_base, "_version", 0) ||
-	    access_init(&t->requires_grad, tensor, tensor_base, "requires_grad", 0) ||
-	    access_init(&t->is_cpu, tensor, tensor_base, "is_cpu", 0) ||
+	if (access_init(&t->version, tensor, tensor_base, "_version", ATTRIBUTE) ||
+	    access_init(&t->requires_grad, tensor, tensor_base, "requires_grad", ATTRIBUTE) ||
+	    access_init(&t->is_cpu, tensor, tensor_base, "is_cpu", ATTRIBUTE) ||
 	    device_init(&t->device, torch, tensor, tensor_base) ||
-	    access_init(&t->grad, tensor, tensor_base, "grad", 0) ||
-	    access_init(&t->impl, tensor, tensor_base, "_cdata", 0) ||
-	    access_init(&t->storage, tensor, tensor_base, "untyped_storage", 1) ||
-	    access_init(&t->cdata, storage, storage_base, "_cdata", 0) ||
-	    access_init(&t->nbytes, storage, storage_base, "nbytes", 1) ||
-	    access_init(&t->data_ptr, storage, storage_base, "data_ptr", 1) ||
-	    access_init(&t->is_shared, storage, storage_base, "is_shared", 1) ||
-	    access_init(&t->weak_ref, storage, storage_base, "_weak_ref", 1))
+	    access_init(&t->grad, tensor, tensor_base, "grad", ATTRIBUTE) ||
+	    access_init(&t->impl, tensor, tensor_base, "_cdata", ATTRIBUTE) ||
+	    access_init(&t->storage, tensor, tensor_base, "untyped_storage", METHOD) ||
+	    access_init(&t->cdata, storage, storage_base, "_cdata", ATTRIBUTE) ||
+	    access_init(&t->nbytes, storage, storage_base, "nbytes", METHOD) ||
+	    access_init(&t->data_ptr, storage, storage_base, "data_ptr", METHOD) ||
+	    access_init(&t->is_shared, storage, storage_base, "is_shared", METHOD) ||
+	    access_init(&t->weak_ref, storage, storage_base, "_weak_ref", METHOD))
 		goto out;
 	t->str_params = PyUnicode_InternFromString("params");
 	if (!t->str_params)
@@ -109,7 +112,7 @@ int sfr_py_torch_init(void)
 	t->tensor = (PyTypeObject *)tensor;
 	t->parameter = (PyTypeObject *)parameter;
 	t->free_weak = free_weak;
-	tensor = parameter = free_weak = NULL;
+	tensor = parameter = free_weak = NULL; /* `t` keeps these references */
 	t->ready = 1;
 	ret = 0;
 out:
@@ -128,7 +131,7 @@ out:
 }
 
 /* A getter for tests: calls the Python function with the object. */
-static PyObject *ask_function(PyObject *object, void *function)
+static PyObject *call_function(PyObject *object, void *function)
 {
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
 }
@@ -138,7 +141,7 @@ int sfr_py_torch_present(PyObject *name, PyObject *function)
 	static struct {
 		const char *name;
 		struct sfr_py_access *access;  /* how the attribute is read now */
-		struct sfr_py_access original; /* how it is read from torch; set with `function` */
+		struct sfr_py_access original; /* how torch's own is read; valid with `function` */
 		PyObject *function;            /* the test's function, or NULL */
 	} presented[] = {
 		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
@@ -156,7 +159,7 @@ int sfr_py_torch_present(PyObject *name, PyObject *function)
 		Py_CLEAR(presented[i].function);
 		if (function != Py_None) {
 			presented[i].function = Py_NewRef(function);
-			presented[i].access->get = ask_function;
+			presented[i].access->get = call_function;
 			presented[i].access->closure = function;
 		}
 		return 0;
@@ -273,6 +276,7 @@ uint64_t sfr_py_identity_of(PyObject *tensor)
 	PyObject *memory = sfr_py_memory_of(tensor), *storage = NULL;
 	uint64_t identity = 0;
 
+	/* If torch's memory layout is known, a word of the tensor is read, which is much faster. */
 	if (memory && sfr_py_words.known)
 		identity = sfr_py_storage_impl_of(memory);
 	else if (memory)
@@ -288,18 +292,19 @@ uint64_t sfr_py_identity_of(PyObject *tensor)
 int sfr_py_version_of(PyObject *tensor, uint64_t *out)
 {
 	PyObject *memory = sfr_py_memory_of(tensor);
-	uint64_t own, inner = 0;
+	uint64_t outer, inner = 0;
 	int ret;
 
 	if (!memory) {
 		PyErr_SetString(PyExc_TypeError, "a tensor without memory of its own");
 		return -1;
 	}
-	ret = sfr_py_read_u64(&sfr_py_torch.version, tensor, &own);
-	if (!ret && memory != tensor)
+	ret = sfr_py_read_u64(&sfr_py_torch.version, tensor, &outer);
+	if (!ret && memory != tensor) /* a wrapper: the inner tensor has its own counter */
 		ret = sfr_py_read_u64(&sfr_py_torch.version, memory, &inner);
+	/* Counters only grow, so a change of either changes the sum. */
 	if (!ret)
-		*out = own + inner; /* neither decreases, so the sum shows a change of either */
+		*out = outer + inner;
 	Py_DECREF(memory);
 	return ret;
 }

@@ -1,7 +1,8 @@
-/* The storages and tensors that an observer watches, and their update at an enrolment.
+/* The table of the storages and tensors that an observer watches.
  *
- * An enrolment makes a new table from a walk over the optimizer. It moves the watches of storages
- * that the optimizer still has, and frees the others with the old table. */
+ * When the optimizer's tensors may have changed, enrol() makes a new table from a walk over the
+ * optimizer. It moves the watches of storages that the optimizer still has to the new table, and
+ * frees the others with the old table. */
 #include "observer/observer.h"
 
 #include <string.h>
@@ -11,7 +12,7 @@
 static int table_init(struct sfr_py_table *t, size_t nr)
 {
 	memset(t, 0, sizeof(*t));
-	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches));
+	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches)); /* + 1: never empty */
 	t->tensors = PyMem_Calloc(nr + 1, sizeof(*t->tensors));
 	if (!t->watches || !t->tensors)
 		return sfr_py_no_memory();
@@ -20,21 +21,21 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 	return 0;
 }
 
-/* Stops watching a storage: drops torch's weak reference, and this observer's entry in `owned`
- * unless the current table watches the storage. */
+/* Stops watching a storage: drops torch's weak reference. Also drops this observer's entry in
+ * `owners`, unless the current table watches the storage. */
 static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 {
-	PyObject *holder, *answer;
+	PyObject *owner, *answer;
 
-	if (!watch->ident) /* the watch has moved to another table */
+	if (!watch->weak_ref) /* the watch has moved to another table */
 		return;
-	holder = PyDict_GetItemWithError(self->owned, watch->ident);
-	if (holder == self->serial && !sfr_py_map_find(&self->table.by_storage, watch->cdata))
-		(void)PyDict_DelItem(self->owned, watch->ident); /* cannot fail */
-	answer = PyObject_CallFunctionObjArgs(sfr_py_torch.free_weak, watch->ident, NULL);
+	owner = PyDict_GetItemWithError(self->owners, watch->weak_ref);
+	if (owner == self->serial && !sfr_py_map_find(&self->table.by_storage, watch->cdata))
+		(void)PyDict_DelItem(self->owners, watch->weak_ref); /* cannot fail */
+	answer = PyObject_CallFunctionObjArgs(sfr_py_torch.free_weak, watch->weak_ref, NULL);
 	Py_XDECREF(answer);
 	PyErr_Clear();
-	Py_CLEAR(watch->ident);
+	Py_CLEAR(watch->weak_ref);
 }
 
 /* Frees a table that is not the current one. Keeps an exception that is set. */
@@ -61,7 +62,7 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 	struct sfr_py_table old = self->table;
 
 	memset(&self->table, 0, sizeof(self->table));
-	self->nr_recorded = self->nr_undecided = 0;
+	self->nr_to_compare = self->nr_undecided = 0;
 	sfr_py_probes_reset(self);
 	table_fini(self, &old);
 }
@@ -89,7 +90,7 @@ static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	}
 	entry->tensor = (uintptr_t)tensor;
 	if (sfr_py_read_u64(&sfr_py_torch.impl, tensor, &impl))
-		PyErr_Clear();
+		PyErr_Clear(); /* the address only serves to prefetch */
 	entry->impl = (uintptr_t)impl;
 	entry->watch = watch;
 	entry->next = t->watches[watch].first_tensor;
@@ -98,8 +99,8 @@ static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	return 0;
 }
 
-/* Sets watch->device. Returns nonzero, perhaps with an exception set, if the storage can never be
- * deferred: it is small, shared between processes, or on a device that is not CUDA's. */
+/* Sets watch->device. Returns 0, or nonzero if the storage can never be deferred: it is small,
+ * shared between processes, or on a device that is not CUDA's. Then an exception may be set. */
 static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -115,23 +116,23 @@ static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *st
 	Py_XDECREF(memory);
 	if (on_host < 0)
 		return -1;
-	if (on_host) /* torch reports every CUDA storage as shared */
+	if (on_host) /* is_shared is only read here, because it is true for every CUDA storage */
 		return watch->nbytes <= SFR_PY_HOST_MIN_NBYTES ||
 		       sfr_py_read_flag(&torch->is_shared, storage) != 0;
-	watch->device = (uint32_t)(number + 1);
+	watch->device = (uint32_t)(number + 1); /* 0 means host memory */
 	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
 }
 
-/* Adds a storage that is not in the table, as its last watch. Returns 1; 0 if the storage can never
- * be deferred; -1 with an exception set. If another observer watches the storage too, both must
- * capture it, because a step of either may write to it. Then (serial of that observer, storage) is
- * appended to `clashes`. */
+/* Adds a storage to the new table, as its last watch. Returns 1; 0 if the storage can never be
+ * deferred; -1 with an exception set. If another observer watches the storage too, both must
+ * capture the storage, because each optimizer's step may write to it. In this case appends (serial
+ * of that observer, storage) to `clashes`. */
 static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
 	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
-	PyObject *holder, *pair;
+	PyObject *owner, *pair;
 	int ret;
 
 	memset(watch, 0, sizeof(*watch));
@@ -145,28 +146,28 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	watch->storage_object = (uintptr_t)storage;
 	watch->first_tensor = SFR_PY_NONE;
 	watch->verdict = SFR_PY_UNDECIDED;
-	watch->ident = sfr_py_read(&torch->weak_ref, storage);
-	if (!watch->ident)
+	watch->weak_ref = sfr_py_read(&torch->weak_ref, storage);
+	if (!watch->weak_ref)
 		return -1;
 	if (sfr_py_map_add(&t->by_storage, cdata, t->nr_watches++))
 		return -1;
-	holder = PyDict_GetItemWithError(self->owned, watch->ident);
-	if (!holder) {
-		if (PyErr_Occurred() || PyDict_SetItem(self->owned, watch->ident, self->serial))
+	owner = PyDict_GetItemWithError(self->owners, watch->weak_ref);
+	if (!owner) {
+		if (PyErr_Occurred() || PyDict_SetItem(self->owners, watch->weak_ref, self->serial))
 			return -1;
 		return 1;
 	}
-	if (holder == self->serial)
+	if (owner == self->serial)
 		return 1; /* the old table watches the storage */
 	watch->verdict = SFR_PY_CAPTURED;
-	pair = PyTuple_Pack(2, holder, watch->ident);
+	pair = PyTuple_Pack(2, owner, watch->weak_ref);
 	ret = pair ? PyList_Append(clashes, pair) : -1;
 	Py_XDECREF(pair);
 	return ret ? -1 : 1;
 }
 
-/* Moves a watch from the old table to `t`, as the last one, but without its tensors. Returns 1, or
- * -1 with an exception set. */
+/* Moves a watch from the old table to the end of `t`, but without its tensors. Returns 1, or -1
+ * with an exception set. */
 static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 {
 	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
@@ -177,8 +178,8 @@ static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 	*watch = *old;
 	watch->first_tensor = SFR_PY_NONE;
 	watch->nr_tensors = 0;
-	watch->epoch = watch->nr_owned = 0;
-	old->ident = NULL;
+	watch->last_walk = watch->nr_owned = 0;
+	old->weak_ref = NULL; /* the reference has moved too */
 	return 1;
 }
 
@@ -187,12 +188,11 @@ static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 {
 	uint64_t addr, nbytes;
-	int yes = !sfr_py_read_u64(&sfr_py_torch.data_ptr, storage, &addr) &&
-		  !sfr_py_read_u64(&sfr_py_torch.nbytes, storage, &nbytes) && addr == watch->addr &&
-		  nbytes == watch->nbytes;
+	int failed = sfr_py_read_u64(&sfr_py_torch.data_ptr, storage, &addr) ||
+		     sfr_py_read_u64(&sfr_py_torch.nbytes, storage, &nbytes);
 
 	PyErr_Clear();
-	return yes;
+	return !failed && addr == watch->addr && nbytes == watch->nbytes;
 }
 
 /* Returns 1 if the tensor has a gradient now, else 0. Leaves no exception set. */
@@ -206,11 +206,12 @@ static int has_gradient(PyObject *tensor)
 	return yes;
 }
 
-/* Adds a tensor, and its storage if needed, to the new table `t`. A tensor that can never be
- * deferred is only counted in nr_passed_over. `stateless`: Optimizer.state is empty. */
-static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
-		     int stateless, PyObject *clashes)
+/* Adds a tensor to the new table `t`, with its storage if that is not in `t` yet. A tensor that can
+ * never be deferred is only counted in nr_excluded. `stateless`: Optimizer.state is empty. */
+static int add_candidate(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
+			 int stateless, PyObject *clashes)
 {
+	/* the tensor's entry and watch in the old table, or NULL */
 	struct sfr_py_tensor *known = sfr_py_find_tensor(&self->table, tensor);
 	struct sfr_py_watch *old = NULL;
 	PyObject *storage;
@@ -220,14 +221,14 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	int ret = 0;
 
 	if (sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor))
-		return 0; /* the tensor is in two parameters' state */
-	/* Without state, only a gradient at a step shows that a parameter is trained. */
+		return 0; /* added before: the tensor is in the state of two parameters */
+	/* In an optimizer without state, only a gradient shows that a parameter is trained. */
 	if (stateless && !known && !has_gradient(tensor))
 		return 0;
 	storage = sfr_py_storage_of(tensor);
 	if (!storage || sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata)) {
 		PyErr_Clear(); /* sparse tensors, for example, have no storage */
-		self->nr_passed_over++;
+		self->nr_excluded++;
 		goto out;
 	}
 	if (known && self->table.watches[known->watch].cdata != cdata)
@@ -243,13 +244,13 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 		if (!known)
 			t->watches[watch].nr_cycles = 0;
 	} else {
-		/* without an ident, the old watch has been moved already */
-		if (old && old->ident && has_same_memory(old, storage))
+		/* `t` needs a watch of the storage: the old one, unless it was moved before */
+		if (old && old->weak_ref && has_same_memory(old, storage))
 			ret = watch_move(t, old);
 		else
 			ret = watch_add(self, t, tensor, storage, cdata, clashes);
 		if (ret == 0)
-			self->nr_passed_over++;
+			self->nr_excluded++;
 		if (ret <= 0)
 			goto out;
 		watch = t->nr_watches - 1;
@@ -260,8 +261,9 @@ out:
 	return ret;
 }
 
-/* Captures the storage of a tensor that is in a group but not trained: any code may write to it. */
-static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
+/* Captures the storage of a tensor that is in a group but not trained, if the storage is watched:
+ * code other than a step may write to it. */
+static void capture_other(struct sfr_py_table *t, PyObject *tensor)
 {
 	uint64_t identity = sfr_py_identity_of(tensor);
 	const uint64_t *index = identity ? sfr_py_map_find(&t->by_storage, identity) : NULL;
@@ -270,51 +272,52 @@ static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 		t->watches[*index].verdict = SFR_PY_CAPTURED;
 }
 
-/* Allocates memory for the recordings of all storages, and counts the undecided ones. */
+/* Allocates memory for the samples of all storages, and counts the undecided storages. */
 static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_table *t)
 {
 	uint32_t i;
 
-	PyMem_Free(self->lines);
-	PyMem_Free(self->recorded);
-	self->lines = NULL;
-	self->recorded = NULL;
-	self->nr_recorded = self->cursor = self->nr_undecided = 0;
+	PyMem_Free(self->samples);
+	PyMem_Free(self->to_compare);
+	self->samples = NULL;
+	self->to_compare = NULL;
+	self->nr_to_compare = self->cursor = self->nr_undecided = 0;
 	sfr_py_probes_reset(self);
 	for (i = 0; i < t->nr_watches; i++)
 		if (t->watches[i].verdict == SFR_PY_UNDECIDED)
 			self->nr_undecided++;
-	self->lines = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->lines));
-	self->recorded = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->recorded));
-	if (self->lines && self->recorded)
+	/* + 1: never empty */
+	self->samples = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->samples));
+	self->to_compare = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->to_compare));
+	if (self->samples && self->to_compare)
 		return 0;
 	return sfr_py_no_memory();
 }
 
-int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
-			  PyObject *clashes)
+int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
+				  PyObject *clashes)
 {
 	struct sfr_py_table fresh = { 0 }, old;
 	struct sfr_py_walk walk = { 0 };
 	size_t i;
 	int ret = -1;
 
-	if (self->forget)
+	if (self->must_forget)
 		sfr_py_observer_drop(self);
-	self->forget = self->wanted = 0;
-	self->nr_passed_over = 0;
+	self->must_forget = self->table_is_stale = 0;
+	self->nr_excluded = 0;
 	self->fingerprint = sfr_py_walk_fingerprint(groups, state);
 	if (sfr_py_walk(groups, state, &walk) || table_init(&fresh, walk.found.nr))
 		goto out;
 	for (i = 0; i < walk.found.nr; i++) {
-		if (enrol_one(self, &fresh, walk.found.items[i], walk.stateless, clashes))
+		if (add_candidate(self, &fresh, walk.found.items[i], walk.stateless, clashes))
 			goto out;
 	}
 	for (i = 0; i < walk.others.nr; i++)
-		enrol_other(&fresh, walk.others.items[i]);
+		capture_other(&fresh, walk.others.items[i]);
 	ret = prepare_recording(self, &fresh);
 out:
-	/* in this order, because watch_fini looks at the current table */
+	/* Replace the table before freeing the old one: watch_fini looks at the current table. */
 	old = self->table;
 	self->table = fresh;
 	table_fini(self, &old);

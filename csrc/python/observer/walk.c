@@ -65,8 +65,8 @@ static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 	return ret;
 }
 
-/* Appends every tensor with memory in `value`, a parameter's state or an object in it, to `found`.
- * `depth` is the number of containers around `value`. Skips containers of other types. */
+/* Appends every tensor with memory in `value` to `found`. `value` is a parameter's state or an
+ * object in it, inside `depth` containers. Skips containers other than dict, list and tuple. */
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 {
 	PyObject *key, *item;
@@ -110,7 +110,7 @@ static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 				return -1;
 		}
 	}
-	PyErr_Clear();
+	PyErr_Clear(); /* groups that are not built as torch builds them are left out */
 	return 0;
 }
 
@@ -125,20 +125,21 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 
 	memset(walk, 0, sizeof(*walk));
 	if (!PyList_Check(groups) || !PyDict_Check(state))
-		return 0;
+		return 0; /* an unusual optimizer: it has no candidates */
 	walk->stateless = PyDict_Size(state) == 0;
 	if (walk_groups(groups, &params) || sfr_py_map_reserve(&trained, params.nr))
 		goto out;
 	/* Trained parameters are those that require a gradient. */
 	for (i = 0; i < params.nr; i++) {
-		uintptr_t address = (uintptr_t)params.items[i];
-		int flag = sfr_py_has_memory(params.items[i]) ?
-				   sfr_py_read_flag(&sfr_py_torch.requires_grad, params.items[i]) :
-				   0;
+		PyObject *param = params.items[i];
+		int is_trained = 0;
 
+		if (sfr_py_has_memory(param))
+			is_trained = sfr_py_read_flag(&sfr_py_torch.requires_grad, param) > 0;
 		PyErr_Clear();
-		if (flag > 0 && !sfr_py_map_find(&trained, address) &&
-		    sfr_py_map_add(&trained, address, 0))
+		if (!is_trained || sfr_py_map_find(&trained, (uintptr_t)param))
+			continue;
+		if (sfr_py_map_add(&trained, (uintptr_t)param, 0))
 			goto out;
 	}
 	while (!walk->stateless && PyDict_Next(state, &pos, &key, &value)) {
@@ -154,11 +155,13 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	for (i = 0; i < params.nr; i++) {
 		uint64_t *has_state = sfr_py_map_find(&trained, (uintptr_t)params.items[i]);
 		int is_trained = has_state != NULL;
+		struct sfr_py_refs *to = &walk->others;
 
 		if (is_trained && *has_state)
 			continue; /* in walk->found already */
-		if (refs_push(is_trained && walk->stateless ? &walk->found : &walk->others,
-			      params.items[i]))
+		if (is_trained && walk->stateless)
+			to = &walk->found;
+		if (refs_push(to, params.items[i]))
 			goto out;
 	}
 	ret = 0;
@@ -189,6 +192,6 @@ uint64_t sfr_py_walk_fingerprint(PyObject *groups, PyObject *state)
 			params += (uint64_t)PyList_Size(list) * (uint64_t)(2 * i + 1);
 	}
 	PyErr_Clear();
-	/* The lowest bit is set, because 0 means that nothing was enrolled yet. */
+	/* The lowest bit is set, because 0 means that the observer has no table yet. */
 	return (params << 24) ^ ((uint64_t)PyDict_Size(state) << 1) ^ 1;
 }

@@ -15,7 +15,9 @@ static PyObject *values_of(PyObject *node)
 {
 	if (PyDict_CheckExact(node))
 		return PyDict_Values(node);
-	return PyList_CheckExact(node) || PyTuple_CheckExact(node) ? PySequence_List(node) : NULL;
+	if (PyList_CheckExact(node) || PyTuple_CheckExact(node))
+		return PySequence_List(node);
+	return NULL;
 }
 
 /* Adds a container's id to the set `seen`. Returns 1 if the id was in the set before, 0 if not, -1
@@ -45,7 +47,7 @@ static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObjec
 	if (!inner)
 		return PyErr_Occurred() ? -1 : PyList_Append(out, node);
 	rc = mark_met(seen, node);
-	if (rc == 0)
+	if (rc == 0) /* met for the first time */
 		rc = walk(collector, inner, seen, out);
 	Py_DECREF(inner);
 	return rc < 0 ? -1 : 0;
@@ -84,8 +86,8 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args)
 
 /* The arguments of one call from Python, borrowed. */
 struct job {
-	PyObject *memo;  /* dict: id of a node -> its replacement */
-	PyObject *other; /* function: node -> its replacement, for nodes not rebuilt here */
+	PyObject *memo;          /* dict: id of a node -> its replacement */
+	PyObject *rebuild_other; /* function: node -> its replacement, for nodes not rebuilt here */
 };
 
 /* Returns a new reference to the replacement of a node. */
@@ -126,8 +128,8 @@ static int fill_list(const struct job *job, PyObject *made, PyObject *node)
 	return rc;
 }
 
-/* Returns a new dict or list with the replacements of the entries of `node`. It is stored in the
- * memo, at `key`, before it is filled, because a container may contain itself. */
+/* Returns a new dict or list with the replacements of the entries of `node`. Stores the new
+ * container in the memo, at `key`, before it is filled, because a container may contain itself. */
 static PyObject *rebuild_container(const struct job *job, PyObject *node, PyObject *key)
 {
 	bool is_dict = PyDict_CheckExact(node);
@@ -152,11 +154,11 @@ static PyObject *rebuild_node(const struct job *job, PyObject *node)
 
 	if (node == Py_None || PyUnicode_CheckExact(node) || PyLong_CheckExact(node) ||
 	    PyFloat_CheckExact(node) || PyBool_Check(node))
-		return Py_NewRef(node);
+		return Py_NewRef(node); /* immutable, without tensors */
 	key = PyLong_FromVoidPtr(node);
 	if (!key)
 		return NULL;
-	made = PyDict_GetItemWithError(job->memo, key);
+	made = PyDict_GetItemWithError(job->memo, key); /* borrowed */
 	if (made)
 		Py_INCREF(made);
 	else if (PyErr_Occurred())
@@ -164,7 +166,7 @@ static PyObject *rebuild_node(const struct job *job, PyObject *node)
 	else if (PyDict_CheckExact(node) || PyList_CheckExact(node))
 		made = rebuild_container(job, node, key);
 	else
-		made = PyObject_CallFunctionObjArgs(job->other, node, NULL);
+		made = PyObject_CallFunctionObjArgs(job->rebuild_other, node, NULL);
 	Py_DECREF(key);
 	return made;
 }
@@ -175,7 +177,8 @@ static PyObject *rebuild(PyObject *module, PyObject *args)
 	struct job job;
 	PyObject *node;
 
-	if (!PyArg_ParseTuple(args, "OO!O:rebuilt", &node, &PyDict_Type, &job.memo, &job.other))
+	if (!PyArg_ParseTuple(args, "OO!O:rebuilt", &node, &PyDict_Type, &job.memo,
+			      &job.rebuild_other))
 		return NULL;
 	return rebuild_node(&job, node);
 }

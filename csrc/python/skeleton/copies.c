@@ -10,8 +10,8 @@
  *   - tensors that view a storage as another dtype than the first tensor over it,
  *   - storages that are empty or not a whole number of elements long.
  *
- * The new storages together have one reference to the object that owns the memory. Any thread may
- * drop it, with the last storage. */
+ * The new storages together have one reference to the object that owns the memory. The thread that
+ * frees the last storage drops this reference. */
 #include <string.h>
 
 #include "skeleton/skeleton.h"
@@ -62,6 +62,20 @@ static bool is_atom(PyObject *node)
 	       type == &PyFloat_Type || type == &PyBool_Type || type == &PyBytes_Type;
 }
 
+/* Adds a tensor to the collector, unless it is there. Returns whether the tensor is plain: 1, 0, or
+ * -1 with an exception set. */
+static int collect_tensor(struct sfr_py_collector *c, PyObject *tensor)
+{
+	const uint64_t *known = sfr_py_map_find(&c->found_at, (uintptr_t)tensor);
+	size_t number;
+
+	if (known)
+		number = (size_t)*known;
+	else if (sfr_py_add_tensor(c, tensor, true, &number) != 0)
+		return -1;
+	return c->found[number].plain;
+}
+
 PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -74,28 +88,18 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 	/* The size may change, because asking tensors may run Python code. */
 	for (i = 0; i < PySequence_Size(fast); i++) {
 		PyObject *node = PySequence_GetItem(fast, i);
-		const uint64_t *known;
-		size_t number = 0;
-		bool exact, is_done;
-		int rc = 0;
+		bool exact;
+		int rc; /* 1: nothing is left to do for the node; 0: it is one of the others */
 
 		if (node == NULL)
 			goto fail;
 		exact = (PyObject *)Py_TYPE(node) == item[SFR_PY_TENSOR] ||
 			(PyObject *)Py_TYPE(node) == item[SFR_PY_PARAMETER];
-		known = exact ? sfr_py_map_find(&c->found_at, (uintptr_t)node) : NULL;
-		if (known)
-			number = (size_t)*known;
-		else if (exact)
-			rc = sfr_py_enter_tensor(c, node, true, &number);
-		if (exact)
-			is_done = rc == 0 && c->found[number].plain; /* the collector has it */
-		else
-			is_done = is_atom(node);
-		if (rc == 0 && !is_done)
+		rc = exact ? collect_tensor(c, node) : is_atom(node);
+		if (rc == 0)
 			rc = PyList_Append(others, node);
 		Py_DECREF(node); /* the sequence holds a reference */
-		if (rc != 0)
+		if (rc < 0)
 			goto fail;
 	}
 	Py_DECREF(fast);
@@ -147,22 +151,24 @@ static void job_fini(struct job *job)
 	PyMem_Free(job->first_row);
 }
 
-/* Returns whether all elements of a row's tensor are within its storage. The user may have resized
- * the storage without the tensor. */
+/* Returns whether all elements of a row's tensor are within its storage. They may not be if the
+ * user has resized the storage. */
 static bool is_within(const int64_t *row, uint64_t itemsize)
 {
 	const int64_t *sizes = row + SFR_ROW_HEADER, *strides = sizes + row[SFR_ROW_NDIM];
-	uint64_t reach = (uint64_t)row[SFR_ROW_OFFSET] + 1, product;
+	uint64_t reach = (uint64_t)row[SFR_ROW_OFFSET] + 1; /* elements, up to the tensor's last */
+	uint64_t product;
 	int64_t i;
 
 	for (i = 0; i < row[SFR_ROW_NDIM]; i++) {
 		if (sizes[i] == 0)
-			return true;
+			return true; /* the tensor has no elements */
 		if (__builtin_mul_overflow((uint64_t)sizes[i] - 1, (uint64_t)strides[i],
 					   &product) ||
 		    __builtin_add_overflow(reach, product, &reach))
 			return false;
 	}
+	/* from here on `reach` is in bytes */
 	return !__builtin_mul_overflow(reach, itemsize, &reach) &&
 	       reach <= (uint64_t)row[SFR_ROW_NBYTES];
 }
@@ -204,7 +210,7 @@ static int add_row(struct job *job, uint32_t index)
 		PyErr_SetString(PyExc_ValueError, "a storage's copy is not within the memory");
 		return -1;
 	}
-	out[SFR_NEW_OVER] = (int64_t)first - 1;
+	out[SFR_NEW_OVER] = (int64_t)first - 1; /* -1: no earlier row has the storage */
 	out[SFR_NEW_BASE] = shares ? 0 : (int64_t)(uintptr_t)(job->base + offset);
 	out[SFR_NEW_NBYTES] = shares ? 0 : (int64_t)nbytes;
 	out[SFR_NEW_OFFSET] = row[SFR_ROW_OFFSET];
@@ -368,11 +374,15 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 	if (job_init(&job) != 0)
 		goto end;
 	for (i = 0; i < job.c->nr_found; i++) {
-		int rc = 1;
+		int rc = 0;
 
-		if (job.c->found[i].row != NULL)
-			rc = with_bridge ? add_row(&job, i) : 0;
-		if (rc < 0 || (rc == 0 && leave_to_python(left, &job.c->found[i]) != 0))
+		if (job.c->found[i].row == NULL)
+			continue; /* not plain: collect() has left the tensor to Python */
+		if (with_bridge)
+			rc = add_row(&job, i);
+		if (rc == 0)
+			rc = leave_to_python(left, &job.c->found[i]);
+		if (rc < 0)
 			goto end;
 	}
 	tensors = job.nr_rows != 0 ? make_tensors(&job, owner) : PyList_New(0);

@@ -8,7 +8,7 @@
 
 #include "skeleton/pickle.h"
 
-/* The length of each opcode up to protocol 2 with its argument: a number of bytes, or one of these
+/* The length of each opcode up to protocol 2, argument included: a number of bytes, or one of these
  * constants. 0: there is no such opcode. */
 enum {
 	LINE = -1,   /* up to a newline */
@@ -78,7 +78,8 @@ static size_t op_len(const unsigned char *p, size_t left)
 
 #define NO_NUMBER UINT32_MAX
 
-/* Returns the number that a BININT opcode pushes; NO_NUMBER for any other opcode. */
+/* Returns the number that an opcode BININT, BININT1 or BININT2 pushes; NO_NUMBER for any other
+ * opcode. */
 static uint32_t number_of(const unsigned char *p)
 {
 	switch (p[0]) {
@@ -97,13 +98,14 @@ static uint32_t number_of(const unsigned char *p)
 static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker marker)
 {
 	if (scan->nr_markers == scan->room) {
-		size_t wanted = scan->room == 0 ? 256 : 2 * scan->room;
-		struct sfr_py_marker *grown = PyMem_Realloc(scan->markers, wanted * sizeof(*grown));
+		size_t new_room = scan->room == 0 ? 256 : 2 * scan->room;
+		struct sfr_py_marker *grown =
+			PyMem_Realloc(scan->markers, new_room * sizeof(*grown));
 
 		if (grown == NULL)
 			return sfr_py_no_memory();
 		scan->markers = grown;
-		scan->room = wanted;
+		scan->room = new_room;
 	}
 	scan->markers[scan->nr_markers++] = marker;
 	scan->counts[marker.tensor]++;
@@ -112,8 +114,8 @@ static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker marker)
 
 int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 {
-	size_t at = 0, last = 0;    /* offsets of the current opcode and of the previous one */
-	uint32_t nr_memo_slots = 0; /* one more than the highest slot so far */
+	size_t at = 0, previous = 0; /* offsets of the current opcode and of the one before it */
+	uint32_t nr_memo_slots = 0;  /* one more than the highest memo slot so far */
 
 	scan->counts = PyMem_Calloc(job->nr_found + 1, sizeof(*scan->counts));
 	if (scan->counts == NULL)
@@ -123,29 +125,29 @@ int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 		size_t len = op_len(p, job->len - at);
 
 		if (len == 0)
-			break;
+			break; /* malformed: an error, as below */
 		if (p[0] == OP_BINPUT || p[0] == OP_LONG_BINPUT) {
 			uint32_t slot = p[0] == OP_BINPUT ? p[1] : load32(p + 1);
 
 			if (slot + 1 > nr_memo_slots)
 				nr_memo_slots = slot + 1;
-		} else if (p[0] == OP_BINPERSID && number_of(job->in + last) != NO_NUMBER) {
-			struct sfr_py_marker marker = { .at = last,
-							.len = at + len - last,
-							.tensor = number_of(job->in + last) };
+		} else if (p[0] == OP_BINPERSID && number_of(job->in + previous) != NO_NUMBER) {
+			struct sfr_py_marker marker = { .at = previous,
+							.len = at + len - previous,
+							.tensor = number_of(job->in + previous) };
 
 			if (marker.tensor >= job->nr_found || job->found[marker.tensor].row == NULL)
-				break;
+				break; /* not a plain tensor: an error, as below */
 			if (add_marker(scan, marker) != 0)
 				return -1;
 		} else if (p[0] == OP_STOP) {
 			if (at + 1 != job->len)
-				break;
+				break; /* bytes follow: an error, as below */
 			/* not slot 0, which means "no slot" in the splice's memo */
 			scan->next_slot = nr_memo_slots == 0 ? 1 : nr_memo_slots;
 			return 0;
 		}
-		last = at;
+		previous = at;
 		at += len;
 	}
 	PyErr_Format(PyExc_SystemError, "the pickle cannot be parsed at byte %zd", (Py_ssize_t)at);

@@ -1,7 +1,7 @@
 /* Writes the plain tensors into the finished pickle.
  *
- * The pickler has written a marker for each plain tensor (pickle_scan.c). This file copies the
- * bytes between the markers, and replaces each marker by the opcodes that rebuild the tensor.
+ * The pickler has written a marker in place of each plain tensor (pickle_scan.c). This file copies
+ * the bytes between the markers, and replaces each marker by the opcodes that rebuild the tensor.
  * Constants (functions, storage classes, location tags) and tensors that occur more than once are
  * stored in the pickle's memo, in slots after the pickler's.
  *
@@ -45,18 +45,18 @@ struct memo {
 /* Makes room for `len` more bytes. */
 static int reserve(struct out *out, size_t len)
 {
-	size_t wanted = out->room;
+	size_t new_room = out->room;
 	unsigned char *grown;
 
 	if (len <= out->room - out->len)
 		return 0;
-	while (len > wanted - out->len)
-		wanted += wanted / 2 + 4096;
-	grown = PyMem_Realloc(out->mem, wanted);
+	while (len > new_room - out->len)
+		new_room += new_room / 2 + 4096;
+	grown = PyMem_Realloc(out->mem, new_room);
 	if (grown == NULL)
 		return sfr_py_no_memory();
 	out->mem = grown;
-	out->room = wanted;
+	out->room = new_room;
 	return 0;
 }
 
@@ -95,7 +95,7 @@ static void put_int(struct out *out, int64_t value)
 	} else {
 		const unsigned char nr_bytes = sizeof(value);
 
-		put_op(out, OP_LONG1);
+		put_op(out, OP_LONG1); /* followed by the length in one byte, and the value */
 		put_arg(out, nr_bytes, (uint64_t)value, nr_bytes);
 	}
 }
@@ -119,6 +119,7 @@ static void put_tuple(struct out *out, const int64_t *values, int64_t len)
 		put_op(out, OP_MARK);
 	for (i = 0; i < len; i++)
 		put_int(out, values[i]);
+	/* OP_TUPLE1, OP_TUPLE2 and OP_TUPLE3 are consecutive */
 	put_op(out, len > 3 ? OP_TUPLE : (unsigned char)(OP_TUPLE1 + len - 1));
 }
 
@@ -136,7 +137,8 @@ static void put_get(struct out *out, uint32_t slot)
 		put_arg(out, OP_LONG_BINGET, slot, 4);
 }
 
-/* Writes the opcode that stores the object written last in a new memo slot. Returns the slot. */
+/* Takes a new memo slot, and writes the opcode that stores the last object there. Returns the
+ * slot. */
 static uint32_t put_memoize(struct out *out, struct memo *memo)
 {
 	uint32_t slot = memo->next++;
@@ -192,7 +194,7 @@ static void put_location(struct out *out, struct memo *memo, PyObject *location,
 		}
 	}
 	put_str(out, tag->chars, tag->len);
-	if (i < sizeof(memo->location) / sizeof(memo->location[0])) {
+	if (i < sizeof(memo->location) / sizeof(memo->location[0])) { /* there is room */
 		memo->location[i].location = location;
 		memo->location[i].slot = put_memoize(out, memo);
 		memo->nr_locations++;
@@ -207,7 +209,7 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 	const struct sfr_py_storage *storage = &job->storages[tensor->storage];
 	const struct sfr_py_dtype *dtype = &job->torch->dtype[tensor->dtype];
 	uint32_t number = tensor->storage;
-	char key[10]; /* the number's digits, at the end */
+	char key[10]; /* the number's digits, from key[i] on */
 	size_t i = sizeof(key);
 
 	put_op(out, OP_MARK);
@@ -284,7 +286,7 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 	struct out out = { NULL, 0, 0 };
 	struct memo memo = { 0 };
 	PyObject *result = NULL;
-	size_t i, at = 0;
+	size_t i, at = 0; /* `at`: bytes of the pickle that are copied or replaced */
 
 	memo.tensor = PyMem_Calloc(job->nr_found + 1, sizeof(*memo.tensor));
 	if (memo.tensor == NULL)
@@ -298,7 +300,7 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 		const struct sfr_py_marker *marker = &scan.markers[i];
 		uint32_t *slot = &memo.tensor[marker->tensor];
 
-		if (reserve(&out, marker->at - at + INT_ROOM) != 0)
+		if (reserve(&out, marker->at - at + INT_ROOM) != 0) /* enough for put_get, too */
 			goto end;
 		put_bytes(&out, job->in + at, marker->at - at);
 		at = marker->at + marker->len;

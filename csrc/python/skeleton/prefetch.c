@@ -13,11 +13,11 @@
 #include "torch/words.h"
 
 enum {
-	AHEAD = 12,          /* the prefetched tensor comes so many after the current one */
+	AHEAD = 12,          /* how many tensors ahead to prefetch */
 	LINE = 64,           /* bytes of a cache line */
 	GC_HEADER = 16,      /* bytes of the garbage collector's header before a dict */
 	NR_IMPL_LINES = 4,   /* lines of a TensorImpl */
-	NR_HOLDER_LINES = 2, /* lines of a dict and its header */
+	NR_DICT_LINES = 2,   /* lines of a dict and its header */
 	NR_STORAGE_LINES = 2 /* lines of a StorageImpl */
 };
 
@@ -32,8 +32,8 @@ static void prefetch(uintptr_t address, int nr_lines)
 /* Prefetches what a save reads of one tensor and its storage. */
 static void prefetch_entry(const struct sfr_py_prefetch_entry *entry)
 {
-	if (entry->holder != 0)
-		prefetch(entry->holder - GC_HEADER, NR_HOLDER_LINES);
+	if (entry->last_dict != 0)
+		prefetch(entry->last_dict - GC_HEADER, NR_DICT_LINES);
 	prefetch(entry->tensor, 1);
 	prefetch(entry->impl, NR_IMPL_LINES);
 	prefetch(entry->wrapper, 1);
@@ -44,16 +44,16 @@ void sfr_py_prefetch_order_take(struct sfr_py_collector *c)
 {
 	size_t i;
 
-	c->before = c->torch->order;
+	c->old_order = c->torch->order;
 	c->torch->order = (struct sfr_py_prefetch_order){ 0 };
-	for (i = 0; i < AHEAD && i < c->before.nr; i++)
-		prefetch_entry(&c->before.entries[i]);
+	for (i = 0; i < AHEAD && i < c->old_order.nr; i++)
+		prefetch_entry(&c->old_order.entries[i]);
 }
 
 void sfr_py_prefetch_next(const struct sfr_py_collector *c)
 {
-	if (c->nr_found + AHEAD < c->before.nr)
-		prefetch_entry(&c->before.entries[c->nr_found + AHEAD]);
+	if (c->nr_found + AHEAD < c->old_order.nr)
+		prefetch_entry(&c->old_order.entries[c->nr_found + AHEAD]);
 }
 
 int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
@@ -63,26 +63,26 @@ int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyOb
 						     .impl = sfr_py_impl_of(tensor),
 						     .wrapper = (uintptr_t)wrapper,
 						     .storage = (uintptr_t)storage,
-						     .holder = c->holder };
+						     .last_dict = c->last_dict };
 
-	/* The index of an entry is the tensor's number. Tensors that are not plain have empty
-	 * entries. */
-	while (c->order.nr <= c->nr_found) {
-		if (sfr_py_make_room((void **)&c->order.entries, c->order.nr, &c->order.room,
-				     sizeof(entry)) != 0)
+	/* The index of an entry is the tensor's number. So tensors that are not plain, for which
+	 * this function is not called, get empty entries. */
+	while (c->new_order.nr <= c->nr_found) {
+		if (sfr_py_make_room((void **)&c->new_order.entries, c->new_order.nr,
+				     &c->new_order.room, sizeof(entry)) != 0)
 			return -1;
-		c->order.entries[c->order.nr++] = (struct sfr_py_prefetch_entry){ 0 };
+		c->new_order.entries[c->new_order.nr++] = (struct sfr_py_prefetch_entry){ 0 };
 	}
-	c->order.entries[c->nr_found] = entry;
+	c->new_order.entries[c->nr_found] = entry;
 	return 0;
 }
 
 void sfr_py_prefetch_order_leave(struct sfr_py_collector *c)
 {
-	if (c->order.nr != 0) {
+	if (c->new_order.nr != 0) {
 		sfr_py_prefetch_order_fini(&c->torch->order);
-		c->torch->order = c->order;
-		c->order = (struct sfr_py_prefetch_order){ 0 };
+		c->torch->order = c->new_order;
+		c->new_order = (struct sfr_py_prefetch_order){ 0 };
 	}
 }
 

@@ -21,9 +21,9 @@
 #include "torch/words.h"
 #include "sfr/source.h"
 
-/* ---- the pickler's questions ------------------------------------------------ */
+/* ---- persistent_id ----------------------------------------------------------- */
 
-int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number)
+int sfr_py_add_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number)
 {
 	struct sfr_py_found found = { 0 };
 
@@ -56,7 +56,7 @@ static int is_storage(const struct sfr_py_collector *c, PyObject *object)
 	return PySet_Contains(c->torch->item[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
 }
 
-/* The fast answer for types that are neither tensors nor storages. */
+/* Returns whether the type is a frequent one that is neither a tensor nor a storage. */
 static bool is_builtin(const PyTypeObject *type)
 {
 	return type == &PyUnicode_Type || type == &PyLong_Type || type == &PyDict_Type ||
@@ -73,7 +73,7 @@ static PyObject *id_of_tensor(struct sfr_py_collector *c, PyObject *object, bool
 
 	if (known)
 		number = (size_t)*known;
-	else if (sfr_py_enter_tensor(c, object, exact, &number) != 0)
+	else if (sfr_py_add_tensor(c, object, exact, &number) != 0)
 		return NULL;
 	if (!c->found[number].plain)
 		Py_RETURN_NONE;
@@ -89,8 +89,8 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 
 	if ((PyObject *)type == item[SFR_PY_TENSOR] || (PyObject *)type == item[SFR_PY_PARAMETER])
 		return id_of_tensor(c, object, true);
-	if (type == &PyDict_Type) /* for the prefetch order */
-		c->holder = (uintptr_t)object;
+	if (type == &PyDict_Type) /* probably the container of the next tensors, see prefetch.c */
+		c->last_dict = (uintptr_t)object;
 	if (is_builtin(type))
 		Py_RETURN_NONE;
 	if (PyType_IsSubtype(type, (PyTypeObject *)item[SFR_PY_TENSOR]))
@@ -124,7 +124,7 @@ static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 		return NULL;
 	}
 	if (sfr_py_check_dtype(c, addr, dtype) != 0 ||
-	    sfr_py_enter_storage(c, storage, identity, device == 0, &number) != 0)
+	    sfr_py_find_or_add_storage(c, storage, identity, device == 0, &number) != 0)
 		return NULL;
 	if (device > 0)
 		c->storages[number].device = (uint32_t)device;
@@ -197,7 +197,7 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	c->finished = true;
 	sfr_py_prefetch_order_leave(c);
 	for (i = 0; i < c->nr_storages; i++)
-		if (!c->storages[i].known && sfr_py_ask_storage(c, i) != 0)
+		if (!c->storages[i].range_known && sfr_py_ask_storage(c, i) != 0)
 			return NULL;
 	elsewhere = PyList_New(0);
 	rows = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(c->nr_storages * sizeof(*sources)));
@@ -290,8 +290,8 @@ static void collector_dealloc(PyObject *self)
 	PyMem_Free(c->storages);
 	Py_CLEAR(c->numbers);
 	sfr_py_map_fini(&c->dtype_at);
-	sfr_py_prefetch_order_fini(&c->before);
-	sfr_py_prefetch_order_fini(&c->order);
+	sfr_py_prefetch_order_fini(&c->old_order);
+	sfr_py_prefetch_order_fini(&c->new_order);
 	while (c->rows != NULL) {
 		struct sfr_py_rows *rows = c->rows;
 
@@ -304,7 +304,7 @@ static void collector_dealloc(PyObject *self)
 /* Makes room for as many tensors as the previous save had. */
 static int make_room_as_before(struct sfr_py_collector *c)
 {
-	size_t nr = c->before.nr;
+	size_t nr = c->old_order.nr;
 
 	if (nr == 0)
 		return 0;
@@ -314,8 +314,8 @@ static int make_room_as_before(struct sfr_py_collector *c)
 		return -1;
 	if (sfr_py_grow((void **)&c->found, nr, &c->found_room, sizeof(*c->found)) != 0 ||
 	    sfr_py_grow((void **)&c->storages, nr, &c->storages_room, sizeof(*c->storages)) != 0 ||
-	    sfr_py_grow((void **)&c->order.entries, nr, &c->order.room,
-			sizeof(*c->order.entries)) != 0)
+	    sfr_py_grow((void **)&c->new_order.entries, nr, &c->new_order.room,
+			sizeof(*c->new_order.entries)) != 0)
 		return -1;
 	return 0;
 }

@@ -72,15 +72,15 @@ struct sfr_py_known_keys {
 	enum sfr_py_where where;
 };
 
-/* The prefetch order (prefetch.c): addresses of the objects that the last save met, in its order.
+/* The prefetch order (prefetch.c): addresses of the objects that the last save met, in that order.
  * The objects may be gone, so the addresses are only prefetched. */
 struct sfr_py_prefetch_entry {
-	uintptr_t tensor, impl;     /* of a tensor: the Python object and the TensorImpl */
-	uintptr_t wrapper, storage; /* of its storage: the Python object and the StorageImpl */
-	uintptr_t holder; /* the dict that was met last, probably the container; 0: none */
+	uintptr_t tensor, impl;     /* a tensor's Python object and its TensorImpl */
+	uintptr_t wrapper, storage; /* its storage's Python object and StorageImpl */
+	uintptr_t last_dict;        /* the dict met last before, probably its container; 0: none */
 };
 struct sfr_py_prefetch_order {
-	struct sfr_py_prefetch_entry *entries; /* by number of the found tensor */
+	struct sfr_py_prefetch_entry *entries; /* entries[n] is for the tensor with number n */
 	size_t nr, room;
 };
 
@@ -90,7 +90,7 @@ struct sfr_py_torch_types {
 	/* by enum sfr_py_item */
 	PyObject *item[SFR_PY_NR_ITEMS];
 	descrgetfunc get[SFR_PY_NR_ITEMS]; /* tp_descr_get of a descriptor */
-	/* the C function behind a descriptor or a method, and the type of its objects; or NULL */
+	/* the C function behind a descriptor or a method, and the type it belongs to; or NULL */
 	const PyGetSetDef *getter[SFR_PY_NR_ITEMS];
 	PyCFunction method[SFR_PY_NR_ITEMS];
 	PyTypeObject *type[SFR_PY_NR_ITEMS];
@@ -123,10 +123,12 @@ int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
  * as not plain, and its __reduce_ex__ raises the error. Returns -1 with the exception set if it
  * must propagate: MemoryError, or not an Exception. */
 int sfr_py_clear_refusal(void);
-/* Returns the value of a getset descriptor for `object`, or the result of a method or function. */
+/* Asks torch about `object`: returns the value of a getset descriptor, or the result of a method or
+ * function. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object);
-/* Sets *out to the result of sfr_py_ask, which is a number. */
+/* Sets *out to the result of sfr_py_ask, which must be an int. Returns 0, or -1 with an
+ * exception. */
 int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
 		   uint64_t *out);
 int sfr_py_add_torch_types(PyObject *module);
@@ -141,14 +143,14 @@ struct sfr_py_storage {
 	PyObject *dtype;    /* borrowed: the dtype that was checked last, or NULL */
 	uint32_t device;    /* n: CUDA device n - 1; 0: the host or elsewhere */
 	bool on_host;
-	bool known; /* addr and nbytes are set */
+	bool range_known; /* addr and nbytes are set */
 };
 
 /* Memory for rows of the bridge. It never moves, because found[].row points into it. */
 struct sfr_py_rows {
 	struct sfr_py_rows *next;
 	size_t used, room; /* in words */
-	int64_t words[];
+	int64_t words[];   /* `room` of them */
 };
 
 /* The object Collector: what one save or snapshot has found so far. */
@@ -170,17 +172,17 @@ struct sfr_py_collector {
 	struct sfr_py_numbers *numbers; /* StorageImpl -> number of the storage */
 	struct sfr_py_map dtype_at;     /* address of bytes -> their dtype, borrowed */
 	PyObject *storage_list;         /* list of UntypedStorage, by number */
-	size_t tagged;            /* number of the device storage that got a location tag last */
+	size_t last_tagged;       /* number of the device storage whose location tag was set last */
 	struct sfr_py_rows *rows; /* newest first */
-	struct sfr_py_prefetch_order before, order; /* of the previous save, and of this one */
-	uintptr_t holder;                           /* address of the dict met last; 0: none */
-	bool finished;                              /* finish() was called */
+	struct sfr_py_prefetch_order old_order, new_order; /* of the previous save, and this one */
+	uintptr_t last_dict; /* address of the dict met last; 0: none */
+	bool finished;       /* finish() was called */
 };
 
-/* Sets *number to the number of the storage with the StorageImpl at `identity`. Adds a storage that
- * is met for the first time, with a reference to it. */
-int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
-			 bool on_host, size_t *number);
+/* Sets *number to the number of the storage whose StorageImpl is at `identity`. Adds the storage,
+ * with a reference to it, if it is met for the first time. */
+int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
+			       bool on_host, size_t *number);
 /* Fails, with torch's message, if the bytes at `addr` were already met as another dtype. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
 /* Describes a plain tensor through the bridge and finds its storage: sets its row, dtype and
@@ -188,19 +190,19 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 /* Asks a storage for its address and length, and stores them in its entry. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
-/* Resizes an array to `wanted` items of `item` bytes, and sets *room to `wanted`. */
-int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item);
-/* Doubles an array if its `used` items fill its `room`. */
-static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
+/* Resizes an array to `new_room` items of `item_len` bytes, and sets *room to `new_room`. */
+int sfr_py_grow(void **array, size_t new_room, size_t *room, size_t item_len);
+/* Makes room for one more item: doubles the array if its `used` items fill its *room. */
+static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item_len)
 {
 	if (used < *room)
 		return 0;
-	return sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item);
+	return sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item_len);
 }
 
 /* Adds a tensor that is met for the first time, examines and describes it, and sets *number to its
  * index. `exact`: its class is Tensor or Parameter itself. */
-int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);
+int sfr_py_add_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);
 
 /* ---- copies.c, containers.c: methods of the collector ------------------- */
 
@@ -213,7 +215,7 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 /* Moves the last save's prefetch order from TorchTypes to the collector, so that no other collector
  * uses it meanwhile. Prefetches the first tensors. */
 void sfr_py_prefetch_order_take(struct sfr_py_collector *c);
-/* Called before each tensor is examined: prefetches a later one. */
+/* Prefetches a later tensor. Called before each tensor is examined. */
 void sfr_py_prefetch_next(const struct sfr_py_collector *c);
 /* Adds the tensor that gets the next number to this save's order. `wrapper` is the Python object of
  * its storage, `storage` the address of the StorageImpl. */
@@ -227,7 +229,7 @@ void sfr_py_prefetch_order_fini(struct sfr_py_prefetch_order *order);
 
 /* The input of sfr_py_splice, all borrowed. */
 struct sfr_py_splice {
-	const unsigned char *in; /* the pickle, with `number BINPERSID` for plain tensors */
+	const unsigned char *in; /* the pickle, with `number BINPERSID` in place of plain tensors */
 	size_t len;
 	const struct sfr_py_torch_types *torch;
 	const struct sfr_py_found *found;

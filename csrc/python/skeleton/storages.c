@@ -10,19 +10,19 @@
 
 enum { NR_WORDS = 4096 }; /* words of one struct sfr_py_rows: rows of a few hundred tensors */
 
-int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item)
+int sfr_py_grow(void **array, size_t new_room, size_t *room, size_t item_len)
 {
-	void *grown = PyMem_Realloc(*array, wanted * item);
+	void *grown = PyMem_Realloc(*array, new_room * item_len);
 
 	if (grown == NULL)
 		return sfr_py_no_memory();
 	*array = grown;
-	*room = wanted;
+	*room = new_room;
 	return 0;
 }
 
-int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
-			 bool on_host, size_t *number)
+int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
+			       bool on_host, size_t *number)
 {
 	const uint64_t *known = sfr_py_map_find(&c->numbers->map, identity);
 	struct sfr_py_storage entry = { 0 };
@@ -62,8 +62,8 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 	return -1;
 }
 
-/* Asks a storage of `nbytes` bytes for its address. As in torch.save, this gives a copy-on-write
- * storage its own memory. Fails if a storage has a length but no memory. */
+/* Asks a storage of `nbytes` bytes for its address. A copy-on-write storage then gets its own
+ * memory, as in torch.save. Fails if the storage has a length but no memory. */
 static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint64_t nbytes,
 		       uint64_t *addr)
 {
@@ -87,7 +87,7 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 	if ((entry->on_host || entry->device != 0) &&
 	    ask_address(c, storage, entry->nbytes, &entry->addr) != 0)
 		return -1;
-	entry->known = true;
+	entry->range_known = true;
 	return 0;
 }
 
@@ -105,7 +105,7 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 		Py_DECREF(location);
 		return NULL;
 	}
-	PyUnicode_InternInPlace(&location); /* the splice compares addresses */
+	PyUnicode_InternInPlace(&location); /* pickle_splice.c compares tags by address */
 	return location;
 }
 
@@ -115,26 +115,27 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 static int ask_location(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
-	const struct sfr_py_storage *last = &c->storages[c->tagged];
-	bool as_last = c->plain_cuda && entry->device != 0 && last->device == entry->device;
+	const struct sfr_py_storage *last = &c->storages[c->last_tagged];
+	bool same_device = entry->device != 0 && last->device == entry->device;
 	PyObject *location;
 
 	if (entry->location != NULL)
 		return 0;
 	if (entry->on_host && c->plain_cpu)
 		location = Py_NewRef(c->torch->cpu);
-	else if (as_last && last->location != NULL)
+	else if (c->plain_cuda && same_device && last->location != NULL)
 		location = Py_NewRef(last->location);
 	else
 		location = find_location(c, number);
+	/* `entry` may be stale: Python code that find_location runs may add storages */
 	c->storages[number].location = location;
 	if (c->storages[number].device != 0)
-		c->tagged = number;
+		c->last_tagged = number;
 	return location != NULL ? 0 : -1;
 }
 
-/* Sets the CUDA device of a storage outside host memory, unless it is set. `tensor` is over the
- * storage. */
+/* Sets the CUDA device of a storage outside host memory, unless it is set. `tensor` is a tensor of
+ * that storage. */
 static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tensor)
 {
 	PyObject *answer;
@@ -159,7 +160,7 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 	PyObject *dtype = c->torch->dtype[tensor->dtype].dtype;
 	struct sfr_py_storage *entry = &c->storages[tensor->storage];
 
-	if (!entry->known && sfr_py_ask_storage(c, tensor->storage) != 0)
+	if (!entry->range_known && sfr_py_ask_storage(c, tensor->storage) != 0)
 		return -1;
 	if (entry->dtype == dtype)
 		return 0;
@@ -167,9 +168,9 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 	return sfr_py_check_dtype(c, entry->addr, dtype);
 }
 
-/* Returns the address of the memory of the tensor's storage; 0 if the bridge cannot tell, so that
- * the caller has to ask the storage. A data_ptr that is not torch's own, as in tests, is always
- * asked. */
+/* Returns the address of the memory of the tensor's storage, or 0 if the caller has to ask the
+ * storage: the bridge cannot tell the address, or data_ptr is not torch's own method, as in
+ * tests. */
 static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
@@ -182,8 +183,8 @@ static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sf
 
 /* Adds the storage of a plain tensor, which is met for the first time. Returns 1; 0 if the storage
  * has no memory, for example zeros that torch has not allocated; -1 with an exception set. */
-static int enter_new_storage(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
-			     uint64_t identity, size_t *number)
+static int add_new_storage(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
+			   uint64_t identity, size_t *number)
 {
 	PyObject *storage = sfr_py_ask(c->torch, SFR_PY_UNTYPED_STORAGE, tensor->object);
 	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = bridge_address(c, tensor);
@@ -191,10 +192,10 @@ static int enter_new_storage(struct sfr_py_collector *c, const struct sfr_py_fou
 
 	if (storage == NULL || (addr == 0 && ask_address(c, storage, nbytes, &addr) != 0)) {
 		rc = sfr_py_clear_refusal();
-	} else if (sfr_py_enter_storage(c, storage, identity, tensor->on_host, number) == 0) {
+	} else if (sfr_py_find_or_add_storage(c, storage, identity, tensor->on_host, number) == 0) {
 		c->storages[*number].addr = addr;
 		c->storages[*number].nbytes = nbytes;
-		c->storages[*number].known = true;
+		c->storages[*number].range_known = true;
 		rc = 1;
 	}
 	Py_XDECREF(storage); /* storage_list has its own reference */
@@ -206,14 +207,20 @@ static int enter_new_storage(struct sfr_py_collector *c, const struct sfr_py_fou
 static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	uint64_t identity = sfr_py_storage_impl_of(tensor->object);
-	const uint64_t *known = identity != 0 ? sfr_py_map_find(&c->numbers->map, identity) : NULL;
-	size_t number = known ? (size_t)*known : 0;
-	int rc = known ? 1 : 0;
+	const uint64_t *known;
+	size_t number = 0;
+	int rc;
 
-	if (!known && identity != 0)
-		rc = enter_new_storage(c, tensor, identity, &number);
-	if (rc <= 0)
-		return rc;
+	if (identity == 0)
+		return 0; /* the tensor has no storage */
+	known = sfr_py_map_find(&c->numbers->map, identity);
+	if (known) {
+		number = (size_t)*known;
+	} else {
+		rc = add_new_storage(c, tensor, identity, &number);
+		if (rc <= 0)
+			return rc;
+	}
 	tensor->storage = (uint32_t)number;
 	if ((!tensor->on_host && ask_device(c, number, tensor->object) != 0) ||
 	    ask_location(c, number) != 0 || check_tensor(c, tensor) != 0)
@@ -221,8 +228,8 @@ static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	return 1;
 }
 
-/* Returns room for a row of `words` words. The caller adds the words that it writes to
- * c->rows->used. */
+/* Returns room for a row of `words` words, or NULL with an exception set. The caller adds the words
+ * that it writes to c->rows->used. */
 static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 {
 	struct sfr_py_rows *rows = c->rows;
@@ -248,8 +255,9 @@ static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	struct AtenTensorOpaque *handle = sfr_py_handle_of(tensor->object);
-	enum { NDIM = 3 }; /* most tensors have no more dimensions */
-	int64_t words = SFR_ROW_HEADER + 2 * NDIM, room, *row;
+	enum { NDIM = 3 };                         /* most tensors have no more dimensions */
+	int64_t words = SFR_ROW_HEADER + 2 * NDIM; /* 2: a size and a stride for each dimension */
+	int64_t room, *row;
 
 	do {
 		room = words;
@@ -265,18 +273,24 @@ static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	return 1;
 }
 
+/* Returns 1 + the index of a row's dtype in torch->dtype; 0 if the dtype is not there. */
+static uint8_t dtype_at_row(const struct sfr_py_collector *c, const int64_t *row)
+{
+	const int64_t number = row[SFR_ROW_DTYPE];
+
+	return number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->torch->dtype_at[number] : 0;
+}
+
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	int rc = write_row(c, tensor);
-	int64_t number = rc > 0 ? tensor->row[SFR_ROW_DTYPE] : -1;
-	/* 1 + the index of the dtype; 0: it is not in the table */
-	uint8_t entry = number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->torch->dtype_at[number] : 0;
+	uint8_t dtype_at = rc > 0 ? dtype_at_row(c, tensor->row) : 0;
 
-	if (entry != 0) {
-		tensor->dtype = (uint8_t)(entry - 1);
+	if (dtype_at != 0) {
+		tensor->dtype = (uint8_t)(dtype_at - 1);
 		rc = find_storage(c, tensor);
 	}
-	tensor->plain = entry != 0 && rc > 0;
+	tensor->plain = dtype_at != 0 && rc > 0;
 	if (!tensor->plain) {
 		tensor->row = NULL;
 		return rc < 0 ? -1 : 0;

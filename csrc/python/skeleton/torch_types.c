@@ -20,8 +20,8 @@
  * The dispatch keys are a set of bits by which torch chooses the functions for a tensor. Layout,
  * nesting, conj, neg, names and kind of device are the same for all tensors with the same keys. So
  * Python is asked only about the first tensor with a given set of keys (the function `where`). The
- * tensor itself is asked for attributes, hooks and requires_grad, the bridge (torch/bridge.c) for
- * dtype and shape.
+ * tensor itself is asked for its attributes, hooks and requires_grad. Its dtype and shape come from
+ * the bridge (torch/bridge.c).
  *
  * None of this releases the interpreter lock: while another thread computes, each release may cost
  * a switch interval. */
@@ -38,7 +38,7 @@ static const char *const item_names[] = {
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object)
 {
-	PyObject *function = torch->item[item]; /* or a descriptor */
+	PyObject *function = torch->item[item]; /* or a getset descriptor */
 	PyTypeObject *type = torch->type[item]; /* NULL: there is no C function */
 	const PyGetSetDef *def = torch->getter[item];
 
@@ -148,8 +148,10 @@ int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
 		return 0;
 	found->on_host = where == SFR_PY_ON_HOST;
 	yes = has_extras(torch, found);
-	if (yes != 0)
-		return yes < 0 ? sfr_py_clear_refusal() : 0;
+	if (yes < 0)
+		return sfr_py_clear_refusal();
+	if (yes > 0)
+		return 0; /* not plain */
 	yes = ask_bool(torch, SFR_PY_REQUIRES_GRAD, found->object);
 	if (yes < 0)
 		return sfr_py_clear_refusal();
@@ -189,6 +191,7 @@ static void types_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
+/* Takes the argument of TorchTypes() for an item. */
 static int take_item(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_item item)
 {
 	PyObject *value = PyDict_GetItemString(kwargs, item_names[item]);
@@ -235,10 +238,11 @@ static void find_functions(struct sfr_py_torch_types *torch)
  * dimension. */
 static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 {
-	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number;
+	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number; /* 2: one size and one stride */
 
 	if (!sfr_py_words.known)
 		return 0; /* no tensor is plain, so the numbers are not used */
+	/* if this fails, the row stays zero */
 	(void)sfr_py_bridge_describe(sfr_py_handle_of(sample), row, SFR_ROW_HEADER + 2);
 	number = row[SFR_ROW_DTYPE];
 	if (row[SFR_ROW_NDIM] != 1 || number < 0 || number >= SFR_PY_MAX_NUMBERS) {

@@ -1,9 +1,9 @@
-/* The bridge: describes and makes tensors without Python objects in between.
+/* The bridge: describes and makes tensors without the help of Python objects, which is faster.
  *
  * It describes a tensor in about 0.1 us, and makes one over given memory in 0.5 us instead of 3. It
- * uses the C shim of torch's stable ABI (shim.h), which it looks up in the libtorch_cpu.so that
- * `import torch` has loaded. So a build needs no torch, and one binary serves every torch from 2.10
- * on.
+ * uses the C shim of torch's stable ABI (shim.h). It looks the functions up in the libtorch_cpu.so
+ * that `import torch` has loaded. So a build needs no torch, and one binary serves every torch from
+ * 2.10 on.
  *
  * torch's dispatcher releases the interpreter lock around an operator, and each release may cost a
  * switch interval while another Python thread computes. These functions are not operators, so they
@@ -16,7 +16,7 @@
 
 #define LIBRARY "libtorch_cpu.so"
 
-/* torch's functions. torch is never unloaded. */
+/* Pointers to torch's functions. They stay valid, because torch is never unloaded. */
 #define POINTER(result, name, arguments) result(*name) arguments;
 static struct {
 	bool loaded;
@@ -24,7 +24,8 @@ static struct {
 } torch;
 #undef POINTER
 
-/* Returns the address of a function, or NULL. Sets an ImportError if the function is `needed`. */
+/* Returns the address of a function, or NULL if the library lacks it. If the function is `needed`,
+ * also sets an ImportError. */
 static void *look_up(void *library, const char *name, bool needed)
 {
 	void *found = dlsym(library, name);
@@ -47,7 +48,7 @@ int sfr_py_bridge_load(void)
 						" is not loaded; import torch first");
 		return -1;
 	}
-	/* `library` stays open, because torch needs it. */
+	/* `library` is never closed: torch stays loaded anyway. */
 #define NEEDED(result, name, arguments)                                                            \
 	*(void **)&torch.name = look_up(library, #name, true);                                     \
 	if (torch.name == NULL)                                                                    \
@@ -68,7 +69,7 @@ bool sfr_py_bridge_can_make(void)
 void sfr_py_bridge_drop(void *const *tensors, size_t nr)
 {
 	for (size_t i = 0; i < nr; i++)
-		/* a failure cannot be handled */
+		/* nothing could be done about a failure */
 		(void)torch.aoti_torch_delete_tensor_object(tensors[i]);
 }
 
@@ -80,7 +81,7 @@ int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, in
 	if (torch.aoti_torch_get_dim(tensor, &ndim))
 		return -1;
 	const int64_t words = SFR_ROW_HEADER + 2 * ndim;
-	if (words > room)
+	if (words > room) /* the caller tries again with more room */
 		return words;
 
 	int32_t dtype = 0;
@@ -101,71 +102,74 @@ int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, in
 	return words;
 }
 
-uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead)
+uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t offset)
 {
 	void *data = NULL;
 
 	if (torch.aoti_torch_get_data_ptr(tensor, &data) || !data)
 		return 0;
-	return (uint64_t)(uintptr_t)data - ahead;
+	return (uint64_t)(uintptr_t)data - offset;
 }
 
 /* ---- make ------------------------------------------------------------------------- */
 
-/* torch calls this when it frees a storage. */
+/* The deleter of the storages made below: torch calls it when it frees one. */
 static void put_keepalive(void *data, void *keepalive)
 {
 	(void)data;
 	sfr_keepalive_put(keepalive);
 }
 
-/* Makes a tensor with its own storage over the row's memory, and counts the storage in `keepalive`.
- * `sizes`, `strides` and `offset` replace those of the row. Returns NULL if torch refuses. The
- * count then stays, because torch may or may not have called the deleter. */
+/* Makes a tensor with its own storage over the row's memory, and adds 1 to the count of
+ * `keepalive`. `sizes`, `strides` and `offset` replace those of the row. Returns NULL if torch
+ * refuses. Then the count is not reduced, because torch may have called the deleter: the memory
+ * may leak, but is never freed too early. */
 static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, const int64_t *sizes,
 					     const int64_t *strides, int64_t offset,
 					     struct sfr_keepalive *keepalive)
 {
+	const int32_t any_device_index = -1;
 	struct AtenTensorOpaque *made = NULL;
 
 	__atomic_add_fetch(&keepalive->count, 1, __ATOMIC_RELAXED);
 	if (torch.torch_from_blob((void *)(uintptr_t)row[SFR_NEW_BASE], ndim, sizes, strides,
 				  offset, (int32_t)row[SFR_NEW_DTYPE],
-				  torch.aoti_torch_device_type_cpu(), -1, &made,
-				  torch.aoti_torch_layout_strided(), NULL, 0, put_keepalive,
-				  keepalive))
+				  torch.aoti_torch_device_type_cpu(), any_device_index, &made,
+				  torch.aoti_torch_layout_strided(), NULL, 0 /* no metadata */,
+				  put_keepalive, keepalive))
 		return NULL;
 	return made;
 }
 
-/* Makes the row's tensor over the storage of `other`. Returns NULL if torch refuses. */
+/* Makes the row's tensor over the storage of the tensor `other`. Returns NULL if torch refuses. */
 static struct AtenTensorOpaque *make_over(struct AtenTensorOpaque *other, const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
+	const int64_t *sizes = row + SFR_NEW_HEADER, *strides = sizes + ndim;
 	struct AtenTensorOpaque *made = NULL;
-	int64_t from = 0;
+	int64_t other_offset = 0;
 
-	if (torch.aoti_torch_get_storage_offset(other, &from) ||
-	    torch.aoti_torch__reinterpret_tensor(other, ndim, row + SFR_NEW_HEADER,
-						 row + SFR_NEW_HEADER + ndim,
-						 row[SFR_NEW_OFFSET] - from, &made))
+	/* torch takes an offset from the first element of `other`, not of its storage. */
+	if (torch.aoti_torch_get_storage_offset(other, &other_offset) ||
+	    torch.aoti_torch__reinterpret_tensor(other, ndim, sizes, strides,
+						 row[SFR_NEW_OFFSET] - other_offset, &made))
 		return NULL;
 	return made;
 }
 
-/* Returns how many elements of the storage the tensor needs; 0 if the tensor has no element. */
-static int64_t reach_of(const int64_t *row)
+/* Returns how long a storage the tensor needs, in elements; 0 if the tensor has no element. */
+static int64_t length_needed(const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
 	const int64_t *sizes = row + SFR_NEW_HEADER, *strides = sizes + ndim;
-	int64_t reach = row[SFR_NEW_OFFSET] + 1;
+	int64_t last = row[SFR_NEW_OFFSET]; /* offset of the last element */
 
 	for (int64_t i = 0; i < ndim; i++) {
 		if (sizes[i] == 0)
 			return 0;
-		reach += (sizes[i] - 1) * strides[i];
+		last += (sizes[i] - 1) * strides[i];
 	}
-	return reach;
+	return last + 1;
 }
 
 /* Makes the tensor of a row with its own storage. Returns NULL if torch refuses. torch makes a
@@ -177,7 +181,7 @@ static struct AtenTensorOpaque *make_one(const int64_t *row, struct sfr_keepaliv
 	const size_t itemsize = torch.aoti_torch_dtype_element_size((int32_t)row[SFR_NEW_DTYPE]);
 	const int64_t length = row[SFR_NEW_NBYTES] / (int64_t)itemsize;
 
-	if (reach_of(row) == length)
+	if (length_needed(row) == length)
 		return make_storage(row, ndim, row + SFR_NEW_HEADER, row + SFR_NEW_HEADER + ndim,
 				    row[SFR_NEW_OFFSET], keepalive);
 	const int64_t stride = 1;
@@ -193,9 +197,12 @@ int sfr_py_bridge_make(const int64_t *row, size_t nr, struct sfr_keepalive *keep
 		       void **tensors)
 {
 	for (size_t i = 0; i < nr; i++) {
-		const int64_t over = row[SFR_NEW_OVER];
+		const int64_t shared = row[SFR_NEW_OVER]; /* the row with the same storage, or -1 */
 
-		tensors[i] = over < 0 ? make_one(row, keepalive) : make_over(tensors[over], row);
+		if (shared < 0)
+			tensors[i] = make_one(row, keepalive);
+		else
+			tensors[i] = make_over(tensors[shared], row);
 		if (!tensors[i]) {
 			sfr_py_bridge_drop(tensors, i);
 			return -1;

@@ -20,9 +20,9 @@ enum {
 
 /* Indices of the words of the header that sfr_py_bridge_make reads. */
 enum {
-	SFR_NEW_OVER,   /* share the storage of this earlier row, of the same dtype; -1: do not */
-	SFR_NEW_BASE,   /* address of a storage that is not shared, else 0 */
-	SFR_NEW_NBYTES, /* length of this storage, at least one element, else 0 */
+	SFR_NEW_OVER,   /* index of the row, before this one, whose storage is shared; -1: none */
+	SFR_NEW_BASE,   /* address of the row's own storage; 0 if it shares one */
+	SFR_NEW_NBYTES, /* length of the own storage, at least one element; 0 if it shares one */
 	SFR_NEW_OFFSET, /* offset of the first element in the storage */
 	SFR_NEW_DTYPE,
 	SFR_NEW_NDIM,
@@ -31,8 +31,8 @@ enum {
 
 /* Keeps memory alive while storages use it. */
 struct sfr_keepalive {
-	/* storages, plus one while they are made; changed by any thread, with __atomic
-	 * operations */
+	/* number of storages that use the memory, plus one while storages are made; changed by any
+	 * thread, with __atomic operations */
 	uint64_t count;
 	/* Frees the memory when the count is 0. Called without the interpreter lock. */
 	void (*last)(struct sfr_keepalive *self);
@@ -53,20 +53,21 @@ struct AtenTensorOpaque;
 int sfr_py_bridge_load(void);
 
 /* Writes the row that describes a tensor to `row`, which has room for `room` words. Returns how
- * many words the row needs, or -1 if torch refuses. Writes nothing if that is more than `room`. */
+ * many words the row needs; if they are more than `room`, nothing was written. Returns -1 if torch
+ * refuses. */
 int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room);
 
-/* Returns the address of the tensor's storage, whose first `ahead` bytes are before the tensor's
- * first element. A copy-on-write storage has its own memory afterwards. Returns 0 if there is no
- * memory or no element, or torch refuses. */
-uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead);
+/* Returns the address of the tensor's storage. `offset` is the offset of the tensor's first element
+ * in the storage, in bytes. A copy-on-write storage has its own memory afterwards. Returns 0 if
+ * there is no memory or no element, or torch refuses. */
+uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t offset);
 
 /* Returns whether this torch makes tensors over given memory (from 2.11 on). */
 bool sfr_py_bridge_can_make(void);
 
 /* Makes a tensor over given host memory for each of `nr` rows, and stores the handles in `tensors`.
  * Each new storage adds 1 to the count of `keepalive`. No tensor requires a gradient. Returns 0, or
- * -1 without an exception; then no tensor is made. */
+ * -1 without an exception and without any tensor. */
 int sfr_py_bridge_make(const int64_t *rows, size_t nr, struct sfr_keepalive *keepalive,
 		       void **tensors);
 

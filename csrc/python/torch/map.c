@@ -2,10 +2,12 @@
  * marks an empty slot. A Python dict would need a new int object for each look-up. */
 #include "torch/map.h"
 
+#include <stdbool.h>
+
 /* Returns the index of the key's slot, or of the empty slot for it. The map must have slots. */
 static size_t map_slot(const struct sfr_py_map *map, uint64_t key)
 {
-	/* Fibonacci hashing, without the lowest four bits: objects are at least 16 bytes apart. */
+	/* Fibonacci hashing. Drops the lowest four bits: objects are at least 16 bytes apart. */
 	size_t i = (size_t)((key >> 4) * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (map->room - 1);
 
 	while (map->slots[i].key != 0 && map->slots[i].key != key)
@@ -45,8 +47,10 @@ int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr)
 int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value)
 {
 	size_t nr = map->used + 1, i;
+	bool too_full = 2 * nr > map->room;
 
-	if (2 * nr > map->room && sfr_py_map_reserve(map, 2 * nr) != 0)
+	/* room for twice as many, so that a growing map is rarely copied */
+	if (too_full && sfr_py_map_reserve(map, 2 * nr) != 0)
 		return -1;
 	i = map_slot(map, key);
 	map->slots[i].key = key;

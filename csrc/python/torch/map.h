@@ -12,7 +12,7 @@ struct sfr_py_map {
 	size_t used; /* number of keys */
 	size_t room; /* number of slots: a power of two, or 0 */
 };
-/* Returns a pointer to the key's value, valid until a key is added, or NULL. */
+/* Returns a pointer to the key's value, valid until a key is added. NULL: the map lacks the key. */
 uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key);
 /* Adds a key that the map does not have. */
 int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);

@@ -1,10 +1,10 @@
-/* _core.Numbers: the numbers of a save's storages, by the addresses of their StorageImpls.
+/* _core.Numbers: a map from the addresses of StorageImpls to the numbers of a save's storages.
  *
- * A collector fills it. Observers and the gate use it to find out whether a storage is in the save.
- * A Python dict would need two int objects for each storage in each save. */
+ * The collector of a save's storages fills the map. Observers and the gate use it to find out
+ * whether a storage is in the save. A Python dict would need two int objects for each storage. */
 #include "torch/numbers.h"
 
-/* one for the whole process, because torch supports only one interpreter */
+/* The type Numbers, once for the process, because torch supports only one interpreter. */
 static PyTypeObject *numbers_type;
 
 struct sfr_py_numbers *sfr_py_numbers_make(void)

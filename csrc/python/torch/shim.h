@@ -4,7 +4,8 @@
  * without torch; a test compares every line with the installed torch's headers.
  *
  * A handle that a function makes holds one reference to its tensor. The first two functions return
- * a constant of torch, the other int32_t are 0 on success. An OPTIONAL function may be missing. */
+ * a constant of torch. The others that return int32_t return 0 on success. An OPTIONAL function may
+ * be missing. */
 #ifndef SFR_PY_TORCH_SHIM_H
 #define SFR_PY_TORCH_SHIM_H
 

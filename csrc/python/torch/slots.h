@@ -4,10 +4,10 @@
 
 #include "module.h"
 
-/* Return the getter of the attribute `name`, or the C function of the method `name`, which takes no
- * arguments. They search the type itself, but not its bases. NULL without an exception: the type
- * has no such C function. */
+/* Returns the getter of the attribute `name`. Searches the type itself, but not its bases. Returns
+ * NULL without an exception if the type has no such getter. */
 const PyGetSetDef *sfr_py_getter_of(PyTypeObject *type, const char *name);
+/* The same for the C function of the method `name`, which takes no arguments. */
 PyCFunction sfr_py_method_of(PyTypeObject *type, const char *name);
 
 #endif

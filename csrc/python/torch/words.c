@@ -1,6 +1,6 @@
-/* Three words of torch's memory that answer most questions about a tensor.
+/* Finds three words of torch's memory that answer most questions about a tensor.
  *
- * A TensorImpl is torch's C++ object of a tensor. The words are:
+ * A TensorImpl is the C++ object behind a tensor. The words are:
  *
  *   - the address of the TensorImpl, in the Python object,
  *   - the dispatch keys, in the TensorImpl. They tell the kind of device, and whether the tensor is
@@ -8,17 +8,16 @@
  *   - the address of the tensor's StorageImpl, in the TensorImpl.
  *
  * The stable ABI (shim.h) has no functions for them, and Python attributes cost some 2,500
- * instructions a tensor. So they are read from memory. Their offsets are not assumed but searched
- * for, once per process, in tensors of several kinds whose words torch has reported. If a word is
- * not found, nothing is read: `known` stays false, and tensors are left to their own
- * __reduce_ex__. */
+ * instructions a tensor. So they are read from memory. Their offsets are not assumed: once per
+ * process they are searched for, in sample tensors whose words torch has reported. If a word is not
+ * found, `known` stays false, and callers use torch's slower Python functions. */
 #include "torch/words.h"
 
 enum {
-	MOST_SAMPLES = 8,
-	/* how many words are searched: in no known torch are the objects shorter */
-	NR_OBJECT_WORDS = 6, /* of a tensor's Python object */
-	NR_IMPL_WORDS = 24,  /* of a TensorImpl */
+	MAX_SAMPLES = 8,
+	/* how many words are searched; in every known torch the objects are at least so long */
+	NR_OBJECT_WORDS = 6, /* words of a tensor's Python object */
+	NR_IMPL_WORDS = 24,  /* words of a TensorImpl */
 };
 
 struct sfr_py_words sfr_py_words;
@@ -29,18 +28,19 @@ struct sample {
 	unsigned long long impl, keys, storage;
 };
 
-/* Returns the least offset, in bytes, at which each object bases[i] has the word values[i].
- * Searches nr_words words, without the first. Returns 0 if there is no such offset. */
+/* Returns the least offset, in bytes, at which each object bases[i] has the word values[i]. Returns
+ * 0 if there is no such offset in the first nr_words words. Offset 0 itself is not searched. */
 static size_t find_offset(const void *const *bases, const uint64_t *values, size_t nr,
 			  size_t nr_words)
 {
-	for (size_t at = 1; at < nr_words; at++) {
-		size_t i = 0;
+	for (size_t word = 1; word < nr_words; word++) {
+		const size_t off = word * sizeof(uint64_t);
+		size_t nr_equal = 0;
 
-		while (i < nr && sfr_py_word_at(bases[i], at * sizeof(uint64_t)) == values[i])
-			i++;
-		if (i == nr)
-			return at * sizeof(uint64_t);
+		while (nr_equal < nr && sfr_py_word_at(bases[nr_equal], off) == values[nr_equal])
+			nr_equal++;
+		if (nr_equal == nr)
+			return off;
 	}
 	return 0;
 }
@@ -51,15 +51,16 @@ static bool is_handle_as_expected(const struct sample *sample)
 {
 	const void *handle = PyCapsule_GetPointer(sample->capsule, NULL);
 
-	PyErr_Clear(); /* not a capsule */
+	PyErr_Clear(); /* set if it is not a capsule */
 	return handle != NULL && sfr_py_word_at(handle, 0) == sample->impl;
 }
 
-static void learn(const struct sample *samples, size_t nr)
+/* Searches for the three words in the samples, and stores their offsets in sfr_py_words. */
+static void find_words(const struct sample *samples, size_t nr)
 {
 	struct sfr_py_words words = { 0 };
-	const void *bases[MOST_SAMPLES];
-	uint64_t values[MOST_SAMPLES];
+	const void *bases[MAX_SAMPLES];
+	uint64_t values[MAX_SAMPLES];
 	size_t i;
 
 	for (i = 0; i < nr; i++) {
@@ -77,21 +78,23 @@ static void learn(const struct sample *samples, size_t nr)
 	for (i = 0; i < nr; i++)
 		values[i] = samples[i].storage;
 	words.storage = find_offset(bases, values, nr, NR_IMPL_WORDS);
+	/* without a sample every offset matches */
 	words.known = nr != 0 && words.tensor != 0 && words.keys != 0 && words.storage != 0;
 	sfr_py_words = words;
 }
 
 int sfr_py_words_learn(PyObject *list)
 {
-	struct sample samples[MOST_SAMPLES];
-	Py_ssize_t nr = PyList_Check(list) ? PyList_Size(list) : MOST_SAMPLES + 1;
+	struct sample samples[MAX_SAMPLES];
+	Py_ssize_t nr;
 
 	if (sfr_py_words.known)
 		return 0;
-	if (nr > MOST_SAMPLES) {
-		PyErr_Format(PyExc_TypeError, "samples are a list of at most %d", MOST_SAMPLES);
+	if (!PyList_Check(list) || PyList_Size(list) > MAX_SAMPLES) {
+		PyErr_Format(PyExc_TypeError, "samples are a list of at most %d", MAX_SAMPLES);
 		return -1;
 	}
+	nr = PyList_Size(list);
 	for (Py_ssize_t i = 0; i < nr; i++) {
 		struct sample *one = &samples[i];
 
@@ -99,6 +102,6 @@ int sfr_py_words_learn(PyObject *list)
 				      &one->impl, &one->keys, &one->storage, &one->capsule))
 			return -1;
 	}
-	learn(samples, (size_t)nr);
+	find_words(samples, (size_t)nr);
 	return 0;
 }

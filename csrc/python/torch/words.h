@@ -7,12 +7,12 @@
 
 #include "module.h"
 
-/* Offsets in bytes of the words that are read. */
+/* The offsets of the words, in bytes. */
 struct sfr_py_words {
 	size_t tensor;  /* in the Python object: the at::Tensor, a pointer to the TensorImpl */
 	size_t keys;    /* in the TensorImpl: the dispatch keys */
 	size_t storage; /* in the TensorImpl: the pointer to the StorageImpl */
-	bool known;     /* if false, the functions below must not be called */
+	bool known;     /* the offsets are set; if false, the functions below must not be called */
 };
 extern struct sfr_py_words sfr_py_words;
 
@@ -24,7 +24,7 @@ static inline uint64_t sfr_py_word_at(const void *base, size_t offset)
 	return word;
 }
 
-/* These functions take objects of torch's Tensor type or a subclass.
+/* The next four functions take an object of torch's type Tensor or of a subclass.
  *
  * Returns the tensor's handle for torch's C shim, borrowed. */
 static inline struct AtenTensorOpaque *sfr_py_handle_of(PyObject *tensor)

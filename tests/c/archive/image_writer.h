@@ -91,8 +91,8 @@ static inline int write_extents(struct sfr__image *img, int fd)
 			sfr__seg_iter_init(&it, img, extent, blk);
 			while (sfr__seg_next(&it, &seg))
 				fill_segment(img, &seg, block, true);
-			sfr__image_put_fields(img, sfr__image_block_off(img, extent, blk), len,
-					      block);
+			sfr__image_put_crc_fields(img, sfr__image_block_off(img, extent, blk), len,
+						  block);
 			if (pwrite(fd, block, len, (off_t)sfr__image_block_off(img, extent, blk)) !=
 			    (ssize_t)len)
 				rc = -EIO;

@@ -26,7 +26,7 @@ static void check_block(const struct sfr__image *img, const struct sfr__extent *
 	CHECK_EQ(off % PAGE, 0);
 	CHECK_EQ(end % PAGE, 0);
 	CHECK(end > off && end - off <= img->block_bytes);
-	sfr__image_own_pages(img, extent, blk, &from, &to);
+	sfr__image_unshared_pages(img, extent, blk, &from, &to);
 	for (uint64_t page = from; page < to; page += PAGE)
 		nr_written[page / PAGE]++;
 	sfr__seg_iter_init(&it, img, extent, blk);
@@ -84,15 +84,15 @@ static void check_producers(const struct sfr__image *img)
 		CHECK_EQ(extent->first_entry, entry);
 		block += extent->nr_blocks;
 		entry += extent->nr_entries;
-		CHECK(blk < first->all_blocks);
+		CHECK(blk < first->nr_lane_blocks);
 		CHECK_EQ(sfr__image_block_off(img, first, blk), extent->off);
 		CHECK_EQ(sfr__image_block_off(img, first, blk + extent->nr_blocks - 1) +
 				 sfr__image_block_len(img, first, blk + extent->nr_blocks - 1),
 			 extent->off + extent->len);
 		if (r + 1 == img->nr_extents || extent[1].lane != extent->lane ||
 		    extent[1].device != extent->device) {
-			CHECK_EQ(first->first_block + first->all_blocks, block);
-			CHECK_EQ(first->first_entry + first->all_entries, entry);
+			CHECK_EQ(first->first_block + first->nr_lane_blocks, block);
+			CHECK_EQ(first->first_entry + first->nr_lane_entries, entry);
 		}
 	}
 	CHECK_EQ(entry, img->nr_entries);
@@ -117,7 +117,7 @@ TEST(each_byte_of_a_flat_file_is_filled_once_and_each_page_written_once)
 		CHECK_EQ(img.captured_nbytes + img.deferred_nbytes, nbytes);
 		nr_edges += img.nr_edges;
 		for (uint32_t r = 0; r < img.nr_extents; r++)
-			if (img.extents[r].all_blocks != img.extents[r].nr_blocks)
+			if (img.extents[r].nr_lane_blocks != img.extents[r].nr_blocks)
 				nr_continued++;
 		sfr__image_fini(&img);
 		sfr__image_fini(&img); /* twice is fine */

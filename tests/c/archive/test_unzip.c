@@ -24,7 +24,7 @@
 
 static const char *end_of(const struct archive *a, struct sfr__unzip_end *end)
 {
-	size_t len = a->len < SFR__UNZIP_TAIL ? a->len : SFR__UNZIP_TAIL;
+	size_t len = a->len < SFR__UNZIP_TAIL_LEN ? a->len : SFR__UNZIP_TAIL_LEN;
 	unsigned char *tail = malloc(len);
 	const char *wrong;
 
@@ -149,11 +149,12 @@ TEST(directories_that_wrap_around_are_refused)
 
 static const struct sfr__unzip_end roomy = { .nr_records = 1, .dir_off = UINT64_C(1) << 40 };
 
-static struct sfr__unzip_record record(uint64_t ulen, uint64_t clen, uint64_t hdr_off)
+static struct sfr__unzip_record record(uint64_t unpacked_len, uint64_t packed_len, uint64_t hdr_off)
 {
-	return (struct sfr__unzip_record){
-		.hdr_off = hdr_off, .clen = clen, .ulen = ulen, .flags = 0x0808
-	};
+	return (struct sfr__unzip_record){ .hdr_off = hdr_off,
+					   .packed_len = packed_len,
+					   .unpacked_len = unpacked_len,
+					   .flags = 0x0808 };
 }
 
 /* Writes up to `nr` numbers as a field with tag `tag`, after another field of `pad` bytes. */
@@ -189,13 +190,14 @@ TEST(zip64_numbers_of_the_directory_replace_what_did_not_fit)
 	struct sfr__unzip_record rec = record(max, max, max);
 
 	GOOD(central_extra(extra, field(extra, 1, 3, numbers), &rec));
-	CHECK(rec.ulen == numbers[0] && rec.clen == numbers[1] && rec.hdr_off == numbers[2]);
+	CHECK(rec.unpacked_len == numbers[0] && rec.packed_len == numbers[1] &&
+	      rec.hdr_off == numbers[2]);
 	rec = record(max, max, 64);
 	GOOD(central_extra(extra, field(extra, 1, 2, numbers), &rec));
-	CHECK(rec.ulen == numbers[0] && rec.hdr_off == 64);
+	CHECK(rec.unpacked_len == numbers[0] && rec.hdr_off == 64);
 	rec = record(10, 10, max);
 	GOOD(central_extra(extra, field(extra, 1, 1, numbers + 2), &rec));
-	CHECK(rec.ulen == 10 && rec.hdr_off == numbers[2]);
+	CHECK(rec.unpacked_len == 10 && rec.hdr_off == numbers[2]);
 
 	/* One number too few, one too many, none at all. */
 	rec = record(max, max, max);
@@ -229,7 +231,7 @@ TEST(extra_fields_must_fill_their_space)
 	rec = record(UINT32_MAX, UINT32_MAX, 64);
 	len += field(extra + len, 1, 2, numbers);
 	GOOD(central_extra(extra, len, &rec));
-	CHECK_EQ(rec.clen, numbers[0]);
+	CHECK_EQ(rec.packed_len, numbers[0]);
 	rec = record(UINT32_MAX, UINT32_MAX, 64);
 	len += field(extra + len, 1, 2, numbers);
 	SAYS(central_extra(extra, len, &rec), "extra fields in the directory");
@@ -295,7 +297,7 @@ TEST(directory_records_are_valid_only_without_data)
 	rec.is_dir = true;
 	GOOD(sfr__unzip_name((const unsigned char *)"a/", &rec));
 	SAYS(sfr__unzip_name((const unsigned char *)"ab", &rec), "marked as a directory");
-	rec.ulen = 1;
+	rec.unpacked_len = 1;
 	SAYS(sfr__unzip_name((const unsigned char *)"a/", &rec), "directory and yet has data");
 	rec.is_dir = false;
 	SAYS(sfr__unzip_name((const unsigned char *)"a/", &rec), "directory and yet has data");
@@ -308,7 +310,7 @@ TEST(directory_records_are_valid_only_without_data)
 static const char *local_extra(uint32_t clen32, uint32_t ulen32, const unsigned char *extra,
 			       size_t len, const struct sfr__unzip_record *rec)
 {
-	unsigned char fixed[SFR__UNZIP_LOCAL] = { 0 }, *exact = malloc(len + (len == 0));
+	unsigned char fixed[SFR__UNZIP_LOCAL_LEN] = { 0 }, *exact = malloc(len + (len == 0));
 	const char *wrong;
 
 	if (len != 0)

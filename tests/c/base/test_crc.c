@@ -40,25 +40,26 @@ TEST(known_messages_have_their_known_crc)
 		{ "3\n", 0x55679ed1 },       /* and for version */
 		{ "The quick brown fox jumps over the lazy dog", 0x414fa339 },
 	};
-	const struct sfr__crc_way *way;
+	const struct sfr__crc_impl *impl;
 
-	for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
+	for (size_t n = 0; (impl = sfr__crc_impl(n)) != NULL; n++)
 		for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++)
-			CHECK_EQ(way->crc32(0, known[i].text, strlen(known[i].text)), known[i].crc);
+			CHECK_EQ(impl->crc32(0, known[i].text, strlen(known[i].text)),
+				 known[i].crc);
 }
 
 TEST(the_portable_implementation_is_the_first)
 {
-	const struct sfr__crc_way *way = sfr__crc_way(0);
+	const struct sfr__crc_impl *impl = sfr__crc_impl(0);
 	size_t n = 1;
 
-	if (!CHECK(way != NULL))
+	if (!CHECK(impl != NULL))
 		return;
-	CHECK(way->crc32 == sfr_crc32_portable);
-	while (sfr__crc_way(n) != NULL)
-		way = sfr__crc_way(n++);
-	CHECK(sfr__crc_way(n + 1) == NULL && sfr__crc_way(SIZE_MAX) == NULL);
-	(void)printf(" (%zu ways, best %s)", n, way->name);
+	CHECK(impl->crc32 == sfr_crc32_portable);
+	while (sfr__crc_impl(n) != NULL)
+		impl = sfr__crc_impl(n++);
+	CHECK(sfr__crc_impl(n + 1) == NULL && sfr__crc_impl(SIZE_MAX) == NULL);
+	(void)printf(" (%zu ways, best %s)", n, impl->name);
 }
 
 TEST(every_implementation_gives_the_same_crc_at_every_length_and_alignment)
@@ -69,15 +70,15 @@ TEST(every_implementation_gives_the_same_crc_at_every_length_and_alignment)
 		     align += len < 80 ? 1 : 1 + check_random() % 31) {
 			unsigned char *mem = malloc(align + len + 1);
 			uint32_t start = (uint32_t)check_random(), want;
-			const struct sfr__crc_way *way;
+			const struct sfr__crc_impl *impl;
 
 			if (!CHECK(mem != NULL))
 				return;
 			fill(mem, align + len);
 			want = by_bits(start, mem + align, len);
 			mem = realloc(mem, align + len + (align + len == 0));
-			for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
-				CHECK_EQ(way->crc32(start, mem + align, len), want);
+			for (size_t n = 0; (impl = sfr__crc_impl(n)) != NULL; n++)
+				CHECK_EQ(impl->crc32(start, mem + align, len), want);
 			CHECK_EQ(sfr_crc32(start, mem + align, len), want);
 			free(mem);
 		}
@@ -94,14 +95,14 @@ TEST(every_implementation_copies_the_bytes_it_sums)
 		       align = len % 2 == 0 ? 0 : check_random() % 64;
 		unsigned char *src = malloc(off + len + 1), *mem = NULL;
 		uint32_t start = (uint32_t)check_random();
-		const struct sfr__crc_way *way;
+		const struct sfr__crc_impl *impl;
 
 		if (!CHECK(src && posix_memalign((void **)&mem, 64, align + len + 128) == 0))
 			return;
 		fill(src, off + len);
-		for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++) {
+		for (size_t n = 0; (impl = sfr__crc_impl(n)) != NULL; n++) {
 			memset(mem, 0xa5, align + len + 128);
-			CHECK_EQ(way->copy(start, mem + align, src + off, len),
+			CHECK_EQ(impl->copy(start, mem + align, src + off, len),
 				 by_bits(start, src + off, len));
 			CHECK(memcmp(mem + align, src + off, len) == 0);
 			for (size_t i = 0; i < align; i++)
@@ -120,13 +121,13 @@ TEST(every_implementation_copies_more_than_one_chunk)
 	enum { CHUNK = 256 << 10 };
 	static const size_t lens[] = { CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77 };
 	static unsigned char src[3 * CHUNK], dst[3 * CHUNK];
-	const struct sfr__crc_way *way;
+	const struct sfr__crc_impl *impl;
 
 	fill(src, sizeof(src));
-	for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
+	for (size_t n = 0; (impl = sfr__crc_impl(n)) != NULL; n++)
 		for (size_t i = 0; i < sizeof(lens) / sizeof(lens[0]); i++) {
 			memset(dst, 0xa5, sizeof(dst));
-			CHECK_EQ(way->copy(7, dst, src, lens[i]), way->crc32(7, src, lens[i]));
+			CHECK_EQ(impl->copy(7, dst, src, lens[i]), impl->crc32(7, src, lens[i]));
 			CHECK(memcmp(dst, src, lens[i]) == 0);
 			CHECK_EQ(dst[lens[i]], 0xa5);
 		}
@@ -159,7 +160,7 @@ TEST(crc_of_a_single_bit_is_its_power_of_x)
 {
 	enum { LEN = 1024 };
 	unsigned char buf[LEN];
-	const struct sfr__crc_way *way;
+	const struct sfr__crc_impl *impl;
 
 	memset(buf, 0, sizeof(buf));
 	for (size_t bit = 0; bit < 8 * LEN; bit += 3) {
@@ -167,8 +168,8 @@ TEST(crc_of_a_single_bit_is_its_power_of_x)
 
 		buf[bit / 8] = (unsigned char)(1u << bit % 8);
 		want = by_bits(0, buf, LEN);
-		for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
-			CHECK_EQ(way->crc32(0, buf, LEN), want);
+		for (size_t n = 0; (impl = sfr__crc_impl(n)) != NULL; n++)
+			CHECK_EQ(impl->crc32(0, buf, LEN), want);
 		buf[bit / 8] = 0;
 	}
 }
@@ -267,10 +268,10 @@ TEST(crc_equals_zlibs)
 		uint32_t want = (uint32_t)theirs(0, buf + from, (unsigned)len);
 		uint32_t a = (uint32_t)theirs(0, buf + from, (unsigned)cut);
 		uint32_t b = (uint32_t)theirs(0, buf + from + cut, (unsigned)(len - cut));
-		const struct sfr__crc_way *way;
+		const struct sfr__crc_impl *impl;
 
-		for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
-			CHECK_EQ(way->crc32(0, buf + from, len), want);
+		for (size_t n = 0; (impl = sfr__crc_impl(n)) != NULL; n++)
+			CHECK_EQ(impl->crc32(0, buf + from, len), want);
 		CHECK_EQ(sfr_crc32_combine(a, b, len - cut), want);
 	}
 	free(buf);

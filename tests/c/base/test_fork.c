@@ -244,7 +244,7 @@ static void *query_temporaries(void *unused)
 
 	(void)unused;
 	while (!atomic_load(&stop))
-		sfr__tmp_forget(&tmp);
+		sfr__tmp_unlist(&tmp);
 	return NULL;
 }
 
@@ -269,7 +269,7 @@ static void check_child_starts_without_state(void *arg)
 	/* The parent's threads may have held these locks, which are free here; the parent's
 	 * state is gone. */
 	CHECK_EQ(sfr_log_pending(), 0);
-	sfr__tmp_forget(&tmp);
+	sfr__tmp_unlist(&tmp);
 	CHECK_EQ(sfr_notice_wait(&notice, 0), SFR_EAGAIN);
 	for (int i = 0; i < NR_CELLS; i++)
 		atomic_store(&cells[i].taken, false); /* the parent's notices use these cells */

@@ -29,9 +29,9 @@ TEST(different_names_are_not_reported_as_repeated)
 			CHECK_EQ(add(&names, i * 7919 % MAX, i), 0);
 		while (!sfr__names_sort(&names, nr % 7 + 1))
 			CHECK(nr_steps++ < 2 * MAX); /* each step does something */
-		CHECK(!sfr__names_suspect(&names, &it, &first, &second));
+		CHECK(!sfr__names_next_same_hash(&names, &it, &first, &second));
 		for (unsigned i = 1; i < nr; i++)
-			CHECK(names.v[i - 1].hash < names.v[i].hash);
+			CHECK(names.entries[i - 1].hash < names.entries[i].hash);
 		sfr__names_fini(&names);
 		sfr__names_fini(&names); /* may be called twice */
 	}
@@ -56,7 +56,7 @@ TEST(repeated_names_are_reported_in_file_order)
 			CHECK_EQ(add(&names, number[i], i), 0);
 		}
 		CHECK(sfr__names_sort(&names, UINT64_MAX));
-		while (sfr__names_suspect(&names, &it, &first, &second)) {
+		while (sfr__names_next_same_hash(&names, &it, &first, &second)) {
 			CHECK(first < second && number[first] == number[second]);
 			/* No offset of the same name is between the two. */
 			for (uint64_t i = first + 1; i < second; i++)
@@ -119,9 +119,9 @@ TEST(every_added_record_is_found_by_its_offset)
 	}
 	for (unsigned i = 0; i < MAX; i++) {
 		CHECK_EQ(sfr__listing_find(&listing, 10 * i), i);
-		CHECK_EQ(listing.v[i].hdr_off, i);
+		CHECK_EQ(listing.records[i].hdr_off, i);
 		CHECK_EQ(sfr__listing_find(&listing, 10 * i + 1), MAX);
 	}
 	sfr__listing_fini(&listing);
-	CHECK(listing.v == NULL && listing.names == NULL && listing.nr == 0);
+	CHECK(listing.records == NULL && listing.names == NULL && listing.nr == 0);
 }

@@ -221,7 +221,7 @@ TEST(read_error_of_a_thread_is_the_error_of_the_check)
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
-	while (check->directory == NULL || check->directory->state != SFR__CHECK_NAMES)
+	while (check->dir_check == NULL || check->dir_check->state != SFR__CHECK_NAMES)
 		CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	for (int again = 0; again < 3; again++)
@@ -241,7 +241,7 @@ TEST(check_reports_a_shrinking_file_as_changed)
 	struct sfr_check *check;
 
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
-	while (check->directory == NULL || check->directory->state != SFR__CHECK_NAMES)
+	while (check->dir_check == NULL || check->dir_check->state != SFR__CHECK_NAMES)
 		CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
 	/* In the last record's data, whose header is read before the threads begin. */
 	CHECK_EQ(ftruncate(fd, (off_t)(a.records[a.nr - 1].data_off + PIECE / 2)), 0);

@@ -55,7 +55,7 @@ static uint32_t unsubmitted(struct sfr_ticket *t)
 	uint32_t nr;
 
 	sfr__lock(&t->engine->mu);
-	nr = t->sharing.nr_queueing;
+	nr = t->work.nr_queueing;
 	sfr__unlock(&t->engine->mu);
 	return nr;
 }
@@ -164,7 +164,7 @@ static void starve(struct starved *s)
 		CHECK_EQ(pthread_create(&s->gates[i], NULL, pass_gate, s), 0);
 	while (!all) {
 		sfr__lock(&s->engine->mu);
-		all = s->engine->nr_awaiting == NR_GATES;
+		all = s->engine->nr_waiters == NR_GATES;
 		sfr__unlock(&s->engine->mu);
 		(void)sched_yield();
 	}

@@ -56,7 +56,7 @@ static void has_a_good_temporary(const char *dir)
 
 	memset(&f, 0xa5, sizeof(f)); /* garbage, which init must overwrite */
 	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
-	CHECK(f.tmp.name[0] == '\0' && atomic_load(&f.asked_ns) == 0);
+	CHECK(f.tmp.name[0] == '\0' && atomic_load(&f.progress_ns) == 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1);
 	CHECK(strcmp(name, f.tmp.name) == 0);
@@ -106,7 +106,7 @@ static unsigned nr_calls, nr_without_time;
 static void count_call(void)
 {
 	nr_calls++;
-	if (sfr__file_asked_since(asking) == 0)
+	if (sfr__file_unanswered_since(asking) == 0)
 		nr_without_time++;
 }
 
@@ -163,10 +163,10 @@ TEST(every_call_that_may_hang_is_recorded_while_it_runs)
 	sfr_sys.fdatasync = asked_fdatasync;
 	sfr_sys.unlink = asked_unlink;
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
-	CHECK_EQ(sfr__file_asked_since(&f), 0);
+	CHECK_EQ(sfr__file_unanswered_since(&f), 0);
 	CHECK_EQ(sfr__file_write(&f, save_new, 8192, 0, &err), 0);
 	CHECK_EQ(sfr__file_sync(&f, &err), 0);
-	CHECK_EQ(sfr__file_asked_since(&f), 0);
+	CHECK_EQ(sfr__file_unanswered_since(&f), 0);
 	sfr__file_fini(&f); /* without a commit */
 	sfr_sys = real;
 	CHECK(nr_calls >= 7);

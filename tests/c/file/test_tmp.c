@@ -330,7 +330,7 @@ TEST(a_temporary_between_open_and_flock_is_safe_from_its_own_process)
 	CHECK_EQ(flock(f.fd, LOCK_UN), 0);
 	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
-	sfr__tmp_forget(&f.tmp);
+	sfr__tmp_unlist(&f.tmp);
 	dir_clean(dir); /* neither locked nor in the list, so it is dead */
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	sfr__file_fini(&f);

@@ -93,7 +93,7 @@ TEST(a_child_has_a_budget_of_its_own)
 
 	CHECK_EQ(sfr_fork_init(), 0);
 	taken = take(4 * GIB, 1024 * GIB);
-	sfr__budget_hold((int64_t)GIB);
+	sfr__budget_add_memory((int64_t)GIB);
 	child = fork();
 	if (child == 0) {
 		bool ok = sfr_pools_hold() == 0 && take(4 * GIB, 1024 * GIB) == 4 * GIB &&
@@ -105,7 +105,7 @@ TEST(a_child_has_a_budget_of_its_own)
 	CHECK_EQ(waitpid(child, &status, 0), child);
 	CHECK_EQ(status, 0);
 	CHECK_EQ(sfr_pools_hold(), GIB);
-	sfr__budget_hold(-(int64_t)GIB);
+	sfr__budget_add_memory(-(int64_t)GIB);
 	sfr__budget_give(taken);
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB);
 }

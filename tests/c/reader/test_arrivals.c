@@ -195,17 +195,17 @@ TEST(chunks_ahead_are_a_window_and_wanted_once)
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
 	for (int again = 0; again < 2; again++)
-		sfr__source_ahead(&s, SFR_PAGE, LEN);
+		sfr__source_will_read(&s, SFR_PAGE, LEN);
 	for (uint64_t i = 1; i <= WINDOW; i++) {
 		CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), 0);
 		CHECK_EQ(w.off, i * SFR_PAGE);
 	}
-	sfr__source_ahead(&s, SFR_PAGE, LEN);
+	sfr__source_will_read(&s, SFR_PAGE, LEN);
 	CHECK_EQ(fetch_all(&a), 0);
-	sfr__source_ahead(&s, 20 * SFR_PAGE, 21 * SFR_PAGE + 1);
+	sfr__source_will_read(&s, 20 * SFR_PAGE, 21 * SFR_PAGE + 1);
 	CHECK_EQ(fetch_all(&a), 2);
-	sfr__source_ahead(&s, 30 * SFR_PAGE, 30 * SFR_PAGE);
-	sfr__source_ahead(&s, LEN, LEN + 1);
+	sfr__source_will_read(&s, 30 * SFR_PAGE, 30 * SFR_PAGE);
+	sfr__source_will_read(&s, LEN, LEN + 1);
 	CHECK_EQ(fetch_all(&a), 0);
 	sfr__source_close(&s);
 	sfr_arrivals_free(a.group);
@@ -219,7 +219,7 @@ TEST(files_of_a_group_are_fetched_by_its_own_threads)
 
 	CHECK(a.fd != b.fd && a.number != b.number);
 	sfr__source_open(&s, b.fd, 0, SFR__WAY_CACHE);
-	sfr__source_ahead(&s, 0, SFR_PAGE);
+	sfr__source_will_read(&s, 0, SFR_PAGE);
 	CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), SFR_EAGAIN);
 	CHECK_EQ(sfr_arrivals_put(a.group, b.number, 0, content, SFR_PAGE), SFR_ECLOSED);
 	CHECK(fetch_one(&b, &w));
@@ -242,7 +242,7 @@ TEST(chunks_are_whole_pages_of_the_size_that_was_asked_for)
 	for (uint64_t chunk = SFR_PAGE; chunk <= 4 * SFR_PAGE; chunk += SFR_PAGE) {
 		fd = sfr_arrivals_open(group, LEN, chunk, &number);
 		sfr__source_open(&s, fd, 0, SFR__WAY_CACHE);
-		sfr__source_ahead(&s, chunk + 1, chunk + 2);
+		sfr__source_will_read(&s, chunk + 1, chunk + 2);
 		CHECK_EQ(sfr_arrivals_next(group, MOMENT, &w), 0);
 		CHECK_EQ(w.off, chunk);
 		CHECK_EQ(w.len, chunk);
@@ -269,13 +269,13 @@ static uint64_t read_once(struct arriving *a, const struct sfr__source *s, bool 
 	for (uint64_t off = 0; off < LEN; off += SFR_PAGE / 2) {
 		const size_t len = LEN - off < SFR_PAGE / 2 ? LEN - off : SFR_PAGE / 2;
 
-		sfr__source_ahead(s, off, LEN);
+		sfr__source_will_read(s, off, LEN);
 		a->nr_fetched += fetch_all(a);
 		read_all(s, len, off);
 		if (memory_of(a->fd) > most)
 			most = memory_of(a->fd);
 		if (says_done)
-			sfr__source_done(s, off, len);
+			sfr__source_was_read(s, off, len);
 	}
 	return most;
 }
@@ -289,7 +289,7 @@ TEST(chunks_that_were_read_once_are_given_back_beyond_a_window)
 	CHECK(read_once(&a, &s, true) <= (WINDOW + 1) * SFR_PAGE);
 	CHECK_EQ(a.nr_fetched, NR);
 	CHECK_EQ(memory_of(a.fd), WINDOW * SFR_PAGE);
-	sfr__source_ahead(&s, 0, LEN); /* as a thread that is late may say */
+	sfr__source_will_read(&s, 0, LEN); /* as a thread that is late may say */
 	CHECK_EQ(fetch_all(&a), 0);
 	/* A reader with counts of its own fetches again what is gone. */
 	sfr__source_open(&again, a.fd, 0, SFR__WAY_CACHE);
@@ -308,9 +308,9 @@ TEST(chunks_that_nobody_has_read_completely_stay)
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
 	CHECK_EQ(read_once(&a, &s, false), NR * SFR_PAGE);
 	for (uint64_t i = 0; i < NR; i++) /* all but a byte of each */
-		sfr__source_done(&s, i * SFR_PAGE, SFR_PAGE - 1);
+		sfr__source_was_read(&s, i * SFR_PAGE, SFR_PAGE - 1);
 	CHECK_EQ(memory_of(a.fd), (NR - 1) * SFR_PAGE); /* the last one is shorter */
-	sfr__source_done(&s, SFR_PAGE - 1, 1);
+	sfr__source_was_read(&s, SFR_PAGE - 1, 1);
 	CHECK_EQ(memory_of(a.fd), (NR - 2) * SFR_PAGE);
 	sfr__source_close(&s);
 	sfr_arrivals_free(a.group);
@@ -325,12 +325,12 @@ TEST(pinned_chunk_stays_until_it_is_unpinned)
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
 	CHECK_EQ(read_once(&a, &s, false), NR * SFR_PAGE);
 	CHECK_EQ(sfr__arriving_pin(f, NULL, 5 * SFR_PAGE, 1, MOMENT), 0);
-	sfr__source_done(&s, 0, 10 * SFR_PAGE);
+	sfr__source_was_read(&s, 0, 10 * SFR_PAGE);
 	CHECK_EQ(memory_of(a.fd), (NR - 9) * SFR_PAGE);
 	CHECK_EQ(sfr__arriving_pin(f, NULL, 5 * SFR_PAGE, 1, MOMENT), 0);
 	sfr__arriving_unpin(f, 5 * SFR_PAGE, 1);
 	sfr__arriving_unpin(f, 5 * SFR_PAGE, 1);
-	sfr__source_done(&s, 10 * SFR_PAGE, 1);
+	sfr__source_was_read(&s, 10 * SFR_PAGE, 1);
 	CHECK_EQ(memory_of(a.fd), (NR - 10) * SFR_PAGE);
 	sfr__source_close(&s);
 	sfr__arriving_put(f);
@@ -345,14 +345,14 @@ TEST(chunk_stays_for_a_reader_that_is_in_the_middle_of_it)
 
 	sfr__source_open(&first, a.fd, 0, SFR__WAY_CACHE);
 	sfr__source_open(&second, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_ahead(&first, 0, LEN);
+	sfr__source_will_read(&first, 0, LEN);
 	CHECK_EQ(fetch_all(&a), WINDOW);
-	sfr__source_done(&first, 0, SFR_PAGE);
+	sfr__source_was_read(&first, 0, SFR_PAGE);
 	read_all(&second, 10, 0);
 	for (uint64_t i = WINDOW; i < NR; i += WINDOW)
-		sfr__source_ahead(&first, i * SFR_PAGE, LEN);
+		sfr__source_will_read(&first, i * SFR_PAGE, LEN);
 	CHECK_EQ(fetch_all(&a), NR - WINDOW);
-	sfr__source_done(&first, SFR_PAGE, LEN - SFR_PAGE);
+	sfr__source_was_read(&first, SFR_PAGE, LEN - SFR_PAGE);
 	CHECK_EQ(memory_of(a.fd), WINDOW * SFR_PAGE);
 	read_all(&second, 10, 10);
 	CHECK_EQ(fetch_all(&a), 0);
@@ -373,7 +373,7 @@ TEST(filled_file_is_complete_and_stays_so)
 	CHECK_EQ(pread(a.fd, buf, LEN, 0), LEN);
 	CHECK(memcmp(buf, content, LEN) == 0);
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_done(&s, 0, LEN);
+	sfr__source_was_read(&s, 0, LEN);
 	CHECK_EQ(memory_of(a.fd), NR * SFR_PAGE);
 	CHECK_EQ(sfr_arrivals_fill(a.fd, MOMENT), 0);
 	sfr__source_close(&s);
@@ -391,7 +391,7 @@ TEST(failure_ends_every_later_read)
 	char buf[SFR_PAGE];
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_ahead(&s, 0, LEN);
+	sfr__source_will_read(&s, 0, LEN);
 	CHECK(fetch_one(&a, &w));
 	sfr_arrivals_fail(a.group, a.number);
 	sfr_arrivals_fail(a.group, a.number + 1);
@@ -399,7 +399,7 @@ TEST(failure_ends_every_later_read)
 	CHECK_EQ(sfr__source_read_some(&s, buf, SFR_PAGE, SFR_PAGE), -EIO);
 	CHECK_EQ(sfr_arrivals_fill(a.fd, SFR_FOREVER), -EIO);
 	CHECK_EQ(fetch_all(&a), 0); /* nobody needs the rest */
-	sfr__source_ahead(&s, 30 * SFR_PAGE, LEN);
+	sfr__source_will_read(&s, 30 * SFR_PAGE, LEN);
 	CHECK_EQ(fetch_all(&a), 0);
 	sfr__source_close(&s);
 	sfr_arrivals_free(a.group);
@@ -450,7 +450,7 @@ TEST(bytes_that_nobody_asked_for_are_refused)
 		struct arriving a = arriving_of(content, LEN);
 
 		sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-		sfr__source_ahead(&s, 0, 2 * SFR_PAGE);
+		sfr__source_will_read(&s, 0, 2 * SFR_PAGE);
 		CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), 0);
 		CHECK_EQ(sfr_arrivals_put(a.group, a.number, wrong[i].off, content, wrong[i].len),
 			 -EINVAL);
@@ -470,7 +470,7 @@ TEST(full_memory_fails_the_file)
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr_inject_clear();
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_ahead(&s, 0, LEN);
+	sfr__source_will_read(&s, 0, LEN);
 	CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), 0);
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	CHECK_EQ(sfr_arrivals_put(a.group, a.number, 0, content, SFR_PAGE), -ENOSPC);
@@ -488,13 +488,13 @@ TEST(closed_file_stays_open_for_its_sources_and_gives_them_no_bytes)
 	char buf[SFR_PAGE];
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_ahead(&s, 0, SFR_PAGE);
+	sfr__source_will_read(&s, 0, SFR_PAGE);
 	CHECK_EQ(sfr_arrivals_next(a.group, MOMENT, &w), 0);
 	sfr_arrivals_close(a.group, a.number);
 	sfr_arrivals_close(a.group, a.number);
 	CHECK(is_open(a.fd));
 	CHECK_EQ(sfr__source_read(&s, buf, SFR_PAGE, 0), -EBADF);
-	sfr__source_ahead(&s, 0, LEN);
+	sfr__source_will_read(&s, 0, LEN);
 	CHECK_EQ(fetch_all(&a), 0);
 	CHECK_EQ(sfr_arrivals_put(a.group, a.number, 0, content, SFR_PAGE), SFR_ECLOSED);
 	CHECK(sfr__arriving_get(a.fd) == NULL);
@@ -577,7 +577,7 @@ TEST(forked_child_cannot_use_its_parents_arriving_files)
 	pid_t pid;
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
-	sfr__source_ahead(&s, 0, SFR_PAGE);
+	sfr__source_will_read(&s, 0, SFR_PAGE);
 	pid = fork();
 	if (pid == 0) {
 		char buf[SFR_PAGE];
@@ -586,8 +586,8 @@ TEST(forked_child_cannot_use_its_parents_arriving_files)
 		(void)alarm(60);
 		CHECK(!is_open(a.fd));
 		CHECK_EQ(sfr__source_read(&s, buf, SFR_PAGE, 0), SFR_EFORK);
-		sfr__source_ahead(&s, 0, LEN);
-		sfr__source_done(&s, 0, LEN);
+		sfr__source_will_read(&s, 0, LEN);
+		sfr__source_was_read(&s, 0, LEN);
 		CHECK_EQ(sfr_arrivals_next(a.group, SFR_FOREVER, &w), SFR_EFORK);
 		CHECK_EQ(sfr_arrivals_put(a.group, a.number, 0, content, SFR_PAGE), SFR_EFORK);
 		CHECK_EQ(sfr_arrivals_open(a.group, LEN, SFR_PAGE, &number), SFR_EFORK);
@@ -776,8 +776,8 @@ static void *read_here_and_there(void *arg)
 		while ((got = sfr__source_read_some(&s, buf, len, off)) == SFR_EAGAIN)
 			;
 		CHECK(got >= 0 && memcmp(buf, content + off, (size_t)got) == 0);
-		sfr__source_done(&s, off / SFR_PAGE * SFR_PAGE, SFR_PAGE);
-		sfr__source_ahead(&s, off, off + 2 * SFR_PAGE);
+		sfr__source_was_read(&s, off / SFR_PAGE * SFR_PAGE, SFR_PAGE);
+		sfr__source_will_read(&s, off, off + 2 * SFR_PAGE);
 	}
 	sfr__source_close(&s);
 	return NULL;

@@ -80,8 +80,10 @@ static void remove_name(const char *name)
 
 static struct crash_count enumerate(bool durable)
 {
-	struct crash_count count = crash_enumerate(full ? 12 : 7, durable);
+	struct crash_count count;
 
+	(void)alarm(full ? 10 * CHECK_SECONDS : CHECK_SECONDS); /* for each enumeration */
+	count = crash_enumerate(full ? 12 : 7, durable);
 	nr_states += count.states;
 	return count;
 }

@@ -85,7 +85,7 @@ TEST(save_cancelled_when_ready_is_never_renamed)
 	CHECK_EQ(saving_state_of(first), SFR_DURABLE);
 	CHECK_EQ(saving_content(dir, "cancelled"), -1);
 	for (int from = 0; from < SFR_NR_STATES; from++)
-		CHECK(from == SFR_READY || sfr__ticket_arrows(from, SFR_COMMITTING) == 0);
+		CHECK(from == SFR_READY || sfr__ticket_nr_transitions(from, SFR_COMMITTING) == 0);
 	for (int nr_ends = 0; nr_ends < 2;)
 		if (saving_notice() == SFR_NOTICE_ENDED)
 			nr_ends++;

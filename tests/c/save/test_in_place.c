@@ -98,7 +98,7 @@ TEST(an_unordered_save_waits_for_nothing_in_the_log)
 /* The bound does not depend on max_in_flight. */
 TEST(number_of_unordered_saves_is_bounded)
 {
-	enum { MOST = SFR__MOST_UNORDERED };
+	enum { MOST = SFR__MAX_UNORDERED };
 	struct sfr_fault slow = {
 		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 20000000
 	};

@@ -19,7 +19,7 @@ static void wait_for_parked_block(void)
 
 	while (!parked) {
 		(void)usleep(1000);
-		parked = sfr__under(&watched->engine->mu, watched->sharing.parked != NULL);
+		parked = sfr__under(&watched->engine->mu, watched->work.parked != NULL);
 	}
 }
 

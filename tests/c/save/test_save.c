@@ -662,12 +662,12 @@ TEST(every_arrow_of_the_diagram_was_taken)
 	};
 
 	for (size_t i = 0; i < sizeof(arrows) / sizeof(arrows[0]); i++)
-		if (!CHECK(sfr__ticket_arrows(arrows[i][0], arrows[i][1]) > 0))
+		if (!CHECK(sfr__ticket_nr_transitions(arrows[i][0], arrows[i][1]) > 0))
 			(void)fprintf(stderr, "arrow %zu\n", i);
 	for (unsigned from = SFR_DURABLE; from < SFR_NR_STATES; from++)
 		for (unsigned to = 0; to < SFR_NR_STATES; to++)
 			/* no arrow leaves an end state */
-			CHECK_EQ(sfr__ticket_arrows(from, to), 0);
+			CHECK_EQ(sfr__ticket_nr_transitions(from, to), 0);
 }
 
 BEGIN

@@ -148,7 +148,7 @@ static bool is_block_parked(struct sfr_ticket *t)
 	bool yes;
 
 	sfr__lock(&t->engine->mu);
-	yes = t->sharing.parked != NULL;
+	yes = t->work.parked != NULL;
 	sfr__unlock(&t->engine->mu);
 	return yes;
 }
@@ -306,7 +306,7 @@ TEST(cancel_during_a_shared_copy_returns_every_block)
 	/* As if a thread waited for another save: no CRC is computed while copying, now or
 	 * later. */
 	sfr__lock(&engine->mu);
-	engine->nr_awaiting++;
+	engine->nr_waiters++;
 	sfr__unlock(&engine->mu);
 	t = submit(engine, "c.pt", 0);
 	CHECK_EQ(sem_wait(&lane_stands), 0);
@@ -318,7 +318,7 @@ TEST(cancel_during_a_shared_copy_returns_every_block)
 	release_lane();
 	saving_finish(t);
 	sfr__lock(&engine->mu);
-	engine->nr_awaiting--;
+	engine->nr_waiters--;
 	sfr__unlock(&engine->mu);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);
@@ -352,8 +352,9 @@ TEST(torn_source_is_detected_whichever_thread_copies_it)
 
 TEST(shared_work_is_served_by_rank_and_then_by_age)
 {
-	static const enum sfr__shared_rank ranks[] = { SFR__IN_TURN, SFR__AT_ONCE, SFR__IN_TURN,
-						       SFR__AT_ONCE };
+	static const enum sfr__shared_rank ranks[] = { SFR__RANK_NEEDS_BLOCKS, SFR__RANK_HAS_MEMORY,
+						       SFR__RANK_NEEDS_BLOCKS,
+						       SFR__RANK_HAS_MEMORY };
 	static const int order[] = { 1, 3, 0, 2 };
 	struct sfr_engine *engine = saving_engine_of(BLOCK, 1, 1, 1);
 	struct sfr__shared works[4] = { 0 }, *at;

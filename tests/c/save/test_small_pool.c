@@ -303,14 +303,14 @@ TEST(save_does_not_end_before_its_last_writer_has_left)
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	sfr__lock(&engine->mu);
-	t->sharing.nr_jobs++; /* this thread acts as the writer */
+	t->work.nr_jobs++; /* this thread acts as the writer */
 	sfr__unlock(&engine->mu);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
 	while (t->facts.written_nbytes < t->plan.img.len)
 		;
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 20 * 1000 * 1000), SFR_EAGAIN);
 	sfr__lock(&engine->mu);
-	t->sharing.nr_jobs--;
+	t->work.nr_jobs--;
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
 	saving_finish(t);

@@ -110,7 +110,7 @@ static void put_into_bag(struct sfr_piece *piece)
 static void check_leases(struct sfr_ticket *t)
 {
 	sfr__lock(&t->engine->mu);
-	for (uint32_t i = t->sharing.blocks_leased; t->plan.jobs && i < t->plan.nr_blocks; i++)
+	for (uint32_t i = t->work.blocks_leased; t->plan.jobs && i < t->plan.nr_blocks; i++)
 		CHECK(t->plan.jobs[i].block == NULL);
 	sfr__unlock(&t->engine->mu);
 }

@@ -464,5 +464,5 @@ TEST(every_arrow_of_the_diagram_was_taken_and_no_other)
 
 	for (unsigned from = 0; from < SFR__NR_SNAPSHOT_STATES; from++)
 		for (unsigned to = 0; to < SFR__NR_SNAPSHOT_STATES; to++)
-			CHECK_EQ(sfr__snapshot_arrows(from, to) != 0, drawn[from][to]);
+			CHECK_EQ(sfr__snapshot_nr_transitions(from, to) != 0, drawn[from][to]);
 }
