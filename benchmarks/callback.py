@@ -22,7 +22,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from common import Series, format_size, format_times, print_table, write_json
-from machine import Others, check_memory, facts_lines, machine_facts, status_bytes
+from machine import (
+    DISTURBING_SHARE,
+    Others,
+    check_memory,
+    facts_lines,
+    machine_facts,
+    status_bytes,
+)
 from process import Worker
 
 STATES = {"1 GB in 1,200 tensors": (10**9, 1_200), "64 MB in 20,000 tensors": (64 * 10**6, 20_000)}
@@ -90,18 +97,18 @@ class Saves:
         """Call the hook once on a checkpoint.
 
         Returns:
-            Seconds in the hook; by how many bytes resident memory exceeds that before the first
-            save, while the checkpoint still exists; bytes of GPU memory that the hook freed.
+            Seconds in the hook; bytes of resident memory now, less those before the first save;
+            bytes of GPU memory that the hook freed.
         """
         gpu = self._gpu
-        held = gpu.memory_allocated() if gpu else 0  # bytes before the hook
+        gpu_bytes_before = gpu.memory_allocated() if gpu else 0
         checkpoint = {} if self._state is None else {"state_dict": dict(self._state)}
         if gpu:
             gpu.synchronize()
         start = time.perf_counter()
         self._hook(checkpoint)
         seconds = time.perf_counter() - start
-        freed = held - gpu.memory_allocated() if gpu else 0
+        freed = gpu_bytes_before - gpu.memory_allocated() if gpu else 0
         return seconds, status_bytes("VmRSS") - self._rss_before, freed
 
 
@@ -112,7 +119,7 @@ def run_state(name: str, rounds: int) -> dict[str, Any]:
     share of the machine that other processes took.
     """
     nbytes, nr_tensors = STATES[name]
-    answers: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
+    saves: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
     with contextlib.ExitStack() as stack:
         workers = [
             stack.enter_context(Worker(way, Saves, way, nbytes, nr_tensors)).ready() for way in WAYS
@@ -120,21 +127,24 @@ def run_state(name: str, rounds: int) -> dict[str, Any]:
         others = Others()
         for _ in range(rounds + 1):
             for worker in workers:
-                answers[worker.name].append(worker.call("save"))
+                saves[worker.name].append(worker.call("save"))
         share = others.share()
     return {
         "nbytes": nbytes,
         "nr_tensors": nr_tensors,
         "others": share,
-        "ways": {
-            way: {
-                "first_s": answers[way][0][0],
-                "seconds": Series.of([seconds for seconds, _, _ in answers[way][1:]]),
-                "extra_rss": max(extra for _, extra, _ in answers[way]),
-                "freed": max(freed for _, _, freed in answers[way]),
-            }
-            for way in WAYS
-        },
+        "ways": {way: _summary(saves[way]) for way in WAYS},
+    }
+
+
+def _summary(saves: list[tuple[float, int, int]]) -> dict[str, Any]:
+    """Return the figures of one way from the results of `Saves.save`."""
+    seconds = [seconds for seconds, _, _ in saves]
+    return {
+        "first_s": seconds[0],
+        "seconds": Series.of(seconds[1:]),
+        "extra_rss": max(extra_rss for _, extra_rss, _ in saves),
+        "freed": max(freed for _, _, freed in saves),
     }
 
 
@@ -151,13 +161,14 @@ def rows(results: dict[str, dict[str, Any]], on_gpu: bool) -> list[list[str] | N
             verdict = ""
             if way == "stillframe" and not on_gpu:
                 verdict = f"<= {GOAL}: {'met' if ratio <= GOAL else 'MISSED'}"
-            speed = result["nbytes"] / series.median / 1e9 if way != "none" else 0.0
+            copies = way != "none"
+            speed = f"{result['nbytes'] / series.median / 1e9:.1f} GB/s" if copies else ""
             table.append(
                 [
                     f"  {way}",
                     format_times(series.spread),
                     f"{ratio:.2f}",
-                    f"{speed:.1f} GB/s" if speed else "",
+                    speed,
                     format_times([figures["first_s"]]),
                     format_size(max(0, figures["extra_rss"])),
                     verdict or (f"freed {format_size(figures['freed'])}" if on_gpu else ""),
@@ -175,9 +186,11 @@ def main() -> int:
     import torch
 
     check_memory(7 * 10**9 if "1GB" in options.only else 10**9)
-    # "1GB" on the command line chooses "1 GB in 1,200 tensors".
-    wanted = {name for name in STATES if name.split(" in ")[0].replace(" ", "") in options.only}
-    results = {name: run_state(name, options.rounds) for name in STATES if name in wanted}
+    results = {}
+    for name in STATES:
+        size = name.split(" in ")[0].replace(" ", "")  # "1GB" of "1 GB in 1,200 tensors"
+        if size in options.only:
+            results[name] = run_state(name, options.rounds)
     facts = machine_facts(Path.cwd())
     print("\n".join(facts_lines(facts)))
     print_table(
@@ -186,7 +199,7 @@ def main() -> int:
         rows(results, torch.cuda.is_available()),
     )
     for name, result in results.items():
-        if result["others"] >= 0.03:
+        if result["others"] >= DISTURBING_SHARE:
             print(f"disturbed: other processes took {result['others']:.0%} of the machine ({name})")
     if options.json:
         for result in results.values():

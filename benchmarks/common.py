@@ -43,10 +43,10 @@ def parse_size(text: str) -> int:
     """
     units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?b)?\s*", text.lower())
-    try:
-        nbytes = int(float(match.group(1)) * units[match.group(2) or ""]) if match else 0
-    except ValueError:
-        nbytes = 0
+    nbytes = 0  # of an invalid text
+    if match:
+        with contextlib.suppress(ValueError):  # a number such as 1.2.3
+            nbytes = int(float(match.group(1)) * units[match.group(2) or ""])
     if nbytes <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size (try 160MB, 1.07GB or 4GiB)")
     return nbytes
@@ -243,7 +243,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
 def progress_line() -> Iterator[Callable[[str], None]]:
     """Show one line on stderr that is drawn only between measurements, never during one."""
     start = time.monotonic()
-    with raw.status_line(elsewhere=True) as show:
+    with raw.status_line(plain_lines=True) as show:
         yield lambda text: show(f"[{time.monotonic() - start:5.0f} s] {text}")
 
 
@@ -261,14 +261,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console(width=400, force_terminal=terminal, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        last = number == len(columns) - 1
-        table.add_column(column, justify="left" if number == 0 or last else "right", no_wrap=True)
+        is_text = number in (0, len(columns) - 1)  # titles and remarks; the others have figures
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         if row is None:
             table.add_row()
             continue
-        heading = not any(row[1:])
-        cells = [Text(row[0], style="bold" if heading else "")]
+        is_heading = not any(row[1:])
+        cells = [Text(row[0], style="bold" if is_heading else "")]
         for cell in row[1:]:
             style = ""
             if "MISSED" in cell:
@@ -300,14 +300,18 @@ def _json(value: Any, indent: str = "", column: int = 0) -> str:
 
     Args:
         indent: The spaces that begin each line of `value`.
-        column: The column at which `value` begins: its key comes before it on the line.
+        column: The column at which `value` begins, after its key.
     """
     if not isinstance(value, dict | list | tuple) or not value:
         return json.dumps(value)
-    named = isinstance(value, dict)
-    begin, end = "{}" if named else "[]"
-    items = list(value.values() if named else value)
-    keys = [f"{json.dumps(str(key))}: " for key in value] if named else [""] * len(items)
+    if isinstance(value, dict):
+        begin, end = "{}"
+        items = list(value.values())
+        keys = [f"{json.dumps(str(key))}: " for key in value]
+    else:
+        begin, end = "[]"
+        items = list(value)
+        keys = [""] * len(items)
     if any(isinstance(each, dict | list | tuple) for each in items):
         inner = indent + " "
         parts = [
@@ -317,9 +321,10 @@ def _json(value: Any, indent: str = "", column: int = 0) -> str:
         return f"{begin}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{end}"
     text = begin
     for key, each in zip(keys, items, strict=True):
-        part = key + json.dumps(each)
-        # An item that would end beyond MOST_COLUMNS begins a new line.
-        if column + len(text) - text.rfind("\n") + len(part) > MOST_COLUMNS:
+        item = key + json.dumps(each)
+        present_line = text[text.rfind("\n") + 1 :]
+        # An item that would end beyond MOST_COLUMNS, with its comma, begins a new line.
+        if column + len(present_line) + 1 + len(item) > MOST_COLUMNS:
             text, column = f"{text.rstrip()}\n{indent} ", 0
-        text += f"{part}, "
+        text += f"{item}, "
     return text.removesuffix(", ") + end

@@ -84,12 +84,12 @@ class RankProcesses:
         self.turn_s = 0.0  # seconds of the last turn
         context = multiprocessing.get_context("forkserver")
         for rank in range(options.ranks):
-            ours, theirs = context.Pipe()  # the parent's end, and the rank's
-            given = (theirs, name, rank, options, directory)
-            process = context.Process(target=serve, args=given)
+            parent_end, rank_end = context.Pipe()
+            arguments = (rank_end, name, rank, options, directory)
+            process = context.Process(target=serve, args=arguments)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            rank_end.close()  # now only the rank has it, so the end of the rank closes the pipe
+            self._pipes.append(parent_end)
             self._processes.append(process)
         try:
             self._answers()
@@ -116,10 +116,10 @@ class RankProcesses:
         Raises:
             WayError: See `turn`. A rank that failed sends its error as a text.
         """
-        until, answers = time.monotonic() + self._limit_s, []
+        deadline, answers = time.monotonic() + self._limit_s, []  # of all ranks together
         for rank, pipe in enumerate(self._pipes):
             try:
-                if not pipe.poll(max(0.0, until - time.monotonic())):
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
                     raise WayError(f"rank {rank} took more than {self._limit_s:.0f} s")
                 answers.append(pipe.recv())
             except (EOFError, OSError):
@@ -181,12 +181,14 @@ class Run:
             self.failed["the run"] = "interrupted"
         finally:
             # A second Ctrl-C must not prevent the table.
-            ignored = (signal.SIGINT, signal.SIGTERM)
-            before = [(each, signal.signal(each, signal.SIG_IGN)) for each in ignored]
+            handlers_before = {
+                number: signal.signal(number, signal.SIG_IGN)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
             for way in self._ways.values():
                 way.end()
-            for each, handler in before:
-                signal.signal(each, handler)
+            for number, handler in handlers_before.items():
+                signal.signal(number, handler)
 
     def _turn(self, name: str, number: int) -> None:
         """Let one way measure round `number`, and add its figures; give it up if it fails."""
@@ -203,8 +205,8 @@ class Run:
         except WayError as error:
             self._give_up(name, error)
             return
-        for found in turns:
-            for scenario, metrics in found.items():
+        for turn_of_rank in turns:
+            for scenario, metrics in turn_of_rank.items():
                 for metric, values in metrics.items():
                     for value in values:
                         self.figures.add(scenario, name, {metric: value})
@@ -275,6 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     multiprocessing.set_forkserver_preload(list(IMPORTED))
     try:
+        # Each way holds the state and copies of it, and torch takes 300 MB of each rank's process.
         need = len(options.ways) * (3 * options.state + options.ranks * 300_000_000)
         check_memory(need)
         with scratch_directory(
@@ -287,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dcp.py: {error}", file=sys.stderr)
         return 2
     show(run, options, facts)
-    if "the run" in run.failed:
+    if "the run" in run.failed:  # Ctrl-C
         return 130
     return 1 if OURS in run.failed else 0
 

@@ -29,7 +29,7 @@ LOOP_SAVES = 3  # the most saves in a turn's training loop
 # copies storages of up to 4 KiB.
 NR_DTENSORS = 1200
 LOOP_STEPS = 4  # plain steps before a save and after it, and the least number of steps during it
-UNITS = 4  # FSDP units; their collectives, not the layers, take a step's time
+UNITS = 4  # FSDP units; a step spends its time in their collectives, not in the layers
 GIVE_UP_NS = 100 * 10**9  # a save that takes longer has hung
 
 Turn = dict[str, dict[str, list[float]]]  # scenario -> metric -> values
@@ -103,13 +103,12 @@ class Rank:
         self.started = start
         response = self.save({"model": model, "optimizer": optimizer}, self.path)
         took = {"call_s": time.perf_counter() - start, "call_cpu_s": time.thread_time() - cpu}
-        # A response without this future is itself the future of the save's end.
-        getattr(response, "upload_completion", response).add_done_callback(stamp)
+        _end_of(response).add_done_callback(stamp)
         return response, took, stamp
 
     def end_save(self, response: Any) -> None:
         """Wait until all ranks have saved, remove the checkpoint, and make a step."""
-        getattr(response, "upload_completion", response).result()
+        _end_of(response).result()
         self.barrier()
         if self.is_first:
             shutil.rmtree(self.path)
@@ -164,12 +163,14 @@ class Rank:
             Seconds of the call, and of each step.
         """
         response, took, stamp = self.begin_save()
-        staged = getattr(response, "staging_completion", None)
+        staged = getattr(response, "staging_completion", None)  # None: the call has copied all
         steps: list[float] = []
         while len(steps) < LOOP_STEPS or not self._on_all_ranks(bool(stamp.at_ns)):
-            # A way that copies after its call has to wait for that copy before the first update.
-            waits = staged is not None and not steps
-            steps += self._steps(1, staged.result if waits else lambda: None)
+            if staged is not None and not steps:
+                # The first update must not change the state before it is copied.
+                steps += self._steps(1, before_update=staged.result)
+            else:
+                steps += self._steps(1)
         found["state_s"].append(self.state_s)
         found["finished_s"].append(stamp.at_ns / 1e9 - self.started)
         self.end_save(response)
@@ -243,6 +244,11 @@ class Rank:
         if self.is_ours:
             found["dtensors"] = self.measure_dtensors()
         return found
+
+
+def _end_of(response: Any) -> Any:
+    """Return the future of a save's end, from the result of a save's call (see dcp_ways.py)."""
+    return getattr(response, "upload_completion", response)
 
 
 def _extra_time(steps: list[float], plain: list[float]) -> float:

@@ -24,8 +24,8 @@ from typing import Any
 from common import (
     BenchError,
     Series,
+    format_seconds,
     format_size,
-    format_times,
     parse_size,
     print_table,
     write_json,
@@ -81,19 +81,19 @@ def measure_items(nr_items: int) -> dict[str, float]:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
 
-    made = plans(MEASURED_RANKS, nr_items)
+    rank_plans = plans(MEASURED_RANKS, nr_items)
     count = MEASURED_RANKS * nr_items
-    _, metadata = create_default_global_save_plan(made)
-    results = [
+    _, metadata = create_default_global_save_plan(rank_plans)
+    results = [  # each item has 4 x 8 float32, 128 bytes
         WriteResult(item.index, 128, _StorageInfo(f"__{rank}_0.0a1b2c3d.distcp", i * 128, 128))
-        for rank, plan in enumerate(made)
+        for rank, plan in enumerate(rank_plans)
         for i, item in enumerate(plan.items)
     ]
     metadata.storage_data = {each.index: each.storage_data for each in results}
-    sent_plans, sent_results = pickle.dumps(made), pickle.dumps(results)
+    sent_plans, sent_results = pickle.dumps(rank_plans), pickle.dumps(results)
     written = pickle.dumps(metadata)
     return {
-        "merge_s": median_seconds(lambda: create_default_global_save_plan(made)) / count,
+        "merge_s": median_seconds(lambda: create_default_global_save_plan(rank_plans)) / count,
         "receive_plan_s": median_seconds(lambda: pickle.loads(sent_plans)) / count,
         "receive_result_s": median_seconds(lambda: pickle.loads(sent_results)) / count,
         "write_s": median_seconds(lambda: pickle.dumps(metadata)) / count,
@@ -158,8 +158,8 @@ def show(options: argparse.Namespace, cost: dict[str, float]) -> None:
         ("read_metadata_s", "reading .metadata, on each rank of a load"),
         ("disk_s", f"writing the bytes, at {format_size(options.disk)}/s for all"),
     ):
-        text = format_size if key.endswith("nbytes") else lambda value: format_times([value])
-        rows.append([title, *(text(found[nr][key]) for nr in RANKS)])
+        form = format_size if key.endswith("nbytes") else format_seconds
+        rows.append([title, *(form(found[nr][key]) for nr in RANKS)])
     print_table(
         f"{options.items} items and {format_size(options.state_per_rank)} a rank",
         ["", *(f"{nr:,} ranks" for nr in RANKS)],
@@ -190,11 +190,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print("\n".join(facts_lines(facts)))
     for name, value in cost.items():
-        print(
-            f"  {name}: {value:.0f} bytes an item"
-            if "nbytes" in name
-            else f"  {name}: {value * 1e6:.1f} us"
-        )
+        text = f"{value:.0f} bytes an item" if "nbytes" in name else f"{value * 1e6:.1f} us"
+        print(f"  {name}: {text}")
     show(options, cost)
     if options.json:
         estimates = {str(nr): estimate(nr, options, cost) for nr in RANKS}

@@ -11,8 +11,8 @@ from goals import ABSENT, Goal
 from measured import Figures
 from peers import OURS
 
-# Scenario, metric and title of each row. In the titles, "a save" means for each save. "The same of
-# steps without one" is the noise of the lost time: it is computed alike, but no step saves.
+# Scenario, metric and title of each row. In the titles, "a save" means for each save. The row of
+# "noise_s" is the noise of the lost time: it is computed in the same way, but from plain steps.
 ROWS = (
     ("idle", "call_s", "main thread idle: the call blocks"),
     ("idle", "call_cpu_s", "processor time of the call's thread"),
@@ -46,13 +46,16 @@ def goals() -> tuple[Goal, ...]:
     """Return the goals, which were set before anything was measured."""
     found = []
     for scenario in ("idle", "busy"):
-        theirs = ((scenario, DEFAULT, "call_s"),)
-        found.append(Goal(scenario, "call_s", 1 / 20, f"{scenario}: call ≤ 1/20 of DCP's", theirs))
+        dcp_call = ((scenario, DEFAULT, "call_s"),)
+        text = f"{scenario}: call ≤ 1/20 of DCP's"
+        found.append(Goal(scenario, "call_s", 1 / 20, text, dcp_call))
     for scenario in ("idle", "busy"):
-        end, title = ((scenario, BOUND, "finished_s"),), f"{scenario}: finished"
-        found.append(Goal(scenario, "finished_s", 1.5, f"{title} ≤ 1.5 x the bound", end))
-        end = ((scenario, DEFAULT, "finished_s"),)
-        found.append(Goal(scenario, "finished_s", 1 / 10, f"{title} ≤ 1/10 of DCP's", end))
+        bound_end = ((scenario, BOUND, "finished_s"),)
+        text = f"{scenario}: finished ≤ 1.5 x the bound"
+        found.append(Goal(scenario, "finished_s", 1.5, text, bound_end))
+        dcp_end = ((scenario, DEFAULT, "finished_s"),)
+        text = f"{scenario}: finished ≤ 1/10 of DCP's"
+        found.append(Goal(scenario, "finished_s", 1 / 10, text, dcp_end))
     found.append(Goal("idle", "memory", 1.05, "extra memory of the first save ≤ 1.05 x the state"))
     text = "a call with 1,200 small DTensors ≤ 8 ms of processor time"
     found.append(Goal("dtensors", "call_cpu_s", 0.008, text))
@@ -111,9 +114,10 @@ def _compared(goal: Goal, figures: Figures) -> str:
 def _with_error(metric: str, series: Series) -> str:
     if metric == "memory":
         return f"{series.median:.2f} ± {series.error:.2f} x"
-    # Three significant digits.
-    digits = max(0, 2 - math.floor(math.log10(max(series.median * 1e3, 1e-3))))
-    return f"{series.median * 1e3:.{digits}f} ± {series.error * 1e3:.{digits}f} ms"
+    median_ms, error_ms = series.median * 1e3, series.error * 1e3
+    magnitude = math.floor(math.log10(max(median_ms, 1e-3)))  # of the first digit
+    decimals = max(0, 2 - magnitude)  # for three significant digits
+    return f"{median_ms:.{decimals}f} ± {error_ms:.{decimals}f} ms"
 
 
 def page(document: dict[str, Any]) -> list[str]:

@@ -29,16 +29,16 @@ DISTRIBUTED_IO = "Lightning's DistributedAsyncCheckpointIO"
 def _dcp_default() -> Callable[..., Any]:
     """Return DCP's async_save with its defaults, in a group of its own."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as stock
+    import torch.distributed.checkpoint as torch_dcp
 
     group = dist.new_group(backend="gloo")
-    return lambda state, path: stock.async_save(state, checkpoint_id=path, process_group=group)
+    return lambda state, path: torch_dcp.async_save(state, checkpoint_id=path, process_group=group)
 
 
 def _dcp_stager() -> Callable[..., Any]:
     """Return DCP's async_save with one stager that is kept from save to save."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as stock
+    import torch.distributed.checkpoint as torch_dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     group = dist.new_group(backend="gloo")
@@ -51,7 +51,7 @@ def _dcp_stager() -> Callable[..., Any]:
             use_non_blocking_copy=False,
         )
     )
-    return lambda state, path: stock.async_save(
+    return lambda state, path: torch_dcp.async_save(
         state, checkpoint_id=path, process_group=group, async_stager=stager
     )
 
@@ -59,11 +59,11 @@ def _dcp_stager() -> Callable[..., Any]:
 def _dcp_process() -> Callable[..., Any]:
     """Return DCP's async_save that writes in a process of its own."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as stock
+    import torch.distributed.checkpoint as torch_dcp
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     group = dist.new_group(backend="gloo")
-    return lambda state, path: stock.async_save(
+    return lambda state, path: torch_dcp.async_save(
         state,
         checkpoint_id=path,
         process_group=group,
@@ -72,10 +72,11 @@ def _dcp_process() -> Callable[..., Any]:
 
 
 class _Meta:
-    """A save of torch_checkpointing with two futures; it is its own `staging_completion`."""
+    """A save of torch_checkpointing with the two futures of a way's result."""
 
     def __init__(self, manager: Any, write: Future[Any]) -> None:
-        self.upload_completion, self.staging_completion = write, self
+        self.upload_completion = write
+        self.staging_completion = self  # it has the method `result` of a future
         self._manager = manager
 
     def result(self) -> None:
@@ -126,31 +127,32 @@ def _bound() -> Callable[..., Any]:
             return {name: local(each) for name, each in node.items()}
         return getattr(node, "_local_tensor", node) if isinstance(node, torch.Tensor) else node
 
-    def end() -> None:  # on a thread: ends each save that `save` has begun
+    def end_saves() -> None:  # on a thread: ends each save that `save` has begun
         while True:
             handle, done = begun.get()
             handle.result()
-            for _ in range(2):
+            for _ in range(2):  # two collectives
                 dist.all_reduce(torch.zeros(1), group=group)
             done.set_result(None)
 
     def save(state: Any, path: Path) -> Any:
         path.mkdir(exist_ok=True)
         done: Future[None] = Future()
-        begun.put((stillframe.async_save(local(state), path / f"{dist.get_rank()}.pt"), done))
+        handle = stillframe.async_save(local(state), path / f"{dist.get_rank()}.pt")
+        begun.put((handle, done))
         return done
 
-    threading.Thread(target=end, daemon=True).start()
+    threading.Thread(target=end_saves, daemon=True).start()
     return save
 
 
 def _sharded() -> Callable[..., Any]:
     """Return the save of Lightning's sharded strategies: DCP's save, which ends in the call."""
-    import torch.distributed.checkpoint as stock
+    import torch.distributed.checkpoint as torch_dcp
 
     def save(state: Any, path: Path) -> Any:
         done: Future[Any] = Future()
-        done.set_result(stock.save(state, checkpoint_id=path))
+        done.set_result(torch_dcp.save(state, checkpoint_id=path))
         return done
 
     return save
@@ -158,25 +160,24 @@ def _sharded() -> Callable[..., Any]:
 
 def _distributed_io() -> Callable[..., Any]:
     """Return the save of Lightning's DistributedAsyncCheckpointIO: see --lightning in dcp.py."""
-    import torch.distributed.checkpoint as stock
+    import torch.distributed.checkpoint as torch_dcp
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-    planner = stock.DefaultSavePlanner(enable_plan_caching=True)
-    before: list[Any] = []  # the future of the previous save, if there was one
+    planner = torch_dcp.DefaultSavePlanner(enable_plan_caching=True)
+    previous: Any = None  # the future of the previous save
 
     def save(state: Any, path: Path) -> Any:
-        for each in before:
-            each.result()
-        before[:] = [
-            stock.async_save(
-                state,
-                checkpoint_id=path,
-                no_dist=False,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                planner=planner,
-            )
-        ]
-        return before[0]
+        nonlocal previous
+        if previous is not None:
+            previous.result()
+        previous = torch_dcp.async_save(
+            state,
+            checkpoint_id=path,
+            no_dist=False,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            planner=planner,
+        )
+        return previous
 
     return save
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from common import Series, format_seconds, format_size, format_times, print_table
 from goals import GOALS, count
-from machine import facts_lines
+from machine import DISTURBING_SHARE, facts_lines
 from measured import Figures, Settings
 from peers import DCP, DCP_STAGER, OURS, RAW
 from scenarios import SCENARIOS, Scenario, title_of
@@ -29,14 +29,13 @@ def _multiples(values: Sequence[float]) -> str:
     return f"{first} x" + (f" ({'..'.join(others)})" if others else "")
 
 
-TIME: Format = format_times
-# How complete a save is when its way says "finished". All other ways sync nothing.
-ENDS = {OURS: "durable", DCP: "file synced", DCP_STAGER: "file synced"}
-
-
 def _size_or_none(values: Sequence[float]) -> str:
     return format_size(values[0]) if values[0] > 0 else "none"
 
+
+TIME: Format = format_times
+# How complete a save is when its way says "finished". All other ways sync nothing.
+ENDS = {OURS: "durable", DCP: "file synced", DCP_STAGER: "file synced"}
 
 # The rows of each kind of scenario: metric, title, format.
 SAVE_ROWS = (
@@ -104,11 +103,12 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
     """
     rows: list[list[str] | None] = []
     for scenario, title, metrics in _sections(settings):
-        if not any(figures.series(scenario, p, metrics[0][0]) for p in peers):
-            continue
+        first_metric = metrics[0][0]
+        if not any(figures.series(scenario, p, first_metric) for p in peers):
+            continue  # the scenario was not measured
         if rows:
-            rows.append(None)
-        rows.append([title, *[""] * (len(peers) + 2)])
+            rows.append(None)  # an empty line between scenarios
+        rows.append([title, *[""] * (len(peers) + 2)])  # empty cells: the peers, raw and verdict
         for metric, label, form in metrics:
             cells = [_cell(figures.series(scenario, p, metric), form) for p in peers]
             raw = figures.series(scenario, RAW, metric)
@@ -119,7 +119,8 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
             ]
             first = verdicts[0] if verdicts else ""
             rows.append([f"  {label}", *cells, _cell(raw, form) if raw else "", first])
-            rows.extend([["", *[""] * (len(peers) + 1), verdict] for verdict in verdicts[1:]])
+            for verdict in verdicts[1:]:  # each in a row without figures
+                rows.append(["", *[""] * (len(peers) + 1), verdict])
             if metric == "lost_s":
                 lost = [figures.series(scenario, p, metric) for p in peers]
                 errors = [f"± {format_seconds(s.error)}" if s and s.n > 2 else "-" for s in lost]
@@ -147,9 +148,10 @@ def print_results(
     )
     shares = figures.everywhere("others")
     if shares:
+        is_quiet = statistics.median(shares) < DISTURBING_SHARE
         print(
             f"Other processes took {100 * statistics.median(shares):.0f} % of the machine during "
             f"the median measurement, {100 * max(shares):.0f} % during the worst"
-            + ("." if statistics.median(shares) < 0.03 else ": these figures are disturbed.")
+            + ("." if is_quiet else ": these figures are disturbed.")
         )
     print(count(figures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import shutil
 import statistics
 import time
@@ -17,7 +18,7 @@ from machine import reset_peak_rss, status_bytes
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-SKIPPED = 3  # steps that are not counted, as in lightning_fit.py: Lightning fills caches in them
+SKIPPED = 3  # steps that are not counted, because Lightning fills caches; as in lightning_fit.py
 LAYERS = 8
 
 
@@ -71,7 +72,7 @@ class Training:
 
     def __init__(self, way: str, nbytes: int, directory: Path) -> None:
         self.way = way
-        # Weights, and two moments of AdamW for each.
+        # Three values of 4 bytes for each weight: itself and AdamW's two moments.
         self.width = int((nbytes / 4 / 3 / LAYERS) ** 0.5)
         self.directory = directory
 
@@ -117,8 +118,8 @@ class Training:
         run.fit(model, loader)
         ended = time.perf_counter()
         shutil.rmtree(target, ignore_errors=True)
-        gaps = [after - before for before, after in zip(times.at, times.at[1:], strict=False)]
-        counted = gaps[SKIPPED:]
+        step_times = [end - begin for begin, end in itertools.pairwise(times.at)]
+        counted = step_times[SKIPPED:]
         return {
             "steps_per_s": len(counted) / sum(counted),
             "step_s": statistics.median(counted),

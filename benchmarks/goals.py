@@ -42,15 +42,21 @@ class Goal:
         Return None if this run lacks our figure, or all figures of `others`.
         """
         ours = figures.series(self.scenario, OURS, self.metric)
+        if ours is None:
+            return None
+        if not self.others:
+            return ours, None
         found = [figures.series(*key) for key in self.others]
-        least = min((each for each in found if each), key=lambda each: each.median, default=None)
-        return None if ours is None or (self.others and least is None) else (ours, least)
+        measured = [each for each in found if each is not None]
+        if not measured:
+            return None
+        return ours, min(measured, key=lambda each: each.median)
 
     def value(self, figures: Figures) -> float | None:
         """Return what is compared with `bound`: our median, or its ratio to the least of the
         others.
 
-        None if the run has no such figure, or if the least median is not above zero.
+        Return None if the run has no such figure, or if the least median is not above zero.
         """
         sides = self._sides(figures)
         if sides is None:
@@ -66,10 +72,12 @@ class Goal:
         if sides is None:
             return ABSENT
         ours, least = sides
-        limit, error = self.bound, ours.error
-        if least is not None:
+        if least is None:
+            limit, error = self.bound, ours.error
+        else:
             factor = self.bound if least.median > 0 else 1.0
-            limit, error = factor * least.median, math.hypot(error, factor * least.error)
+            limit = factor * least.median
+            error = math.hypot(ours.error, factor * least.error)  # of the difference
         beyond = ours.median - limit if self.at_most else limit - ours.median
         if error > 0 and abs(beyond) <= error:
             return UNCLEAR
@@ -82,7 +90,7 @@ class Goal:
     def times_the_bound(self, figures: Figures) -> float | None:
         """Return by what factor our value exceeds the bound (1 or less: the goal is met).
 
-        None if the value is not measured.
+        Return None if the value is not measured.
         """
         value = self.value(figures)
         if value is None:
@@ -116,10 +124,8 @@ def _format_ratio(value: float | None) -> str:
 def count(figures: Figures) -> str:
     """Return one line with the number of goals met, missed, unclear and absent."""
     judged = [goal.judge(figures) for goal in GOALS]
-    return ", ".join(
-        f"{judged.count(each)} {'goals ' if each == MET else ''}{each}"
-        for each in (MET, MISSED, UNCLEAR, ABSENT)
-    )
+    texts = [f"{judged.count(each)} {each}" for each in (MISSED, UNCLEAR, ABSENT)]
+    return ", ".join([f"{judged.count(MET)} goals {MET}", *texts])
 
 
 def _goals() -> tuple[Goal, ...]:

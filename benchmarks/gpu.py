@@ -105,34 +105,35 @@ def measure(options: argparse.Namespace, directory: Path, results: dict[str, Any
     The figures of finished parts are kept even if a later part fails.
     """
     rows: Rows = []
-    until = time.monotonic() + options.until_s
+    deadline = time.monotonic() + options.until_s
 
     def run(part: str, what: str, *arguments: Any) -> Any:
         """Print `what` as progress, and measure a part in the time that is left."""
         print(what, file=sys.stderr, flush=True)
-        return in_process(part, until - time.monotonic(), options, *arguments, directory)
+        return in_process(part, deadline - time.monotonic(), options, *arguments, directory)
 
-    def keep() -> None:
+    def write_results() -> None:
         write_json(options.json, {"options": str(options), "results": results})
 
     # Saves come first: they tell most, and the run may be ended before the other parts.
-    for size in options.states if "saves" in options.parts else ():
+    sizes = options.states if "saves" in options.parts else []
+    for size in sizes:
         ways: dict[str, Any] = {}
         for name in options.ways:
             ways[name] = run("saves", f"saves, {size}: {name}", size, name)
             results[f"saves {size}"] = ways
-            keep()
-            for each in directory.iterdir():  # so that the next way starts with an empty directory
-                if each.is_dir():
-                    shutil.rmtree(each)
+            write_results()
+            for path in directory.iterdir():  # so that the next way starts with an empty directory
+                if path.is_dir():
+                    shutil.rmtree(path)
                 else:
-                    each.unlink()
+                    path.unlink()
         rows += [*saves_rows(size, ways), None]
     size = options.states[0]
     for part in options.parts:
         if part != "saves":
             results[part] = run(part, f"{part}, {size}", size)
-            keep()
+            write_results()
             rows += [*other_rows(part, size, results[part]), None]
     return rows
 
@@ -142,17 +143,18 @@ def has_failed(results: dict[str, Any]) -> bool:
 
     The result of a failed measure is a sentence in place of figures.
     """
-    found = {**results, **results.get("saves small", {}), **results.get("saves large", {})}
-    return any(isinstance(found.get(name), str) for name in (OURS, *PARTS))
+    groups = [results, results.get("saves small", {}), results.get("saves large", {})]
+    names = (OURS, *PARTS)
+    return any(isinstance(group.get(name), str) for group in groups for name in names)
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    why = reason_to_skip()
+    reason = reason_to_skip()
     if options.rehearse:
         os.environ["STILLFRAME_LIBCUDA"] = str(ROOT / "build" / "libfake_cuda.so")
-    elif why:
-        print(f"benchmarks/gpu.py skips: {why}")
+    elif reason:
+        print(f"benchmarks/gpu.py skips: {reason}")
         return 0
     results: dict[str, Any] = {}
     directory = Path(tempfile.mkdtemp(prefix="stillframe-gpu-", dir=options.dir)).resolve()

@@ -51,12 +51,11 @@ class CallCounter:
         """
         now, before = self._now(), self._before
         self._before = now
-        found = {name: now[name] - before[name] for name in now}
-        asked = found.pop("cuEventQuery")
+        made = {name: now[name] - before[name] for name in now}
         return {
-            "calls": found.pop("*") - asked,
-            "samples": sum(found[name] for name in SAMPLES),
-            "copies": sum(found[name] for name in COPIES),
+            "calls": made["*"] - made["cuEventQuery"],
+            "samples": sum(made[name] for name in SAMPLES),
+            "copies": sum(made[name] for name in COPIES),
         }
 
 
@@ -68,12 +67,12 @@ def stream_of_its_own(driver: Any) -> Iterator[None]:
     """
     from stillframe._base import device
 
-    was, handle = device.current_stream, driver.stream()
-    device.current_stream = lambda index: handle  # type: ignore[assignment]
+    original, stream = device.current_stream, driver.stream()
+    device.current_stream = lambda index: stream  # type: ignore[assignment]
     try:
         yield
     finally:
-        device.current_stream = was
+        device.current_stream = original
 
 
 def training(nr: int, nbytes: int) -> tuple[Any, Any, Any]:
@@ -108,7 +107,7 @@ def count(
     Returns:
         The counts of `CallCounter.take` for the steps, a call, its gate, and a call that captures
         everything; "call_blocks" and "captured_blocks": the most blocks that the captured bytes
-        fill.
+        fill, one of them in part.
     """
     import stillframe
     from stillframe import testing
@@ -132,7 +131,7 @@ def count(
             counts.append(counter.take())
             report = save().result()
             shares.append(report.deferred_nbytes / total)
-            counter.take()
+            counter.take()  # the calls of the save are not counted
         with stream_of_its_own(driver):
             counter.take()
             handle = save()

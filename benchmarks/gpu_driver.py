@@ -94,13 +94,14 @@ class Driver:
             self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
             self.call("cuCtxPushCurrent_v2", context)
         else:
-            torch.zeros(1, device="cuda")
+            torch.zeros(1, device="cuda")  # creates the context
         stream = ctypes.c_void_p()
         self.call("cuStreamCreate", ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING
         self.stream = stream
         self.host_bytes = (1 if rehearse else 1024) * MIB
         host = ctypes.c_void_p()
-        self.call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(self.host_bytes), 1)
+        nbytes, portable = ctypes.c_size_t(self.host_bytes), 1  # CU_MEMHOSTALLOC_PORTABLE
+        self.call("cuMemHostAlloc", ctypes.byref(host), nbytes, portable)
         self.host = host.value or 0
         device = "cpu" if rehearse else "cuda"
         self.memory = torch.zeros(self.host_bytes, dtype=torch.uint8, device=device)
@@ -135,17 +136,18 @@ class Driver:
     def batch(self, spans: list[tuple[int, int, int]]) -> None:
         """Copy spans of (to, from, length) with one cuMemcpyBatchAsync."""
         nr = len(spans)
+        # Three arrays of `nr` numbers: targets, sources and lengths.
         arrays = [(ctypes.c_uint64 * nr)(*column) for column in zip(*spans, strict=True)]
-        # In stream order, and preferably at the same time as kernels. `at` is the index of the
-        # first copy that has these attributes.
-        attributes, at = Attributes(order=1, flags=1), ctypes.c_size_t(0)
+        # 1: in stream order; 1: preferably at the same time as kernels.
+        attributes = Attributes(order=1, flags=1)
+        first_copy = ctypes.c_size_t(0)  # the attributes hold from this copy on
         self.call(
             "cuMemcpyBatchAsync_v2",
             *arrays,
             ctypes.c_size_t(nr),
             ctypes.byref(attributes),
-            ctypes.byref(at),
-            ctypes.c_size_t(1),
+            ctypes.byref(first_copy),
+            ctypes.c_size_t(1),  # the number of attributes
             self.stream,
         )
 
@@ -162,9 +164,11 @@ class Driver:
         """
         copies = (Copy3D * nr)()
         for i, copy in enumerate(copies):
+            # Type 1: a pointer.
             copy.src = Operand(type=1, ptr=self.device + i * rows * 128, row_len=128)
             copy.dst = Operand(type=1, ptr=self.host + i * rows * 80, row_len=80)
-            copy.width, copy.height, copy.depth, copy.order, copy.flags = 64, rows, 1, 1, 1
+            copy.width, copy.height, copy.depth = 64, rows, 1
+            copy.order, copy.flags = 1, 1  # as in `batch`
         self.call(
             "cuMemcpy3DBatchAsync_v2", ctypes.c_size_t(nr), copies, ctypes.c_uint64(0), self.stream
         )
@@ -193,21 +197,24 @@ def timed(driver: Driver, work: Callable[[], None]) -> dict[str, float]:
     return best
 
 
-def spans(driver: Driver, nr: int, length: int, apart: int) -> list[tuple[int, int, int]]:
-    """Return `nr` copies (to, from, length) whose sources begin `apart` bytes from each other."""
-    nr = min(nr, driver.host_bytes // apart)
-    return [(driver.host + i * length, driver.device + i * apart, length) for i in range(nr)]
+def spans(driver: Driver, nr: int, length: int, stride: int) -> list[tuple[int, int, int]]:
+    """Return at most `nr` copies (to, from, length), whose sources begin at multiples of `stride`.
+
+    A rehearsal has less memory, and so fewer copies.
+    """
+    nr = min(nr, driver.host_bytes // stride)
+    return [(driver.host + i * length, driver.device + i * stride, length) for i in range(nr)]
 
 
 def small_spans(driver: Driver) -> dict[str, Any]:
     """Copy about 4,000 spans of 64 bytes in five ways; "1,200 x 3" is 1,200 copies of 3 rows."""
-    lines = spans(driver, 4096, 64, 128)
+    copies = spans(driver, 4096, 64, 128)
     return {
-        "batch": timed(driver, lambda: driver.batch(lines)),
+        "batch": timed(driver, lambda: driver.batch(copies)),
         "rows, 1,200 x 3, one batch": timed(driver, lambda: driver.rows_batch(1200, 3)),
         "rows, 1,200 x 3, one by one": timed(driver, lambda: driver.rows_single(1200, 3)),
         "rows, 1 x 4,096": timed(driver, lambda: driver.rows_single(1, 4096)),
-        "one by one": timed(driver, lambda: driver.single(lines)),
+        "one by one": timed(driver, lambda: driver.single(copies)),
     }
 
 
@@ -215,14 +222,15 @@ def tensors(driver: Driver) -> dict[str, Any]:
     """Time copies of 4 KiB, 512 with each call and one with each call."""
     found: dict[str, Any] = {}
     for nr in (1200, 20_000):
-        each = spans(driver, nr, 4096, 4096)
+        copies = spans(driver, nr, 4096, 4096)
 
-        def in_batches(each: list[tuple[int, int, int]] = each) -> None:
-            for at in range(0, len(each), 512):
-                driver.batch(each[at : at + 512])
+        # The default binds the copies of this iteration.
+        def in_batches(copies: list[tuple[int, int, int]] = copies) -> None:
+            for at in range(0, len(copies), 512):
+                driver.batch(copies[at : at + 512])
 
         found[f"{nr} x 4 KiB, batches of 512"] = timed(driver, in_batches)
-        found[f"{nr} x 4 KiB, one by one"] = timed(driver, lambda each=each: driver.single(each))
+        found[f"{nr} x 4 KiB, one by one"] = timed(driver, lambda c=copies: driver.single(c))
     return found
 
 
@@ -230,13 +238,15 @@ def large(driver: Driver) -> dict[str, Any]:
     """Time copies of 16 MiB, of which each call makes 1, 4 or 16."""
     found: dict[str, Any] = {}
     length = min(16 * MIB, driver.host_bytes // 4)
-    each = spans(driver, 64, length, length)
-    total = sum(span[2] for span in each)
+    copies = spans(driver, 64, length, length)
+    total = length * len(copies)
     for size in (1, 4, 16):
+        copy = driver.batch if size > 1 else driver.single
 
-        def in_batches(size: int = size) -> None:
-            for at in range(0, len(each), size):
-                (driver.batch if size > 1 else driver.single)(each[at : at + size])
+        # The defaults bind the values of this iteration.
+        def in_batches(size: int = size, copy: Callable[..., None] = copy) -> None:
+            for at in range(0, len(copies), size):
+                copy(copies[at : at + size])
 
         took = timed(driver, in_batches)
         found[f"batches of {size}"] = {**took, "bytes_per_s": total / took["all_s"]}
@@ -269,7 +279,8 @@ def register(driver: Driver) -> dict[str, Any]:
 
     torch = driver.torch
     found: dict[str, Any] = {}
-    for size in (16, 128) if driver.rehearse else (16, 128, 1024):
+    sizes_mib = (16, 128) if driver.rehearse else (16, 128, 1024)
+    for size in sizes_mib:
         nbytes = MIB if driver.rehearse else size * MIB
         memory = mmap.mmap(-1, nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -293,7 +304,7 @@ def register(driver: Driver) -> dict[str, Any]:
         time.sleep(0.05)
         before = max(gaps, default=0.0)
         start = time.perf_counter()
-        flags = ctypes.c_uint(1)
+        flags = ctypes.c_uint(1)  # CU_MEMHOSTREGISTER_PORTABLE
         driver.call(
             "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags
         )

@@ -152,14 +152,15 @@ def shorten(log: Path) -> None:
 
 
 def remove_largest_files(out: Path) -> list[str]:
-    """Remove the largest files until the rest take at most OUT_BYTES; return their names."""
-    gone = []
-    files = sorted((each for each in out.rglob("*") if each.is_file()), key=size_of)
+    """Remove the largest files until the rest take at most OUT_BYTES; return what was removed."""
+    removed = []
+    files = [path for path in out.rglob("*") if path.is_file()]
+    files.sort(key=size_of)
     while files and sum(map(size_of, files)) > OUT_BYTES:
         largest = files.pop()
-        gone.append(f"{largest.name} ({size_of(largest) >> 20} MiB)")
+        removed.append(f"{largest.name} ({size_of(largest) >> 20} MiB)")
         largest.unlink()
-    return gone
+    return removed
 
 
 def size_of(path: Path) -> int:
@@ -179,12 +180,13 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.dir = options.dir.resolve()
     known = parts(options)
-    wanted = options.parts or [part.name for part in known]
-    if unknown := set(wanted) - {part.name for part in known}:
+    chosen = options.parts or [part.name for part in known]
+    unknown = set(chosen) - {part.name for part in known}
+    if unknown:
         parser.error(f"no such parts: {', '.join(sorted(unknown))}")
     endings = []
     for part in known:
-        if part.name not in wanted:
+        if part.name not in chosen:
             continue
         print(f"---- {part.name}", flush=True)
         ended = run(part, options.out)
@@ -195,7 +197,8 @@ def main() -> int:
     lines += [f"left out: {name}" for name in left_out]
     (options.out / "summary.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(["", *lines]))
-    return 1 if any(not ended.startswith("ok") for _, ended in endings) else 0
+    all_succeeded = all(ended.startswith("ok") for _, ended in endings)
+    return 0 if all_succeeded else 1
 
 
 if __name__ == "__main__":

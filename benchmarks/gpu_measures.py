@@ -57,9 +57,9 @@ def plain_copy(train: Train) -> float:
     """
     torch, nbytes = train.torch, train.nbytes()
     length = min(nbytes, 512 * MIB)
-    cuda = train.device == "cuda"
+    is_cuda = train.device == "cuda"
     source = torch.empty(length, dtype=torch.uint8, device=train.device)
-    target = torch.empty(length, dtype=torch.uint8, pin_memory=cuda)
+    target = torch.empty(length, dtype=torch.uint8, pin_memory=is_cuda)
     best = float("inf")
     for _ in range(3):
         train.synchronize()
@@ -84,7 +84,7 @@ def peak_without_save(train: Train, steps: int) -> tuple[int, int]:
 
 
 def one_round(
-    train: Train, way: Any, path: Path, steps: int, alone: tuple[int, int]
+    train: Train, way: Any, path: Path, steps: int, without_save: tuple[int, int]
 ) -> dict[str, Any]:
     """Measure one save, `steps` steps of training after it, and its end.
 
@@ -92,7 +92,7 @@ def one_round(
     allocated before it, and the peak in the steps after the call less that of steps with no save.
 
     Args:
-        alone: The result of `peak_without_save`.
+        without_save: The result of `peak_without_save`.
     """
     train.synchronize()
     at_rest = train.reset_memory()
@@ -119,16 +119,19 @@ def one_round(
     more = way.finish()
     ended = time.perf_counter()
     del tree
-    own = [  # allocated and reserved bytes of the save itself
-        max(in_call[i] - at_rest[i], in_steps[i] - max(alone[i], at_rest[i]), 0) for i in range(2)
-    ]
+    allocated, reserved = (
+        max(call - rest, steps_after - max(plain, rest), 0)
+        for call, rest, steps_after, plain in zip(
+            in_call, at_rest, in_steps, without_save, strict=True
+        )
+    )
     return {
         "call_s": called - began,
         "gate_s": gate_s + more.get("gate_wait_s", 0.0),
         "end_s": more.get("durable_after_s", ended - began),
         "step_s": times,
-        "allocated": own[0],
-        "reserved": own[1],
+        "allocated": allocated,
+        "reserved": reserved,
         "rss": max(status_bytes("VmHWM") - rss, 0),
         "report": more,
     }
@@ -149,12 +152,12 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
         path = directory / "state"
         # Steps by themselves, and their memory, are measured before the first save.
         base = train.timed_steps(options.steps)
-        alone = peak_without_save(train, options.steps)
+        without_save = peak_without_save(train, options.steps)
         idle_item = timer.times(options.item_s)
         rounds = []
         start = time.perf_counter()
         for _ in range(options.rounds + 1):  # the first one is counted separately
-            rounds.append(one_round(train, way, path, options.steps, alone))
+            rounds.append(one_round(train, way, path, options.steps, without_save))
             if time.perf_counter() - start > options.cap_s:
                 break
         # One more save, whose copy no step waits for: how long does it delay `.item()`?
@@ -163,15 +166,15 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
         way.gate()
         way.finish()
         copy_s = plain_copy(train)
-        raw_bytes = min(nbytes, RAW_BYTES)
-        raw_s = (
-            RawDisk(directory, raw_bytes).direct() * nbytes / raw_bytes if name == OURS else None
-        )
+        raw_s = None
+        if name == OURS:
+            raw_bytes = min(nbytes, RAW_BYTES)
+            raw_s = RawDisk(directory, raw_bytes).direct() * nbytes / raw_bytes
         result = {
             "nbytes": nbytes,
             "base_step_s": base,
             "first": rounds[0],
-            "rounds": rounds[1:] or rounds,
+            "rounds": rounds[1:] or rounds,  # the time may have sufficed for one only
             "item_idle_s": idle_item,
             "item_s": item,
             "plain_copy_s": copy_s,
@@ -206,6 +209,7 @@ def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> An
                 speeds, items = [], []
                 for _ in range(2):
                     handle = stillframe.async_save(train.tree(), directory / "sweep", engine=engine)
+                    # Until everything is copied, for at most 20 seconds.
                     items += timer.times(
                         20.0, until=lambda h=handle: h.state != "staging" or h.done()
                     )
@@ -217,7 +221,7 @@ def measure_sweep(options: argparse.Namespace, size: str, directory: Path) -> An
                         "portion_mib": portion,
                         "in_flight": in_flight,
                         "bytes_per_s": max(speeds),
-                        "item_s": items or [float("nan")],
+                        "item_s": items or [float("nan")],  # no call fell into the copies
                     }
                 )
         engine.close()
@@ -312,7 +316,7 @@ def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> An
         return {"nbytes": nbytes, "alone": alone, "saving": saving}
 
 
-SYNCHRONISES = ("Synchronize",)  # words in the names of calls that wait for the device
+SYNCHRONISES = "Synchronize"  # in the names of calls that wait for the device
 
 
 def measure_profile(options: argparse.Namespace, size: str, directory: Path) -> Any:
@@ -356,31 +360,29 @@ def read_profile(events: list[dict[str, Any]]) -> dict[str, Any]:
         The number of copies, their time in microseconds, the share of that time in which a kernel
         ran (None without copies), and the names of the calls that waited for the device.
     """
-    kernels = sorted(
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") == "kernel" and "dur" in event
-    )
-    copies = [
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") == "gpu_memcpy" and "DtoH" in event.get("name", "") and "dur" in event
-    ]
+    kernels, copies = [], []  # (begin, end) of each
+    for event in events:
+        if "dur" not in event:
+            continue  # an event without an end
+        kind, span = event.get("cat"), (event["ts"], event["ts"] + event["dur"])
+        if kind == "kernel":
+            kernels.append(span)
+        elif kind == "gpu_memcpy" and "DtoH" in event.get("name", ""):
+            copies.append(span)
+    kernels.sort()
     first, last = (kernels[0][0], kernels[-1][1]) if kernels else (0.0, 0.0)
-    waits = [
-        event["name"]
-        for event in events
-        if any(word in event.get("name", "") for word in SYNCHRONISES)
-        and event.get("cat") in ("cuda_runtime", "cuda_driver")
-        and first <= event["ts"] <= last
-    ]
+    waits = []
+    for event in events:
+        is_call = event.get("cat") in ("cuda_runtime", "cuda_driver")
+        if is_call and SYNCHRONISES in event.get("name", "") and first <= event["ts"] <= last:
+            waits.append(event["name"])
     covered = total = 0.0
     for begin, end in copies:
         total += end - begin
         at = begin  # time before `at` is counted already; kernels may overlap each other
         for kernel_begin, kernel_end in kernels:
             if kernel_end <= at or kernel_begin >= end:
-                continue
+                continue  # not during the rest of this copy
             covered += min(end, kernel_end) - max(at, kernel_begin)
             at = min(end, kernel_end)
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ from gpu_ways import OURS
 Rows = list[list[str] | None]  # None is an empty line
 
 
-# In the functions below, a last cell of " " keeps `print_table` from showing a row as a heading.
+# `print_table` shows a row as a heading if only its first cell has text. In the functions below, a
+# last cell of " " prevents that.
 
 
 def verdict(good: bool, what: str) -> str:
@@ -32,9 +34,10 @@ def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
         # The mean, because a wait falls into one step only.
         step = Series.of([statistics.fmean(each["step_s"]) for each in warm]).median
         item, idle = Series.of(result["item_s"]), Series.of(result["item_idle_s"])
-        staged = [each["report"].get("staged_after_s") for each in warm]
-        # Of the fastest copy; ways other than stillframe do not report when it ended.
-        speed = result["nbytes"] / min(s for s in staged if s) / 1e9 if staged[0] else 0.0
+        # Only stillframe reports when its copy ended. The speed is that of the fastest copy.
+        copy_times = [each["report"].get("staged_after_s") for each in warm]
+        copy_times = [seconds for seconds in copy_times if seconds]
+        speed = result["nbytes"] / min(copy_times) / 1e9 if copy_times else 0.0
         plain = result["nbytes"] / result["plain_copy_s"] / 1e9
         end = Series.of([each["end_s"] for each in warm]).median
         rows.append(
@@ -66,7 +69,10 @@ def goal_row(
     allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3  # 2 us a tensor, and 2 ms
     most = max(max(each["allocated"], each["reserved"]) for each in warm)
     extra = max(result["item_s"]) - Series.of(result["item_idle_s"]).median
-    raw = result["raw_disk_s"]  # nan if there is no O_DIRECT; a nan is not equal to itself
+    raw = result["raw_disk_s"]  # nan if there is no O_DIRECT
+    end_goal = "no O_DIRECT here"
+    if not math.isnan(raw):
+        end_goal = verdict(end <= 1.2 * raw, f"<= 1.2 x {raw:.2f} s")
     return [
         "    goals",
         verdict(blocked <= allowed, f"<= {allowed * 1e3:.1f} ms"),
@@ -75,7 +81,7 @@ def goal_row(
         verdict(step <= 1.02, "<= 1.02 x"),
         verdict(copy >= 0.95, ">= 95 %"),
         verdict(extra <= 1e-3, "<= +1 ms"),
-        verdict(end <= 1.2 * raw, f"<= 1.2 x {raw:.2f} s") if raw == raw else "no O_DIRECT here",
+        end_goal,
         "",
     ]
 

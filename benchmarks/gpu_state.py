@@ -43,7 +43,8 @@ class Train:
             {"embedding": self.embedding, "body": self.body, "head": self.head}
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=device == "cuda")
-        self.tokens = torch.randint(vocabulary, (4, 512 if device == "cuda" else 16), device=device)
+        length = 512 if device == "cuda" else 16
+        self.tokens = torch.randint(vocabulary, (4, length), device=device)
 
     def forward_backward(self) -> None:
         torch = self.torch
@@ -114,7 +115,9 @@ class Train:
 
     def seconds_between(self, one: Any, two: Any) -> float:
         """Return the seconds between two marks; the caller has synchronised after the second."""
-        return float(two - one if self.device != "cuda" else one.elapsed_time(two) / 1e3)
+        if self.device != "cuda":
+            return float(two - one)
+        return float(one.elapsed_time(two)) / 1e3
 
     def timed_steps(self, count: int) -> list[float]:
         """Return the seconds of `count` steps by the device's clock, with no wait in between."""

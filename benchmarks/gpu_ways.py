@@ -21,9 +21,9 @@ CACHED = "DCP + cached pinned writer"
 
 
 class Way:
-    """One way to save; `durable` says whether the bytes are on the disk when `finish` returns."""
+    """One way to save."""
 
-    durable = False
+    durable = False  # whether the bytes are on the disk when `finish` returns
 
     def start(self, tree: Any, path: Path) -> None:
         """Begin to save `tree` at `path`, as this way's own call does."""
@@ -57,13 +57,14 @@ class LightningAsync(Way):
     """A way that clones every tensor on the GPU, and then calls torch.save on a thread."""
 
     def __init__(self) -> None:
-        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+        import lightning.pytorch.plugins.io as plugins
 
-        self._make: Any = lambda: AsyncCheckpointIO(TorchCheckpointIO())
+        self._plugins = plugins
         self._io: Any = None
 
     def start(self, tree: Any, path: Path) -> None:
-        self._io = self._make()  # a new one for each save, because `finish` tears it down
+        # A new plugin for each save, because `finish` tears it down.
+        self._io = self._plugins.AsyncCheckpointIO(self._plugins.TorchCheckpointIO())
         if hasattr(self._io, "setup"):  # not in every version of Lightning
             self._io.setup()
         self._io.save_checkpoint(tree, path)
@@ -176,7 +177,7 @@ WAYS: dict[str, type[Way]] = {
 }
 
 
-MOST_TIMES = 1000  # quantiles that are kept of one series, besides the shortest time
+NR_QUANTILES = 1000  # how many are kept of one series of times, besides the shortest time
 
 
 class ItemTimer:
@@ -200,12 +201,17 @@ class ItemTimer:
         """Call `.item()` until `seconds` are over or `until()` returns true.
 
         Returns:
-            MOST_TIMES + 1 quantiles of the seconds of the calls, from the shortest to the longest.
-            If there were fewer calls, values repeat. One call or none gives a list as short.
+            NR_QUANTILES + 1 quantiles of the seconds of the calls, from the shortest to the
+            longest. If there were fewer calls, values repeat. After one call or none, the list has
+            one time or none.
         """
         found, end = [], time.perf_counter() + seconds
-        while time.perf_counter() < end and not (until is not None and until()):
+        while time.perf_counter() < end:
+            if until is not None and until():
+                break
             found.append(self.once())
+        if len(found) <= 1:
+            return found
         found.sort()
         last = len(found) - 1
-        return [found[k * last // MOST_TIMES] for k in range(MOST_TIMES + 1)] if last > 0 else found
+        return [found[k * last // NR_QUANTILES] for k in range(NR_QUANTILES + 1)]

@@ -19,7 +19,8 @@ from machine import reset_peak_rss, status_bytes
 from torch.utils.data import Dataset
 
 SKIPPED = 3  # steps at the start of each training that are not counted
-LAYERS, HEADS, WORDS, LENGTH = 12, 8, 512, 32
+LAYERS, HEADS = 12, 8
+WORDS, LENGTH = 512, 32  # of the vocabulary; tokens of a row
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
@@ -69,12 +70,10 @@ class SaveByHand(transformers.TrainerCallback):
             return
         start = time.perf_counter()
         tree = {"model": model.state_dict(), "optim": kwargs["optimizer"].state_dict()}
-        old, new = (
-            self.directory / f"{step}.pt"
-            for step in (state.global_step - self.every, state.global_step)
-        )
+        new = self.directory / f"{state.global_step}.pt"
+        previous = self.directory / f"{state.global_step - self.every}.pt"
         self.times.handles.append(stillframe.async_save(tree, new))
-        stillframe.remove(old)
+        stillframe.remove(previous)
         self.blocked.append(time.perf_counter() - start)
 
 
@@ -103,10 +102,11 @@ class Training:
         self.directory.mkdir(exist_ok=True)
         times = Times()
         by_hand = SaveByHand(every, self.directory, times)
-        trainer = self._trainer(batch, steps, 0 if self.way == "async_save" else every)
+        saves_by_hand = self.way == "async_save"
+        trainer = self._trainer(batch, steps, every=0 if saves_by_hand else every)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.add_callback(times)
-        if every and self.way == "async_save":
+        if every and saves_by_hand:
             trainer.add_callback(by_hand)
         blocked = by_hand.blocked
         save = trainer._save_checkpoint
@@ -125,15 +125,17 @@ class Training:
         ended = time.perf_counter()
         shutil.rmtree(self.directory)
         marks = [*times.at, times.ended]
-        gaps = [after - before for before, after in itertools.pairwise(marks)][SKIPPED:]
+        step_times = [end - begin for begin, end in itertools.pairwise(marks)][SKIPPED:]
         waits = [handle.result().gate_wait_s for handle in times.handles]
+        if not waits:  # transformers' own saves do not make a step wait
+            waits = [0.0] * len(blocked)
+        blocked_s = [call_s + wait_s for call_s, wait_s in zip(blocked, waits, strict=True)]
         # The first save fills the pool, and the last one is not followed by a step.
-        pairs = zip(blocked, waits or [0.0] * len(blocked), strict=True)
-        counted = [call_s + wait_s for call_s, wait_s in pairs][1:-1]
+        counted = blocked_s[1:-1]
         return {
-            "counted_s": sum(gaps),
-            "step_s": statistics.median(gaps),
-            # The Trainer's own save after the last step is not among the gaps.
+            "counted_s": sum(step_times),
+            "step_s": statistics.median(step_times),
+            # The Trainer's own save after the last step is not in the step times.
             "saves": float(steps // every) if every else 0.0,
             "blocked_s": statistics.median(counted) if counted else 0.0,
             "end_s": ended - times.ended,
@@ -168,8 +170,8 @@ class Training:
             use_cpu=True,
             dataloader_pin_memory=False,
         )
-        made = Trainer if self.way == "stillframe" else transformers.Trainer
-        return made(
+        trainer_class = Trainer if self.way == "stillframe" else transformers.Trainer
+        return trainer_class(
             model=transformers.GPT2LMHeadModel(config),
             args=arguments,
             train_dataset=Rows(batch * steps),

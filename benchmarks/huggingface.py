@@ -20,7 +20,14 @@ from typing import Any
 
 import pictures
 from common import Series, end_with, format_size, format_times, parse_size, print_table, rotated
-from machine import Others, add_directory_options, facts_lines, keep_memory, measured_in
+from machine import (
+    DISTURBING_SHARE,
+    Others,
+    add_directory_options,
+    facts_lines,
+    keep_memory,
+    measured_in,
+)
 from process import Worker
 
 WAYS = ("transformers", "async_save", "stillframe")
@@ -50,10 +57,11 @@ def find_batch(worker: Worker) -> int:
     """Return how many rows a batch needs for a step to take STEP_S."""
     batch = 4
     while True:
-        step = worker.call("fit", batch, steps=SKIPPED + 4, every=0)["step_s"]
-        if step >= STEP_S * 0.9:
+        step_s = worker.call("fit", batch, steps=SKIPPED + 4, every=0)["step_s"]
+        if step_s >= STEP_S * 0.9:
             return batch
-        batch = max(batch + 2, int(batch * min(4.0, STEP_S / step)))
+        growth = min(4.0, STEP_S / step_s)  # a short step says little about a large batch
+        batch = max(batch + 2, int(batch * growth))
 
 
 def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -128,8 +136,8 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=8, help="of each training, 8")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way, 7")
     options = parser.parse_args()
-    with measured_in(options, memory=9 * options.state, disk=9 * options.state) as at:
-        directory, facts = at
+    need = {"memory": 9 * options.state, "disk": 9 * options.state}
+    with measured_in(options, **need) as (directory, facts):
         result = run(options, directory)
     print("\n".join(facts_lines(facts)))
     step = Series.of([fit["step_s"] for fit in result["fits"]["stillframe"]]).median
@@ -139,13 +147,13 @@ def main() -> int:
         ("", "blocked by a checkpoint (min..max)", "lost by it", "wait at the end", "memory", ""),
         rows(result["fits"]),
     )
-    if result["others"] >= 0.03:
+    if result["others"] >= DISTURBING_SHARE:
         print(f"disturbed: other processes took {result['others']:.0%} of the machine")
-    kept = {
+    summary = {
         way: {name: Series.of([fit[name] for fit in turns]).to_json() for name in turns[0]}
         for way, turns in result["fits"].items()
     }
-    pictures.save_and_draw(options.json, {"machine": facts, "results": {**result, "fits": kept}})
+    pictures.save_and_draw(options.json, {"machine": facts, "results": {**result, "fits": summary}})
     return 0
 
 

@@ -24,7 +24,14 @@ from typing import Any
 
 import pictures
 from common import Series, end_with, format_size, format_times, parse_size, print_table, rotated
-from machine import Others, add_directory_options, facts_lines, keep_memory, measured_in
+from machine import (
+    DISTURBING_SHARE,
+    Others,
+    add_directory_options,
+    facts_lines,
+    keep_memory,
+    measured_in,
+)
 from process import Worker
 
 WAYS = ("none", "synchronous", "lightning", "stillframe")
@@ -56,10 +63,11 @@ def find_batch(without_saves: Worker) -> int:
     """Return how many rows a batch needs for a step to take STEP_S."""
     batch = 16
     while True:
-        step = without_saves.call("fit", batch, SKIPPED + 5, 0)["step_s"]
-        if step >= STEP_S * 0.9:
+        step_s = without_saves.call("fit", batch, steps=SKIPPED + 5, every=0)["step_s"]
+        if step_s >= STEP_S * 0.9:
             return batch
-        batch = max(batch + 8, int(batch * min(4.0, STEP_S / step)))
+        growth = min(4.0, STEP_S / step_s)  # a short step says little about a large batch
+        batch = max(batch + 8, int(batch * growth))
 
 
 def run_state(nbytes: int, intervals: list[int], rounds: int, saves: int, directory: Path) -> Any:
@@ -75,13 +83,13 @@ def run_state(nbytes: int, intervals: list[int], rounds: int, saves: int, direct
         ]
         batch = find_batch(workers[0])
         for worker in workers:  # pool and allocator are warm from here on
-            worker.call("fit", batch, 2 * SKIPPED + 4, SKIPPED)
+            worker.call("fit", batch, steps=2 * SKIPPED + 4, every=SKIPPED)
         others = Others()
         found: dict[int, dict[str, list[dict[str, float]]]] = {}
         steps = SKIPPED + max(intervals) * saves
         for number in range(rounds):
             for worker in rotated(workers, number):
-                plain = worker.call("fit", batch, steps, 0)["steps_per_s"]
+                plain = worker.call("fit", batch, steps, every=0)["steps_per_s"]
                 for every in rotated(intervals, number):
                     fit = worker.call("fit", batch, steps, every)
                     fit["lost"] = 1 - fit["steps_per_s"] / plain
@@ -99,16 +107,16 @@ def judge(shares: dict[str, Series], goal: float | None) -> str:
         goal: The most that stillframe may lose, or None if there is no such goal for this run.
     """
     ours = shares["stillframe"]
-    # By how many standard errors another way loses more than ours: the least of both numbers.
-    # 1e-9 prevents a division by zero if all values of both ways are equal.
-    least_lead = min(
-        (shares[way].median - ours.median) / (shares[way].error + ours.error or 1e-9)
-        for way in ("synchronous", "lightning")
-    )
+    leads = []  # by how many standard errors each other way loses more than ours
+    for way in ("synchronous", "lightning"):
+        error = shares[way].error + ours.error
+        if error == 0:  # all values are equal
+            error = 1e-9
+        leads.append((shares[way].median - ours.median) / error)
     verdict = "within the error"
-    if least_lead > 1:
+    if min(leads) > 1:
         verdict = "met"
-    elif least_lead < -1:
+    elif min(leads) < -1:
         verdict = "MISSED"
     text = f"ahead of both: {verdict}"
     if goal is not None:
@@ -179,7 +187,7 @@ def main() -> int:
         [row for nbytes, result in results.items() for row in rows(nbytes, result)],
     )
     for nbytes, result in results.items():
-        if result["others"] >= 0.03:
+        if result["others"] >= DISTURBING_SHARE:
             share = f"{result['others']:.0%}"
             print(f"disturbed: other processes took {share} of the machine ({format_size(nbytes)})")
     found = {nbytes: with_statistics(result) for nbytes, result in results.items()}

@@ -54,9 +54,9 @@ class RawDisk:
 def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> list[float]:
     """Return the seconds of each of `rounds` copies of `nbytes`.
 
-    One more copy comes first and is not counted, because the system allocates the pages during it.
+    The copy before them is not counted, because the system allocates the target's pages during it.
     """
-    nbytes = -(-nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
+    nbytes = -(-nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES  # rounded up to whole pages
     source, target = raw.make_buffer(nbytes), raw.make_buffer(nbytes)
     values = [raw.copy_seconds(source, target, nr_threads) for _ in range(rounds + 1)]
     return values[1:]
@@ -71,15 +71,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.quick:
         args.state, args.rounds = min(args.state, 160_000_000), 3
-    nbytes = -(-args.state // raw.PAGE_BYTES) * raw.PAGE_BYTES
+    nbytes = -(-args.state // raw.PAGE_BYTES) * raw.PAGE_BYTES  # rounded up to whole pages
     with measured_in(args, memory=3 * nbytes, disk=2 * nbytes) as (directory, facts):
         series = {"memcpy, one thread": Series.of(measure_copy(nbytes, args.rounds))}
         if len(os.sched_getaffinity(0)) > 1:
             series["memcpy, two threads"] = Series.of(measure_copy(nbytes, args.rounds, 2))
         disk = RawDisk(directory, nbytes)
-        pairs = [(disk.direct(), disk.buffered()) for _ in range(args.rounds)]
-        series["O_DIRECT write + fdatasync"] = Series.of([pair[0] for pair in pairs])
-        series["buffered write + fsync"] = Series.of([pair[1] for pair in pairs])
+        direct_s, buffered_s = [], []
+        for _ in range(args.rounds):
+            direct_s.append(disk.direct())
+            buffered_s.append(disk.buffered())
+        series["O_DIRECT write + fdatasync"] = Series.of(direct_s)
+        series["buffered write + fsync"] = Series.of(buffered_s)
     print("\n".join(facts_lines(facts)))
     rows = [
         [

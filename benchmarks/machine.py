@@ -58,10 +58,13 @@ def keep_memory() -> None:
 def _user_ticks(pid: int | None) -> int:
     """Return the user time of a process in clock ticks, 0 if it has just ended."""
     try:
-        # Field 14 of proc(5). The name, field 2, is in brackets and may contain spaces.
+        # Field 14 of proc(5), counted from field 3, because the name (field 2) may contain spaces.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
     except FileNotFoundError:
         return 0
+
+
+DISTURBING_SHARE = 0.03  # if other processes take more, the output says that figures are disturbed
 
 
 class Others(raw.Others):  # type: ignore[misc,name-defined]
@@ -87,7 +90,8 @@ def _block_device(path: Path) -> str:
         with contextlib.suppress(OSError):
             text = (node / name).read_text().strip()
             active = re.search(r"\[(.+)\]", text)  # the scheduler in use is in brackets
-            facts.append(f"{name.rsplit('/', 1)[-1]} {active.group(1) if active else text}")
+            value = active.group(1) if active else text
+            facts.append(f"{os.path.basename(name)} {value}")
     return ", ".join(facts)
 
 

@@ -43,7 +43,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-        self._kept: dict[tuple[str, str, str], Series] = {}
+        self._from_json: dict[tuple[str, str, str], Series] = {}  # see `keep`
 
     def add(self, scenario: str, way: str, figures: dict[str, float]) -> None:
         """Add one value of each metric; a value of nan is left out."""
@@ -53,12 +53,14 @@ class Figures:
 
     def keep(self, scenario: str, way: str, metric: str, series: Series) -> None:
         """Add a metric of which only the statistics are known, from an earlier run."""
-        self._kept[scenario, way, metric] = series
+        self._from_json[scenario, way, metric] = series
 
     def series(self, scenario: str, way: str, metric: str) -> Series | None:
         """Return the statistics of a metric, or None if it was not measured."""
-        values = self._values.get((scenario, way, metric))
-        return Series.of(values) if values else self._kept.get((scenario, way, metric))
+        key = scenario, way, metric
+        if key in self._values:
+            return Series.of(self._values[key])
+        return self._from_json.get(key)
 
     def median(self, scenario: str, way: str, metric: str) -> float | None:
         series = self.series(scenario, way, metric)
@@ -66,7 +68,11 @@ class Figures:
 
     def everywhere(self, metric: str) -> list[float]:
         """Return every value of one metric, of all scenarios and ways to save."""
-        return [v for key, values in self._values.items() if key[2] == metric for v in values]
+        found: list[float] = []
+        for (_, _, name), values in self._values.items():
+            if name == metric:
+                found += values
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics of all values of `add`, by scenario, way and metric."""

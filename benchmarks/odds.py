@@ -32,7 +32,7 @@ def samples_of(nbytes: float, tensors: int, total: float) -> int:
 
     tensors, total: The number of storages of the save, and their bytes.
     """
-    half = most_samples() // 2
+    half = most_samples() // 2  # one half is divided equally, the other by bytes
     by_bytes = int(half * nbytes / total) if tensors < half else 0
     return max(1, half // tensors + by_bytes)
 
@@ -60,19 +60,20 @@ def noticed_text(miss: float) -> str:
 
 def table() -> list[str]:
     """Return the lines of the table in docs/guarantees.md."""
-    states = [
-        f"{nbytes // MB:,} MB" if nbytes < GB else f"{nbytes // GB} GB" for nbytes, _ in STATES
-    ]
-    kinds = ["one tensor" if nr == 1 else f"{nr:,} tensors" for _, nr in STATES]
-    heads = [f"{size}, {kind}" for size, kind in zip(states, kinds, strict=True)]
+    heads = []
+    for nbytes, nr in STATES:
+        size = f"{nbytes // MB:,} MB" if nbytes < GB else f"{nbytes // GB} GB"
+        heads.append(f"{size}, one tensor" if nr == 1 else f"{size}, {nr:,} tensors")
     lines = [f"| written after the call | {' | '.join(heads)} |", "|---" * 5 + "|"]
     for times, written in WRITES:
         size = f"{written // KIB} KiB" if written % KIB == 0 else f"{written:,} bytes"
         name = size if times == 1 else f"{times} rows of {size}, scattered"
         cells = []
         for nbytes, nr in STATES:
-            stratum = nbytes / nr / samples_of(nbytes / nr, nr, nbytes)
-            cells.append(noticed_text(miss_probability(written, stratum) ** times))
+            tensor_bytes = nbytes / nr
+            stratum = tensor_bytes / samples_of(tensor_bytes, nr, nbytes)
+            miss = miss_probability(written, stratum) ** times  # no row is noticed
+            cells.append(noticed_text(miss))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

@@ -45,7 +45,8 @@ ROOT = Path(__file__).parents[1]
 FAKE = ROOT / "build" / "libfake_cuda.so"
 MIB = 1 << 20
 
-if not os.environ.get("STILLFRAME_LIBCUDA") and "--rehearse" in sys.argv and FAKE.exists():
+# The library is chosen before the imports below, which load it.
+if "--rehearse" in sys.argv and FAKE.exists() and not os.environ.get("STILLFRAME_LIBCUDA"):
     os.environ["STILLFRAME_LIBCUDA"] = str(FAKE)
 
 import stillframe  # noqa: E402
@@ -65,20 +66,22 @@ from offload_ways import (  # noqa: E402
 from stillframe.offload import Offloader  # noqa: E402
 
 
-def count_waiting_calls(way: Callable[[], Results], own: dict[str, int]) -> dict[str, int]:
+def count_waiting_calls(way: Callable[[], Results], of_profiler: dict[str, int]) -> dict[str, int]:
     """Profile a way; return how often it makes each call that waits for the device.
 
     The loops by hand wait once, at their end, because only then are their copies complete.
 
     Args:
-        own: The number of such calls that the profiler itself makes; they are subtracted.
+        of_profiler: The number of such calls that the profiler itself makes; they are subtracted.
     """
     with torch.profiler.profile() as profile:
         way()
-    found = {each.key: each.count for each in profile.key_averages() if "Synchronize" in each.key}
-    return {
-        name: count - own.get(name, 0) for name, count in found.items() if count > own.get(name, 0)
-    }
+    found = {}
+    for call in profile.key_averages():
+        count = call.count - of_profiler.get(call.key, 0)
+        if "Synchronize" in call.key and count > 0:
+            found[call.key] = count
+    return found
 
 
 def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
@@ -86,27 +89,27 @@ def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
 
     Both directions run at the same time.
     """
-    spans = []
-    for nr, way in ((2, "in"), (1, "out")):  # a step needs each weight twice, and has one result
+    directions = []
+    for way, per_layer in (("in", 2), ("out", 1)):  # each weight comes twice, one result leaves
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        spans.append(
-            (nr * len(pinned) * pinned[0].nbytes, way, begin, end, torch.cuda.Stream(device))
-        )
+        nr_copies = per_layer * len(pinned)
+        directions.append((way, nr_copies, begin, end, torch.cuda.Stream(device)))
     buffer, result = (torch.empty_like(pinned[0], device=device) for _ in range(2))
-    left = torch.empty_like(pinned[0], pin_memory=True)
+    on_host = torch.empty_like(pinned[0], pin_memory=True)
     torch.cuda.synchronize(device)
     began = time.perf_counter()
-    for nbytes, way, begin, end, stream in spans:
+    for way, nr_copies, begin, end, stream in directions:
+        to, source = (buffer, pinned[0]) if way == "in" else (on_host, result)
         with torch.cuda.stream(stream):
             begin.record()
-            for _ in range(nbytes // pinned[0].nbytes):
-                to, source = (buffer, pinned[0]) if way == "in" else (left, result)
+            for _ in range(nr_copies):
                 to.copy_(source, non_blocking=True)
             end.record()
     torch.cuda.synchronize(device)
     figures = {"seconds": time.perf_counter() - began}
-    for nbytes, way, begin, end, _ in spans:
-        figures[f"{way}_gb_per_s"] = nbytes / begin.elapsed_time(end) / 1e6
+    for way, nr_copies, begin, end, _ in directions:
+        nbytes = nr_copies * pinned[0].nbytes
+        figures[f"{way}_gb_per_s"] = nbytes / begin.elapsed_time(end) / 1e6  # of bytes per ms
     return figures
 
 
@@ -126,7 +129,8 @@ def goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if "seconds" in figures.get("resident", {}):
         compute, step = (statistics.median(figures[way]["seconds"]) for way in ("resident", "ours"))
         alone, stats = figures["copies"], figures["ours"]["stats"]
-        hidden = stats["share_hidden"] if compute >= alone["seconds"] else None
+        can_hide_all = compute >= alone["seconds"]
+        hidden = stats["share_hidden"] if can_hide_all else None
         values = (  # in the order of `bounds`
             hidden,
             stats["onload_gb_per_s"] / alone["in_gb_per_s"],
@@ -144,6 +148,11 @@ def goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return judged
 
 
+def are_equal(results: Results, expected: Results) -> bool:
+    """Return whether the results, on any device, equal the expected ones, on the CPU."""
+    return all(map(torch.equal, (result.cpu() for result in results), expected))
+
+
 def measure_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
     """Run all ways on the device; return their figures, after a check of their results.
 
@@ -152,20 +161,20 @@ def measure_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device)
     host = weights(options.layers, options.side)
     pinned = [weight.pin_memory() for weight in host]
-    here = [weight.to(device) for weight in host]
+    on_device = [weight.to(device) for weight in host]
     x = torch.randn(options.batch, options.side, device=device)
     engine = stillframe.Engine(pool_bytes=4 * options.layers * (host[0].nbytes + 16 * MIB))
     offloader = Offloader(device, slots=2, engine=engine)
     tickets = [offloader.adopt([weight]) for weight in host]
     ways: dict[str, Callable[[], Results]] = {
-        "resident": lambda: resident(here, x),
+        "resident": lambda: resident(on_device, x),
         "pageable": lambda: plain(host, x, device),
         "pinned": lambda: plain(pinned, x, device),
         "save_on_cpu": lambda: saved_on_cpu(pinned, x, device),
         "streams": lambda: three_streams(pinned, x, Streams(device)),
         "ours": lambda: ours(offloader, tickets, x),
     }
-    wanted = [each.cpu() for each in resident(here, x)]
+    expected = [each.cpu() for each in resident(on_device, x)]
     figures: dict[str, Any] = {name: {"seconds": []} for name in ways}
     before = offloader.stats()
     alone = []
@@ -174,24 +183,25 @@ def measure_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.synchronize(device)
             began = time.perf_counter()
-            got = way()
+            results = way()
             torch.cuda.synchronize(device)
             took = time.perf_counter() - began
-            if step:
+            if step > 0:  # step 0 warms up
                 figures[name]["seconds"].append(took)
-            # The weights of "resident" are on the device all the time.
-            others = 0 if name == "resident" else sum(weight.nbytes for weight in here)
-            figures[name]["peak_device_bytes"] = torch.cuda.max_memory_allocated(device) - others
+            peak = torch.cuda.max_memory_allocated(device)
+            if name != "resident":  # its weights are on the device all the time
+                peak -= sum(weight.nbytes for weight in on_device)
+            figures[name]["peak_device_bytes"] = peak
             if name != "save_on_cpu":  # its results are gradients
-                assert all(map(torch.equal, (each.cpu() for each in got), wanted)), name
-            del got
+                assert are_equal(results, expected), name
+            del results
         alone.append(copy_speeds(pinned, device))
         if step == 0:
             before = offloader.stats()
     figures["ours"]["stats"] = stats_between(before, offloader.stats())
-    own = count_waiting_calls(list, {})  # a way that does nothing
+    of_profiler = count_waiting_calls(list, {})  # of a way that does nothing
     for name, way in ways.items():
-        figures[name]["synchronised"] = count_waiting_calls(way, own)
+        figures[name]["synchronised"] = count_waiting_calls(way, of_profiler)
         figures[name]["steps_per_s"] = 1 / statistics.median(figures[name]["seconds"])
     figures["copies"] = {
         name: statistics.median(each[name] for each in alone[1:]) for name in alone[0]
@@ -206,8 +216,10 @@ def stats_between(before: Any, after: Any) -> dict[str, Any]:
 
     Values that are no counters, such as the number of slots, are taken from the second call.
     """
-    not_counters = ("slots", "slots_in_use", "bytes_lingering")
-    stats = {name: after[name] - (0 if name in not_counters else before[name]) for name in after}
+    not_counters = {"slots", "slots_in_use", "bytes_lingering"}
+    stats = dict(after)
+    for name in stats.keys() - not_counters:
+        stats[name] -= before[name]
     for way in ("offload", "onload"):
         seconds = stats[f"{way}_copy_s"]
         stats[f"{way}_gb_per_s"] = stats[f"bytes_{way}ed"] / seconds / 1e9 if seconds else 0.0
@@ -226,11 +238,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rehearse", action="store_true", help="small, and without a GPU")
     options = parser.parse_args()
-    gpu = torch.cuda.is_available() and not options.rehearse
-    if not gpu:
+    has_gpu = torch.cuda.is_available() and not options.rehearse
+    if not has_gpu:
         options.layers, options.mib, options.batch = min(options.layers, 8), 0.25, 16
     options.side = int((options.mib * MIB / 4) ** 0.5)
-    figures = measure_on_gpu(options) if gpu else count_driver_calls(options)
+    figures = measure_on_gpu(options) if has_gpu else count_driver_calls(options)
     figures["goals"] = goals(figures)
     text = json.dumps(figures, indent=2)
     print(text)

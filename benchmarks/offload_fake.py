@@ -41,10 +41,10 @@ class FakeStreams(Streams):
 
     def __init__(self, driver: Any) -> None:
         self.device, self.compute = torch.device("cpu"), ctypes.c_void_p(None)
-        self.driver, self.call = driver, driver._library
+        self.driver, self.call = driver, driver._library  # `call` has the functions of libcuda
         self.sent: list[torch.Tensor] = []  # sources, which must live until they are copied
         self.pinned: list[ctypes.c_void_p] = []
-        self.ordered: Any = None  # the stream of `in_stream_order`
+        self.copy_stream: Any = None  # of `in_stream_order`; made at its first call
         self.used: set[int] = set()  # streams with copies for which `finish` has to wait
         self.context = ctypes.c_void_p()
 
@@ -73,14 +73,14 @@ class FakeStreams(Streams):
     def wait(self, stream: Any, event: Any) -> None:
         self._check(self.call.cuStreamWaitEvent(stream, event, 0))
 
-    def bring(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy_to_device(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         self._copy(self.call.cuMemcpyHtoDAsync_v2, to, source, stream)
 
-    def send(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy_to_host(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         self._copy(self.call.cuMemcpyDtoHAsync_v2, to, source, stream)
         self.sent.append(source)
 
-    def host(self, shape: torch.Size) -> torch.Tensor:
+    def new_pinned(self, shape: torch.Size) -> torch.Tensor:
         memory, nbytes = ctypes.c_void_p(), 4 * shape.numel()
         self._check(self.call.cuMemHostAlloc(ctypes.byref(memory), ctypes.c_size_t(nbytes), 0))
         self.pinned.append(memory)
@@ -92,7 +92,7 @@ class FakeStreams(Streams):
         for handle in self.used:
             done = self.event()
             self.record(done, ctypes.c_void_p(handle))
-            while self.call.cuEventQuery(done):
+            while self.call.cuEventQuery(done) != 0:
                 time.sleep(1e-4)
         self.used.clear()
 
@@ -105,26 +105,29 @@ class FakeStreams(Streams):
         makes no copies on its default stream, so this copy has a stream of its own, and events
         order the two streams.
         """
-        if self.ordered is None:
-            self.ordered = self.stream()
-        self._order(self.compute, self.ordered)
-        copy(to, source, self.ordered)
-        self._order(self.ordered, self.compute)
+        if self.copy_stream is None:
+            self.copy_stream = self.stream()
+        self._wait_for(self.compute, self.copy_stream)
+        copy(to, source, self.copy_stream)
+        self._wait_for(self.copy_stream, self.compute)
 
-    def _order(self, before: Any, after: Any) -> None:
-        """Let the stream `after` wait for what is queued on the stream `before`."""
+    def _wait_for(self, first: Any, second: Any) -> None:
+        """Let the stream `second` wait for what is queued on the stream `first`."""
         reached = self.event()
-        self.record(reached, before)
-        self.wait(after, reached)
+        self.record(reached, first)
+        self.wait(second, reached)
 
     def synchronize(self) -> None:
-        self._check(self.call.cuStreamSynchronize(self.ordered))
+        self._check(self.call.cuStreamSynchronize(self.copy_stream))
 
     def _copy(self, call: Any, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        addresses = [to.data_ptr(), source.data_ptr()]
-        on_device = 1 if call is self.call.cuMemcpyDtoHAsync_v2 else 0
-        addresses[on_device] |= testing._DEVICE_BIT
-        self._check(call(*map(ctypes.c_uint64, addresses), ctypes.c_size_t(to.nbytes), stream))
+        target, origin = to.data_ptr(), source.data_ptr()
+        if call is self.call.cuMemcpyDtoHAsync_v2:
+            origin |= testing._DEVICE_BIT
+        else:
+            target |= testing._DEVICE_BIT
+        nbytes = ctypes.c_size_t(to.nbytes)
+        self._check(call(ctypes.c_uint64(target), ctypes.c_uint64(origin), nbytes, stream))
         self.used.add(stream.value)
 
     def _check(self, code: int) -> None:
@@ -138,12 +141,12 @@ def copies(host: Weights, streams: FakeStreams) -> None:
     for stream in (inward, outward):
         streams.wait(stream, begun)
     buffer, result = (torch.empty_like(host[0], device=streams.device) for _ in range(2))
-    left = streams.host(host[0].shape)
+    on_host = streams.new_pinned(host[0].shape)
     for weight in host:
-        streams.bring(buffer, weight, inward)
+        streams.copy_to_device(buffer, weight, inward)
     for weight in reversed(host):
-        streams.bring(buffer, weight, inward)
-        streams.send(left, result, outward)
+        streams.copy_to_device(buffer, weight, inward)
+        streams.copy_to_host(on_host, result, outward)
     streams.finish()
 
 
@@ -159,15 +162,15 @@ def plain_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned
 
     def fetch(weight: torch.Tensor) -> torch.Tensor:
         to = torch.empty_like(weight)
-        streams.in_stream_order(streams.bring, to, weight)
+        streams.in_stream_order(streams.copy_to_device, to, weight)
         return to
 
     for weight in host:
         x = forward(x, fetch(weight))
     for weight in reversed(host):
         result = leaving_result(x, fetch(weight))
-        out.append(streams.host(result.shape) if pinned else torch.empty_like(result))
-        streams.in_stream_order(streams.send, out[-1], result)
+        out.append(streams.new_pinned(result.shape) if pinned else torch.empty_like(result))
+        streams.in_stream_order(streams.copy_to_host, out[-1], result)
     streams.finish()
     return out
 
@@ -180,41 +183,44 @@ def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Res
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach().contiguous()
-        left = streams.host(source.shape)
-        streams.in_stream_order(streams.send, left, source)
+        on_host = streams.new_pinned(source.shape)
+        streams.in_stream_order(streams.copy_to_host, on_host, source)
         streams.synchronize()
         # The result has the strides of `tensor`, which may be a transposed weight.
-        return left.view_as(source) if tensor.is_contiguous() else left.t().contiguous().t()
+        if tensor.is_contiguous():
+            return on_host.view_as(source)
+        return on_host.t().contiguous().t()
 
-    def unpack(left: torch.Tensor) -> torch.Tensor:
-        to = torch.empty_like(left)
-        streams.in_stream_order(streams.bring, to, left)
+    def unpack(on_host: torch.Tensor) -> torch.Tensor:
+        to = torch.empty_like(on_host)
+        streams.in_stream_order(streams.copy_to_device, to, on_host)
         return to
 
-    given = [torch.empty_like(weight) for weight in host]
-    for to, weight in zip(given, host, strict=True):
-        streams.in_stream_order(streams.bring, to, weight)
+    on_device = [torch.empty_like(weight) for weight in host]
+    for to, weight in zip(on_device, host, strict=True):
+        streams.in_stream_order(streams.copy_to_device, to, weight)
         to.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        for weight in given:
+        for weight in on_device:
             x = forward(x, weight)
     x.sum().backward()
-    return [weight.grad for weight in reversed(given) if weight.grad is not None]
+    return [weight.grad for weight in reversed(on_device) if weight.grad is not None]
 
 
 def run_counted(
-    driver: Any, way: Callable[[], Any], wanted: Results | None, names: tuple[str, ...] = CALLS
+    driver: Any, way: Callable[[], Any], expected: Results | None, names: tuple[str, ...] = CALLS
 ) -> dict[str, int]:
     """Run a way; return how often it made each driver call in `names`.
 
     Raises:
-        AssertionError: The way's results are not `wanted`, or it broke a rule that the fake driver
-            checks.
+        AssertionError: The way's results are not `expected` (None: it has no results), or it broke
+            a rule that the fake driver checks.
     """
     driver.reset()
-    got = way()
+    results = way()
     calls = {name: driver.calls(name) for name in names}
-    assert wanted is None or all(map(torch.equal, got, wanted)), "its results differ"
+    if expected is not None:
+        assert all(map(torch.equal, results, expected)), "its results differ"
     assert driver.violations == [], driver.violations
     return calls
 
@@ -227,7 +233,7 @@ def count_driver_calls(options: argparse.Namespace) -> dict[str, Any]:
     """
     host = weights(options.layers, options.side)
     x = torch.randn(options.batch, options.side, generator=torch.Generator().manual_seed(2))
-    wanted = resident(host, x)
+    expected = resident(host, x)
     block = MIB
     # The pool has room for each weight, for each result, and for partly filled blocks.
     room = 4 * options.layers * (host[0].nbytes + 2 * block)
@@ -237,27 +243,27 @@ def count_driver_calls(options: argparse.Namespace) -> dict[str, Any]:
         Offloader("cpu", slots=2, engine=engine) as offloader,
         FakeStreams(driver) as streams,
     ):
-        pinned = [streams.host(weight.shape).copy_(weight) for weight in host]
+        pinned = [streams.new_pinned(weight.shape).copy_(weight) for weight in host]
         tickets = [offloader.adopt([weight]) for weight in host]
         device = torch.device("cpu")
 
-        # Counts the calls in `names`, or in CALLS, and compares the results with `wanted`.
-        def count_calls(way: Callable[[], Any], wanted: Any, *names: str) -> dict[str, int]:
-            return run_counted(driver, way, wanted, names or CALLS)
+        # Counts the calls in `names`, or in CALLS, and compares the results with `expected`.
+        def count_calls(way: Callable[[], Any], expected: Any, *names: str) -> dict[str, int]:
+            return run_counted(driver, way, expected, names or CALLS)
 
         calls = {
             "copies": count_calls(lambda: copies(pinned, streams), None),
             "pageable": count_calls(
-                lambda: plain_by_driver(host, x, streams, False), wanted, *COPIES
+                lambda: plain_by_driver(host, x, streams, pinned=False), expected, *COPIES
             ),
             "pinned": count_calls(
-                lambda: plain_by_driver(pinned, x, streams, True), wanted, *COPIES
+                lambda: plain_by_driver(pinned, x, streams, pinned=True), expected, *COPIES
             ),
             "save_on_cpu": count_calls(
                 lambda: saved_by_driver(pinned, x, streams), saved_on_cpu(host, x, device), *COPIES
             ),
-            "streams": count_calls(lambda: three_streams(pinned, x, streams), wanted),
-            "ours": count_calls(lambda: ours(offloader, tickets, x), wanted),
+            "streams": count_calls(lambda: three_streams(pinned, x, streams), expected),
+            "ours": count_calls(lambda: ours(offloader, tickets, x), expected),
         }
         assert calls["streams"]["sync"] == calls["ours"]["sync"] == 0, calls
         stats = dict(offloader.stats())

@@ -28,11 +28,11 @@ def leaving_result(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.t() @ (x @ weight)
 
 
-def resident(here: Weights, x: torch.Tensor) -> Results:
+def resident(on_device: Weights, x: torch.Tensor) -> Results:
     """Compute with weights that are on the device already; copy nothing."""
-    for weight in here:
+    for weight in on_device:
         x = forward(x, weight)
-    return [leaving_result(x, weight) for weight in reversed(here)]
+    return [leaving_result(x, weight) for weight in reversed(on_device)]
 
 
 def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
@@ -41,9 +41,9 @@ def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
         x = forward(x, weight.to(device, non_blocking=True))
     out = []
     for weight in reversed(host):
-        left = torch.empty(weight.shape, pin_memory=weight.is_pinned())
-        left.copy_(leaving_result(x, weight.to(device, non_blocking=True)), non_blocking=True)
-        out.append(left)
+        on_host = torch.empty(weight.shape, pin_memory=weight.is_pinned())
+        on_host.copy_(leaving_result(x, weight.to(device, non_blocking=True)), non_blocking=True)
+        out.append(on_host)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return out
@@ -65,8 +65,8 @@ def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Result
 class Streams:
     """A device's streams, events and asynchronous copies, for loops that overlap by hand.
 
-    `bring` copies from the host to the device, `send` from the device to the host. `host` returns
-    new pinned memory, and `finish` waits until the device has done everything.
+    `new_pinned` returns new pinned memory of the host, and `finish` waits until the device has done
+    everything.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,15 +85,15 @@ class Streams:
     def wait(self, stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
-    def bring(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy_to_device(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
-    def send(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        self.bring(to, source, stream)
+    def copy_to_host(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        self.copy_to_device(to, source, stream)  # torch copies both ways with the same call
         source.record_stream(stream)  # so that torch keeps its memory until the copy is complete
 
-    def host(self, shape: torch.Size) -> torch.Tensor:
+    def new_pinned(self, shape: torch.Size) -> torch.Tensor:
         return torch.empty(shape, pin_memory=True)
 
     def finish(self) -> None:
@@ -104,34 +104,34 @@ def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
     """Overlap by hand with two buffers: one is filled while the computation uses the other."""
     compute, inward, outward = streams.compute, streams.stream(), streams.stream()
     buffers = [torch.empty_like(host[0], device=streams.device) for _ in range(2)]
-    # Events of each buffer: its weight has come, and the computation has used it.
-    come, used = ([streams.event() for _ in range(2)] for _ in range(2))
+    # Events of each buffer: it has its weight, and the computation has used that.
+    filled, used = ([streams.event() for _ in range(2)] for _ in range(2))
     order = [*range(len(host)), *reversed(range(len(host)))]
     out: Results = []
 
-    def bring(turn: int) -> None:  # the weight that the computation needs in this turn
+    def fetch(turn: int) -> None:  # the weight that the computation needs in this turn
         slot = turn % 2
         streams.wait(inward, used[slot])
-        streams.bring(buffers[slot], host[order[turn]], inward)
-        streams.record(come[slot], inward)
+        streams.copy_to_device(buffers[slot], host[order[turn]], inward)
+        streams.record(filled[slot], inward)
 
-    for event in used:
+    for event in used:  # both buffers are free at first
         streams.record(event, compute)
-    bring(0)
+    fetch(0)
     for turn in range(len(order)):
         if turn + 1 < len(order):
-            bring(turn + 1)
-        streams.wait(compute, come[turn % 2])
+            fetch(turn + 1)
+        streams.wait(compute, filled[turn % 2])
         weight = buffers[turn % 2]
-        if turn < len(host):
+        if turn < len(host):  # the first half runs forward, the second one in reverse
             x = forward(x, weight)
         else:
             result = leaving_result(x, weight)
             made = streams.event()
             streams.record(made, compute)
             streams.wait(outward, made)
-            out.append(streams.host(result.shape))
-            streams.send(out[-1], result, outward)
+            out.append(streams.new_pinned(result.shape))
+            streams.copy_to_host(out[-1], result, outward)
         streams.record(used[turn % 2], compute)
     streams.finish()
     return out

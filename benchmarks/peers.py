@@ -146,9 +146,9 @@ class Dcp(Peer):
         def blank(leaf: Any) -> Any:
             return torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-        found = _pytree.tree_map(blank, tree)
-        self._dcp.load(found, checkpoint_id=path)
-        return found
+        loaded = _pytree.tree_map(blank, tree)  # DCP loads into tensors that exist
+        self._dcp.load(loaded, checkpoint_id=path)
+        return loaded
 
     def close(self) -> None:
         import torch.distributed as dist

@@ -13,6 +13,7 @@ what to install.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,7 +89,7 @@ def draw_document(
     if not panels:
         return None
     columns = min(len(panels), 2)
-    rows = -(-len(panels) // columns)
+    rows = -(-len(panels) // columns)  # rounded up
     width = 10.0 if "turns" in document else 6.4 * columns
     figure = Figure(figsize=(width, 4.0 * rows), layout="constrained")
     for number, (draw, arguments) in enumerate(panels):
@@ -156,10 +157,10 @@ def _draw_lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: f
     peers = _ways_in(figures)
     for row, peer in enumerate(peers):
         left = 0.0
-        for metric, strength in LOST_PARTS:
-            value = max(figures[peer][metric]["median"] * 1e3, 0.0)
-            axes.barh(row, value, left=left, color=_colour(peer), alpha=strength)
-            left += value
+        for metric, opacity in LOST_PARTS:
+            part_ms = max(figures[peer][metric]["median"] * 1e3, 0.0)
+            axes.barh(row, part_ms, left=left, color=_colour(peer), alpha=opacity)
+            left += part_ms
         lost = figures[peer]["lost_s"]["median"] * 1e3
         error = figures[peer]["lost_s"]["error"] * 1e3
         axes.errorbar(lost, row, xerr=error, color="#222222", capsize=3, lw=1.2)
@@ -189,7 +190,7 @@ def _draw_bytes_over_time(axes: Any, curves: dict[str, Any], ends: dict[str, Any
         axes.plot((0, points[0][0]), (0, points[0][1] / 1e9), "--", color=_colour(peer), lw=1)
         times, written = zip(*((t, n / 1e9) for t, n in points), strict=True)
         axes.plot(times, written, color=_colour(peer), label=peer, lw=2.4 if peer == OURS else 1.4)
-        level = written[-1] * (1.05 + 0.07 * row)
+        level = written[-1] * (1.05 + 0.07 * row)  # each dot at another height
         _draw_end(axes, ends[peer]["finished_s"], level, _colour(peer))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -213,10 +214,10 @@ def _draw_saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float
     peers = _ways_in(figures)
     most = max(figures[peer]["finished_s"]["max"] for peer in peers)
     for row, peer in enumerate(peers):
-        for metric, shift, strength in (("call_s", -0.2, 1.0), ("finished_s", 0.2, 0.5)):
+        for metric, shift, opacity in (("call_s", -0.2, 1.0), ("finished_s", 0.2, 0.5)):
             found = figures[peer][metric]
             middle, at = found["median"], row + shift
-            axes.barh(at, middle, height=0.36, color=_colour(peer), alpha=strength)
+            axes.barh(at, middle, height=0.36, color=_colour(peer), alpha=opacity)
             spread = ((middle - found["min"],), (found["max"] - middle,))
             axes.errorbar(middle, at, xerr=spread, color="#222222", capsize=2, lw=1)
             label = format_seconds(middle)
@@ -262,13 +263,14 @@ def _draw_timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> 
     for row, (way, found) in enumerate(chosen.items()):
         _draw_training(axes, row, way, found)
         _draw_background(axes, row + 0.36, way, found, right)
-        style = {"xytext": (6, -4), "textcoords": "offset points", "va": "center"}
         axes.annotate(
             _lost_label(turns[way]["lost_s"]),
             (right, row),
+            xytext=(6, -4),
+            textcoords="offset points",
+            va="center",
             fontsize=8,
             annotation_clip=False,
-            **style,
         )
     axes.axvline(0, color="#222222", lw=0.8)
     axes.annotate(" the save begins", (0, -0.28), ha="left", fontsize=8)
@@ -302,13 +304,13 @@ def _draw_training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None
             colour = STEP if name == "optimizer.step()" else FORWARD
             _draw_bar(axes, row, 0.34, begin, end, color=colour, edgecolor="white", lw=0.7)
     for begin, end in _pairs(found, "wait"):
-        if end - begin > 1e-4:
+        if end - begin > 1e-4:  # a shorter wait would be invisible
             _draw_bar(axes, row, 0.34, begin, end, color=WAIT)
 
 
 def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
     """Return the (begin, end) of each span of one kind of background work."""
-    times = found["background"].get(name, [])
+    times = found["background"].get(name, [])  # begins and ends alternate
     return zip(times[::2], times[1::2], strict=True)
 
 
@@ -321,20 +323,22 @@ def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], rig
         right: The time at which the picture ends. A longer bar is cut there, and its label has an
             arrow.
     """
-    strengths = {"copy": 1.0, "write": 0.5, "sync": 0.25}
-    for name, strength in strengths.items():
+    colour = _colour(way)
+    opacities = {"copy": 1.0, "write": 0.5, "sync": 0.25}
+    for name, opacity in opacities.items():
         for begin, end in _pairs(found, name):
-            if end > 0:
-                style = {"color": _colour(way), "alpha": strength, "lw": 0}
-                _draw_bar(axes, row, 0.2, max(begin, 0.0), end, **style)
+            if end > 0:  # time zero is the call; what ends before belongs to an earlier save
+                begin = max(begin, 0.0)
+                _draw_bar(axes, row, 0.2, begin, end, color=colour, alpha=opacity, lw=0)
     ended = found["ended_s"]
     if not found["background"] and ended > found["call_s"]:
-        style = {"color": _colour(way), "alpha": 0.5, "lw": 0}
-        _draw_bar(axes, row, 0.2, found["call_s"], min(ended, right), **style)
-    what, note = {OURS: ("durable", ""), DCP: ("file synced", "")}.get(
-        way, ("finished", ", not synced")
-    )
-    label, at = f" {what} after {ended:.2f} s{note}", ended
+        end = min(ended, right)
+        _draw_bar(axes, row, 0.2, found["call_s"], end, color=colour, alpha=0.5, lw=0)
+    label, at = f" finished after {ended:.2f} s, not synced", ended
+    if way == OURS:
+        label = f" durable after {ended:.2f} s"
+    elif way == DCP:
+        label = f" file synced after {ended:.2f} s"
     if ended > right:
         label, at = f"{label} \u2192", found["call_s"] + 0.01
     axes.annotate(label, (at, row), va="center", fontsize=7.5, color="#222222")
@@ -350,8 +354,14 @@ def _draw_legend(axes: Any) -> None:
         ("#777777", "the call; below it, in the background: copying, writing"),
     )
     patches = [Patch(color=colour, label=label) for colour, label in shown]
-    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99), "ncols": 4}
-    axes.legend(handles=patches, fontsize=8, frameon=False, **above)
+    axes.legend(
+        handles=patches,
+        fontsize=8,
+        frameon=False,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.99),  # above the axes
+        ncols=4,
+    )
 
 
 def _draw_memory(axes: Any, resident: list[int]) -> None:
@@ -365,15 +375,15 @@ def _draw_memory(axes: Any, resident: list[int]) -> None:
 
 def _draw_rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
     """Draw the rate of each raw operation of limits.py; `seconds` has the times for `nbytes`."""
-    found = {
+    rates = {
         name: nbytes / series["median"] / 1e9
         for name, series in seconds.items()
-        if series["median"] == series["median"]  # nan: the file system has no O_DIRECT
+        if not math.isnan(series["median"])  # nan: the file system has no O_DIRECT
     }
-    for row, rate in enumerate(found.values()):
+    for row, rate in enumerate(rates.values()):
         axes.barh(row, rate, color=MACHINE)
         axes.annotate(f" {rate:.2f}", (rate, row), va="center", fontsize=9)
-    axes.set_yticks(range(len(found)), list(found))
+    axes.set_yticks(range(len(rates)), list(rates))
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel("GB/s")
@@ -384,12 +394,13 @@ def _draw_rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
 def _draw_loads(axes: Any, states: dict[str, Any]) -> None:
     """Draw the rate of each way to load, for each state and situation of restore.py."""
     labels: list[str] = []
-    named: set[str] = set()
+    in_legend: set[str] = set()
     for state, figures in states.items():
         for situation, series in figures["loads"].items():
             for number, (way, found) in enumerate(series.items()):
-                label = "_" + way if way in named else way  # with "_" it is not in the legend
-                named.add(way)
+                # matplotlib leaves a label with "_" out of the legend
+                label = "_" + way if way in in_legend else way
+                in_legend.add(way)
                 height = 0.8 / len(series)
                 level = len(labels) + height * (number + 0.5) - 0.4
                 rate = figures["nbytes"] / found["median"] / 1e9
@@ -408,7 +419,7 @@ def _draw_reads(axes: Any, states: dict[str, Any]) -> None:
     labels: list[str] = []
     for state, figures in states.items():
         for name, found in figures["reads"].items():
-            if found["median"] == found["median"]:  # nan: the file system has no O_DIRECT
+            if not math.isnan(found["median"]):  # nan: the file system has no O_DIRECT
                 rate = figures["nbytes"] / found["median"] / 1e9
                 axes.barh(len(labels), rate, color=_colour(OURS) if name == "verify" else MACHINE)
                 labels.append(f"{state}: {name}")

@@ -19,7 +19,7 @@ from common import Spec, end_with
 from stillframe._tree import skeleton
 
 WIDTH = 28  # of a weight: the time depends on the number of tensors, not on their bytes
-EVICTED_BYTES = 64 << 20
+EVICTED_BYTES = 64 << 20  # a write of so many bytes evicts the tensors from the caches
 
 
 def plan_ms(nr_tensors: int, rounds: int) -> list[float]:

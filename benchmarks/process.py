@@ -54,10 +54,12 @@ class Worker:
         self.name = name
         self._limit_s = limit_s  # the longest that one request may take
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(child_end, make, arguments), daemon=True
+        )
         self._process.start()
-        theirs.close()
+        child_end.close()  # now only the child has it, so the end of the child closes the pipe
 
     def ready(self) -> Worker:
         """Wait until the object is made."""

@@ -74,20 +74,25 @@ def record(command: list[str]) -> tuple[list[tuple[float, Screen]], float]:
 
     screen = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.ByteStream(screen)
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    terminal_fd, command_fd = pty.openpty()  # the two ends of the pseudo-terminal
+    fcntl.ioctl(command_fd, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "", "COLUMNS": str(COLUMNS)}
     environment.pop("NO_COLOR", None)
     started = time.monotonic()
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
+        command,
+        stdin=command_fd,
+        stdout=command_fd,
+        stderr=command_fd,
+        env=environment,
+        close_fds=True,
     )
-    os.close(theirs)
+    os.close(command_fd)
     screens: list[tuple[float, Screen]] = []
     while True:
-        ready, _, _ = select.select([ours], [], [], 0.05)
+        ready, _, _ = select.select([terminal_fd], [], [], 0.05)
         try:
-            written = os.read(ours, 1 << 16) if ready else b""
+            written = os.read(terminal_fd, 1 << 16) if ready else b""
         except OSError:  # the terminal's other end is closed: the command has ended
             break
         if written:
@@ -95,8 +100,9 @@ def record(command: list[str]) -> tuple[list[tuple[float, Screen]], float]:
             sys.stderr.buffer.write(written)
             sys.stderr.buffer.flush()
             screens.append((time.monotonic() - started, _read_screen(screen)))
-    os.close(ours)
-    if status := process.wait():
+    os.close(terminal_fd)
+    status = process.wait()
+    if status != 0:
         sys.exit(f"recording.py: the command ended with status {status}")
     return screens, time.monotonic() - started
 
@@ -105,33 +111,37 @@ def _read_screen(screen: object) -> Screen:
     """Return the present rows of a pyte.Screen, without those that are empty."""
     found: Screen = {}
     for row in range(ROWS):
-        if line := _line(screen.buffer[row]):  # type: ignore[attr-defined]
+        line = _line(screen.buffer[row])  # type: ignore[attr-defined]
+        if line:
             found[row] = line
     return found
 
 
 def _line(cells: dict[int, object]) -> Line:
-    """Return the runs of a row; a single space between letters of one style is part of the run."""
+    """Return the runs of a row. A single space between letters of one style belongs to the run."""
     runs: list[Run] = []
     for column in range(COLUMNS):
         cell = cells[column]
         if cell.data == " ":  # type: ignore[attr-defined]
             continue
         style = (_colour(cell.fg), cell.bold)  # type: ignore[attr-defined]
-        last = runs[-1] if runs else None
-        gap = column - (last.column + len(last.text)) if last else 0
-        if last and (last.colour, last.bold) == style and gap <= 1:
-            runs[-1] = last._replace(text=last.text + " " * gap + cell.data)  # type: ignore[attr-defined]
-        else:
-            runs.append(Run(column, cell.data, *style))  # type: ignore[attr-defined]
+        if runs:
+            last = runs[-1]
+            gap = column - (last.column + len(last.text))
+            if (last.colour, last.bold) == style and gap <= 1:
+                text = last.text + " " * gap + cell.data  # type: ignore[attr-defined]
+                runs[-1] = last._replace(text=text)
+                continue
+        runs.append(Run(column, cell.data, *style))  # type: ignore[attr-defined]
     return tuple(runs)
 
 
 def _colour(name: str) -> str:
-    """Return the colour in CSS for a name of pyte's, which may also be six hexadecimal digits."""
+    """Return the colour in CSS for pyte's name, which may also be six hexadecimal digits."""
     if name == "default":
         return FOREGROUND
-    return COLOURS.get(name.removeprefix("bright"), f"#{name}" if len(name) == 6 else FOREGROUND)
+    other = f"#{name}" if len(name) == 6 else FOREGROUND
+    return COLOURS.get(name.removeprefix("bright"), other)
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -146,7 +156,7 @@ def svg_of(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> s
         typed: The command line, which is shown above.
     """
     last = screens[-1][1]
-    rows = 2 + max(row for _, each in screens for row in each)
+    rows = 2 + max(row for _, screen in screens for row in screen)
     width, height = COLUMNS * GLYPH + 2 * MARGIN, (rows + 1) * LINE + 2 * MARGIN
     speed = SHOWN_S / seconds
     shown = [
@@ -159,7 +169,8 @@ def svg_of(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> s
                 continue
             # A line of the last screen is visible without animation, and hidden until it appears.
             # Any other line is hidden without animation, and shown while it was on the screen.
-            if end is None and line == last.get(row):
+            is_on_last_screen = end is None and line == last.get(row)
+            if is_on_last_screen:
                 css = f"animation:hidden {begin:.1f}s" if begin else ""
             else:
                 assert end is not None
@@ -223,12 +234,16 @@ def main() -> int:
     parser.add_argument("--size", help="bytes of the demo's checkpoints (default: the demo's)")
     parser.add_argument("--steps", help="steps of each of its runs (default: the demo's)")
     options = parser.parse_args()
-    arguments = [
-        f"--{name}={value}" for name in ("size", "steps") if (value := vars(options)[name])
-    ]
+    arguments = []
+    if options.size:
+        arguments.append(f"--size={options.size}")
+    if options.steps:
+        arguments.append(f"--steps={options.steps}")
     screens, seconds = record([sys.executable, str(DEMO), *arguments])
-    given = f" ARGS='{' '.join(arguments)}'" if arguments else ""
-    options.out.write_text(svg_of(screens, seconds, f"make demo{given}"))
+    typed = "make demo"
+    if arguments:
+        typed += f" ARGS='{' '.join(arguments)}'"
+    options.out.write_text(svg_of(screens, seconds, typed))
     print(f"{options.out}: {len(screens)} screens", file=sys.stderr)
     return 0
 

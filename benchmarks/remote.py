@@ -34,7 +34,7 @@ from common import (
     rotated,
     write_json,
 )
-from machine import Others, check_memory, facts_lines, machine_facts
+from machine import DISTURBING_SHARE, Others, check_memory, facts_lines, machine_facts
 from process import Worker
 from remote_process import BUCKET, WAYS, Saves
 from s3_server import Server
@@ -48,8 +48,12 @@ PACKAGES = ("obstore", "s3fs", "aiobotocore", "botocore")
 def find_batch(worker: Worker) -> int:
     """Return how many rows a batch needs for a step to take about STEP_S."""
     batch = 8
-    while (step_s := worker.call("step_s", batch)) < STEP_S * 0.8 and batch < 4096:
-        batch = max(batch + 8, int(batch * min(4.0, STEP_S / step_s)))
+    while batch < 4096:
+        step_s = worker.call("step_s", batch)
+        if step_s >= STEP_S * 0.8:
+            break
+        growth = min(4.0, STEP_S / step_s)  # a short step says little about a large batch
+        batch = max(batch + 8, int(batch * growth))
     return batch
 
 
@@ -100,16 +104,18 @@ def run(
 
         for latency_s in options.latencies:
             server.call("set_latency", latency_s)
-            at = found.setdefault(f"{latency_s * 1e3:g} ms", {way: {} for way in options.ways})
+            key = f"{latency_s * 1e3:g} ms"
+            by_way = found.setdefault(key, {way: {} for way in options.ways})
             for number in range(options.rounds + 1):  # the first one warms up
                 for worker in rotated(workers, number):
                     progress(f"{latency_s * 1e3:g} ms, round {number}: {worker.name}")
                     saved = measure(worker, "save")
                     trained = measure(worker, "loop", STEPS, batch)
-                    if number:
-                        figures = {f"loop_{name}": value for name, value in trained.items()}
-                        for name, value in (saved | figures).items():
-                            at[worker.name].setdefault(name, []).append(value)
+                    if number == 0:
+                        continue
+                    loop_figures = {f"loop_{name}": value for name, value in trained.items()}
+                    for name, value in (saved | loop_figures).items():
+                        by_way[worker.name].setdefault(name, []).append(value)
         for worker in workers:
             worker.call("close")
     return {"raw_s": raw_s, "saves": found}
@@ -119,24 +125,24 @@ def rows(latency: str, figures: dict[str, dict[str, dict[str, float]]]) -> list[
     """Return the rows of the table for one latency; ratios are to stillframe's figures."""
     lines = [[f"{latency} for each request", "", "", "", "", "", ""]]
     ours = figures.get("stillframe")
+
+    def ratio(found: dict[str, Any], metric: str) -> str:
+        if ours is None or found is ours or ours[metric]["median"] <= 0:
+            return ""
+        return f" ({found[metric]['median'] / ours[metric]['median']:.1f} x)"
+
+    def times(found: dict[str, Any], metric: str) -> str:
+        return format_times([found[metric][name] for name in ("median", "min", "max")])
+
     for way, found in figures.items():
-
-        def ratio(metric: str, found: dict[str, Any] = found) -> str:
-            if ours is None or found is ours or ours[metric]["median"] <= 0:
-                return ""
-            return f" ({found[metric]['median'] / ours[metric]['median']:.1f} x)"
-
-        def times(metric: str, found: dict[str, Any] = found) -> str:
-            return format_times([found[metric][name] for name in ("median", "min", "max")])
-
         lost = found["loop_lost_s"]
         lines.append(
             [
                 way,
-                times("call_s"),
-                times("finished_s") + ratio("finished_s"),
+                times(found, "call_s"),
+                times(found, "finished_s") + ratio(found, "finished_s"),
                 f"{format_times([lost['median']])} ± {format_times([lost['error']])}"
-                + ratio("loop_lost_s"),
+                + ratio(found, "loop_lost_s"),
                 f"{100 * found['loop_speed']['median']:.0f} %",
                 f"{max(0.0, found['extra_rss']['max']):.2f} x the state",
                 f"{found['requests']['median']:.0f}",
@@ -146,8 +152,13 @@ def rows(latency: str, figures: dict[str, dict[str, dict[str, float]]]) -> list[
 
 
 COLUMNS = (
-    *("", "the call (min..max)", "until acknowledged", "lost by a save while training"),
-    *("speed meanwhile", "extra memory", "requests"),
+    "",
+    "the call (min..max)",
+    "until acknowledged",
+    "lost by a save while training",
+    "speed meanwhile",
+    "extra memory",
+    "requests",
 )
 
 
@@ -163,6 +174,7 @@ def main() -> int:
     for package in ("obstore", "s3fs", "lightning"):
         if importlib.util.find_spec(package) is None:
             raise BenchError(f"{package} is missing: see benchmarks/requirements.txt")
+    # An estimate: state and gradients of each way, and up to four copies during a save.
     check_memory(int((1.4 * len(options.ways) + 4) * max(options.state) + 5e8))
     facts = machine_facts(Path("."))
     facts |= {package: importlib.metadata.version(package) for package in PACKAGES}
@@ -182,12 +194,14 @@ def main() -> int:
     print("\n".join(facts_lines(facts)))
     for size, result in results.items():
         title = f"{size} of model and AdamW to S3 on loopback; medians of {options.rounds} rounds"
-        table = [line for at, found in result["saves"].items() for line in rows(at, found)]
+        table: list[list[str]] = []
+        for latency, found in result["saves"].items():
+            table += rows(latency, found)
         print_table(title, COLUMNS, table)
         raw_s = format_times([result["raw_s"]["median"]])
         print(f"one connection sends as many bytes of a plain buffer in {raw_s}")
     share = others.share()
-    if share >= 0.03:
+    if share >= DISTURBING_SHARE:
         print(f"disturbed: other processes took {share:.0%} of the machine")
     settings = {"rounds": options.rounds, "threads": options.threads, "steps": STEPS}
     document = {"facts": facts, "settings": settings, "others": share, "results": results}

@@ -11,11 +11,11 @@ from machine import Others, keep_memory, reset_peak_rss, status_bytes
 from peers import LIGHTNING, OURS, TORCH, LightningAsync, Peer
 
 BUCKET = "bkt"
-EIGHTH = f"{OURS}, pool of an eighth"  # of the state's bytes
+EIGHTH = f"{OURS}, pool of an eighth"  # a pool of an eighth of the state's bytes
 LIGHTNING_ASYNC = f"{LIGHTNING}, asynchronous"
 BLOCK_BYTES = 16 << 20  # a pool has at least one block
-WARM_STEPS = 5
-GIVE_UP_S = 600.0
+WARM_STEPS = 5  # before the first save
+GIVE_UP_S = 600.0  # a save that takes longer has hung
 
 
 class TorchSave(Peer):
@@ -117,7 +117,8 @@ class Saves:
         """Save once while nothing else is done; return the object's key and the figures."""
         self._state.step(8)
         tree, stamp, key = self._state.tree(), Stamp(), self._next_key()
-        self._rss = self._rss or status_bytes("VmRSS")
+        if not self._rss:
+            self._rss = status_bytes("VmRSS")
         reset_peak_rss()
         others = Others()
         start = time.perf_counter_ns()

@@ -81,15 +81,16 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
             found["peak_nbytes"] = float(status_bytes("VmHWM") - before)
 
         def on_train_batch_end(self, *_: Any) -> None:
-            found.setdefault("at", time.monotonic())
+            found.setdefault("at", time.monotonic())  # later steps do not replace it
 
     found: dict[str, float] = {}
     warnings.simplefilter("ignore")  # about few workers, few batches and no validation
-    plain = way == LIGHTNING
     trainer = L.Trainer(
-        max_steps=2 if way == MAKE else 3,
-        plugins=None if plain else [AsyncCheckpointIO()],
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
+        max_steps=2 if way == MAKE else 3,  # one more than the checkpoint has
+        plugins=None if way == LIGHTNING else [AsyncCheckpointIO()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
         accelerator="cpu",
     )
@@ -135,23 +136,21 @@ def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
         situation: {way: [] for way in WAYS} for situation in (WARM, COLD)
     }
     for number in range(rounds):
+        ways = WAYS if number % 2 == 0 else WAYS[::-1]
         for situation, found in runs.items():
-            for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+            for way in ways:
                 if situation == COLD:
                     raw.forget(path)
                 else:
                     path.read_bytes()  # brings the file into the page cache
                 found[way].append(_run_in_new_process(way, path, nbytes))
-    document = {
-        situation: {
-            way: {
-                what: Series.of([each[what] for each in each_run]).to_json()
-                for what in ("seconds", "peak_nbytes")
+    document: dict[str, dict[str, Any]] = {WARM: {}, COLD: {}}
+    for situation, found in runs.items():
+        for way, figures in found.items():
+            document[situation][way] = {
+                name: Series.of([each[name] for each in figures]).to_json()
+                for name in ("seconds", "peak_nbytes")
             }
-            for way, each_run in found.items()
-        }
-        for situation, found in runs.items()
-    }
     size = path.stat().st_size
     path.unlink()
     return {"nbytes": size, "restarts": document}

@@ -25,7 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import Series, Spec, end_with, format_times, print_table, progress_line, raw
+from common import (
+    Series,
+    Spec,
+    end_with,
+    format_times,
+    print_table,
+    progress_line,
+    raw,
+    rotated,
+)
 from machine import add_directory_options, facts_lines, measured_in
 from process import Worker
 from restore_process import (
@@ -48,7 +57,7 @@ SITUATIONS = {
 VERIFY, RAW_ONE, RAW_TWO = "verify", "O_DIRECT reads, one thread", "O_DIRECT reads, two threads"
 MEMCPY = "memcpy"
 READS = (VERIFY, RAW_ONE, RAW_TWO)
-# bytes; in smaller states the number of tensors decides the time, not their bytes
+# bytes; the time of a smaller state depends on its number of tensors, not on its bytes
 LARGE = 1_000_000_000
 # A load of a smaller state has to be this many times as fast as torch.load, in every situation.
 SMALL_GOAL = 1.3
@@ -156,6 +165,7 @@ def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]
     """
     ways = WAYS if number % 2 == 0 else WAYS[::-1]
     raw.forget(path)
+    # nan: processor time and memory of the raw reads are not measured.
     values[COLD][RAW].append(Load(raw_seconds(path, 4), math.nan, math.nan))
     for situation in (FIRST, COLD):
         for way in ways:
@@ -183,13 +193,14 @@ def _verify_round(
         RAW_TWO: lambda: raw_seconds(path, 2),
     }
     # The order changes from round to round, because the disk may answer the first read faster.
-    for name in READS[number % 3 :] + READS[: number % 3]:
+    for name in rotated(READS, number):
         raw.forget(path)
         values[name].append(calls[name]())
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> Series:
-    return Series.of([a / b for a, b in zip(ours, theirs, strict=True)])
+def _ratio(dividends: list[float], divisors: list[float]) -> Series:
+    """Return the statistics of the ratios, of which each round has one."""
+    return Series.of([a / b for a, b in zip(dividends, divisors, strict=True)])
 
 
 def _figures(found: dict[str, list[Load]]) -> dict[str, dict[str, Any]]:
@@ -209,16 +220,15 @@ def _speedups(loads: dict[str, dict[str, list[Load]]]) -> dict[str, dict[str, An
 
     A ratio compares two loads of the same round. The statistics are taken over these ratios.
     """
-    return {
-        situation: {
-            way: _ratio(
-                [each.seconds for each in found[way]], [each.seconds for each in found[OURS]]
-            ).to_json()
-            for way in found
-            if way != OURS
-        }
-        for situation, found in loads.items()
-    }
+    speedups: dict[str, dict[str, Any]] = {}
+    for situation, found in loads.items():
+        ours = [each.seconds for each in found[OURS]]
+        speedups[situation] = {}
+        for way, its_loads in found.items():
+            if way != OURS:
+                theirs = [each.seconds for each in its_loads]
+                speedups[situation][way] = _ratio(theirs, ours).to_json()
+    return speedups
 
 
 def measure(
@@ -250,7 +260,7 @@ def measure(
             "loads": {situation: _figures(found) for situation, found in loads.items()},
             "speedups": _speedups(loads),
             "reads": {name: Series.of(values).to_json() for name, values in reads.items()},
-            # A ratio of rates, so the seconds are swapped.
+            # A ratio of rates is the inverse of the ratio of seconds.
             "verify_ratio": _ratio(reads[RAW_TWO], reads[VERIFY]).to_json(),
         }
         for each in files_of(path):
@@ -269,7 +279,7 @@ def _time_and_rate(series: dict[str, Any], nbytes: int) -> list[str]:
 def _goal_text(ratio: dict[str, Any], bound: float, *, at_most: bool) -> str:
     """Return the text for a ratio with a goal: median, spread, bound, and whether it is met."""
     value = ratio["median"]
-    if value != value:  # nan: the file system has no O_DIRECT
+    if math.isnan(value):  # the file system has no O_DIRECT
         return "-"
     met = value <= bound if at_most else value >= bound
     spread = f"{value:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"

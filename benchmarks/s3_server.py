@@ -116,8 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.store.count()
             time.sleep(self.store.latency_s)
             url = urlsplit(self.path)
-            self.key = url.path.lstrip("/").partition("/")[2]
-            self.query = {k: v[0] for k, v in parse_qs(url.query, keep_blank_values=True).items()}
+            self.key = url.path.lstrip("/").partition("/")[2]  # without the bucket
+            query = parse_qs(url.query, keep_blank_values=True)
+            self.query = {name: values[0] for name, values in query.items()}
         return good
 
     def do_PUT(self) -> None:
@@ -179,21 +180,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _discard(self, left: int) -> None:
         """Discard the next `left` bytes of the connection."""
-        if left:  # the file object has read some of the body together with the headers
+        if left:  # the file object may have read some of the body together with the headers
             left -= len(self.rfile.read1(min(left, _DISCARD)))  # type: ignore[attr-defined]
         while left:
-            most = min(left, _DISCARD)
-            taken = self.connection.recv_into(_UNUSED, most, socket.MSG_TRUNC)
-            if not taken:
+            length = self.connection.recv_into(_UNUSED, min(left, _DISCARD), socket.MSG_TRUNC)
+            if length == 0:
                 raise ConnectionResetError
-            left -= taken
+            left -= length
 
     def _discard_chunks(self) -> None:
         """Discard a body with Transfer-Encoding: chunked, and the trailers after it."""
-        while size := int(self.rfile.readline().partition(b";")[0], 16):
+        while size := int(self.rfile.readline().partition(b";")[0], 16):  # the last chunk has 0
             self._discard(size)
-            self.rfile.readline()
-        while self.rfile.readline().strip():
+            self.rfile.readline()  # the line end after the chunk
+        while self.rfile.readline().strip():  # trailers end with an empty line
             pass
 
     def _read_body(self) -> bytes:

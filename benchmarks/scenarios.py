@@ -71,20 +71,20 @@ def spec_of(state: str, s: Settings) -> Spec:
         nr_params = max(1, round(nbytes / (3 * TENSOR_BYTES)))
         return Spec(nbytes, "mlp", nr_params, s.threads, pool_bytes)
 
-    def eighth(nbytes: int) -> int:
+    def small_pool(nbytes: int) -> int:
         return max(nbytes // 8, LEAST_POOL_BYTES)
 
     # With fewer bytes than the default 64 MB there are fewer tensors, not smaller ones.
-    many = max(1, round(MANY_TENSORS / 3 * s.many / 64e6))
+    nr_many = max(1, round(MANY_TENSORS / 3 * s.many / 64e6))  # each has two moments
     return {
         "main": mlp_spec(s.state),
-        "many": Spec(s.many, "mlp", many, s.threads),
+        "many": Spec(s.many, "mlp", nr_many, s.threads),
         "large": Spec(s.large, "few", FEW_TENSORS, s.threads),
         "lightning": Spec(s.transformer, "lightning", LAYERS, s.threads),
         "unowned": Spec(s.state, "plain", 3 * mlp_spec(s.state).nr_params, s.threads),
         "loop": mlp_spec(s.loop_state),
-        "small_pool": mlp_spec(s.state, eighth(s.state)),
-        "large_small_pool": Spec(s.large, "few", FEW_TENSORS, s.threads, eighth(s.large)),
+        "small_pool": mlp_spec(s.state, small_pool(s.state)),
+        "large_small_pool": Spec(s.large, "few", FEW_TENSORS, s.threads, small_pool(s.large)),
         "growth": mlp_spec(s.growth_state),
     }[state]
 

@@ -87,14 +87,17 @@ class Session:
         time.sleep(0.2)
         begin = time.perf_counter_ns()
         others = Others()
+        # Nobody calls this Stamp, so the ticks end after CALIBRATE_NS.
         alone = tick(Stamp(), begin, begin + CALIBRATE_NS, busy=busy)
-        self._rss = self._rss or status_bytes("VmRSS")
+        if not self._rss:
+            self._rss = status_bytes("VmRSS")
         reset_peak_rss()
         start = time.perf_counter_ns()
         self._peer.save(tree, str(path), stamp)
         returned = time.perf_counter_ns()
         during = tick(stamp, returned, returned + GIVE_UP_NS, busy=busy)
         after = returned + during.elapsed_ns
+        # Freeing the save's memory may stall the thread too.
         tail = tick(Stamp(), after, after + TAIL_NS, busy=busy)
         if not stamp.at_ns:
             raise BenchError(f"a save has not finished after {GIVE_UP_NS / 1e9:.0f} s")
@@ -102,14 +105,14 @@ class Session:
         call_s = (returned - start) / 1e9
         figures = {
             "call_s": call_s,
-            "call_of_budget": call_s / (2e-6 * state.num_tensors + 1e-3),
+            "call_of_budget": call_s / (2e-6 * state.num_tensors + 1e-3),  # 2 µs a tensor + 1 ms
             "finished_s": (stamp.at_ns - start) / 1e9,
             "rss_before": float(self._rss),
             "extra_rss": (peak - self._rss) / state.nbytes,
             "extra_rss_less_32mib": (peak - self._rss - (32 << 20)) / state.nbytes,
             "others": others.share(),
             "file_nbytes": float(_length(path)),
-            **{f"report_{k}": v for k, v in self._peer.collect().items()},
+            **{f"report_{name}": value for name, value in self._peer.collect().items()},
         }
         if stamp.at_ns > returned:  # otherwise the call did all, and nothing ran during the save
             figures |= {
@@ -174,7 +177,7 @@ class Session:
             "step_s": plain_s / steps,
             "steps": float(count),
             "others": others.share(),
-            **{f"report_{k}": v for k, v in own.items()},
+            **{f"report_{name}": value for name, value in own.items()},
         }
 
     def _timed_steps(self, steps: int, batch: int) -> float:
@@ -222,8 +225,9 @@ class Session:
             self._peer.collect()
             _remove(path)
             resident.append(status_bytes("VmRSS"))
-        warm = resident[min(len(resident) // 10, len(resident) - 1)]
-        return {"growth_nbytes": float(resident[-1] - warm), "resident_nbytes": resident}
+        after_a_tenth = resident[min(len(resident) // 10, len(resident) - 1)]
+        growth = float(resident[-1] - after_a_tenth)
+        return {"growth_nbytes": growth, "resident_nbytes": resident}
 
     def watch(self) -> dict[str, Any]:
         """Save once, and read every SAMPLE_S how many bytes are written.

@@ -220,9 +220,9 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
-        return [t for v in value.values() for t in tensors_of(v)]
+        return [tensor for each in value.values() for tensor in tensors_of(each)]
     if isinstance(value, (list, tuple)):
-        return [t for v in value for t in tensors_of(v)]
+        return [tensor for each in value for tensor in tensors_of(each)]
     return []
 
 

@@ -91,7 +91,9 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
             cell = "-" if figure is None else text(figure)
             if metric == "finished_s" and figure is not None:
                 cell += ENDS[way]
-            cells.append(f"**{cell}**" if way == OURS and not spread else cell)
+            if way == OURS and not spread:
+                cell = f"**{cell}**"
+            cells.append(cell)
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return lines
 
@@ -111,10 +113,9 @@ def loads(document: dict[str, Any]) -> list[str]:
 def lost_time(document: dict[str, Any]) -> list[str]:
     """Return the table of the time that a training loop loses by a save."""
     found = document["figures"]["loop"]
-    # First the ways of WAYS in their order, then the others.
-    cells, ways = [], sorted(found, key=[*WAYS, *found].index)
-    for way in ways:
-        cells.append(format_lost_time(found[way]["lost_s"]))
+    ways = [way for way in WAYS if way in found]
+    ways += [way for way in found if way not in WAYS]
+    cells = [format_lost_time(found[way]["lost_s"]) for way in ways]
     titles = [WAYS.get(way, way) for way in ways]
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), f"| {' | '.join(cells)} |"]
 
@@ -165,7 +166,7 @@ def remote(document: dict[str, Any]) -> list[str]:
                 cells = [text(figures[metric]) for figures in ways.values()]
                 lines.append(f"| {title} | {' | '.join(cells)} |")
             lines.append("")
-    return lines[:-1]
+    return lines[:-1]  # without the empty line after the last table
 
 
 PICTURES = {  # name of the file of results and of the picture -> caption
@@ -221,13 +222,14 @@ def with_tables(text: str) -> str:
     """Return the text of a page with its tables made from the present figures."""
 
     def table(found: re.Match[str]) -> str:
-        if found[1] in COMPUTED:
-            lines = COMPUTED[found[1]]()
+        name = found[1]
+        if name in COMPUTED:
+            lines = COMPUTED[name]()
         else:
-            source, make = TABLES[found[1]]
+            source, make = TABLES[name]
             path = RESULTS / source
             lines = make(json.loads(path.read_text())) if path.exists() else not_measured(source)
-        return "\n".join([f"<!-- table {found[1]} -->", *lines, "<!-- end of table -->"])
+        return "\n".join([f"<!-- table {name} -->", *lines, "<!-- end of table -->"])
 
     return re.sub(r"<!-- table ([^\n]+?) -->\n.*?<!-- end of table -->", table, text, flags=re.S)
 
@@ -238,11 +240,13 @@ def main(argv: list[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     different = []
     for name in PAGES:
-        text = (ROOT / name).read_text()
-        if with_tables(text) != text:
+        page = ROOT / name
+        text = page.read_text()
+        new_text = with_tables(text)
+        if new_text != text:
             different.append(name)
             if not check:
-                (ROOT / name).write_text(with_tables(text))
+                page.write_text(new_text)
     if check and different:
         print(f"make tables would change {', '.join(different)}", file=sys.stderr)
     return 1 if check and different else 0

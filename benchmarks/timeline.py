@@ -94,25 +94,27 @@ def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dic
     training.steps(6)
     _save(training, peer, f"{directory}/warm-up")
     training.steps(2)
-    plain = training.steps(PLAIN)
-    training.spans.clear()
+    plain_s = training.steps(PLAIN)
+    training.spans.clear()  # the picture begins with the next steps
     training.steps(BEFORE)
     trace = Path(directory, "trace.json")
     with _traced(way, trace):
         measured = _save_in_training(training, peer, f"{directory}/save")
-    nr_steps, total, start, returned, ended, waited = measured
-    plain += training.steps(PLAIN)
+    nr_steps, total_s, start, returned, ended, waited_s = measured  # see _save_in_training
+    plain_s += training.steps(PLAIN)
     peer.close()
-    step = plain / (2 * PLAIN)
+    step_s = plain_s / (2 * PLAIN)
     # Each step has two spans. The spans of the plain steps after the save are left out.
     spans = [("call", start, returned), *training.spans[: 2 * (BEFORE + nr_steps)]]
     return {
-        "step_s": step,
-        "lost_s": total - nr_steps * step,
+        "step_s": step_s,
+        "lost_s": total_s - nr_steps * step_s,
         "call_s": returned - start,
-        "wait_s": waited,
+        "wait_s": waited_s,
         "ended_s": ended - start,
-        "spans": [(name, round(a - start, 5), round(b - start, 5)) for name, a, b in spans],
+        "spans": [
+            (name, round(begin - start, 5), round(end - start, 5)) for name, begin, end in spans
+        ],
         "background": _background(trace) if way == OURS else {},
     }
 
@@ -177,13 +179,15 @@ def _background(path: Path) -> dict[str, list[float]]:
     Each is a list in which the begins and ends of spans alternate, in seconds from the call.
     """
     events = json.loads(path.read_text())["traceEvents"]
-    (call,) = [each["ts"] for each in events if each["name"] == "async_save"]
+    (call_us,) = [event["ts"] for event in events if event["name"] == "async_save"]
     found: dict[str, list[float]] = {}
-    for each in events:
-        if each.get("ph") == "X" and each["name"] in BACKGROUND:
-            begun = (each["ts"] - call) / 1e6
-            times = found.setdefault(BACKGROUND[each["name"]], [])
-            times += [round(begun, 5), round(begun + each["dur"] / 1e6, 5)]
+    for event in events:
+        is_span = event.get("ph") == "X"  # an event with a duration
+        if is_span and event["name"] in BACKGROUND:
+            begin_s = (event["ts"] - call_us) / 1e6
+            end_s = begin_s + event["dur"] / 1e6
+            times = found.setdefault(BACKGROUND[event["name"]], [])
+            times += [round(begin_s, 5), round(end_s, 5)]
     return found
 
 
@@ -194,7 +198,8 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, list[dict[str
     """Return the results of `turn`, one for each round, by way."""
     turns: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for number in range(options.rounds):
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+        ways = WAYS if number % 2 == 0 else WAYS[::-1]
+        for way in ways:
             with tempfile.TemporaryDirectory(dir=directory) as scratch:
                 # Earlier writes must not slow this turn.
                 subprocess.run(["sync", "-f", scratch], check=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import end_with, format_size, parse_size, progress_line, raw, rotated, write_json
+from common import end_with, format_size, parse_size, progress_line, rotated, write_json
 from figures import print_results
 from goals import GOALS
 from limits import RawDisk, measure_copy
@@ -59,37 +59,38 @@ class Run:
 
     def run_all(self, names: list[str]) -> None:
         """Run the scenarios of these names. Scenarios of one state run in the same processes."""
-        wanted = [s for s in SCENARIOS if s.name in names and peers_of(s, self._peers)]
-        for state in dict.fromkeys(s.state for s in wanted):
-            here = [s for s in wanted if s.state == state]
+        chosen = [s for s in SCENARIOS if s.name in names and peers_of(s, self._peers)]
+        states = dict.fromkeys(scenario.state for scenario in chosen)  # an ordered set
+        for state in states:
+            scenarios = [s for s in chosen if s.state == state]
             nbytes = spec_of(state, self.settings).nbytes
-            saves = any(s.kind == "save" for s in here)
-            self._disk = RawDisk(self._directory, nbytes) if saves else None
+            needs_disk = any(s.kind == "save" for s in scenarios)
+            self._disk = RawDisk(self._directory, nbytes) if needs_disk else None
             if state in ONE_AFTER_ANOTHER:
                 for peer in self._peers:
-                    mine = [s for s in here if peer in peers_of(s, self._peers)]
-                    if mine:
-                        self._run_scenarios(state, mine, [peer])
+                    of_peer = [s for s in scenarios if peer in peers_of(s, self._peers)]
+                    if of_peer:
+                        self._run_scenarios(state, of_peer, [peer])
             else:
-                self._run_scenarios(state, here, self._peers)
+                self._run_scenarios(state, scenarios, self._peers)
             self._disk = None
 
     def _run_scenarios(self, state: str, scenarios: list[Scenario], peers: list[str]) -> None:
         """Run scenarios of one state, in a process for each peer that some of them need."""
         peers = [p for p in peers if any(p in peers_of(s, peers) for s in scenarios)]
         with self._start_workers(state, peers) as workers:
-            saved = False
+            have_saved = False
             for scenario in scenarios:
-                here = [w for w in workers if w.name in peers_of(scenario, peers)]
+                chosen = [w for w in workers if w.name in peers_of(scenario, peers)]
                 if scenario.kind == "save":
-                    self._run_saves(here, scenario, cold=not saved)
-                    saved = True
+                    self._run_saves(chosen, scenario, cold=not have_saved)
+                    have_saved = True
                 elif scenario.kind == "loop":
-                    self._run_loop(here, scenario)
+                    self._run_loop(chosen, scenario)
                 elif scenario.kind == "gate":
-                    self._run_gate(here, scenario)
+                    self._run_gate(chosen, scenario)
                 else:
-                    self._run_once(here, scenario)
+                    self._run_once(chosen, scenario)
 
     @contextlib.contextmanager
     def _start_workers(self, state: str, peers: list[str]) -> Iterator[list[Worker]]:
@@ -122,7 +123,8 @@ class Run:
         slow: set[str] = set()
         for number, name in enumerate(names):
             for worker in rotated(workers, number):
-                if worker.name in slow and number >= FEW_ROUNDS + cold:
+                nr_warm_rounds = number - 1 if cold else number  # before this one
+                if worker.name in slow and nr_warm_rounds >= FEW_ROUNDS:
                     continue
                 self._progress(f"{name}, round {number + 1} of {len(names)}: {worker.name}")
                 answer = worker.call(
@@ -136,8 +138,8 @@ class Run:
                     slow.add(worker.name)
             self._progress(f"{name}, round {number + 1} of {len(names)}: raw disk")
             assert self._disk is not None
-            raw = {"finished_s": self._disk.direct(), "buffered_s": self._disk.buffered()}
-            self.figures.add(name, RAW, raw)
+            raw_figures = {"finished_s": self._disk.direct(), "buffered_s": self._disk.buffered()}
+            self.figures.add(name, RAW, raw_figures)
 
     def _run_loop(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run the rounds of a scenario of kind "loop": steps with a save, and steps without.
@@ -145,17 +147,19 @@ class Run:
         The first round warms up; its figures are kept under the name `scenario.cold_name`.
         """
         s = self.settings
-        # For states other than these two, that is "main" and its like, the settings end in _large.
-        pairs, steps, batch = {
-            "loop": (s.pairs, s.loop_steps, s.loop_batch),
-            "lightning": (s.pairs, s.loop_steps, s.loop_batch_transformer),
-        }.get(scenario.state, (s.pairs_large, s.loop_steps_large, s.loop_batch_large))
+        if scenario.state == "loop":
+            pairs, steps, batch = s.pairs, s.loop_steps, s.loop_batch
+        elif scenario.state == "lightning":
+            pairs, steps, batch = s.pairs, s.loop_steps, s.loop_batch_transformer
+        else:  # a state as large as "main"
+            pairs, steps, batch = s.pairs_large, s.loop_steps_large, s.loop_batch_large
         for number in range(pairs + 1):
             for worker in rotated(workers, number):
                 name = scenario.name
                 self._progress(f"{name}, round {number + 1} of {pairs + 1}: {worker.name}")
                 answer = worker.call("loop", steps=steps, batch=batch)
-                self.figures.add(name if number else scenario.cold_name, worker.name, answer)
+                kept_as = scenario.cold_name if number == 0 else name
+                self.figures.add(kept_as, worker.name, answer)
 
     def _run_gate(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run the rounds of a scenario of kind "gate", after plain copies of as many bytes.
@@ -163,7 +167,7 @@ class Run:
         The first round warms up; its figures are kept under the name `scenario.cold_name`.
         """
         s = self.settings
-        nbytes = -(-spec_of(scenario.state, s).nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
+        nbytes = spec_of(scenario.state, s).nbytes
         self._progress(f"{scenario.name}: raw memcpy")
         for value in measure_copy(nbytes, s.rounds):
             self.figures.add(scenario.name, RAW, {"memcpy_s": value})
@@ -171,9 +175,8 @@ class Run:
             for worker in rotated(workers, number):
                 self._progress(f"{scenario.name}, round {number + 1} of {s.rounds + 1}")
                 answer = worker.call("gate")
-                self.figures.add(
-                    scenario.name if number else scenario.cold_name, worker.name, answer
-                )
+                kept_as = scenario.cold_name if number == 0 else scenario.name
+                self.figures.add(kept_as, worker.name, answer)
 
     def _run_once(self, workers: list[Worker], scenario: Scenario) -> None:
         """Run a scenario of kind "watch" or "growth", which has one round."""
@@ -303,18 +306,22 @@ def _document(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    peers = [p for p in PEERS if p in args.peers and importlib.util.find_spec(PEERS[p][1])]
-    for missing in [p for p in args.peers if p not in peers]:
-        print(f"vs_peers.py: {missing} is not installed and left out", file=sys.stderr)
+    peers = []
+    for peer, (_, package) in PEERS.items():
+        if peer in args.peers and importlib.util.find_spec(package):
+            peers.append(peer)
+    for peer in args.peers:
+        if peer not in peers:
+            print(f"vs_peers.py: {peer} is not installed and left out", file=sys.stderr)
     settings = _settings(args)
     chosen = [scenario for scenario in SCENARIOS if scenario.name in args.only]
     if importlib.util.find_spec("lightning") is None:
-        left_out = [s.name for s in chosen if s.state == "lightning"]
-        chosen = [s for s in chosen if s.state != "lightning"]
-        for name in left_out:
-            print(f"vs_peers.py: {name} needs lightning and is left out", file=sys.stderr)
+        left_out = [scenario for scenario in chosen if scenario.state == "lightning"]
+        chosen = [scenario for scenario in chosen if scenario not in left_out]
+        for scenario in left_out:
+            print(f"vs_peers.py: {scenario.name} needs lightning and is left out", file=sys.stderr)
     names = [scenario.name for scenario in chosen]
-    largest = max((spec_of(s.state, settings).nbytes for s in chosen), default=0)
+    largest = max((spec_of(each.state, settings).nbytes for each in chosen), default=0)
     json_path = args.json or Path("build") / "vs_peers.json"
     memory, disk = _need_memory(settings, names, len(peers)), int(2.5 * largest)
     with (
@@ -323,7 +330,8 @@ def main(argv: list[str] | None = None) -> int:
     ):
         run = Run(settings, peers, directory, progress)
         run.run_all(names)
-    print_results(run.figures, settings, peers, facts, args.quick or args.state < FULL_STATE)
+    is_small = args.quick or args.state < FULL_STATE
+    print_results(run.figures, settings, peers, facts, is_small)
     document = _document(run, facts)
     write_json(json_path, document)
     if not args.no_pictures:

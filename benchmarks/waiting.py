@@ -52,7 +52,7 @@ def plain_copy_s(state: dict[str, torch.Tensor]) -> float:
 
 def growth(nbytes: int, directory: Path) -> None:
     """Print the cost of the first four calls of a new engine."""
-    state = {f"t{i}": torch.ones(nbytes // 64 // 4) for i in range(64)}
+    state = {f"t{i}": torch.ones(nbytes // 64 // 4) for i in range(64)}  # float32
     copy_s = plain_copy_s(state)
     print(f"growth: {nbytes / 1e6:.0f} MB, one plain copy {copy_s * 1e3:.0f} ms")
     with stillframe.Engine() as engine:
@@ -73,7 +73,7 @@ def growth(nbytes: int, directory: Path) -> None:
 
 def unowned(nbytes: int, directory: Path, rounds: int) -> None:
     """Print the median and least times of `async_save`, `snapshot` and torch's copy."""
-    state = {f"t{i}": torch.ones(nbytes // 64 // 4) for i in range(64)}
+    state = {f"t{i}": torch.ones(nbytes // 64 // 4) for i in range(64)}  # float32
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     took: dict[str, list[float]] = {"torch's copy": [], "async_save": [], "snapshot": []}
     with stillframe.Engine(pool_bytes=2 * nbytes) as engine:
@@ -90,7 +90,7 @@ def unowned(nbytes: int, directory: Path, rounds: int) -> None:
                 else:
                     for name, tensor in state.items():
                         into[name].copy_(tensor)
-                if turn > 0:
+                if turn > 0:  # the first turn warms up
                     times.append(time.perf_counter() - start)
                 if way == "snapshot":
                     taken.release()
@@ -120,21 +120,21 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
     for _ in range(4):
         optimizer.step()
     torch.set_num_threads(1)  # with busy processes, torch's threads would wait for each other
-    took: dict[bool, list[float]] = {True: [], False: []}
+    took: dict[bool, list[float]] = {True: [], False: []}  # by `after_snapshot`
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(nr_busy)]
     try:
         with stillframe.Engine(pool_bytes=2 * nbytes) as engine:
             engine.warm_up(2 * nbytes)
             for turn in range(2 * rounds + 2):
                 state: dict[str, Any] = {"m": model.state_dict(), "o": optimizer.state_dict()}
-                after = turn % 2 == 0
-                if after:
+                after_snapshot = turn % 2 == 0
+                if after_snapshot:
                     taken = stillframe.snapshot(state, overlap=True, engine=engine)
                 start = time.perf_counter()
                 optimizer.step()
                 if turn >= 2:
-                    took[after].append(time.perf_counter() - start)
-                if after:
+                    took[after_snapshot].append(time.perf_counter() - start)
+                if after_snapshot:
                     taken.wait()
                     taken.release()
     finally:
@@ -160,7 +160,7 @@ def gate(nbytes: int, directory: Path, rounds: int) -> None:
         for parameter in model:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    took: dict[bool, list[float]] = {True: [], False: []}
+    took: dict[bool, list[float]] = {True: [], False: []}  # by `overlap`
     with stillframe.Engine() as engine:
         for turn in range(2 * rounds + 2):
             overlap = turn % 2 == 0
@@ -169,17 +169,19 @@ def gate(nbytes: int, directory: Path, rounds: int) -> None:
             handle = stillframe.async_save(
                 state, directory / "s.pt", engine=engine, overlap=overlap, durable=False
             )
+            # The step would wait here too, until everything is copied.
             handle._ticket.wait(_core.WAIT_COPIED, None)  # type: ignore[union-attr]
-            if turn >= 2:
+            if turn >= 2:  # the first save of each kind is not counted
                 took[overlap].append(time.perf_counter() - start)
             report = handle.result()
             assert report is not None and (report.deferred_nbytes > 0.9 * nbytes) == overlap
             optimizer.step()
             os.sync()
-    after, inside = (statistics.median(took[key]) * 1e3 for key in (True, False))
+    deferred_ms = statistics.median(took[True]) * 1e3
+    captured_ms = statistics.median(took[False]) * 1e3
     print(
-        f"gate: {nbytes / 1e6:.0f} MB, call and gate at once {after:.0f} ms, copied in the call"
-        f" {inside:.0f} ms, ratio {after / inside:.2f}"
+        f"gate: {nbytes / 1e6:.0f} MB, call and gate at once {deferred_ms:.0f} ms,"
+        f" copied in the call {captured_ms:.0f} ms, ratio {deferred_ms / captured_ms:.2f}"
     )
 
 

@@ -32,14 +32,14 @@ class Model(nn.Module):
 
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-weights = sum(p.nbytes for p in model.blocks.parameters())
+weights = sum(p.nbytes for p in model.blocks.parameters())  # in bytes
 
 with offload_layers(model.blocks, device=device) as offloaded:
     model.to(device)  # moves everything but the offloaded layers
     activations = offload_activations(min_bytes=1 << 13, device=device)
     for step in range(1, 7):
         first = torch.randint(TOKENS, (8, 1), device=device)
-        # each token is the successor of the one before
+        # In each row, every token is the number after the previous one.
         tokens = (first + torch.arange(9, device=device)) % TOKENS
         with activations:
             loss = model(tokens)
@@ -48,13 +48,13 @@ with offload_layers(model.blocks, device=device) as offloaded:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step == 1:
-            begun = loss.item()
+            first_loss = loss.item()
         if step == 3:
             handle = stillframe.async_save(model.state_dict(), "step3.pt")
     stats = offloaded.stats()
 
 handle.result()
-slots = stats["slots"] * weights // BLOCKS
-print(f"weights of the blocks: {weights / slots:.0f} times what the slots hold")
+slot_bytes = stats["slots"] * weights // BLOCKS
+print(f"weights of the blocks: {weights / slot_bytes:.0f} times what the slots hold")
 print(f"brought ahead of need: {stats['groups_prefetched'] / stats['groups_onloaded']:.0%}")
-print("the loss falls:", loss.item() < begun)
+print("the loss falls:", loss.item() < first_loss)

@@ -95,24 +95,24 @@ def _import_story() -> type[Story]:
 
 
 @contextmanager
-def _directory(wanted: Path | None) -> Iterator[Path]:
-    """Yield the directory for checkpoints: `wanted`, which stays, or a temporary one on a disk.
+def _directory(asked: Path | None) -> Iterator[Path]:
+    """Yield the directory for checkpoints: `asked`, which stays, or a temporary one on a disk.
 
     Raises:
-        CannotRun: `wanted` cannot be made, or has checkpoints already.
+        CannotRun: `asked` cannot be made, or has checkpoints already.
     """
-    if wanted is not None:
+    if asked is not None:
         try:
-            wanted.mkdir(parents=True, exist_ok=True)
+            asked.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CannotRun(f"cannot use --dir {wanted}: {error.strerror}") from error
-        if (wanted / "checkpoints").exists():
-            raise CannotRun(f"{wanted / 'checkpoints'} is there already: give another --dir")
-        yield wanted.resolve()
+            raise CannotRun(f"cannot use --dir {asked}: {error.strerror}") from error
+        if (asked / "checkpoints").exists():
+            raise CannotRun(f"{asked / 'checkpoints'} is there already: give another --dir")
+        yield asked.resolve()
         return
     usual = Path(tempfile.gettempdir())
-    on_disk = (each for each in (usual, Path("/var/tmp"), Path.cwd()) if _is_writable_disk(each))
-    parent = next(on_disk, usual)
+    on_disk = [each for each in (usual, Path("/var/tmp"), Path.cwd()) if _is_writable_disk(each)]
+    parent = on_disk[0] if on_disk else usual
     with tempfile.TemporaryDirectory(prefix="stillframe-demo-", dir=parent) as name:
         yield Path(name).resolve()
 

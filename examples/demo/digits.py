@@ -26,7 +26,7 @@ SEED = 20
 
 def width_for(nbytes: int) -> int:
     """Return the width of the hidden layers for which model and AdamW take about `nbytes` bytes."""
-    # HIDDEN_LAYERS * width^2 + (PIXELS + CLASSES) * width = weights, solved for width.
+    # The positive solution of HIDDEN_LAYERS * width^2 + (PIXELS + CLASSES) * width = weights.
     weights, linear = nbytes / BYTES_PER_WEIGHT, PIXELS + CLASSES
     width = (math.sqrt(linear**2 + 4 * HIDDEN_LAYERS * weights) - linear) / (2 * HIDDEN_LAYERS)
     return max(16, round(width))

@@ -9,7 +9,7 @@ from stillframe._base import sizes
 
 SAVES = 6  # in a training run
 MOST_STEPS = 96
-LEAST_STEPS = 4 * SAVES  # a save defers only storages that were watched for a few steps before
+LEAST_STEPS = 4 * SAVES  # stillframe watches a few steps before it copies after the call
 LEAST_NBYTES = 1 << 20
 
 

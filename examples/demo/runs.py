@@ -78,11 +78,12 @@ class Run:
         # The step that ends in save n has the index n * period - 1. It begins the save's window of
         # `half` steps; the window without a save fills the rest of the period.
         begin = number * period - 1 + half
-        if number:
+        end = (number + 1) * period - 1
+        if number > 0:
             save = self.saves[number - 1]
             if save.finished_s is None or save.started + save.finished_s > self.starts[begin]:
                 return None
-        return (self.starts[(number + 1) * period - 1] - self.starts[begin]) / (period - half)
+        return (self.starts[end] - self.starts[begin]) / (end - begin)
 
     def lost(self, period: int) -> list[float]:
         """Return the lost time of each save in seconds, for a save every `period` steps.
@@ -91,22 +92,28 @@ class Run:
         soon after them. The list is empty if no window was without a save.
         """
         numbers = range(len(self.starts) // period - 1)
-        steps = {n: step for n in numbers if (step := self._plain_step(n, period)) is not None}
-        if not steps:
+        plain_steps: dict[int, float] = {}
+        for number in numbers:
+            step_s = self._plain_step(number, period)
+            if step_s is not None:
+                plain_steps[number] = step_s
+        if not plain_steps:
             return []
         found = []
         for number in numbers[2:]:
-            adjacent = [steps[n] for n in (number - 1, number) if n in steps]
-            usual = statistics.mean(adjacent or steps.values())
+            adjacent = [plain_steps[n] for n in (number - 1, number) if n in plain_steps]
+            usual_s = statistics.mean(adjacent or plain_steps.values())
             # If the save had not finished at the end of its window, the next window is its as well.
-            length = period // 2 if number in steps else period
+            length = period // 2 if number in plain_steps else period
             start = number * period - 1
-            found.append(self.starts[start + length] - self.starts[start] - length * usual)
+            window_s = self.starts[start + length] - self.starts[start]
+            found.append(window_s - length * usual_s)
         return found
 
 
 class _Clock(Callback):
-    """A callback that records when steps start; the time of `tick` counts for the previous step."""
+    """A callback that records when steps start. The time that `tick` takes counts for the previous
+    step."""
 
     def __init__(self, run: Run, tick: Tick) -> None:
         self._run = run
@@ -237,7 +244,8 @@ def with_ours(width: int, steps: int, tick: Tick, directory: Path, every: int) -
     with reported:  # callbacks have a thread of their own
         reported.wait_for(lambda: len(reports) == len(run.saves), timeout=10)
     for save in run.saves:
-        if (report := reports.get(save.path)) is not None:
+        report = reports.get(save.path)
+        if report is not None:
             save.gate_s = report.gate_wait_s
             save.finished_s = report.durable_after_s
     return run
@@ -294,8 +302,8 @@ def _error(values: list[float]) -> float:
     median distance from the median.
     """
     middle = statistics.median(values)
-    away = statistics.median(abs(value - middle) for value in values)
-    return 1.2533 * 1.4826 * away / math.sqrt(len(values))
+    distance = statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * 1.4826 * distance / math.sqrt(len(values))
 
 
 def keep_memory() -> None:
@@ -303,7 +311,7 @@ def keep_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that mallopt accepts
-        mallopt(_M_TRIM_THRESHOLD, -1)  # never
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never return memory
 
 
 class _Memory:

@@ -109,7 +109,7 @@ class Story:
                     theirs.append(self._saving(with_lightnings, tick))
                 with bar(f"stillframe's plugin, {of}", self.steps) as tick:
                     ours.append(self._saving(with_ours, tick))
-            half = self.steps // self.every // 2 * self.every
+            half = self.steps // self.every // 2 * self.every  # the step of a save
             with bar(f"going on from step {half}", self.steps - half) as tick:
                 resumed = train(
                     self.width,
@@ -129,7 +129,8 @@ class Story:
     def _choose_steps(self, warm_up: Run) -> None:
         """Choose as many steps as this machine can do in STEPS_S, if the user gave no number."""
         if not self.steps:
-            step_s = statistics.median(b - a for a, b in itertools.pairwise(warm_up.starts))
+            starts = itertools.pairwise(warm_up.starts)
+            step_s = statistics.median(next_start - start for start, next_start in starts)
             # The resumed run takes half of the steps. The rest is a margin for slower steps.
             runs = 3 * ROUNDS + 1.5
             fitting = int(STEPS_S / (step_s * runs))
@@ -217,11 +218,11 @@ class Story:
             _ratio(lightning.call_s, stillframe.call_s),
         )
         table.add_row("wait before the step", "none", _ms(stillframe.gate_s))
-        clear = [each for each in both if _is_above_noise(each)]
-        if clear:
-            slow = [_ms(each.slowdown_s) if each in clear else "-" for each in both]
-            table.add_row("slowdown of the steps", *slow)
-            ratio = _ratio(lightning.lost_s, stillframe.lost_s) if len(clear) == 2 else ""
+        above_noise = [each for each in both if _is_above_noise(each)]
+        if above_noise:
+            slowdowns = [_ms(each.slowdown_s) if each in above_noise else "-" for each in both]
+            table.add_row("slowdown of the steps", *slowdowns)
+            ratio = _ratio(lightning.lost_s, stillframe.lost_s) if len(above_noise) == 2 else ""
             table.add_row("[b]lost time[/b]", *map(_lost_time, both), ratio)
         table.add_row(
             "finished after",
@@ -235,16 +236,17 @@ class Story:
             _ratio(lightning.memory_bytes, stillframe.memory_bytes),
         )
         self.console.print(table)
+        rounds = f"{self.rounds} runs each, taken in turn"
+        if self.rounds == 1:
+            rounds = "one run each"
         counted = COUNTED.format(
-            rounds="one run each"
-            if self.rounds == 1
-            else f"{self.rounds} runs each, taken in turn",
+            rounds=rounds,
             steps=self.steps,
             every=self.every,
             first_theirs=_ms(lightning.first_call_s),
             first_ours=_ms(stillframe.first_call_s),
         )
-        if len(clear) < 2:
+        if len(above_noise) < 2:
             self._paragraph("", NOISE, style="yellow")
         share = max(run.others_share for run in [*plain, *theirs, *ours])
         if share > MOST_OTHERS:
@@ -269,9 +271,10 @@ class Story:
         self.failed = self.failed or not holds
         if not holds:
             claim = f"[bold red]NOT SO:[/bold red] {claim}"
-        plain = not (self.console.encoding or "").lower().startswith("utf")
-        good, bad = ("ok", "NO") if plain else ("✓", "✗")
-        self._paragraph(f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]", claim)
+        has_unicode = (self.console.encoding or "").lower().startswith("utf")
+        good, bad = ("✓", "✗") if has_unicode else ("ok", "NO")
+        mark = f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]"
+        self._paragraph(mark, claim)
 
     # ---- checks ----------------------------------------------------------------------------------
 

@@ -29,12 +29,12 @@ __all__ = ["AsyncCheckpointIO", "CPUOffloadCallback", "sharded"]
 
 class AsyncCheckpointIO(CheckpointPlugin, CheckpointIO):
     __doc__ = CheckpointPlugin.__doc__
-    _reader = TorchCheckpointIO
+    _reader = TorchCheckpointIO  # the class that loads checkpoints
 
 
 class CPUOffloadCallback(OffloadHooks, Callback):
     __doc__ = OffloadHooks.__doc__
-    _strategies = strategies
+    _strategies = strategies  # the module in which strategies are looked up by name
 
 
 class StillframeCompanion(CompanionHooks, Callback):
@@ -44,4 +44,5 @@ class StillframeCompanion(CompanionHooks, Callback):
     """
 
 
+# The Trainers of every loaded Lightning package accept the plugin.
 register_with_loaded_packages(AsyncCheckpointIO)

@@ -40,7 +40,7 @@ __all__ = ["FakeDriver", "Injected", "fault", "held", "host_as_device", "slow"]
 _FOREVER_NS = (1 << 64) - 1  # SFR_FOREVER in the core
 _NO_LIMIT = -1
 _LIMITS = {"half": -2, "all but one": -3}  # the core's codes for these limits
-_lock = threading.Lock()  # protects the two depths, and the core's list of faults
+_lock = threading.Lock()  # protects `_depth`, `_host_as_device_depth` and the core's list of faults
 _depth = 0  # how many blocks of `fault`, `slow` and `held` are entered
 
 
@@ -76,7 +76,7 @@ def _injected(
     with _lock:
         _core.inject_install()
         if _depth == 0:
-            _core.inject_clear()
+            _core.inject_clear()  # resets the counts
         _core.inject_set(call, nth, sticky, err, limit, delay_ns)
         _depth += 1
     try:
@@ -129,8 +129,8 @@ def fault(
     if limit is not None and call not in ("pread", "pwrite"):
         raise ValueError(f"only 'pread' and 'pwrite' can fall short, not {call!r}")
     if limit is not None:
-        err = 0
-    with _injected(call, nth, sticky, err, nr_bytes, 0) as injected:
+        err = 0  # the call succeeds, but transfers fewer bytes
+    with _injected(call, nth, sticky, err, nr_bytes, delay_ns=0) as injected:
         yield injected
 
 
@@ -152,7 +152,8 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
         raise ValueError(f"nth counts from 1, got {nth}")
     if seconds < 0:
         raise ValueError(f"seconds must not be negative, got {seconds}")
-    with _injected(call, nth, sticky, 0, _NO_LIMIT, round(seconds * 1e9)) as injected:
+    delay_ns = round(seconds * 1e9)
+    with _injected(call, nth, sticky, err=0, limit=_NO_LIMIT, delay_ns=delay_ns) as injected:
         yield injected
 
 
@@ -173,16 +174,16 @@ def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
     """
     if nth < 1:
         raise ValueError(f"nth counts from 1, got {nth}")
-    with _injected(call, nth, sticky, 0, _NO_LIMIT, _FOREVER_NS) as injected:
+    with _injected(call, nth, sticky, err=0, limit=_NO_LIMIT, delay_ns=_FOREVER_NS) as injected:
         yield injected
 
 
 # ---- the CUDA path without a GPU ----
 
 _ENV_NAME = "STILLFRAME_LIBCUDA"
-_MAX_SENTENCES = 64  # the fake driver keeps this many sentences about violations
+_MAX_VIOLATIONS = 64  # the fake driver describes this many violations
 _REAL_NUMBER_OF = _device.number_of
-_shown_depth = 0  # how many blocks of `host_as_device` are entered
+_host_as_device_depth = 0  # how many blocks of `host_as_device` are entered
 _capturing = False  # the last argument of `FakeDriver.capture`
 
 
@@ -197,7 +198,7 @@ class FakeDriver:
         path = os.environ.get(_ENV_NAME, "")
         try:
             self._library = ctypes.CDLL(path or None)
-            _ = self._library.fake_cuda_reset
+            _ = self._library.fake_cuda_reset  # AttributeError: this is another library
         except (OSError, AttributeError):
             raise RuntimeError(
                 f"{_ENV_NAME}={path!r} is not the fake CUDA driver: build it with `make build` and"
@@ -281,7 +282,7 @@ class FakeDriver:
     @property
     def violations(self) -> list[str]:
         """Return a sentence for each broken rule of the driver."""
-        nr = min(int(self._library.fake_cuda_nr_violations()), _MAX_SENTENCES)
+        nr = min(int(self._library.fake_cuda_nr_violations()), _MAX_VIOLATIONS)
         return [self._library.fake_cuda_violation(ctypes.c_uint64(i)).decode() for i in range(nr)]
 
 
@@ -290,6 +291,7 @@ _real_address_of = torch.UntypedStorage.data_ptr
 
 
 def _number_on_device(device: torch.device) -> int:
+    """Return 1, the number of CUDA device 0, for the host; other devices have their own number."""
     return 1 if device.type == "cpu" else _REAL_NUMBER_OF(device)
 
 
@@ -302,7 +304,7 @@ def _device_address(storage: torch.UntypedStorage) -> int:
 
 
 # Replacements of the functions that the observer calls for a tensor or its storage.
-_OBSERVER_ANSWERS: dict[str, Callable[[Any], Any]] = {
+_OBSERVER_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "is_cpu": lambda tensor: False,
     "device_index": lambda tensor: 0,
     "is_shared": lambda storage: True,
@@ -327,40 +329,42 @@ def host_as_device() -> Iterator[FakeDriver]:
     Raises:
         RuntimeError: `STILLFRAME_LIBCUDA` does not name the fake driver.
     """
-    global _shown_depth
+    global _host_as_device_depth
     driver = FakeDriver()
     with _lock:
-        if _shown_depth == 0:
-            _show_on_device()
-        _shown_depth += 1
+        if _host_as_device_depth == 0:
+            _replace_functions()
+        _host_as_device_depth += 1
     try:
         yield driver
     finally:
         with _lock:
-            _shown_depth -= 1
-            if _shown_depth == 0:
+            _host_as_device_depth -= 1
+            if _host_as_device_depth == 0:
                 for module, name, value in _originals:
                     setattr(module, name, value)
-                for name in _OBSERVER_ANSWERS:
-                    _core.Observer.present(name, None)
+                for name in _OBSERVER_REPLACEMENTS:
+                    _core.Observer.present(name, None)  # restores torch's own function
 
 
-def _answers() -> dict[str, Any]:
-    """Return replacements of functions that the C code calls for a tensor. They answer as if a host
-    tensor were on device 0. The keys are fields of `TorchTypes`."""
+def _skeleton_replacements() -> dict[str, Any]:
+    """Return replacements of functions that the C code calls for a tensor. They return what they
+    would return if a host tensor were on device 0. The keys are fields of `TorchTypes`."""
     return {
+        # `_where` returns 0 for host memory and 1 for a CUDA device.
         "where": lambda tensor: 1 if skeleton._where(tensor) == 0 else -1,
         "device_index": lambda tensor: 0,
         "data_ptr": _device_address,
     }
 
 
-def _show_on_device() -> None:
+def _replace_functions() -> None:
     """Replace every function that says where a tensor is. `_originals` keeps the originals."""
-    answers = _answers()
-    shown: list[tuple[Any, str, Any]] = [
-        (skeleton, "_types", skeleton._make_types(**answers)),
-        (skeleton, "_tree_types", skeleton._make_types(dtypes=skeleton._whole_dtypes(), **answers)),
+    for_skeleton = _skeleton_replacements()
+    tree_dtypes = skeleton._whole_dtypes()
+    replacements: list[tuple[Any, str, Any]] = [
+        (skeleton, "_types", skeleton._make_types(**for_skeleton)),
+        (skeleton, "_tree_types", skeleton._make_types(dtypes=tree_dtypes, **for_skeleton)),
         (_device, "number_of", _number_on_device),
         (_device, "on_host", lambda tensor: False),
         (_device, "number_of_tensor", lambda tensor: _number_on_device(tensor.device)),
@@ -371,8 +375,8 @@ def _show_on_device() -> None:
         (_device, "of_location", lambda location: torch.device("cpu")),
         (_device, "capturing", lambda: _capturing),
     ]
-    _originals[:] = [(module, name, getattr(module, name)) for module, name, _ in shown]
-    for module, name, value in shown:
+    _originals[:] = [(module, name, getattr(module, name)) for module, name, _ in replacements]
+    for module, name, value in replacements:
         setattr(module, name, value)
-    for name, answer in _OBSERVER_ANSWERS.items():
-        _core.Observer.present(name, answer)
+    for name, function in _OBSERVER_REPLACEMENTS.items():
+        _core.Observer.present(name, function)

@@ -79,8 +79,11 @@ def test_device_tag_is_read_once_per_save(monkeypatch):
         asked.append(storage.nbytes())
         return f"tag of {storage.nbytes() // 20}"
 
-    answers = {**testing._answers(), "device_index": lambda tensor: tensor.numel() // 20}
-    types = skeleton._make_types(**answers, location=location, dtypes=[(torch.int8, "CharStorage")])
+    replaced = testing._skeleton_replacements()
+    replaced["device_index"] = lambda tensor: tensor.numel() // 20
+    types = skeleton._make_types(
+        **replaced, location=location, dtypes=[(torch.int8, "CharStorage")]
+    )
     monkeypatch.setattr(skeleton, "_types", types)
     tree = [torch.ones(n, dtype=torch.int8) for n in range(1, 60)]
     tags = [f"tag of {n // 20}" for n in range(1, 60)]

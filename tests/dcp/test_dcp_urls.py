@@ -282,7 +282,7 @@ def test_first_error_ends_all_uploads_and_removes_what_was_sent(server, monkeypa
         put(store, key, *given)
 
     monkeypatch.setattr(stores.Store, "put", noted)
-    monkeypatch.setattr(uploads, "_AT_A_TIME", 1)
+    monkeypatch.setattr(uploads, "_MAX_THREADS", 1)
     with pytest.raises(CheckpointException, match="not this one"):
         write(state(1, 9), server.url("c"), single_file_per_rank=False)
     assert server.objects() == {} and len(begun) < 9

@@ -137,7 +137,7 @@ def test_first_error_counts_and_every_file_is_waited_for():
     files = RankFiles([], None, None, None)
     first, second = OSError("first"), OSError("second")
     files._files = [Ended(None), Ended(first), Ended(None), Ended(second)]
-    assert files.settle() is first
+    assert files.first_failure() is first
     assert all(file.waited for file in files._files)
 
 

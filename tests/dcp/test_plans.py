@@ -49,7 +49,7 @@ def test_states_that_differ_in_a_name_are_each_saved_correctly(tmp_path):
 
 
 def test_least_recently_used_plan_is_dropped(monkeypatch):
-    monkeypatch.setattr("stillframe._dcp.joint._MOST_PLANS", 3)
+    monkeypatch.setattr("stillframe._dcp.joint._MAX_PLANS", 3)
     plans, kept = Plans(), [KeptPlan(number, None, [], None, []) for number in range(4)]
     for number in (0, 1, 2, 2):
         plans.keep(number, kept[number])

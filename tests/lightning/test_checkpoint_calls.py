@@ -67,7 +67,7 @@ def test_remove_of_a_relative_path_waits_for_loggers(plugin, calls, tmp_path, mo
         plugin.save_checkpoint(STATE, "a.ckpt")
         calls.publish(lambda callback: there.append(os.path.exists("a.ckpt")), Callback())
         plugin.remove_checkpoint("a.ckpt")
-        assert calls._work.rotation.held
+        assert calls._work.rotation.to_remove
     plugin.teardown()
     assert there == [True] and os.listdir(tmp_path) == []
 

@@ -79,8 +79,8 @@ def test_logger_with_the_hook_is_recognised_whatever_its_class_is_called(lit):
             pass
 
     Logger.after_save_checkpoint.__qualname__ = "Logger.after_save_checkpoint"
-    assert publish.listens(Logger())
-    assert not publish.listens(CSVLogger("x"))
+    assert publish.overrides_after_save(Logger())
+    assert not publish.overrides_after_save(CSVLogger("x"))
 
 
 def test_metrics_have_the_units_of_their_names_and_the_step_of_the_trainer():

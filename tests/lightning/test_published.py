@@ -156,7 +156,7 @@ def test_logger_without_the_hook_delays_nothing(lit, tmp_path):
 
     class Look(lit.Callback):
         def on_train_batch_start(self, run, *args):
-            removed.append(list(run.strategy.checkpoint_io._checkpoints._work.rotation.held))
+            removed.append(list(run.strategy.checkpoint_io._checkpoints._work.rotation.to_remove))
 
     with slow("fdatasync", 0.1):
         fit(lit, tmp_path, CSVLogger(tmp_path / "logs"), callbacks=[Look()])

@@ -93,7 +93,7 @@ def test_delayed_remove_of_a_name_runs_before_the_next_save_to_it(files, file, t
     files.link(old, link)
     files.remove(old)
     files.make_room(old)
-    assert not files.held
+    assert not files.to_remove
     files.wait()
     file("old.ckpt")
     files.finish()
@@ -248,7 +248,7 @@ def test_failed_logger_call_no_longer_delays_the_remove(files, file):
     assert not files.publications
     files.remove(file("a"))
     files.wait()
-    assert not files.held
+    assert not files.to_remove
 
 
 def test_drain_calls_every_logger_and_keeps_each_error(work, file):
@@ -321,7 +321,7 @@ def test_link_is_made_after_a_remove_of_its_name(files, file, tmp_path):
     link, newer = file("last.ckpt"), file("newer.ckpt")
     files.publications.append(PublicationStub(link, [], due=False))
     files.remove(link)
-    assert files.held
+    assert files.to_remove
     files.link(newer, link)
     files.finish()
     assert os.readlink(link) == "newer.ckpt"
@@ -404,7 +404,7 @@ def test_under_way_is_true_for_saves_engine_and_links(work, file):
     work.rotation.publications.append(PublicationStub(file("a"), [], due=False))
     assert work.under_way()
     work.drain(close=True)
-    work.rotation.held[file("a")] = None
+    work.rotation.to_remove[file("a")] = None
     assert work.under_way()
     work.drain(close=True)
     assert not work.under_way()

@@ -13,7 +13,7 @@ import stillframe
 import torch
 from fix_lightning import assert_same, at, copied, every_steps, load, loader, trainer
 from fix_processes import LIGHTNING, run_python
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._save import completion
 from stillframe._save.ordered import wait_for_path
 from stillframe._snapshot.save import SnapshotSave
@@ -299,7 +299,7 @@ def test_at_most_max_in_flight_wrapped_saves_wait(lit, tmp_path):
         plugin.save_checkpoint(state(), tmp_path / f"{name}.ckpt")
     with pytest.raises(stillframe.BusyError):
         plugin.save_checkpoint(state(), tmp_path / "c.ckpt")
-    with inside():  # as in a signal handler that interrupts a call of ours
+    with inside_call():  # as in a signal handler that interrupts a call of ours
         plugin.save_checkpoint(state(), tmp_path / "d.ckpt")
     gate.event.set()
     plugin.teardown()

@@ -230,11 +230,11 @@ class Training:
             keep = min(self.plan.keep, len(self.layers))
             layers = offload_layers(self.layers, device="cpu", keep=keep, engine=engine)
             stack.enter_context(layers)
-            layers._offloader._most = layers._residents._slots = keep + self.plan.slots
+            layers._offloader._max_slots = layers._residents._slots = keep + self.plan.slots
         if self.plan.state:
             optimizer = offload_optimizer_state(self.optimizer, engine=engine)
             stack.enter_context(optimizer)
-            optimizer._offloader._most = self.plan.slots
+            optimizer._offloader._max_slots = self.plan.slots
         if self.plan.activations is not None:
             self.activations = offload_activations(
                 min_bytes=0, keep_last=self.plan.activations, device="cpu", engine=engine

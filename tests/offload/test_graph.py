@@ -178,7 +178,7 @@ class Interrupt:
 
 
 def test_ctrl_c_at_any_line_of_a_backward_does_not_affect_the_next(monkeypatch, caplog):
-    monkeypatch.setattr(graph, "_MOST_S", 0.1)  # no node of a failed pass still runs
+    monkeypatch.setattr(graph, "_MAX_WAIT_S", 0.1)  # no node of a failed pass still runs
     model = mlp(depth=2)
     plain = copy.deepcopy(model)
     squares(plain, numbers(0)).backward()
@@ -191,7 +191,7 @@ def test_ctrl_c_at_any_line_of_a_backward_does_not_affect_the_next(monkeypatch, 
             loss = squares(model, numbers(0))
             with contextlib.suppress(KeyboardInterrupt), Interrupt(nth):
                 loss.backward()
-            assert not handle._gradients._under_way and not handle._gradients._sums, nth
+            assert not handle._gradients._additions and not handle._gradients._sums, nth
             handle.wait()
             model.zero_grad()
             squares(model, numbers(0)).backward()

@@ -120,7 +120,7 @@ def test_gradients_in_flight_never_exceed_the_slots(either, monkeypatch):
 
         def send(*args):
             real(*args)
-            seen.append(len(handle._gradients._under_way))
+            seen.append(len(handle._gradients._additions))
 
         monkeypatch.setattr(handle._gradients, "send", send)
         squares(model, numbers(0)).backward()

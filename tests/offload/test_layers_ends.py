@@ -108,7 +108,7 @@ def test_forward_whose_buffers_cannot_leave_releases_its_memory(either, nth, mon
         offload_layers(other, device="cpu", engine=engine),
         offload_layers(model, device="cpu", engine=engine) as handle,
     ):
-        handle._offloader._most = handle._residents._slots = 1
+        handle._offloader._max_slots = handle._residents._slots = 1
         count, real, before = itertools.count(), handle._offloader.offload, leased(engine)
 
         def offload(tensors):
@@ -130,7 +130,7 @@ def test_failure_to_add_one_gradient_loses_no_other(either, nth, monkeypatch):
     model = mlp(depth=3)
     real, broken = gradients._add, model[nth][0].weight
     with offload_layers(model, device="cpu") as handle:
-        handle._gradients._most = 8  # no gradient is waited for before the end
+        handle._gradients._max_in_flight = 8  # no gradient is waited for before the end
 
         def add(parameter, total):
             if parameter is broken:
@@ -144,7 +144,7 @@ def test_failure_to_add_one_gradient_loses_no_other(either, nth, monkeypatch):
         monkeypatch.undo()
         others = [layer for i, layer in enumerate(model) if i != nth]
         assert all(p.grad is not None for layer in others for p in layer.parameters())
-        assert not handle._gradients._under_way and not handle._gradients._sums
+        assert not handle._gradients._additions and not handle._gradients._sums
         assert works(model)
 
 

@@ -102,7 +102,7 @@ def test_sources_are_kept_alive_until_their_copies_complete(fake, engine):
         pooled = offloader.adopt(group(2)).tensors()
         fake.hold(True)
         assert offloader.prefetch(pooled)
-        (slot,) = offloader._coming
+        (slot,) = offloader._copying_in
         assert not slot.try_to_finish() and slot._layout.sources
         fake.hold(False)
         assert same(offloader.onload(pooled), group(2))

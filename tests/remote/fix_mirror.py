@@ -185,7 +185,7 @@ def state(value: float, numel: int = 1000) -> dict[str, torch.Tensor]:
 
 def entries(directory: Path) -> list[str]:
     """Return the states of the entries in a directory's journal, the oldest first."""
-    return [each.file.rpartition(".")[2] for each in journal.entries(str(directory))]
+    return [each.entry_name.rpartition(".")[2] for each in journal.entries(str(directory))]
 
 
 def has_entries(directory: Path, *states: str) -> bool:
@@ -209,7 +209,7 @@ def put(path: Path, url: str) -> None:
     """Have the mirror upload a file that other code has written."""
     entry = journal.Entry(str(path.parent), path.name, url, path.name)
     journal.add_due(entry, durable=True)
-    mirror.uploader.look_at(entry.directory)
+    mirror.uploader.check_journal(entry.directory)
 
 
 def leave(directory: Path, url: str, name: str, content: bytes) -> None:

@@ -682,6 +682,18 @@ def test_journal_entry_of_a_save_under_way_is_not_taken_for_a_dead_ones(store, r
     assert eventually(lambda: store.names() == {"a.pt"})
 
 
+def test_journal_entry_that_becomes_due_while_the_journal_is_read_waits_for_the_next_turn(
+    run, monkeypatch
+):
+    """An entry becomes due when its save ends or its process is killed."""
+    (run / journal.NAME).mkdir()
+    due = iter([True, False, True])
+    entry = journal.Entry(str(run), "a.pt", "memory://run/", "a.pt", "00000000000000000001.json")
+    monkeypatch.setattr(mirror, "_entries_of", lambda directories: [entry])
+    monkeypatch.setattr(journal.Entry, "is_due", lambda self: next(due))
+    assert not mirror._Uploader()._upload_from(str(run), [entry], set())
+
+
 def test_journal_entry_renamed_while_the_journal_is_read_is_found(run, monkeypatch):
     def read(directory, file):
         if not journal_is_read:

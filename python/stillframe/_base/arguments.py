@@ -6,10 +6,9 @@ import math
 import numbers
 
 
-def refuse_unclear(**switches: object) -> None:
-    """Raise TypeError if a boolean argument is None or a string. `switches` has the arguments by
-    name."""
-    for name, value in switches.items():
+def check_booleans(**arguments: object) -> None:
+    """Raise TypeError if an argument is None or a string. Other values count by their truth."""
+    for name, value in arguments.items():
         if value is None or isinstance(value, str):
             raise TypeError(f"{name} has to be True or False, not {value!r}")
 

@@ -36,6 +36,7 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
 
     name = printable(os.path.basename(path))
     console = Console(stderr=True)
+    # BarColumn(None) takes the rest of the line.
     columns = [TextColumn("{task.description}"), BarColumn(None), DownloadColumn()]
     if console.width >= 80:
         columns.append(Speed())
@@ -48,8 +49,8 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
 def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
     """Show a bar of the block's progress on a terminal, once the block has lasted a second.
 
-    `done` returns how many of the `nbytes` bytes are done, on another thread. Its ValueError ends
-    the bar.
+    `done` is called on another thread and returns how many of the `nbytes` bytes are done. If it
+    raises ValueError, the bar ends.
     """
     if not on_terminal():
         yield
@@ -63,7 +64,7 @@ def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
             with bar(path, nbytes) as update:
                 while not end.wait(_UPDATE_EVERY_S):
                     update(done(), nbytes)
-        except ValueError:  # the object that `done` asks is closed
+        except ValueError:  # from `done`
             pass
 
     thread = threading.Thread(target=show, name="sf-progress", daemon=True)

@@ -17,13 +17,13 @@ class Birth:
         self._what = what
         self._generation = _core.fork_generation()
 
-    def foreign(self) -> bool:
+    def in_forked_child(self) -> bool:
         """Return whether this process is a forked child of the process that made the object."""
         return self._generation != _core.fork_generation()
 
-    def refuse_child(self) -> None:
+    def refuse_forked_child(self) -> None:
         """Raise ForkError in a forked child."""
-        if self.foreign():
+        if self.in_forked_child():
             raise ForkError(
                 f"{self._what} was made before fork() and belongs to the parent process. A forked"
                 " child may use stillframe.default_engine(), which makes one of its own, or make"

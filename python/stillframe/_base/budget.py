@@ -56,7 +56,7 @@ def measure(held: int, root: Path = Path("/")) -> Budget:
     least = min(_left_by_machine(root), _left_by_cgroups(root))
     # Without any figures the budget is 0, and each pool has one block: slow, but safe.
     shared = 0 if least == _NO_LIMIT else (least + held) // 2 // _local_ranks()
-    return Budget(shared, _left_by_rlimit(root) // 2)
+    return Budget(shared, most=_left_by_rlimit(root) // 2)  # half of the address space left
 
 
 def _left_by_machine(root: Path) -> int:
@@ -103,6 +103,7 @@ def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
 
 
 def _left_by(folder: Path, files: _Files) -> int:
+    """Return the number of bytes that one group leaves."""
     # Without a limit the file has "max" in v2, and a huge number in v1.
     limit = _number(folder / files.limit)
     usage = _number(folder / files.usage)

@@ -22,7 +22,9 @@ class _Frames(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[FrameType] = []  # frames that are inside a call
-        self.no_collection: list[FrameType] = []  # frames that turned garbage collection off
+        self.no_garbage_collection: list[
+            FrameType
+        ] = []  # frames that turned garbage collection off
 
 
 _frames = _Frames()
@@ -37,7 +39,7 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _drop_ended(frames: list[FrameType]) -> bool:
     """Remove the frames that have left this thread's stack. Return whether there were any."""
-    living = set(stack(sys._getframe(1)))
+    living = set(stack(sys._getframe(1)))  # from the caller's frame on
     ended = [each for each in frames if each not in living]
     for each in ended:
         frames.remove(each)
@@ -49,9 +51,9 @@ def _leave(frames: list[FrameType], frame: FrameType) -> None:
         frames.remove(frame)
 
 
-class inside:  # lower case, because it is used like a function
-    """Mark the thread as inside a call: `with inside() as nested:`. `nested` is True if the thread
-    was inside a call already."""
+class inside_call:  # lower case, because it is used like a function
+    """Mark the thread as inside a call of this package: `with inside_call() as nested:`. `nested`
+    is True if the thread was inside such a call already."""
 
     __slots__ = ()
 
@@ -60,14 +62,14 @@ class inside:  # lower case, because it is used like a function
         if calls:
             _drop_ended(calls)
         nested = bool(calls)
-        calls.append(sys._getframe(1))
+        calls.append(sys._getframe(1))  # the frame of the `with` statement
         return nested
 
     def __exit__(self, *error: object) -> None:
         _leave(_frames.calls, sys._getframe(1))
 
 
-class no_collection:  # lower case for the same reason
+class no_garbage_collection:  # lower case for the same reason
     """Turn garbage collection off inside the block.
 
     For blocks that make many objects that all stay alive. Collections would find nothing, and take
@@ -77,7 +79,7 @@ class no_collection:  # lower case for the same reason
     __slots__ = ("_was_enabled",)
 
     def __enter__(self) -> None:
-        frames = _frames.no_collection
+        frames = _frames.no_garbage_collection
         # If an interrupted block has left collection off, this block turns it on at its end.
         interrupted = bool(frames) and _drop_ended(frames)
         self._was_enabled = gc.isenabled() or interrupted
@@ -88,7 +90,7 @@ class no_collection:  # lower case for the same reason
     def __exit__(self, *error: object) -> None:
         if self._was_enabled:
             gc.enable()
-            _leave(_frames.no_collection, sys._getframe(1))
+            _leave(_frames.no_garbage_collection, sys._getframe(1))
 
 
 def do_nothing() -> None:

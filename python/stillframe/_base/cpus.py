@@ -7,7 +7,7 @@ sets that fits:
 
 - the CPUs that the main thread had when this module was imported, if they were more;
 - all places of the runtime, if they have as many CPUs as the runtime has counted at its start;
-- all CPUs that the system grants, if they are as many.
+- all CPUs that the system grants, if their number is the one that the runtime has counted.
 
 If the main thread's CPUs are not a place, the program has chosen them itself, for instance with
 `taskset`. Our threads then inherit them.
@@ -66,19 +66,20 @@ def before_binding(
     if not binding:
         return None
     if main != first:
-        return first if main < first else None  # None: the program has chosen other CPUs
-    # A runtime that was loaded after the binding has counted only the CPUs of one place.
+        is_part_of_first = main < first
+        return first if is_part_of_first else None  # None: the program has chosen other CPUs
     runtime = max(binding, key=lambda each: each.nr_cpus)
-    listed = set().union(*runtime.places)
     if runtime.nr_cpus <= len(main):
-        return None
-    if len(listed) == runtime.nr_cpus:
-        return listed
-    if len(found := granted()) == runtime.nr_cpus:
-        return found
-    # The user may have listed fewer CPUs than the process had. If the user has listed more, some
-    # of them belong to other processes.
-    return listed if len(listed) < runtime.nr_cpus else None
+        return None  # a runtime that is loaded after the binding counts only one place's CPUs
+    in_places = set().union(*runtime.places)
+    if len(in_places) == runtime.nr_cpus:
+        return in_places
+    by_system = granted()
+    if len(by_system) == runtime.nr_cpus:
+        return by_system
+    # The user may have listed fewer CPUs as places than the process had. If the user has listed
+    # more, some of them belong to other processes.
+    return in_places if len(in_places) < runtime.nr_cpus else None
 
 
 def inspect() -> Cpus:
@@ -88,7 +89,7 @@ def inspect() -> Cpus:
     has_all_cpus = len(main) >= os.sysconf("SC_NPROCESSORS_ONLN")
     if not has_all_cpus:
         before = before_binding(main, _first, _runtimes(), _granted)
-    return Cpus(main, before or main, before is not None)
+    return Cpus(main=main, ours=before or main, bound=before is not None)
 
 
 def spread() -> None:
@@ -97,7 +98,8 @@ def spread() -> None:
     with contextlib.suppress(OSError):  # a sandbox forbids it; threads inherit the CPUs
         if _known is None or _known.main != _of_main_thread():
             _known = inspect()
-            _core.set_cpus(tuple(_known.ours if _known.bound else ()))
+            # With (), the core's threads inherit the CPUs.
+            _core.set_cpus(tuple(_known.ours) if _known.bound else ())
 
 
 def count() -> int:

@@ -34,6 +34,7 @@ def number_of(device: torch.device) -> int:
     return -1
 
 
+# The getter of the property `is_cpu`: a call of it makes no Python frame.
 on_host: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_cpu.__get__  # type: ignore[attr-defined]
 """Return whether a tensor is in host memory."""
 

@@ -48,9 +48,10 @@ class Disk:
         """Yield the names in a directory, except links to another name in the same directory."""
         with os.scandir(path) as entries:
             for each in entries:
-                if each.is_symlink() and os.path.dirname(os.readlink(each.path)) in ("", "."):
-                    continue
-                yield each.name
+                target = os.readlink(each.path) if each.is_symlink() else None
+                is_local_link = target is not None and os.path.dirname(target) in ("", ".")
+                if not is_local_link:
+                    yield each.name
 
     def walk(self, path: str, on_error: Callable[[OSError], object]) -> Walk:
         """Iterate over a directory and its subdirectories, as `os.walk` does."""
@@ -83,7 +84,7 @@ class Disk:
     def forget(self, path: str) -> None:
         """Forget a file's size and version. The next `open` asks the store for them."""
 
-    def rest(self, file: Opened) -> None:
+    def release_memory(self, file: Opened) -> None:
         """Give back the memory of a file that stays open and is not read for a while."""
 
 

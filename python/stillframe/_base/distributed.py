@@ -44,7 +44,8 @@ def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
 def dtensor() -> type[Any] | None:
     """Return the class DTensor, or None if its module was not imported: then there are no
     DTensors."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    module = sys.modules.get("torch.distributed.tensor")  # None if it was not imported
+    kind = getattr(module, "DTensor", None)
     return kind if isinstance(kind, type) else None
 
 

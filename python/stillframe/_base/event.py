@@ -16,8 +16,8 @@ class Event:
 
     def __init__(self) -> None:
         self._is_set = False
-        # One lock for each thread that waits. The thread holds the lock and acquires it again,
-        # which lasts until `set` releases the lock.
+        # One lock for each thread that waits. The thread acquires its lock twice. The second time
+        # blocks until `set` releases the lock.
         self._waiting: list[threading.Lock] = []
 
     def is_set(self) -> bool:
@@ -36,10 +36,10 @@ class Event:
         mine.acquire()
         self._waiting.append(mine)
         try:
-            # Checked after the append: either `set` finds the lock, or the flag is set here.
+            # Checked after the append: either `set` finds the lock, or the flag is set already.
             if not self._is_set:
                 mine.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
-            with contextlib.suppress(ValueError):  # `set` has removed the lock
+            with contextlib.suppress(ValueError):  # `set` has removed the lock already
                 self._waiting.remove(mine)
         return self._is_set

@@ -74,7 +74,8 @@ def exists(path: str | os.PathLike[str]) -> bool:
         names = os.listdir(path)
     except OSError:
         return True  # it exists, whatever it is
-    return is_sharded(names) or not any(map(is_shard, names))
+    has_shards = any(map(is_shard, names))
+    return is_sharded(names) or not has_shards
 
 
 def describe_directory(path: str, disk: Disk = LOCAL) -> str:
@@ -112,12 +113,14 @@ def guess(fd: int, path: str) -> str | None:
 def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     """Return why a file is not a checkpoint at all, or None if it is a damaged checkpoint. `found`
     is the result of the core's check, which has failed."""
-    if (words := guess(fd, path)) is not None:
+    words = guess(fd, path)
+    if words is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
     if found["format"] == "archive":
         is_whole = found["num_bad"] == 0
-        is_another = "no record" in found["error"] if is_whole else is_another_zip(fd)
-        if is_another:
+        is_another_whole_one = is_whole and "no record" in found["error"]
+        is_another_damaged_one = not is_whole and is_another_zip(fd)
+        if is_another_whole_one or is_another_damaged_one:
             return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
     # The format is unknown, and the file is neither empty nor all zeros.
     if found["format"] == "foreign" and _core.read_at(fd, _HEAD, 0).strip(b"\0"):
@@ -133,8 +136,8 @@ def is_safetensors(fd: int, path: str) -> bool:
     head = _core.read_at(fd, 32, 0)
     if safetensors.begins_like_one(head):
         return True
-    named = path.endswith(safetensors.SUFFIX)
-    return named and not (head.startswith(b"PK\3\4") or LEGACY in head)
+    has_format_of_torch = head.startswith(b"PK\3\4") or LEGACY in head
+    return path.endswith(safetensors.SUFFIX) and not has_format_of_torch
 
 
 def is_another_zip(fd: int) -> bool:
@@ -149,7 +152,7 @@ def is_another_zip(fd: int) -> bool:
 
 def first_name_in_zip(head: bytes) -> bytes:
     """Return the name of the first record of a zip archive, from the first bytes of the file."""
-    length = int.from_bytes(head[26:28], "little")
+    length = int.from_bytes(head[26:28], "little")  # the zip format fixes these offsets
     return head[30 : 30 + length]
 
 

@@ -112,10 +112,10 @@ def key(path: object, *, follow_link: bool) -> bytes:
     """Return a local path's name in the log: the parent's real path, and the last component."""
     text = as_text(path)
     resolved = _core.resolve(os.fsencode(text), follow_link)
-    if resolved is not None:
-        return os.path.join(*resolved[:2])
-    parent, name = _split(text, follow_link)
-    return os.fsencode(os.path.join(parent, name))
+    if resolved is None:  # a component of the path is missing
+        return os.fsencode(os.path.join(*_split(text, follow_link)))
+    real_parent, name = resolved[:2]
+    return os.path.join(real_parent, name)
 
 
 def target(
@@ -226,13 +226,13 @@ def make_directories(directory: str, durable: bool) -> None:
     while not os.path.isdir(directory):
         missing.append(directory)
         above = os.path.dirname(directory)
-        if above == directory:
+        if above == directory:  # the root
             break
         directory = above
     for path in reversed(missing):
         try:
             os.mkdir(path)
-        except FileExistsError:
+        except FileExistsError:  # another process has just made it, or it is a file
             if not os.path.isdir(path):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
             continue

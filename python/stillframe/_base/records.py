@@ -41,13 +41,14 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
     memory: dict[int, bytearray] = {}  # by the number of the record
     for number in numbers:
         if number >= 0:
-            memory[number] = bytearray(core.sizes(number, 1)[0])
+            nbytes = core.sizes(number, 1)[0]  # the first element is this record's length
+            memory[number] = bytearray(nbytes)
     try:
         for number, data in memory.items():
             core.into(number, [_address_of(data)])
         for number in sorted(memory):  # in the order of the file
             core.until(number)  # read no further than this record
-            core.go(core.reach(number))
+            core.go(core.reach(number))  # begin to read
             wait(core, number)
     except BaseException:
         core.close()  # ends the threads before the memory that they write to is freed

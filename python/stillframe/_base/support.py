@@ -67,7 +67,7 @@ def installed(package: str) -> str | None:
     except ModuleNotFoundError as error:
         if error.name == package:
             return None
-        raise  # the package lacks one that it imports itself
+        raise  # the package itself imports a module that is missing
 
 
 def is_free_threaded() -> bool:

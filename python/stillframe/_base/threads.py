@@ -90,6 +90,7 @@ class SingleThread:
         return True
 
     def _run(self) -> None:
+        """Run the function, unless another thread is the owner."""
         thread = threading.current_thread()
         if self._owner.setdefault("owner", thread) is thread:
             self._has_owner.set()
@@ -114,6 +115,9 @@ class SingleThread:
         """Wait at most `timeout` seconds until the thread has ended. Call this only if the thread
         was started and not prevented."""
         begin_s = time.monotonic()
-        if self._has_owner.wait(timeout) and (thread := self._owner["owner"]) is not None:
+        if not self._has_owner.wait(timeout):
+            return
+        thread = self._owner["owner"]
+        if thread is not None:
             spent_s = time.monotonic() - begin_s
             thread.join(None if timeout is None else max(0.0, timeout - spent_s))

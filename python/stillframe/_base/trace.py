@@ -107,7 +107,7 @@ class trace:  # a context manager that reads as a verb
                 _core.trace_name_thread(thread.native_id, name.replace(b"\0", b"?"))
         result = _core.trace_stop()
         _current = None
-        if result is None:
+        if result is None:  # no trace was running
             return
         self.events, self.dropped, code = result
         if code:

@@ -127,7 +127,8 @@ def _check_opened(
     except safetensors.Damaged as error:
         return Finding(path, DAMAGED, str(error), _size(fd))
     except OSError as error:
-        # The file was opened, but its bytes cannot be read: the disk has lost them.
+        # The file was opened, but its bytes cannot be read. After most errors, the disk has lost
+        # them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
         return Finding(path, status, reason_of(error), _size(fd))
     except MemoryError:
@@ -140,19 +141,21 @@ def _check_file(
     """Check an open file that is neither safetensors nor an index."""
     # `direct` bypasses the page cache. `directory` reads only the archive's directory.
     found = _core.check(fd, thorough, progress, direct=thorough, directory=not thorough)
-    reason = None if found["ok"] else file_kinds.no_checkpoint(fd, path, found)
+    # Each of these says what is wrong, and is None or empty if nothing is.
+    why_no_checkpoint = None if found["ok"] else file_kinds.no_checkpoint(fd, path, found)
     lacking = pickles.lacking(fd, bound) if found["ok"] and thorough else []
-    cut = pickles.truncated(fd, bound) if found["format"] == "legacy" else None
-    bad = lacking or found["bad_records"]
-    status = DAMAGED
-    if found["ok"] and not bad and cut is None:
+    truncated = pickles.truncated(fd, bound) if found["format"] == "legacy" else None
+    bad_records = lacking or found["bad_records"]
+    if found["ok"] and not bad_records and truncated is None:
         status = GOOD
-    elif reason is not None:
+    elif why_no_checkpoint is not None:
         status = UNUSABLE
+    else:
+        status = DAMAGED
     return Finding(
         path,
         status,
-        cut or reason or found["error"],
+        truncated or why_no_checkpoint or found["error"],
         found["nbytes"],
         found["num_records"],
         found["num_unchecked"],
@@ -160,7 +163,7 @@ def _check_file(
         num_trailing=found["num_trailing"],
         num_bad=len(lacking) or found["num_bad"],
         format=found["format"],
-        bad_records=bad,
+        bad_records=bad_records,
     )
 
 
@@ -168,8 +171,9 @@ def _check_directory(path: str, disk: Disk, thorough: bool, bound: Bound) -> Fin
     """Check that a directory has the files that its kind must have. Check the files themselves only
     in a directory of DCP."""
     names = disk.names(path)
-    if (wrong := kinds.incomplete(path, names, disk)) is not None:
-        return Finding(path, DAMAGED, wrong)
+    problem = kinds.incomplete(path, names, disk)
+    if problem is not None:
+        return Finding(path, DAMAGED, problem)
     if not file_kinds.is_sharded(names):
         return Finding(path, GOOD)
     read = functools.partial(pickles.read, bound=bound)
@@ -191,7 +195,8 @@ def _check_index(path: str, disk: Disk) -> Finding:
     files = safetensors.read_index(disk, path)
     for name, tensors in files.items():
         shard = os.path.join(os.path.dirname(path), name)
-        if not (found := check(shard, disk, thorough=False)).ok:
+        found = check(shard, disk, thorough=False)
+        if not found.ok:
             return Finding(path, DAMAGED, f"{name}: {found.reason}")
         if found.format == "safetensors":
             with disk.open(shard, peek=True) as file:
@@ -201,6 +206,7 @@ def _check_index(path: str, disk: Disk) -> Finding:
 
 
 def reason_of(error: Exception) -> str:
+    """Return words for an error, for messages."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
     if isinstance(error, PermissionError):

@@ -80,8 +80,10 @@ _OPTIMIZER = re.compile(
     r"(rank\d+-of-\d+-)?optimizer\.pt(_.*)?|optimizer(_\d+)?(_rank\d+)?\.bin|optimizer_\d+"
     r"|global_step\d+|pytorch_model(_\d+)?"  # DeepSpeed's directories have both
 )
+# Files of one rank; the group is the rank.
 _RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _RANDOM_STATES = re.compile(r"random_states_(\d+)\.pkl")
+# Accelerate's numbered files: stem, number and suffix. The first one often has no number.
 _NUMBERED = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|custom_checkpoint)(?:_(\d+))?\.(safetensors|bin|pkl)"
 )
@@ -93,12 +95,14 @@ def kind_of(path: str, names: Sequence[str]) -> str | None:
     None."""
     if file_kinds.is_sharded(names):
         return "sharded"
-    has_others = any(name != "meta.pt" and CHECKPOINT_NAME.fullmatch(name) for name in names)
-    if any(map(file_kinds.is_shard, names)) and not has_others:
+    files = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
+    has_other_files = any(name != "meta.pt" for name in files)
+    if any(map(file_kinds.is_shard, names)) and not has_other_files:
         return "shards"
     if any(map(_RANDOM_STATES.fullmatch, names)):
         return "accelerate"
     name = _base_name(path)
+    # An empty directory may be a checkpoint that is not finished.
     may_have_parts = not names or any(map(_is_part, names))
     has_trainer_files = not _TRAINER_FILES.isdisjoint(names)
     if _TRAINER.fullmatch(name) and (may_have_parts or has_trainer_files):
@@ -121,8 +125,9 @@ def _is_part(name: str) -> bool:
 def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | None:
     """Return a sentence about what a directory with these names lacks, or None. Of the files that
     are there, only JSON files are read. Raise OSError if one of them cannot be read."""
-    if MARKER in names and (wrong := _missing_listed_file(path, disk)):
-        return wrong
+    problem = _missing_listed_file(path, disk) if MARKER in names else None
+    if problem is not None:
+        return problem
     kind = kind_of(path, names)
     if kind == "sharded" and _base_name(path).endswith(".ckpt") and "meta.pt" not in names:
         return "it has no meta.pt, which Lightning writes last"
@@ -158,49 +163,55 @@ def _incomplete_trainer(path: str, names: Sequence[str], disk: Disk) -> str | No
     step = int(_base_name(path).rpartition("-")[2])
     if _UNFINISHED in names:
         return f"it has {_UNFINISHED}"
-    if wrong := _missing_model(path, names, disk):
-        return wrong
+    problem = _missing_model(path, names, disk)
+    if problem is not None:
+        return problem
     if _TRAINER_STATE not in names:
         return f"it has no {_TRAINER_STATE}, which is written last"
-    if wrong := _unreadable_json(path, names, disk):
-        return wrong
+    problem = _unreadable_json(path, names, disk)
+    if problem is not None:
+        return problem
     state = _read_json(os.path.join(path, _TRAINER_STATE), disk)
     if not isinstance(state, dict) or state.get("global_step") != step:
         other = state.get("global_step") if isinstance(state, dict) else None
         return f"its {_TRAINER_STATE} is of step {other}"
-    tag, wrong = _deepspeed_tag(path, names, disk)
+    tag, problem = _deepspeed_tag(path, names, disk)
     has = {
         "optimizer": any(map(_OPTIMIZER.fullmatch, names)),
         "scheduler": "scheduler.pt" in names or tag is not None,
         "RNG state": any(map(_RNG.fullmatch, names)),
     }
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = {}  # stays empty if the names alone give the answer
     is_complete_of_one_rank = all(has.values()) and "rng_state.pth" in names
     if _TRAINING_ARGS in names and not is_complete_of_one_rank:
         args = _read_training_args(os.path.join(path, _TRAINING_ARGS), disk)
     is_model_only = args.get("save_only_model", not any(has.values()))
     if is_model_only:
-        return wrong
-    for part, there in has.items():
-        if not there:
+        return problem
+    for part, is_there in has.items():
+        if not is_there:
             return f"it has no {part}"
-    if tag is not None and re.fullmatch(r"global_step\d+", tag) and tag != f"global_step{step}":
+    tag_names_step = tag is not None and re.fullmatch(r"global_step\d+", tag) is not None
+    if tag_names_step and tag != f"global_step{step}":
         return f"its DeepSpeed state is of {tag}"
-    return wrong or _missing_rank(names, _RNG, args.get("ranks", 1))
+    return problem or _missing_rank(names, _RNG, args.get("ranks", 1))
 
 
 def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
     """Return the result of `incomplete` for a checkpoint of Accelerate."""
-    tag, wrong = _deepspeed_tag(path, names, disk)
-    if wrong := wrong or _missing_model(path, names, disk, by_hooks=True):
-        return wrong
+    tag, problem = _deepspeed_tag(path, names, disk)
+    problem = problem or _missing_model(path, names, disk, may_be_saved_by_hooks=True)
+    if problem is not None:
+        return problem
     if tag is None and not any(map(_OPTIMIZER.fullmatch, names)):
         return "it has no optimizer"
     if not any(map(_RANDOM_STATES.fullmatch, names)):
         return "it has no random_states_0.pkl, which is written last"
     numbers_of: dict[tuple[str, str], set[int]] = {}  # of the numbered files, by stem and suffix
-    for match in filter(None, map(_NUMBERED.fullmatch, names)):
-        numbers_of.setdefault((match[1], match[3]), set()).add(int(match[2] or 0))
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            numbers_of.setdefault((match[1], match[3]), set()).add(int(match[2] or 0))
     for (stem, suffix), numbers in numbers_of.items():
         for number in range(max(numbers)):
             if number not in numbers:
@@ -211,28 +222,30 @@ def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str |
 
 
 def _missing_model(
-    path: str, names: Sequence[str], disk: Disk, *, by_hooks: bool = False
+    path: str, names: Sequence[str], disk: Disk, *, may_be_saved_by_hooks: bool = False
 ) -> str | None:
-    """Return a sentence about the file of a model that is missing, or None. With `by_hooks`, hooks
-    of the user may have written the weights under any name."""
+    """Return a sentence about the file of a model that is missing, or None. Hooks are those of the
+    user, which write the weights under any name."""
     if "adapter_model.safetensors" in names or "adapter_model.bin" in names:
         return None if "adapter_config.json" in names else "it has no adapter_config.json"
     models = [name for name in names if _MODEL.fullmatch(name)]
     # transformers writes a generation_config.json or an index only with a config.json.
-    has_config = "generation_config.json" in names or any(n.endswith(".json") for n in models)
-    if has_config and not by_hooks and "config.json" not in names:
+    needs_config = "generation_config.json" in names or any(n.endswith(".json") for n in models)
+    if needs_config and not may_be_saved_by_hooks and "config.json" not in names:
         return "it has no config.json"
     if models:
         return None
-    if by_hooks and any(CHECKPOINT_NAME.fullmatch(n) and not _is_part(n) for n in names):
-        return None
+    if may_be_saved_by_hooks:
+        for name in names:
+            if CHECKPOINT_NAME.fullmatch(name) and not _is_part(name):
+                return None
     for name in names:
         below = os.path.join(path, name)
         if not name.startswith(".") and disk.is_directory(below):
             # further adapters, or the models of a pipeline
-            inside = disk.names(below)
-            if any(_MODEL.fullmatch(each) or each.endswith(safetensors.SUFFIX) for each in inside):
-                return None
+            for each in disk.names(below):
+                if _MODEL.fullmatch(each) or each.endswith(safetensors.SUFFIX):
+                    return None
     return "it has no model"
 
 
@@ -240,10 +253,11 @@ def _deepspeed_tag(path: str, names: Sequence[str], disk: Disk) -> tuple[str | N
     """Return the name of the directory with DeepSpeed's state, and a sentence if this directory is
     missing. Either may be None."""
     named = os.path.join(path, _DEEPSPEED)
-    if _DEEPSPEED not in names or disk.is_directory(named):
+    if _DEEPSPEED not in names or disk.is_directory(named):  # DeepSpeed's is a file
         return None, None
-    tag = os.fsdecode(disk.read(named, 256)).strip()
-    if tag and os.path.basename(tag) == tag and disk.is_directory(os.path.join(path, tag)):
+    tag = os.fsdecode(disk.read(named, 256)).strip()  # 256: the longest name
+    is_name = tag != "" and os.path.basename(tag) == tag
+    if is_name and disk.is_directory(os.path.join(path, tag)):
         return tag, None
     return tag, f"it has no directory {tag}, which {_DEEPSPEED} names"
 
@@ -252,13 +266,15 @@ def _missing_rank(names: Sequence[str], of_rank: re.Pattern[str], least: int) ->
     """Return a sentence about the first rank whose file is missing, or None.
 
     Args:
-        of_rank: Matches the name of a rank's file; the first group is the rank.
+        of_rank: Matches the name of a rank's file; the first group is the rank. At least one of
+            the names matches.
         least: The least number of ranks that have saved. 0: each node has a directory of its own,
             and nothing is checked.
     """
     if least == 0:
         return None
-    ranks = {int(match[1] or 0) for match in filter(None, map(of_rank.fullmatch, names))}
+    matches = [of_rank.fullmatch(name) for name in names]
+    ranks = {int(match[1] or 0) for match in matches if match is not None}
     for rank in range(max(least, max(ranks) + 1)):
         if rank not in ranks:
             return f"it has no RNG state of rank {rank}"
@@ -266,6 +282,7 @@ def _missing_rank(names: Sequence[str], of_rank: re.Pattern[str], least: int) ->
 
 
 def _unreadable_json(path: str, names: Sequence[str], disk: Disk) -> str | None:
+    """Return a sentence about the first JSON file that is damaged, or None."""
     for name in names:
         if name.endswith(".json"):
             try:
@@ -280,15 +297,15 @@ def _read_json(path: str, disk: Disk) -> Any:
 
 
 def _read_training_args(path: str, disk: Disk) -> dict[str, Any]:
-    """Return those of these values from training_args.bin that can be read:
+    """Return these values from training_args.bin, as far as they can be read:
 
     save_only_model: Whether only the model was saved.
     ranks: How many ranks saved to this directory; 0 if each node has a directory of its own.
     """
     try:
         with disk.open(path, peek=True) as file:
-            core = _core.restore(file.fileno(), True)[1]  # True: compare CRCs
-            if core is None:
+            _, core = _core.restore(file.fileno(), True)  # True: compare CRCs
+            if core is None:  # not an archive as torch writes it
                 return {}
             try:
                 (data,) = records.read(core, ("data.pkl",))
@@ -324,10 +341,12 @@ def checkpoints_in(
     """
     for root, directories, names in disk.walk(directory, failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        known = is_complete and root == directory
-        if file_kinds.is_sharded(names) or (
-            not known and _lacks_something(root, [*names, *directories], failures, disk)
-        ):
+        is_checked = is_complete and root == directory
+        is_sharded = file_kinds.is_sharded(names)
+        may_lack_files = not is_sharded and not is_checked
+        if is_sharded:
+            yield root
+        if may_lack_files and _lacks_something(root, [*names, *directories], failures, disk):
             yield root
         for name in sorted(names):
             path = os.path.join(root, name)
@@ -358,6 +377,6 @@ def is_checkpoint(path: str, disk: Disk = LOCAL) -> bool:
         if disk.is_remote and not isinstance(error, FileNotFoundError):
             raise
         return False
-    if head.startswith(b"PK\3\4") and len(head) >= 30:
+    if head.startswith(b"PK\3\4") and len(head) >= 30:  # where the first name begins
         return file_kinds.first_name_in_zip(head).partition(b"/")[2] == b"data.pkl"
     return file_kinds.LEGACY in head[:32] or safetensors.begins_like_one(head)

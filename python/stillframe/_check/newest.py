@@ -67,12 +67,12 @@ def find(
         candidates = _newest_first(directory, disk)
     for path in candidates:
         try:
-            wrong = _why_not_whole(path, thorough, bound, incomplete, disk)
+            problem = _why_not_whole(path, thorough, bound, incomplete, disk)
         except _NoCheckpointError:
             continue
-        if wrong is None:
+        if problem is None:
             return path
-        _logger.warning("stillframe: %s is passed over: %s", printable(path), printable(wrong))
+        _logger.warning("stillframe: %s is passed over: %s", printable(path), printable(problem))
     return None
 
 
@@ -117,7 +117,7 @@ def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
         heapq.heappush(heap, (-time, path, members))
 
     for members in by_series.values():
-        members.sort()
+        members.sort()  # the newest last
         push(members)
     while heap:
         _, path, members = heapq.heappop(heap)
@@ -157,8 +157,9 @@ def _why_not_whole(
                 raise _NoCheckpointError
             if disk.is_remote and MARKER not in names:
                 return f"it has no {MARKER}, which is written last"
-        if (wrong := incomplete(path, names, disk)) is not None:
-            return wrong
+        problem = incomplete(path, names, disk)
+        if problem is not None:
+            return problem
         parts = list(kinds.checkpoints_in(path, failures, disk, is_complete=True))
     except FileNotFoundError:
         raise _NoCheckpointError from None
@@ -180,7 +181,8 @@ def _why_not_whole(
 
 def _why_file_is_bad(path: str, thorough: bool, bound: Bound, disk: Disk) -> str | None:
     """Return the result of `_why_not_whole` for a candidate that is a file."""
-    if not (disk.exists(path) or os.path.islink(path)) or not kinds.is_checkpoint(path, disk):
+    is_there = disk.exists(path) or os.path.islink(path)  # also a link to a missing file
+    if not is_there or not kinds.is_checkpoint(path, disk):
         raise _NoCheckpointError
     found = _check(path, thorough, bound, disk)
     return None if found.ok else found.reason
@@ -190,8 +192,8 @@ def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding
     """Check one path; check it again if a save has replaced it meanwhile. Raise an error only if
     the store does not answer."""
     found = files.check(path, disk, thorough=thorough, bound=bound)
-    # ESTALE: the object was replaced after its size was looked up.
-    if getattr(found.cause, "errno", 0) == errno.ESTALE:
+    # A store reports ESTALE if the object was replaced after its size was looked up.
+    if isinstance(found.cause, OSError) and found.cause.errno == errno.ESTALE:
         disk.forget(path)
         found = files.check(path, disk, thorough=thorough, bound=bound)
     is_gone = isinstance(found.cause, FileNotFoundError)

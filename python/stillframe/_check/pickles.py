@@ -57,12 +57,12 @@ _DTYPE = re.compile(
 
 
 def unbounded(_nbytes: int) -> AbstractContextManager[None]:
-    """Return a `Bound`'s context manager that sets no limit."""
+    """Return a context manager that sets no limit. This function is a `Bound`."""
     return contextlib.nullcontext()
 
 
 class _Raw(io.RawIOBase):
-    """An open file for Python's BufferedReader. A read of an arriving file waits for its bytes."""
+    """An open file for Python's BufferedReader. If it comes from a store, a read waits for it."""
 
     def __init__(self, fd: int) -> None:
         self._file = _core.File(fd, os.fstat(fd).st_size)
@@ -102,11 +102,12 @@ def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> 
 
 def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, Storage]]:
     """Return what `read` returns, and the storages that the pickle names, by key."""
-    here, end = file.tell(), file.seek(0, os.SEEK_END)
-    file.seek(here)
+    begin = file.tell()
+    end = file.seek(0, os.SEEK_END)
+    file.seek(begin)
     nr_skipped = 3 if legacy else 0
     try:
-        with bound(end - here):
+        with bound(end - begin):
             for _ in range(nr_skipped):
                 keypaths.Reader(file).load()
             reader = keypaths.Reader(file)
@@ -120,7 +121,7 @@ def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, S
 def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
     """Return the records that an archive's pickle names and that are missing or too short, each
     with what is wrong. Return [] if the pickle cannot be read. Raise MemoryError like `read`."""
-    core = _core.restore(fd, False)[1]
+    _, core = _core.restore(fd, False)  # False: compare no CRCs
     try:
         if core is not None:
             (data,) = records.read(core, ("data.pkl",))
@@ -143,15 +144,16 @@ def truncated(fd: int, bound: Bound = unbounded) -> str | None:
     MemoryError like `read`."""
     with reading(fd) as file:
         try:
-            _, storages = _read(file, True, bound)
+            _, storages = _read(file, legacy=True, bound=bound)
             # The next pickle is the last one, and lists the storages' keys. Then each storage
             # follows: its length (8 bytes) and its bytes.
-            keys, _ = _read(file, False, bound)
+            keys, _ = _read(file, legacy=False, bound=bound)
             end = file.tell() + sum(8 + _storage_nbytes(storages[key]) for key in keys)
         except pickle.UnpicklingError as error:
+            # the words of Python's unpickler
             is_cut = "truncated" in str(error) or "Ran out of input" in str(error)
             return f"it is truncated: {error}" if is_cut else None
-        except (KeyError, TypeError):
+        except (KeyError, TypeError):  # damaged in another way
             return None
         nbytes = os.fstat(fd).st_size
     return f"it is truncated: it has {nbytes} bytes of {end}" if nbytes < end else None
@@ -163,7 +165,7 @@ def _lacking(
     """Return the result of `lacking` for the pickle in `data`. `nbytes_of` returns the length of a
     record, or None if the record is missing."""
     wrong = []
-    _, storages = _read(io.BytesIO(data), False, bound)
+    _, storages = _read(io.BytesIO(data), legacy=False, bound=bound)
     for key, storage in storages.items():
         record = f"data/{key}"
         nbytes, least = nbytes_of(record), _storage_nbytes(storage)
@@ -175,6 +177,7 @@ def _lacking(
 
 
 def _nbytes_in(core: _core.Restore, name: str) -> int | None:
+    """Return the length of an archive's record, or None if the record is missing."""
     number = core.find(name)
     return None if number < 0 else core.sizes(number, 1)[0]
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
-from stillframe._base.arguments import refuse_unclear
+from stillframe._base.arguments import check_booleans
 from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
 from stillframe._base.paths import CheckpointPath
@@ -47,7 +47,7 @@ from stillframe._save.handle import (
     SaveHandle,
     report_of,
     set_mirror,
-    take_unseen_error,
+    take_uncollected_error,
     wait_for_end,
 )
 from stillframe._save.ordered import LogEntry
@@ -125,7 +125,7 @@ def async_save(
         PoolExhaustedError, StillframeError, Exception: This rank could not copy its state, see
             `stillframe.snapshot`. The save then fails on the other ranks too.
     """
-    ordered.refuse_inside()
+    ordered.refuse_in_external_work()
     saver = saver_of_this_process()
     begun = saver.save(
         state_dict,
@@ -200,11 +200,11 @@ class Saver:
         # `sf-dcp` does not, because each free releases the interpreter lock, and while the main
         # thread computes, getting the lock back takes long.
         self._discarded: list[Any] = []
-        self._alone = self._new_rounds()  # for saves without other ranks
+        self._rounds_alone = self._new_rounds()  # for saves without other ranks
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
         self._last: SnapshotSave | None = None  # the save of the last call
-        # Whether the next call raises the error of `_last`. Lightning raises that error itself.
-        self._raises_last = False
+        # The next call raises the error of `_last`. False for Lightning, which raises it itself.
+        self._raises_last_error = False
         self._stages = Stages()
 
     def group(
@@ -236,7 +236,7 @@ class Saver:
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
         if request.when_busy not in get_args(WhenBusy):
             raise ValueError(f"when_busy has to be 'wait' or 'raise', not {request.when_busy!r}")
-        refuse_unclear(overlap=request.overlap, durable=request.durable)
+        check_booleans(overlap=request.overlap, durable=request.durable)
         if request.when_busy == "raise":
             self._refuse_busy(request.group)
         writer.side_file = request.side_file
@@ -250,18 +250,19 @@ class Saver:
             save.record_slot_wait()  # the time until now is the report's `backpressure_s`
             self._discarded.clear()
             self._stage(work, _with_state_dicts(state_dict))
-            completion.completion.start()
+            completion.thread.start()
             # While the interpreter exits, the save runs inside this call and needs no entry.
-            if not completion.completion.is_over:
+            if not completion.thread.drain_is_over:
                 work.entry = LogEntry(target.key(follow_link=request.follow_link))
                 work.entry.submit()
         except BaseException as error:
-            work.tree = error
+            work.tree = error  # makes the round fail on all ranks
             save.error_is_known = True  # the caller gets the error from this call
             raise
         finally:
-            self._last, self._raises_last = save, request.error_of is None
-            # Without a copy, the caller waits for the end of the save, as a part of the call.
+            self._last = save
+            self._raises_last_error = request.error_of is None  # see `SaveRequest`
+            # Without a copy the call goes on: the caller then waits for the end of the save.
             if work.staged is not None:
                 save.call_is_over()
             # Also after an error, because the other ranks wait for this rank to take part.
@@ -283,16 +284,16 @@ class Saver:
                 work.staged = stage(tree)
             except TypeError:
                 # A snapshot refuses ShardedTensors, but it takes their local tensors.
-                without = take_apart(state_dict)
-                if without is state_dict:
+                without_sharded = take_apart(state_dict)
+                if without_sharded is state_dict:
                     raise  # there is no ShardedTensor: the error has another cause
-                tree = without, content
+                tree = without_sharded, content
                 work.is_taken_apart = True
                 work.staged = stage(tree)
         except PoolExhaustedError:
             if not request.uncopied_if_full:
                 raise
-            work.tree = tree
+            work.tree = tree  # the state itself
         else:
             work.tree = work.staged.begin_own_upload(work.save)
 
@@ -301,7 +302,7 @@ class Saver:
 
     def _rounds_of(self, group: dist.ProcessGroup | None) -> Rounds:
         if group is None:
-            return self._alone
+            return self._rounds_alone
         return self._rounds.setdefault(group, self._new_rounds())
 
     def _give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
@@ -322,14 +323,14 @@ class Saver:
 
     def _wait_for_last(self, work: Round) -> None:
         """Wait for the end of the previous save. Raise its error if nobody has seen the error and
-        `_raises_last` is true."""
+        `_raises_last_error` is true."""
         last = self._last
         if last is None:
             return
         wait_for_end(last)
-        error = take_unseen_error(last) if self._raises_last else None
+        error = take_uncollected_error(last) if self._raises_last_error else None
         if error is not None:
-            work.raised = True
+            work.raises_previous_error = True
             raise error
 
 
@@ -354,6 +355,6 @@ def saver_of_this_process() -> Saver:
     """Return the process's Saver. A forked child gets a new Saver: the old one's threads and groups
     are the parent's."""
     global _saver
-    if _saver.birth.foreign():
+    if _saver.birth.in_forked_child():
         _saver = Saver()
     return _saver

@@ -23,11 +23,12 @@ from stillframe.errors import CorruptCheckpointError
 def damage_of_item(fd: int, offset: int, length: int) -> str | None:
     """Return what is wrong with an item of a data file, or None. The CRC of every record is
     compared, except of records without a CRC, which torch writes on request."""
-    if wrong := _damage_of_range(fd, offset, length):
+    wrong = _damage_of_range(fd, offset, length)
+    if wrong is not None:
         return wrong
-    found = _core.check(fd, True, offset=offset, nbytes=length)
+    found = _core.check(fd, True, offset=offset, nbytes=length)  # True: compare the CRCs
     for name, reason in found["bad_records"]:
-        return f"{name}: {reason}"
+        return f"{name}: {reason}"  # the first one is enough
     if found["format"] == "legacy":
         return "it is in torch's legacy format, which has no checksums"
     if found["error"] is not None:
@@ -76,14 +77,14 @@ def check(
         CorruptCheckpointError: A metadata file does not describe items.
         OSError: The directory or a metadata file cannot be read.
     """
-    found = Checked(0, 0, 0, [])
+    found = Checked(nr_items=0, nr_unchecked=0, nbytes=0, bad=[])
     by_file: dict[str, list[_ItemRange]] = {}
     metadata_files = [name for name in disk.names(directory) if file_kinds.is_sharded([name])]
     for name in sorted(metadata_files):
         for item in _read_items(os.path.join(directory, name), read, disk):
             by_file.setdefault(item.file, []).append(item)
             found.nr_items += 1
-            if item.transformed:
+            if item.is_transformed:
                 found.nr_unchecked += 1
     for file, items in sorted(by_file.items()):
         _check_file(os.path.join(directory, file), items, found, thorough, disk)
@@ -94,25 +95,25 @@ def _check_file(
     path: str, items: list[_ItemRange], found: Checked, thorough: bool, disk: Disk
 ) -> None:
     """Check the items of one file: every byte, or only that the file is long enough."""
-    holds = f"it holds {items[0].name}"
+    content = f"it holds {items[0].name}"
     if len(items) > 1:
-        holds += f" and {len(items) - 1} more"
+        content += f" and {len(items) - 1} more"
     damage_of = damage_of_item if thorough else _damage_of_range
     try:
         with disk.open(path, peek=not thorough) as file:
             found.nbytes += os.fstat(file.fileno()).st_size
             for item in sorted(items, key=lambda item: item.offset):
-                if thorough and item.transformed:
+                if thorough and item.is_transformed:
                     continue
                 wrong = damage_of(file.fileno(), item.offset, item.length)
                 if wrong is not None:
                     found.bad.append((item.name, wrong))
     except FileNotFoundError:
-        found.bad.append((os.path.basename(path), f"the file is missing: {holds}"))
+        found.bad.append((os.path.basename(path), f"the file is missing: {content}"))
     except OSError as error:
         if disk.is_remote:
             raise  # the store does not answer
-        found.bad.append((os.path.basename(path), f"{error.strerror}: {holds}"))
+        found.bad.append((os.path.basename(path), f"{error.strerror}: {content}"))
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class _ItemRange:
     file: str
     offset: int
     length: int
-    transformed: bool  # an extension of DCP has changed the bytes
+    is_transformed: bool  # an extension of DCP has changed the bytes
 
 
 def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list[_ItemRange]:
@@ -134,11 +135,11 @@ def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list
         root = read(file)
         return [
             _ItemRange(
-                _name_of(index.state),
-                os.fspath(info.state["relative_path"]),
-                int(info.state["offset"]),
-                int(info.state["length"]),
-                bool(info.state.get("transform_descriptors")),
+                name=_name_of(index.state),
+                file=os.fspath(info.state["relative_path"]),
+                offset=int(info.state["offset"]),
+                length=int(info.state["length"]),
+                is_transformed=bool(info.state.get("transform_descriptors")),
             )
             for index, info in root.state["storage_data"].items()
         ]
@@ -158,6 +159,7 @@ def _name_of(index: dict[str, Any]) -> str:
     offset = index.get("offset")
     if offset is None:
         return str(index["fqn"])
+    # `read` returns a `Stub` for a torch.Size.
     numbers = offset.args[0] if isinstance(offset, Stub) else offset
     return f"{index['fqn']} from {tuple(numbers)}"
 

@@ -45,8 +45,8 @@ SUFFIX = ".distcp"
 _ARCHIVE_NBYTES = 1024  # an estimate: the bytes of an item besides those of its tensor
 
 # The names of data files; the first group is the rank. PyTorch's own writer uses no id.
-_DATA = re.compile(r"__(\d+)_\d+(\.[0-9a-f]+)?\.distcp")
-_TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]+\.tmp")
+_DATA_NAME = re.compile(r"__(\d+)_\d+(\.[0-9a-f]+)?\.distcp")
+_TEMPORARY_METADATA_NAME = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]+\.tmp")
 
 Resolve = Callable[[WriteItem], torch.Tensor | BytesIO]  # returns an item's tensor or its pickle
 
@@ -87,8 +87,8 @@ def metadata_path(directory: str, rank: int | None) -> str:
 
 
 class Item:
-    """One archive: the row that describes it to the core, and the owner of its bytes. Before bytes
-    are read here, `wait` is called. Raise ValueError, with `name`, for a meta tensor."""
+    """One archive: the row that describes it to the core, and the owner of its bytes. Calls `wait`
+    before it reads bytes. Raises ValueError, with `name`, for a meta tensor."""
 
     __slots__ = ("owner", "row")
 
@@ -102,7 +102,7 @@ class Item:
         self.row: Row | memoryview
         if isinstance(data, torch.Tensor):
             tensor, row = data, description_of(data)
-            if row is None:  # the core cannot write this tensor, but perhaps a plain copy
+            if row is None:  # the core cannot write this tensor, but perhaps a plain copy of it
                 if data.is_meta:
                     raise ValueError(
                         f"{name} is on the meta device and has no bytes to save: give it memory"
@@ -114,6 +114,7 @@ class Item:
             if row is not None:
                 self.row, self.owner = row, tensor
                 return
+            # The core cannot write it either.
             data = BytesIO()
             torch.save(tensor, data)
         self.row = data.getbuffer()
@@ -130,18 +131,19 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DataFile:
-    """A file that is first laid out and then written. The items' bytes must not change until
-    then."""
+    """A file that is first laid out and then written. The items' bytes must not change before they
+    are written."""
 
     def __init__(self, name: str, items: Sequence[Item]) -> None:
         self.name = name
         self._parts = Parts()
-        # offset and length of each item, in bytes
+        # The offset and the length of each item, in bytes.
         self.ranges = self._parts.append([item.row for item in items])
         self._owners = [item.owner for item in items if item.owner is not None]
         self._save: SaveHandle | FileUpload | None = None
 
     def start(self, submit: Submit) -> None:
+        """Start writing the file."""
         self._save = submit(self._parts, self.name, self._owners)
         self._owners = []  # `_save` refers to them now
 
@@ -183,7 +185,7 @@ class RankFiles:
         self._buckets = buckets
         self._location = location
         self._files = []
-        # otherwise reading a DTensor's local tensor would make an autograd node
+        # With gradients, reading a DTensor's local tensor would make an autograd node.
         with torch.no_grad():
             for number, bucket in enumerate(buckets):
                 items = [Item(resolve(item), item.index.fqn, wait) for item in bucket]
@@ -202,13 +204,13 @@ class RankFiles:
 
     def wait(self) -> None:
         """Wait until all files are written. After a SaveError no file is left."""
-        failure = self.settle()
+        failure = self.first_failure()
         if failure is not None:
             self.discard()
             raise failure
 
-    def settle(self) -> BaseException | None:
-        """Wait until writing has ended; return the first error of a file, if any."""
+    def first_failure(self) -> BaseException | None:
+        """Wait until writing has ended. Return the error of the first file that failed, if any."""
         failures = [file.failure() for file in self._files]
         return next((each for each in failures if each is not None), None)
 
@@ -230,10 +232,10 @@ class RankFiles:
             WriteResult(
                 index=item.index,
                 size_in_bytes=length,
-                storage_data=_StorageInfo(file.name, at, length),
+                storage_data=_StorageInfo(file.name, offset, length),
             )
             for file, bucket in zip(self._files, self._buckets, strict=True)
-            for item, (at, length) in zip(bucket, file.ranges, strict=True)
+            for item, (offset, length) in zip(bucket, file.ranges, strict=True)
         ]
 
 
@@ -313,24 +315,24 @@ def named_files(metadata: Metadata) -> set[str]:
 def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> None:
     """Remove data files that the checkpoint does not name. With `rank`, which saves alone, remove
     only the rank's own files. Failures are only logged, because an extra file does no harm."""
-    wanted = named_files(metadata)
+    named = named_files(metadata)
     try:
         names = location.names()
     except OSError as error:
         log.warning("stillframe: what %s does not need was not removed: %s", location.shown, error)
         return
     location.remove(
-        [name for name in names if name not in wanted and _is_checkpoint_file(name, rank)]
+        [name for name in names if name not in named and _is_checkpoint_file(name, rank)]
     )
 
 
 def _is_checkpoint_file(name: str, rank: int | None) -> bool:
     """Return whether a data file or a temporary of the metadata has such a name. With `rank`, which
     saves alone, only the rank's own data files count."""
-    data = _DATA.fullmatch(name)
+    data = _DATA_NAME.fullmatch(name)
     if rank is not None:
         return data is not None and int(data[1]) == rank
-    return data is not None or _TEMPORARY.fullmatch(name) is not None
+    return data is not None or _TEMPORARY_METADATA_NAME.fullmatch(name) is not None
 
 
 def remove_files(names: Sequence[str], location: Location) -> None:
@@ -339,10 +341,10 @@ def remove_files(names: Sequence[str], location: Location) -> None:
     if not names:
         return
     try:
-        wanted = named_files(pickle.loads(location.read(metadata_name(None))))
+        named = named_files(pickle.loads(location.read(metadata_name(None))))
     except FileNotFoundError:
-        wanted = set()
+        named = set()
     except Exception as error:  # it is unknown which files are needed
         log.warning("stillframe: files of a failed save stay in %s: %s", location.shown, error)
         return
-    location.remove([name for name in names if name not in wanted])
+    location.remove([name for name in names if name not in named])

@@ -97,10 +97,10 @@ class Fetched:
         self._location = location
         self._stretches = stretches_of(items)
         self._verify = verify
-        self._kept: dict[int, io.BytesIO] = {}  # by the number of the stretch
+        self._kept: dict[int, io.BytesIO] = {}  # fetched stretches, by number
         self._fetcher = Fetcher()
-        # For the sizes and versions of objects.
-        self._looking_up = ThreadPoolExecutor(THREADS, thread_name_prefix="sf-look-up")
+        # The threads that look up sizes and versions of objects.
+        self._lookup_threads = ThreadPoolExecutor(THREADS, thread_name_prefix="sf-look-up")
         self._objects: dict[str, Future[Object]] = {}  # by file
 
     def __enter__(self) -> Fetched:
@@ -109,8 +109,8 @@ class Fetched:
     def __exit__(self, kind: object, *_: object) -> None:
         self._kept.clear()
         self._fetcher.end()
-        self._looking_up.shutdown(wait=False, cancel_futures=True)
-        if kind is None:
+        self._lookup_threads.shutdown(wait=False, cancel_futures=True)
+        if kind is None:  # the block has raised no error
             self._refuse_changed()
 
     def check(self) -> None:
@@ -146,33 +146,34 @@ class Fetched:
     def _fetch(self, numbers: list[int]) -> Generator[tuple[int, io.FileIO]]:
         """Fetch stretches ahead. Yield the number of each stretch with a file of its bytes, which
         is valid until the next one."""
-        waiting = deque(numbers)
+        not_requested = deque(numbers)
         # The requested stretches, each with the results of `_request`.
-        ahead: deque[tuple[Stretch, int, int]] = deque()
-        ahead_nbytes = 0
-        # look up all objects at the same time
+        requested: deque[tuple[Stretch, int, int]] = deque()
+        requested_nbytes = 0
+        # Look up all objects at the same time.
         for file in {self._stretches[number].file for number in numbers}:
             if file not in self._objects:
-                self._objects[file] = self._looking_up.submit(self._location.object, file)
+                self._objects[file] = self._lookup_threads.submit(self._location.object, file)
         try:
             for number in numbers:
                 # Request at least one stretch, and more up to the limits.
-                while waiting and (
-                    not ahead or (ahead_nbytes < _AHEAD_BYTES and len(ahead) < _AHEAD_FILES)
-                ):
-                    stretch = self._stretches[waiting.popleft()]
-                    ahead.append((stretch, *self._request(stretch)))
-                    ahead_nbytes += stretch.nbytes
-                stretch, opened, fd = ahead[0]
+                while not_requested:
+                    is_full = requested_nbytes >= _AHEAD_BYTES or len(requested) >= _AHEAD_FILES
+                    if requested and is_full:
+                        break
+                    stretch = self._stretches[not_requested.popleft()]
+                    requested.append((stretch, *self._request(stretch)))
+                    requested_nbytes += stretch.nbytes
+                stretch, file_number, fd = requested[0]
                 self._wait(stretch, fd)
-                with io.FileIO(fd, closefd=False) as memory:
+                with io.FileIO(fd, closefd=False) as memory:  # the fetcher owns `fd`
                     yield number, memory
-                self._fetcher.close(opened)
-                ahead.popleft()
-                ahead_nbytes -= stretch.nbytes
+                self._fetcher.close(file_number)
+                requested.popleft()
+                requested_nbytes -= stretch.nbytes
         finally:
-            for _, opened, _ in ahead:
-                self._fetcher.close(opened)
+            for _, file_number, _ in requested:
+                self._fetcher.close(file_number)
 
     def _request(self, stretch: Stretch) -> tuple[int, int]:
         """Have a stretch fetched into a file. Return the file's number, for `Fetcher.close`, and
@@ -235,8 +236,8 @@ class _Stream(io.RawIOBase):
     def __init__(self, stretches: Iterator[tuple[Stretch, _File]]) -> None:
         super().__init__()
         self._stretches = stretches
-        self._now: tuple[Stretch, _File] | None = None  # the stretch that was read last
-        self._at = 0  # the offset of the next read, in the whole data file
+        self._current: tuple[Stretch, _File] | None = None  # the stretch that was read last
+        self._offset = 0  # the offset of the next read, in the whole data file
 
     def readable(self) -> bool:
         return True
@@ -245,29 +246,34 @@ class _Stream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._offset
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence == os.SEEK_END:
             raise io.UnsupportedOperation("the end of the file is not fetched")
-        self._at = offset if whence == os.SEEK_SET else self._at + offset
-        return self._at
+        self._offset = offset if whence == os.SEEK_SET else self._offset + offset
+        return self._offset
 
     def readinto(self, buffer: Any) -> int:
-        view, done = memoryview(buffer).cast("B"), 0
-        while done < len(view):
+        view = memoryview(buffer).cast("B")
+        nr_read = 0
+        while nr_read < len(view):
             stretch, file = self._stretch()
-            file.seek(self._at - stretch.start)
-            got = file.readinto(view[done : done + stretch.end - self._at])
-            self._at += got
-            done += got
-        return done
+            nr_left = stretch.end - self._offset
+            file.seek(self._offset - stretch.start)
+            got = file.readinto(view[nr_read : nr_read + nr_left])
+            self._offset += got
+            nr_read += got
+        return nr_read
 
     def _stretch(self) -> tuple[Stretch, _File]:
-        """Return the stretch with the byte at `_at`, and its file. Drop earlier stretches."""
-        while self._now is None or not self._now[0].start <= self._at < self._now[0].end:
-            self._now = next(self._stretches)
-        return self._now
+        """Return the stretch with the byte at `_offset`, and its file. Drop earlier stretches."""
+        while True:
+            if self._current is not None:
+                stretch, _ = self._current
+                if stretch.start <= self._offset < stretch.end:
+                    return self._current
+            self._current = next(self._stretches)
 
     def close(self) -> None:
         close = getattr(self._stretches, "close", None)  # a generator's `close` frees its files

@@ -40,7 +40,7 @@ from stillframe._dcp.ranks import Ranks
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.writer import FileSystemWriter
 
-_MOST_PLANS = 8  # the most plans that are kept, each for one structure
+_MAX_PLANS = 8  # the most plans that are kept, each for one structure
 
 ItemRanges = list[list[tuple[int, int]]]  # for each file, the offset and length of each item
 
@@ -108,23 +108,24 @@ class JointSave:
         self._files = self._writer.lay_out(kept.plan, self._resolve, self._wait)
         return kept.number, self._files.ranges == kept.ranges
 
-    def save(self, is_planned: bool, is_same: bool, files_ids: list[int]) -> Metadata:
+    def save(self, has_common_plan: bool, has_same_ranges: bool, files_ids: list[int]) -> Metadata:
         """Make a plan if there is none to use again, then write and commit. Return the metadata.
         Called when all ranks have agreed to save.
 
         Args:
-            is_planned: All ranks have their parts of the same plan.
-            is_same: On all ranks, every item has the same offset and length as in the last save.
+            has_common_plan: All ranks have their parts of the same plan.
+            has_same_ranges: On all ranks, every item has the same offset and length as in the last
+                save with that plan.
             files_ids: The id in the names of each rank's files.
 
         Raises:
             CheckpointException: The save failed on some rank. All ranks raise it.
         """
-        if not is_planned:
-            self._kept = None
+        if not has_common_plan:
+            self._kept = None  # another rank does not have this plan
         plan = self._kept.plan if self._kept is not None else self._plan()
 
-        new: checkpoint.ReadyCheckpoint | None = None
+        ready: checkpoint.ReadyCheckpoint | None = None
         failure: BaseException | None = None
         try:
             if self._kept is not None:
@@ -133,29 +134,31 @@ class JointSave:
                 plan = self._planner.finish_plan(plan)
                 self._files = self._writer.lay_out(plan, self._resolve, self._wait)
             self._wait()
-            new = self._write(is_same, files_ids)
+            ready = self._write(has_same_ranges, files_ids)
         except BaseException as error:
             failure = error
         self._agree_on("write", failure)
         self._writer.will_commit()
 
         assert self._files is not None
-        results = None if is_same else self._ranks.gather(self._files.results())
+        results = None if has_same_ranges else self._ranks.gather(self._files.results())
         try:
             if self._ranks.is_coordinator:
-                new = new or self._describe(results)
-                self._writer.commit(new)
+                if ready is None:  # without `has_same_ranges`, `_write` has not made it
+                    ready = self._describe(results)
+                self._writer.commit(ready)
         except BaseException as error:
             failure = error
         self._agree_on("write", failure)
 
-        metadata = self._share_metadata(new)
+        metadata = self._share_metadata(ready)
         if self._structure is not None:
+            # The number of the save that made the plan.
             number = self._number if self._kept is None else self._kept.number
             kept = KeptPlan(number, plan, self._files.ranges, metadata, files_ids)
             self._plans.keep(self._structure, kept)
         if self._ranks.is_coordinator:
-            self._writer.tidy()
+            self._writer.remove_unneeded_files()
         return metadata
 
     def _resolve(self, item: WriteItem) -> torch.Tensor | BytesIO:
@@ -193,16 +196,19 @@ class JointSave:
     def _agree_on(self, step: str, failure: BaseException | None) -> None:
         """Exchange whether a rank has failed in a step. If so, all ranks raise
         CheckpointException."""
-        if any(failed for (failed,) in self._ranks.exchange(failure is not None)):
+        answers = self._ranks.exchange(failure is not None)
+        if any(has_failed for (has_failed,) in answers):
             self._ranks.raise_all(step, failure)
 
-    def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.ReadyCheckpoint | None:
-        """Write the data files. With `is_same`, the coordinator also writes the metadata meanwhile,
-        and returns the checkpoint to commit. Otherwise return None."""
+    def _write(
+        self, has_same_ranges: bool, files_ids: list[int]
+    ) -> checkpoint.ReadyCheckpoint | None:
+        """Write the data files. With `has_same_ranges`, the coordinator also writes the metadata
+        meanwhile, and returns the checkpoint to commit. Otherwise return None."""
         assert self._files is not None
         self._writer.start()  # the engine's threads now write the data files
         try:
-            if is_same and self._ranks.is_coordinator:
+            if has_same_ranges and self._ranks.is_coordinator:
                 assert self._kept is not None and self._kept.metadata is not None
                 old = self._kept.metadata
                 return self._writer.describe(
@@ -224,7 +230,7 @@ class JointSave:
             metadata, {each.index: each.storage_data for rank in results for each in rank}
         )
 
-    def _share_metadata(self, new: checkpoint.ReadyCheckpoint | None) -> Metadata:
+    def _share_metadata(self, ready: checkpoint.ReadyCheckpoint | None) -> Metadata:
         """Return the checkpoint's metadata on each rank. The coordinator sends the metadata if the
         plan is new. Only the coordinator's metadata has the files and offsets of items."""
         if self._kept is None:
@@ -232,7 +238,7 @@ class JointSave:
         else:
             assert self._kept.metadata is not None
             whole = self._kept.metadata
-        return whole if new is None else new.metadata
+        return whole if ready is None else ready.metadata
 
 
 def _is_without_tensors(value: Any) -> bool:
@@ -248,7 +254,7 @@ def _with_new_ids(
     metadata: Metadata, old_ids: list[int], new_ids: list[int]
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Return each item's file, offset and length, with the ids in file names replaced."""
-    renewed = {
+    new_text_of = {
         checkpoint.id_text(old): checkpoint.id_text(new)
         for old, new in zip(old_ids, new_ids, strict=True)
     }
@@ -257,7 +263,8 @@ def _with_new_ids(
     for index, info in metadata.storage_data.items():
         name = names.get(info.relative_path)
         if name is None:
-            name = names[info.relative_path] = checkpoint.with_new_id(info.relative_path, renewed)
+            name = checkpoint.with_new_id(info.relative_path, new_text_of)
+            names[info.relative_path] = name
         storage_data[index] = _StorageInfo(name, info.offset, info.length)
     return storage_data
 
@@ -289,7 +296,7 @@ class Plans:
     def keep(self, structure: Hashable, kept: KeptPlan) -> None:
         """Keep the plan of a structure, and drop the plans that were used longest ago."""
         self._kept.pop(structure, None)
-        while len(self._kept) >= _MOST_PLANS:
+        while len(self._kept) >= _MAX_PLANS:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
         self._kept[structure] = kept  # at the end: the dict is in the order of use
@@ -299,16 +306,16 @@ def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
     """Return a key of everything that a plan of PyTorch's planner depends on; None if a value's own
     code plans its items. `flat` is the state dict as the planner has flattened it, and `mappings`
     has the path of each key."""
-    kinds = []
+    facts = []
     for value in flat.values():
-        kind = _kind(value)
-        if kind is None:
+        fact = _facts_of(value)
+        if fact is None:
             return None
-        kinds.append(kind)
-    return tuple(mappings.items()), tuple(kinds)
+        facts.append(fact)
+    return tuple(mappings.items()), tuple(facts)
 
 
-def _kind(value: Any) -> Hashable:
+def _facts_of(value: Any) -> Hashable:
     """Return the facts about one value for `structure`, or None like `structure`."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.shape, value.dtype, value.layout, value.requires_grad

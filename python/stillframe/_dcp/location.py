@@ -39,7 +39,7 @@ class Location(ABC):
 
     shown: str  # the path or URL for messages and reports
     io_mode: IoMode  # for the report of a rank that has written no file
-    failed_commit_is_over: bool  # whether a commit that has failed cannot take effect later
+    failed_commit_is_over: bool  # a commit that has failed cannot take effect later
 
     @abstractmethod
     def begin(self, *, durable: bool) -> None:
@@ -101,7 +101,7 @@ def location_of(path: CheckpointPath, storage_options: StorageOptions = None) ->
 
 
 def is_location(path: object) -> bool:
-    """Return whether an argument is a path or a URL, even of nothing."""
+    """Return whether an argument is a path or a URL. Nothing has to exist there."""
     try:
         if not CheckpointPath.of(path).remote:
             paths.as_text(path)
@@ -143,26 +143,26 @@ class Directory(Location):
         return submit
 
     def prepare(self, temporary: str, content: bytes, *, durable: bool) -> None:
-        wanted = [steps.write(self._join(temporary), content, durable=durable)]
+        todo = [steps.write(self._join(temporary), content, durable=durable)]
         if durable:  # the directory may be new; its entry is in its parent
-            wanted.append(steps.sync(os.path.dirname(os.path.abspath(self.path))))
-        steps.take(wanted)
+            todo.append(steps.sync(os.path.dirname(os.path.abspath(self.path))))
+        steps.take(todo)
 
     def commit(self, temporary: str, name: str, *, durable: bool) -> None:
-        named = steps.rename(self._join(temporary), self._join(name))
-        synced = steps.sync(self.path)
+        rename_step = steps.rename(self._join(temporary), self._join(name))
+        sync_step = steps.sync(self.path)
         # The first sync makes the entries of all ranks' data files durable before the rename.
-        steps.take([synced, named, synced] if durable else [named])
+        steps.take([sync_step, rename_step, sync_step] if durable else [rename_step])
 
     def discard(self, temporary: str) -> None:
         self.remove([temporary])
 
     def remove(self, names: Iterable[str]) -> None:
         for error in steps.take_each([steps.unlink(self._join(name)) for name in names]):
-            _log_left(error.filename, error)
+            _log_not_removed(error.filename, error)
 
     def remove_if_empty(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # such as ENOTEMPTY
             os.rmdir(self.path)
 
 
@@ -173,16 +173,16 @@ class Prefix(Location):
     failed_commit_is_over = False
 
     def __init__(self, url: str, storage_options: StorageOptions) -> None:
-        self._opened_with = url, storage_options
+        self._arguments = url, storage_options
         self._store, key = open_store(url, storage_options)
         self._key = key.rstrip("/")
         self.shown = urls.shown(url)
         self.io_mode: IoMode = self._store.client
-        self._prepared: dict[str, bytes] = {}
+        self._prepared: dict[str, bytes] = {}  # contents, by temporary name
 
     def __reduce__(self) -> tuple[object, ...]:
         """Have the process that unpickles this open the store again."""
-        return type(self), self._opened_with
+        return type(self), self._arguments
 
     def _join(self, name: str) -> str:
         return f"{self._key}/{name}" if self._key else name
@@ -210,8 +210,8 @@ class Prefix(Location):
         return b"".join(parts)
 
     def names(self) -> list[str]:
-        below = self._join("")
-        return [each.key.removeprefix(below) for each in self._store.list(self._key)]
+        prefix = self._join("")
+        return [each.key.removeprefix(prefix) for each in self._store.list(self._key)]
 
     def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
         uploads = Uploads()
@@ -236,7 +236,7 @@ class Prefix(Location):
         try:
             self._store.delete([self._join(name) for name in names])
         except OSError as error:
-            _log_left(self.shown, error)
+            _log_not_removed(self.shown, error)
 
     def remove_if_empty(self) -> None:
         """Do nothing: a store has no directories."""
@@ -249,6 +249,6 @@ def _parts_of(content: bytes) -> Iterator[Buffer]:
         yield memoryview(content)[at : at + part]
 
 
-def _log_left(what: object, error: OSError) -> None:
+def _log_not_removed(what: object, error: OSError) -> None:
     """Log that a file, or files below a URL, could not be removed."""
     log.warning("stillframe: %s is not needed and could not be removed: %s", what, error)

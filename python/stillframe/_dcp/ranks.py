@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stillframe.errors import StillframeError
 
+_COORDINATOR = 0  # the coordinator's rank
 _MAX_NUMBERS = 7  # numbers that a rank can send in one exchange
 _Timeout = datetime.timedelta | None  # None: gloo's default
 
@@ -42,7 +43,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None, discarded: list[Any]) -> None:
         self._group = group
         self._discarded = discarded
-        self.rank = 0 if group is None else group.rank()  # rank 0 is the coordinator
+        self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         # A section of `_MAX_NUMBERS` int64 for each rank. Array and tensor share their memory.
         self._numbers = array.array("q", bytes(8 * _MAX_NUMBERS * self.size))
@@ -58,7 +59,7 @@ class Ranks:
 
     @property
     def is_coordinator(self) -> bool:
-        return self.rank == 0
+        return self.rank == _COORDINATOR
 
     def exchange(self, *mine: int) -> list[list[int]]:
         """Return the numbers of all ranks, by rank. All ranks give equally many numbers, at most
@@ -71,11 +72,11 @@ class Ranks:
         # ranks' arrays has all sections.
         for index in range(len(self._numbers)):
             self._numbers[index] = 0
-        at = self.rank * _MAX_NUMBERS
-        self._numbers[at : at + len(mine)] = array.array("q", mine)
-        summed = self._group.allreduce([self._tensor])
-        summed.wait()
-        self._discarded.append(summed)  # freeing it here would release the interpreter lock
+        begin = self.rank * _MAX_NUMBERS
+        self._numbers[begin : begin + len(mine)] = array.array("q", mine)
+        collective = self._group.allreduce([self._tensor])
+        collective.wait()
+        self._discarded.append(collective)  # freeing it here would release the interpreter lock
         return [
             self._numbers[at : at + len(mine)].tolist()
             for at in range(0, len(self._numbers), _MAX_NUMBERS)
@@ -85,9 +86,9 @@ class Ranks:
         """Return the objects of all ranks, by rank, on the coordinator; None on other ranks."""
         if self._group is None:
             return [mine]
-        own, row_nbytes = self._as_rows([mine])
+        sent, row_nbytes = self._as_rows([mine])
         received = bytearray(row_nbytes * self.size if self.is_coordinator else 0)
-        self._group.gather(_rows(received, row_nbytes), own[0], 0).wait()
+        self._group.gather(_rows(received, row_nbytes), sent[0], _COORDINATOR).wait()
         return _objects(received, row_nbytes) if self.is_coordinator else None
 
     def scatter(self, objects: list[Any] | None) -> Any:
@@ -98,19 +99,19 @@ class Ranks:
             return objects[0]
         sent, row_nbytes = self._as_rows(objects or [])
         received = bytearray(row_nbytes)
-        self._group.scatter(_rows(received, row_nbytes)[0], sent, 0).wait()
+        self._group.scatter(_rows(received, row_nbytes)[0], sent, _COORDINATOR).wait()
         return _objects(received, row_nbytes)[0]
 
-    def broadcast(self, own: Any) -> Any:
+    def broadcast(self, mine: Any) -> Any:
         """Return the coordinator's object on all ranks."""
         if self._group is None:
-            return own
-        sent, row_nbytes = self._as_rows([own] if self.is_coordinator else [])
+            return mine
+        sent, row_nbytes = self._as_rows([mine] if self.is_coordinator else [])
         if self.is_coordinator:
-            self._group.broadcast(sent[0], 0).wait()
-            return own
+            self._group.broadcast(sent[0], _COORDINATOR).wait()
+            return mine
         received = bytearray(row_nbytes)
-        self._group.broadcast(_rows(received, row_nbytes)[0], 0).wait()
+        self._group.broadcast(_rows(received, row_nbytes)[0], _COORDINATOR).wait()
         return _objects(received, row_nbytes)[0]
 
     def raise_all(self, step: str, mine: BaseException | None) -> None:
@@ -118,20 +119,20 @@ class Ranks:
         CheckpointException with all of them. All ranks call this."""
         errors: list[Any] = [_to_send(mine)]  # by rank
         if self._group is not None:
-            own, row_nbytes = self._as_rows(errors)
+            sent, row_nbytes = self._as_rows(errors)
             received = bytearray(row_nbytes * self.size)
-            self._group.allgather(_rows(received, row_nbytes), own[0]).wait()
+            self._group.allgather(_rows(received, row_nbytes), sent[0]).wait()
             errors = _objects(received, row_nbytes)
         failures = {rank: error for rank, error in enumerate(errors) if error is not None}
         raise CheckpointException(step, failures)
 
     def _as_rows(self, objects: list[Any]) -> tuple[list[torch.Tensor], int]:
-        """Return the pickles of this rank's objects as rows, and the length of a row. That is the
-        length of the longest pickle of any rank; others are padded, which unpickling ignores. All
+        """Return the pickles of this rank's objects as rows, and the length of a row: that of the
+        longest pickle of any rank. Shorter pickles are padded; unpickling ignores the padding. All
         ranks call this."""
         pickled = [pickle.dumps(each) for each in objects]
-        own_longest = max(map(len, pickled), default=0)
-        longest = max(length for (length,) in self.exchange(own_longest))
+        longest_here = max(map(len, pickled), default=0)
+        longest = max(length for (length,) in self.exchange(longest_here))
         padded = bytearray(b"".join(each.ljust(longest, b"\0") for each in pickled))
         return _rows(padded, longest), longest
 
@@ -177,9 +178,10 @@ class Groups:
 
     def __init__(self) -> None:
         self._world: object = None  # torch's group of all ranks when the groups below were made
-        self._saving: dict[_Timeout, dist.ProcessGroup] = {}  # for saves, on the thread `sf-dcp`
-        self._calling: dict[_Timeout, dist.ProcessGroup] = {}  # for `any_rank`, in the user's call
-        self._lost: dict[_Timeout, str] = {}  # why the group for saves was destroyed
+        # Saves use one group, on the thread `sf-dcp`; `any_rank` another, on the caller's thread.
+        self._save_groups: dict[_Timeout, dist.ProcessGroup] = {}
+        self._call_groups: dict[_Timeout, dist.ProcessGroup] = {}
+        self._why_destroyed: dict[_Timeout, str] = {}  # by the timeout of a group for saves
 
     def for_saves(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Return the group for a save's collectives. `given` is the user's group, if any. All ranks
@@ -189,38 +191,38 @@ class Groups:
         if given is not None and dist.get_world_size(given) < dist.get_world_size():
             return given
         timeout = None if given is None else _timeout_of(given)
-        if timeout in self._lost:
+        if timeout in self._why_destroyed:
             raise StillframeError(
-                f"a rank is gone, and with it the group of saves ({self._lost[timeout]}):"
+                f"a rank is gone, and with it the group of saves ({self._why_destroyed[timeout]}):"
                 " initialize torch.distributed anew, or give process_group="
             )
-        if timeout not in self._saving:
-            self._saving[timeout] = dist.new_group(backend="gloo", timeout=timeout)
-        return self._saving[timeout]
+        if timeout not in self._save_groups:
+            self._save_groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
+        return self._save_groups[timeout]
 
     def give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
         """Destroy our group after a collective in it has failed. This wakes the ranks that wait for
         this rank. A user's group is not destroyed."""
-        for timeout, ours in list(self._saving.items()):
+        for timeout, ours in list(self._save_groups.items()):
             if ours is group:
-                self._lost[timeout] = str(why)
-                del self._saving[timeout], ours
+                self._why_destroyed[timeout] = str(why)
+                del self._save_groups[timeout], ours
                 if group_exists(group):
                     dist.destroy_process_group(group)
 
-    def any_rank(self, group: dist.ProcessGroup, own: bool) -> bool:
-        """Return whether `own` is true on any rank. Raise ValueError if the group does not have all
-        ranks. The collective uses another group than saves, because a save may be under way."""
+    def any_rank(self, group: dist.ProcessGroup, mine: bool) -> bool:
+        """Return whether `mine` is true on any rank. Raise ValueError if the group does not have
+        all ranks. The collective uses another group than saves, because a save may be under way."""
         self._drop_old_groups()
         if dist.get_world_size(group) < dist.get_world_size():
             raise ValueError(
                 "when_busy='raise' needs a process_group of all ranks: with fewer use 'wait'"
             )
         timeout = _timeout_of(group)
-        if timeout not in self._calling:
-            self._calling[timeout] = dist.new_group(backend="gloo", timeout=timeout)
-        votes = torch.tensor([int(own)])
-        dist.all_reduce(votes, group=self._calling[timeout])
+        if timeout not in self._call_groups:
+            self._call_groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
+        votes = torch.tensor([int(mine)])
+        dist.all_reduce(votes, group=self._call_groups[timeout])
         return bool(votes)
 
     def _drop_old_groups(self) -> None:
@@ -243,7 +245,8 @@ def group_exists(group: dist.ProcessGroup) -> bool:
 def _timeout_of(group: dist.ProcessGroup) -> _Timeout:
     """Return the timeout of a group's collectives on host memory; None if it is unknown."""
     backend = group._get_backend(torch.device("cpu"))
-    timeout: _Timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    options = getattr(backend, "options", None)
+    timeout: _Timeout = getattr(options, "_timeout", None)
     return timeout
 
 

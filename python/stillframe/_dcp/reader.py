@@ -77,8 +77,8 @@ class Reader(FileSystemReader):
                 info.relative_path,
                 info.offset,
                 info.length,
-                str(index.fqn),
-                not getattr(info, "transform_descriptors", None),
+                name=str(index.fqn),
+                is_checkable=not getattr(info, "transform_descriptors", None),
             )
             for index, info in stored.items()
         ]
@@ -93,7 +93,7 @@ class Reader(FileSystemReader):
                     if each.is_checkable
                 ],
             )
-        return self._read_now(plan, planner)
+        return self._read_with_pytorch(plan, planner)
 
     def _read_objects(
         self, objects: _Objects, items: list[Item], plan: LoadPlan, planner: LoadPlanner
@@ -108,9 +108,9 @@ class Reader(FileSystemReader):
             if self._verify:
                 fetched.check()
             plan = dataclasses.replace(plan, items=sorted(plan.items, key=offset))
-            return self._read_now(plan, planner)
+            return self._read_with_pytorch(plan, planner)
 
-    def _read_now(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def _read_with_pytorch(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         done: Future[Any] = super().read_data(plan, planner)
         return done
 

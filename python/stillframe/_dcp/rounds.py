@@ -97,7 +97,7 @@ class Round:
             yet; or the exception that has prevented the copy.
     """
 
-    number: int  # of this call among the process's calls for the group, from 1
+    number: int  # of this call: the process counts its calls for the group from 1
     target: CheckpointPath
     request: SaveRequest
     save: SnapshotSave
@@ -107,7 +107,7 @@ class Round:
     staged: Staged | None = None  # the memory of the copy; None without a copy
     entry: LogEntry | None = None  # None when the interpreter exits
     is_taken_apart: bool = False  # the tree has no ShardedTensors but their local tensors
-    raised: bool = False  # the call raises the error of the previous save
+    raises_previous_error: bool = False  # so this round saves nothing
 
     def wait(self) -> None:
         """Wait until the bytes of the tree's tensors are copied. Raise the error of a copy that
@@ -133,9 +133,11 @@ class Round:
     def report(self) -> SaveReport:
         """Return the report of this rank's part of a save that has succeeded."""
         files = self.writer.reports()
+        nbytes = sum(file.nbytes for file in files)
+        io_mode = files[0].io_mode if files else self.writer.location.io_mode
         return self.save.report(
-            sum(file.nbytes for file in files),
-            files[0].io_mode if files else self.writer.location.io_mode,
+            nbytes,
+            io_mode,
             fallbacks=[line for file in files for line in file.fallbacks],
             more_pool_bytes=max((file.peak_pool_bytes for file in files), default=0),
         )
@@ -145,10 +147,11 @@ class _Numbers(NamedTuple):
     """The numbers that each rank sends to the others before a save."""
 
     number: int  # of the rank's call
-    raised: bool  # the call raises the error of the previous save
+    raises_previous_error: bool  # the rank's call raises the error of the previous save
     failed: bool  # the rank cannot save
     plan: int  # the number of the save whose plan the rank still has; 0 without a plan
-    is_same: bool  # every item has the same offset and length as in the last save with that plan
+    # Every item has the same offset and length as in the last save with that plan.
+    has_same_ranges: bool
     files_id: int  # the id in the names of the rank's files
     target: int  # identifies the path
 
@@ -161,16 +164,17 @@ class Worker:
         self._waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = SingleThread(self._loop, "sf-dcp")
 
-    def put(self, function: Callable[[], object]) -> None:
+    def run_on_thread(self, function: Callable[[], object]) -> None:
         """Run the function on the thread, or here while the interpreter exits."""
-        if completion.completion.is_over or not self._thread.start():
+        if completion.thread.drain_is_over or not self._thread.start():
             function()
         else:
             self._waiting.put(function)
 
     def _loop(self) -> None:
         while True:
-            self._waiting.get()()  # without a variable, which would keep the round alive
+            # Called without a variable, which would keep the round alive.
+            self._waiting.get()()
 
 
 class Rounds:
@@ -187,7 +191,7 @@ class Rounds:
         discarded: list[Any],
         give_up: Callable[[dist.ProcessGroup, BaseException], object],
     ) -> None:
-        self._calls = 0
+        self._calls = 0  # how many rounds have begun
         self._plans = Plans()
         self._ranks: Ranks | None = None
         self._worker = worker
@@ -208,7 +212,7 @@ class Rounds:
     def submit(self, work: Round) -> None:
         """Have the worker run the round."""
         work.save.begin()  # keeps the save alive until its end
-        self._worker.put(functools.partial(self._run, work))
+        self._worker.run_on_thread(functools.partial(self._run, work))
 
     def _run(self, work: Round) -> None:
         """Make the save, and end its handle with the result or the error."""
@@ -253,9 +257,10 @@ class Rounds:
         """Remove the failed save's files, give up a broken group, and return the user's error."""
         if isinstance(failure, CheckpointException):
             work.writer.abandon()  # every rank knows that there was no commit
-        group, work.group, self._ranks = work.group, None, None
-        self._discarded.clear()  # its collectives keep the group's connections open
-        # All ranks get errors of these classes. This rank alone may have got another error.
+        group = work.group
+        work.group = self._ranks = None
+        self._discarded.clear()  # collectives in it keep the group's connections open
+        # All ranks get errors of these classes. Any other error may be this rank's alone.
         reached_all = isinstance(failure, (CheckpointException, StillframeError))
         if group is not None and not reached_all and not group_exists(group):
             why = failure
@@ -268,14 +273,16 @@ class Rounds:
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
             work.save.error_is_known = True  # so the next call does not raise this error
-            if not work.raised:
+            if not work.raises_previous_error:
                 log.error("stillframe: %s: %s", work.target.shown, failure)
         return failure
 
     def _save(self, work: Round) -> Metadata:
         """Make the save together with the other ranks, and return the checkpoint's metadata."""
         writer = work.writer
-        ranks = self._ranks = self._ranks or Ranks(work.group, self._discarded)
+        if self._ranks is None:
+            self._ranks = Ranks(work.group, self._discarded)
+        ranks = self._ranks
         ranks.use_group(work.group)
         planner = work.request.planner
         joint = JointSave(ranks, self._plans, work.number, writer, planner, work.wait)
@@ -283,10 +290,10 @@ class Rounds:
         # Not raised here, because the call raises the same object on another thread, and both
         # threads would add their frames to its traceback.
         failure = work.tree if isinstance(work.tree, BaseException) else None
-        plan, is_same = 0, False
+        plan, has_same_ranges = 0, False
         if failure is None:
             try:
-                plan, is_same = joint.prepare(_take_copies(work))
+                plan, has_same_ranges = joint.prepare(_take_copies(work))
             except BaseException as error:
                 failure = error
         try:
@@ -299,10 +306,10 @@ class Rounds:
         target = _path_number(work.target.name)
         ours = _Numbers(
             number=work.number,
-            raised=work.raised,
+            raises_previous_error=work.raises_previous_error,
             failed=failure is not None,
             plan=plan,
-            is_same=is_same,
+            has_same_ranges=has_same_ranges,
             files_id=writer.files_id,
             target=target,
         )
@@ -311,10 +318,10 @@ class Rounds:
         if any(each.failed for each in all_ranks):
             ranks.raise_all("plan", failure)
 
-        is_planned = plan != 0 and all(each.plan == plan for each in all_ranks)
+        has_common_plan = plan != 0 and all(each.plan == plan for each in all_ranks)
         return joint.save(
-            is_planned=is_planned,
-            is_same=is_planned and all(each.is_same for each in all_ranks),
+            has_common_plan=has_common_plan,
+            has_same_ranges=has_common_plan and all(each.has_same_ranges for each in all_ranks),
             files_ids=[each.files_id for each in all_ranks],
         )
 
@@ -345,10 +352,10 @@ def _refuse_to_save(all_ranks: list[_Numbers], path: str, target: int) -> None:
             "not all ranks are at the same call of stillframe.dcp.async_save and save: they"
             f" are at {numbers}, in the order of their ranks. Every rank has to make every call"
         )
-    if any(each.raised for each in all_ranks):
+    if any(each.raises_previous_error for each in all_ranks):
         raise _NotSavedError(
             f"nothing was saved: the error of the save before was raised on the ranks"
-            f" {[rank for rank, each in enumerate(all_ranks) if each.raised]} first"
+            f" {[rank for rank, each in enumerate(all_ranks) if each.raises_previous_error]} first"
         )
     others = [rank for rank, each in enumerate(all_ranks) if each.target != target]
     if others:

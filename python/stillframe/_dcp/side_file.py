@@ -58,34 +58,36 @@ class SideFile:
             OSError, Exception: `commit_metadata` or writing failed. The directory holds the old
                 checkpoint, or the new one, which then may not be durable.
         """
-        own, link = _file_of_save(directory, self.name, save_id), os.path.join(directory, self.name)
+        saved_file = _file_of_save(directory, self.name, save_id)
+        link = os.path.join(directory, self.name)
         try:
-            _write(self.content, own, durable=durable)
+            _write(self.content, saved_file, durable=durable)
             if os.path.exists(metadata_path(directory, None)):
+                # A link to the new file must not be there with the old checkpoint.
                 _remove_link(directory, self.name)
             else:
-                _link(own, link)
+                _make_link(saved_file, link)
             commit_metadata()
-            _link(own, link)
+            _make_link(saved_file, link)
             if durable:
                 sync_directory(directory)
         except BaseException:
             try:
-                self._undo(directory, own, link, save_id)
+                self._undo(directory, saved_file, link, save_id)
             except Exception as error:  # the first error is the one to raise
                 log.warning("stillframe: %s is left as it is: %s", link, error)
             raise
-        for other in _files_of_saves(directory, self.name):
-            if other != own:
+        for other in _files_of_saves(directory, self.name):  # of earlier saves
+            if other != saved_file:
                 with contextlib.suppress(OSError):
                     os.unlink(other)
 
-    def _undo(self, directory: str, own: str, link: str, save_id: str) -> None:
+    def _undo(self, directory: str, saved_file: str, link: str, save_id: str) -> None:
         """Remove this save's file and link, unless this save was committed. Then make the link for
         the checkpoint that is in the directory."""
         if _saved_id(directory) != save_id:
-            unneeded = [link, own] if _is_same(own, link) else [own]
-            for path in unneeded:
+            to_remove = [link, saved_file] if _is_same(saved_file, link) else [saved_file]
+            for path in to_remove:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         mend(directory, self.name)
@@ -94,23 +96,25 @@ class SideFile:
 def mend(directory: str, name: str) -> None:
     """Make the link again if a process died between the commit and the making of the link."""
     link = os.path.join(directory, name)
-    named = _files_of_saves(directory, name)
-    if not named or (len(named) == 1 and _is_same(named[0], link)):
+    saved_files = _files_of_saves(directory, name)
+    is_intact = len(saved_files) == 1 and _is_same(saved_files[0], link)
+    if not saved_files or is_intact:
         return
-    own = _file_of_save(directory, name, _saved_id(directory))
-    if own in named and not _is_same(own, link):
+    saved_file = _file_of_save(directory, name, _saved_id(directory))
+    if saved_file in saved_files and not _is_same(saved_file, link):
         log.warning("stillframe: %s is made anew: a save into its directory was interrupted", link)
-        _link(own, link)
+        _make_link(saved_file, link)
 
 
 def _file_of_save(directory: str, name: str, save_id: str | None) -> str:
+    """Return the path of a save's file, such as `meta.ID.pt`."""
     stem, suffix = os.path.splitext(name)
     return os.path.join(directory, f"{stem}.{save_id}{suffix}")
 
 
 def _files_of_saves(directory: str, name: str) -> list[str]:
-    """Return the paths of the files of all saves, with names of exactly this form: a caller removes
-    them."""
+    """Return the paths of the files of all saves. Only names of exactly this form count, because a
+    caller removes the files."""
     stem, suffix = map(re.escape, os.path.splitext(name))
     of_save = re.compile(rf"{stem}\.({_SAVE_ID}){suffix}")
     return [
@@ -135,7 +139,7 @@ def _remove_link(directory: str, name: str) -> None:
         return
     if any(os.path.samefile(each, link) for each in _files_of_saves(directory, name)):
         os.unlink(link)
-    else:  # a file of its own, by Lightning or by `_link`
+    else:  # the link is a file: Lightning wrote it, or `_make_link` had to copy
         os.replace(link, _file_of_save(directory, name, _saved_id(directory)))
 
 
@@ -147,17 +151,17 @@ def _write(content: Any, path: str, *, durable: bool) -> None:
             os.fsync(file.fileno())
 
 
-def _link(own: str, link: str) -> None:
-    """Make `link` a hard link to the file `own`, or a copy, in place of an old link."""
-    if _is_same(own, link):
+def _make_link(saved_file: str, link: str) -> None:
+    """Replace `link` by a hard link to `saved_file`, or by a copy of it."""
+    if _is_same(saved_file, link):
         return
     temporary = os.path.join(os.path.dirname(link), f".{os.path.basename(link)}.stillframe")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     try:
-        os.link(own, temporary)
+        os.link(saved_file, temporary)
     except OSError:  # a file system without links
-        shutil.copyfile(own, temporary)
+        shutil.copyfile(saved_file, temporary)
     os.replace(temporary, link)
 
 

@@ -40,105 +40,107 @@ from stillframe._tree.walk import paths
 
 StateDict = dict[str, Any]
 
-_GRACE_S = 5.0  # the time in which DCP's upload is expected to take its state dict
+_GRACE_S = 5.0  # the time in which DCP's upload is expected to take the copy
 
 
 class Staged:
     """The copy of one state dict. The condition `changed` is notified when an upload takes the
     copy."""
 
-    def __init__(self, taken: Snapshot[Any], changed: threading.Condition) -> None:
+    def __init__(self, snapshot: Snapshot[Any], changed: threading.Condition) -> None:
         self._changed = changed
-        self.nbytes = taken.nbytes  # of the copied storages
-        self.deferred_nbytes = taken.deferred_nbytes  # how many of them are copied after the call
-        self.num_tensors = taken.num_tensors
-        self._taken: Snapshot[Any] | None = taken  # None after the upload
+        self.nbytes = snapshot.nbytes  # of the copied storages
+        self.deferred_nbytes = snapshot.deferred_nbytes  # the part that is copied after the call
+        self.num_tensors = snapshot.num_tensors
+        self._snapshot: Snapshot[Any] | None = snapshot  # None after the upload
         self._tree: Any = None  # what an upload reads
-        self._made = time.monotonic()
-        self._uploading = False  # an upload has taken the tree
+        self._created_at = time.monotonic()
+        self._upload_has_begun = False  # an upload has taken the tree
 
-    def settle(self, copied: Future[Any]) -> None:
+    def complete_when_copied(self, copied: Future[Any]) -> None:
         """Give the tree, or the error, to the future `copied` when the copy has ended: now, or
         later on the callback thread."""
-        taken = self._taken
-        assert taken is not None
-        settle = functools.partial(self._settle, taken, copied)
-        if is_copied(taken):
-            settle()
+        snapshot = self._snapshot
+        assert snapshot is not None
+        complete = functools.partial(self._complete, snapshot, copied)
+        if is_copied(snapshot):
+            complete()
         else:
-            call_when_copied(taken, settle)
+            call_when_copied(snapshot, complete)
 
-    def _settle(self, taken: Snapshot[Any], copied: Future[Any]) -> None:
+    def _complete(self, snapshot: Snapshot[Any], copied: Future[Any]) -> None:
+        """Give the tree, or the error of the copy, to the future."""
         try:
-            tree = taken.tree
+            tree = snapshot.tree
         except BaseException as error:
             copied.set_exception(error)
         else:
-            taken.release()  # from now on the tensors keep the memory
+            snapshot.release()  # from now on the tensors keep the memory
             copied.set_result(tree)
 
     def wait_until_copied(self) -> None:
         """Wait until all bytes are copied. Raise the error of a copy that failed, like
         `Snapshot.wait`."""
-        taken = self._taken
-        assert taken is not None
-        taken.wait()
-        taken.release()  # from now on the tensors keep the memory
+        snapshot = self._snapshot
+        assert snapshot is not None
+        snapshot.wait()
+        snapshot.release()  # from now on the tensors keep the memory
 
     def begin_own_upload(self, save: SnapshotSave) -> Any:
         """Begin an upload of stillframe's own, and return the tree. The upload has to call
         `wait_until_copied` before it reads bytes. The handle `save` is notified when the copy
         ends."""
-        taken = self._taken
-        assert taken is not None
-        self._tree = unfinished_tree(taken)
+        snapshot = self._snapshot
+        assert snapshot is not None
+        self._tree = unfinished_tree(snapshot)
         self.upload_begins()
-        save.set_snapshot(taken)
-        if is_copied(taken):
+        save.set_snapshot(snapshot)
+        if is_copied(snapshot):
             save.record_copied()
         else:
-            call_when_copied(taken, save.record_copied)
+            call_when_copied(snapshot, save.record_copied)
         return self._tree
 
     def upload_begins(self) -> None:
         """Record that an upload has taken the tree. `upload_ended` has to follow: until then, a new
         copy that needs memory waits for this copy's memory."""
-        taken = self._taken
-        if taken is not None:
-            will_return(taken)
+        snapshot = self._snapshot
+        if snapshot is not None:
+            will_return(snapshot)
         with self._changed:
-            self._uploading = True
+            self._upload_has_begun = True
             self._changed.notify_all()
 
     def upload_reads(self, tree: Any) -> None:
-        """Record the tree whose tensors `upload_ended` makes empty."""
+        """Record the tree that the upload reads. `upload_ended` makes its tensors empty."""
         self._tree = tree
 
     def upload_ended(self) -> list[Any]:
         """Return the memory to the pool. Return the tensors, now empty, and their snapshot, for the
         caller to free at a good time. May be called again."""
-        taken, tree = self._taken, self._tree
+        snapshot, tree = self._snapshot, self._tree
         self._tree = None
         tensors = [each for _, each in paths(tree, lambda node: isinstance(node, torch.Tensor))]
         del tree
-        if taken is not None and is_leased(taken):
+        if snapshot is not None and is_leased(snapshot):
             _empty(tensors)
-        if taken is not None:
-            recall(taken)  # ends the loan to DCP's process, which keeps its last state dict
-            will_return(taken, False)  # from now on only users may keep the memory
-        self._taken = None
-        return [*tensors, taken]
+        if snapshot is not None:
+            recall(snapshot)  # ends the loan to DCP's process, which keeps its last state dict
+            will_return(snapshot, False)  # only users may still keep the memory
+        self._snapshot = None
+        return [*tensors, snapshot]
 
     def grace_s(self) -> float:
         """Return how many seconds are left for an upload to take the tree; 0 after an upload has
         taken it, or if the memory was returned."""
-        if self._uploading or not self.holds_memory():
+        if self._upload_has_begun or not self.holds_memory():
             return 0.0
-        return max(0.0, self._made + _GRACE_S - time.monotonic())
+        return max(0.0, self._created_at + _GRACE_S - time.monotonic())
 
     def holds_memory(self) -> bool:
-        taken = self._taken
-        return taken is not None and is_leased(taken)
+        """Return whether the copy's memory has not returned to the pool."""
+        snapshot = self._snapshot
+        return snapshot is not None and is_leased(snapshot)
 
 
 # An empty tensor for each dtype. Making one each time would release the interpreter lock.
@@ -146,6 +148,7 @@ _empty_tensors: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _empty(tensors: list[Any]) -> None:
+    """Make tensors empty, so that they no longer refer to their memory."""
     for tensor in _with_memory(tensors):
         if tensor.dtype not in _empty_tensors:
             with torch.inference_mode(False):
@@ -158,8 +161,10 @@ def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
-            inner = (getattr(tensor, name) for name in names)
-            yield from (each for each in inner if isinstance(each, torch.Tensor))
+            for name in names:
+                inner = getattr(tensor, name)
+                if isinstance(inner, torch.Tensor):
+                    yield inner
         elif tensor.layout is torch.strided and not tensor.is_quantized:
             yield tensor
 
@@ -169,12 +174,12 @@ class Stages:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # notified when an upload takes a copy
-        self._before: list[Staged] = []  # earlier copies that may still hold memory
+        self._earlier: list[Staged] = []  # earlier copies that may still hold memory
 
     def stage(self, tree: Any, *, overlap: bool, engine: Engine | None) -> Staged:
         """Copy a tree, after uploads under way have returned enough memory to the pool. Raise
         PoolExhaustedError if the tree does not fit even then."""
-        waiting = self._without_upload()
+        waiting = self._awaiting_upload()
 
         def wait_for_an_upload() -> bool:
             """Wait until an upload takes one of the copies in `waiting`, after which the core waits
@@ -183,20 +188,20 @@ class Stages:
             if not waiting:
                 return False
             self._wait_for_any(waiting)
-            waiting = self._without_upload()
+            waiting = self._awaiting_upload()
             return True
 
-        taken = snapshot_to_write(
+        snapshot = snapshot_to_write(
             tree, overlap=overlap, engine=engine, wait_for_room=wait_for_an_upload
         )
-        staged = Staged(taken, self._changed)
-        self._before.append(staged)
+        staged = Staged(snapshot, self._changed)
+        self._earlier.append(staged)
         return staged
 
-    def _without_upload(self) -> list[Staged]:
+    def _awaiting_upload(self) -> list[Staged]:
         """Return the copies that an upload is expected to take soon."""
-        self._before = [each for each in self._before if each.holds_memory()]
-        return [each for each in self._before if each.grace_s() > 0]
+        self._earlier = [each for each in self._earlier if each.holds_memory()]
+        return [each for each in self._earlier if each.grace_s() > 0]
 
     def _wait_for_any(self, waiting: list[Staged]) -> None:
         """Wait until an upload takes one of the copies, or until none is expected for one of

@@ -16,17 +16,17 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from stillframe._base.arguments import refuse_unclear
+from stillframe._base.arguments import check_booleans
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._save.engine import Engine, require_engine
 from stillframe._snapshot.loans import keep_bits
 from stillframe.errors import StillframeError
 
-_thread = threading.local()  # its attribute `end` is an `_End`
+_thread = threading.local()  # its attribute `thread_exit` is a `_ThreadExit`
 
 
-class _End:
-    """An object of a thread. Its finalizer runs when the thread exits."""
+class _ThreadExit:
+    """An object that only one thread refers to. Its finalizer runs when the thread exits."""
 
 
 class _Staging(Future[StateDict]):
@@ -44,13 +44,15 @@ class _Staging(Future[StateDict]):
     def result(self, timeout: float | None = None) -> StateDict:
         """Return the staged state dict. If an executor of DCP calls this, the exit of its thread
         ends the upload."""
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith("torch.distributed.checkpoint.") and caller.endswith("_executor"):
+        caller_globals = sys._getframe(1).f_globals
+        caller = caller_globals.get("__name__", "")  # the calling module
+        is_of_dcp = caller.startswith("torch.distributed.checkpoint.")
+        if is_of_dcp and caller.endswith("_executor"):
             if caller.endswith("_process_executor"):
                 keep_bits()  # the conjugate and negative bits, when this thread pickles tensors
             self._staged.upload_begins()
-            _thread.end = end = _End()
-            finalizer = weakref.finalize(end, self._staged.upload_ended)
+            _thread.thread_exit = thread_exit = _ThreadExit()
+            finalizer = weakref.finalize(thread_exit, self._staged.upload_ended)
             finalizer.atexit = False  # only the exit of this thread ends the upload
             self._staged.upload_reads(super().result(timeout))
         return super().result(timeout)
@@ -90,7 +92,7 @@ class PinnedStager(AsyncStager):
     def __init__(self, engine: Engine | None = None, overlap: bool = True) -> None:
         if engine is not None:
             require_engine(engine)
-        refuse_unclear(overlap=overlap)
+        check_booleans(overlap=overlap)
         self._engine = engine
         self._overlap = overlap
         self._closed = False
@@ -113,7 +115,7 @@ class PinnedStager(AsyncStager):
             raise StillframeError("the stager was closed: make another one")
         staged = self._stages.stage(state_dict, overlap=self._overlap, engine=self._engine)
         future = _Staging(staged)
-        staged.settle(future)
+        staged.complete_when_copied(future)
         return future
 
     def synchronize_staging(self) -> None:

@@ -23,7 +23,7 @@ from stillframe._save.parts import Parts, submit_parts
 from stillframe._save.remote import Upload
 from stillframe._save.report import SaveReport
 
-_AT_A_TIME = 4  # the most threads; the client sends several parts of each file at a time
+_MAX_THREADS = 4  # the most threads; the client sends several parts of each file at a time
 
 
 class Uploads:
@@ -34,26 +34,29 @@ class Uploads:
         # The lock protects these attributes:
         self.error: BaseException | None = None  # the first error
         self._waiting: list[FileUpload] = []  # files that no thread has begun to send
-        self._sent_now: list[Upload] = []
-        self._nr_threads = 0  # threads that have not yet found `_waiting` empty
+        self._in_progress: list[Upload] = []  # uploads that have begun
+        self._nr_threads = 0  # threads that run `_send_all`
 
     def add(self, file: FileUpload) -> FileUpload:
         """Send a file as soon as a thread is free."""
         with self._lock:
             self._waiting.append(file)
-            needs_thread = self._nr_threads < _AT_A_TIME
+            needs_thread = self._nr_threads < _MAX_THREADS
             if needs_thread:
                 self._nr_threads += 1
         if needs_thread:
             thread = threading.Thread(target=self._send_all, name="sf-upload", daemon=True)
-            # If no thread starts, the caller of `FileUpload.exception` sends the file.
+            # If the thread does not start, the caller of `FileUpload.exception` sends the file.
             with contextlib.suppress(OSError, RuntimeError):
                 threads.start(thread)
         return file
 
     def _send_all(self) -> None:
-        while (file := self._next()) is not None:
+        """Send files until none is waiting. Runs on a thread."""
+        file = self._next()
+        while file is not None:
             file.send()
+            file = self._next()
 
     def _next(self) -> FileUpload | None:
         """Take the next file from the list. After None, the calling thread must end."""
@@ -78,14 +81,14 @@ class Uploads:
         with self._lock:
             if self.error is not None:
                 raise self.error
-            self._sent_now.append(upload)
+            self._in_progress.append(upload)
 
     def fail(self, error: BaseException) -> BaseException:
         """Record an error and give up all uploads. Return the first error."""
         with self._lock:
             self.error = first = self.error or error
-            given_up, self._sent_now = self._sent_now, []
-        for upload in given_up:
+            to_give_up, self._in_progress = self._in_progress, []
+        for upload in to_give_up:
             upload.give_up()
         return first
 
@@ -109,7 +112,7 @@ class FileUpload:
         self._store = store
         self._key = key
         self._owners = owners
-        self._over = Event()
+        self._ended = Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
@@ -117,13 +120,13 @@ class FileUpload:
         """Wait until the file is sent; return the error, if any."""
         if self._uploads.take(self):
             self.send()
-        self._over.wait()
+        self._ended.wait()
         return self._error
 
     def result(self) -> SaveReport | None:
         """Return the report, or None after an error. Call `exception` first: this method waits, but
         does not send the file itself."""
-        self._over.wait()
+        self._ended.wait()
         return self._report
 
     def send(self) -> None:
@@ -134,7 +137,7 @@ class FileUpload:
             self._error = self._uploads.fail(error.with_traceback(None))
         finally:
             self._owners = ()
-            self._over.set()
+            self._ended.set()
 
     def _send(self) -> SaveReport:
         shown = self._store.shown(self._key)
@@ -143,7 +146,7 @@ class FileUpload:
         save = submit_parts(self._engine, self._parts, shown, owners=self._owners, upload=upload)
         try:
             # No wait before the end: the object may appear, because no metadata names it yet.
-            upload.run(before_end=do_nothing)
+            upload.run(wait_to_appear=do_nothing)
         except BaseException as error:
             # Without the traceback, whose frames may keep the file's memory.
             raise upload.fail(error.with_traceback(None)) from None

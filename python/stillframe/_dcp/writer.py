@@ -125,9 +125,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self.save_id = str(uuid.uuid4())
         self.files_id = checkpoint.new_id()  # the id in the names of this rank's files
         self._rank: int | None = None  # this rank's number if each rank saves for itself
-        self._is_begun = False  # the directory was made, or existed
+        self._has_directory = False  # the directory was made, or existed
         self._files: RankFiles | None = None
-        self._new: checkpoint.ReadyCheckpoint | None = None  # to commit; on the coordinator only
+        self._ready: checkpoint.ReadyCheckpoint | None = None  # to commit; on the coordinator only
         self._is_committing = False  # see `will_commit`
         self.side_file: SideFile | None = None  # committed together with the checkpoint
         self.before_commit: Callable[[], object] = do_nothing  # called at the beginning of `commit`
@@ -140,7 +140,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             "_engine": None,
             "_stager": None,
             "_files": None,
-            "_new": None,
+            "_ready": None,
             "files_id": checkpoint.new_id(),
             "before_commit": do_nothing,
         }
@@ -182,11 +182,13 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
+        """Return the path and the save's id, which the metadata contains."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        alone = not kwargs.get("use_collectives", True)
-        self._rank = kwargs.get("rank") if alone else None
+        # Without collectives, each rank saves a checkpoint for itself.
+        saves_alone = not kwargs.get("use_collectives", True)
+        self._rank = kwargs.get("rank") if saves_alone else None
         # A second save needs a new id. Not in `reset`, because not every caller calls `reset`.
         if self._files is not None:
             self.files_id = checkpoint.new_id()
@@ -200,7 +202,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """
         location = self.location
         location.begin(durable=self._durable)
-        self._is_begun = True
+        self._has_directory = True
         if not self._overwrite and location.exists(checkpoint.metadata_name(self._rank)):
             raise FileExistsError(
                 errno.EEXIST, "Checkpoint already exists, and overwrite=False", location.shown
@@ -212,12 +214,12 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return copies of the plans with the prefix of each rank's file names. A planner may keep
         the plans themselves."""
-        return [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{number}_"))
-            if plan.storage_data is None
-            else plan
-            for number, plan in enumerate(plans)
-        ]
+        prefixed = []
+        for rank, plan in enumerate(plans):
+            if plan.storage_data is None:
+                plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+            prefixed.append(plan)
+        return prefixed
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items and wait until their files are durable.
@@ -242,13 +244,13 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         Raises:
             OSError: See `checkpoint.commit_metadata`.
         """
-        where = {each.index: each.storage_data for rank in results for each in rank}
-        new = self.describe(metadata, where)
+        storage_data = {each.index: each.storage_data for rank in results for each in rank}
+        new = self.describe(metadata, storage_data)
         self.commit(new)
         metadata.version = new.metadata.version
         metadata.storage_data = new.metadata.storage_data
         metadata.storage_meta = new.metadata.storage_meta
-        self.tidy()
+        self.remove_unneeded_files()
 
     # ---- the steps of `write_data` and `finish`, for `JointSave` ----
 
@@ -281,15 +283,15 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     ) -> checkpoint.ReadyCheckpoint:
         """Write the metadata under a temporary name. Only the coordinator calls this. Errors are
         those of `checkpoint.prepare_metadata`."""
-        # A copy, because a later save uses the same object.
+        # Change a copy, because a later save uses the same object.
         metadata = dataclasses.replace(
             metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
         metadata.version = _VERSION
-        self._new = checkpoint.prepare_metadata(
+        self._ready = checkpoint.prepare_metadata(
             metadata, self.location, self._rank, self.files_id, durable=self._durable
         )
-        return self._new
+        return self._ready
 
     def will_commit(self) -> None:
         """Record that all ranks have written their files. From now on the checkpoint may be
@@ -314,16 +316,16 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             checkpoint.discard_metadata(new)
             raise
 
-    def tidy(self) -> None:
+    def remove_unneeded_files(self) -> None:
         """Remove files that the committed checkpoint does not need."""
-        assert self._new is not None
-        checkpoint.remove_unnamed(self._new.metadata, self.location, self._rank)
+        assert self._ready is not None
+        checkpoint.remove_unnamed(self._ready.metadata, self.location, self._rank)
 
     def abandon(self) -> None:
         """Remove the files of this rank after a save that failed on all ranks, and the directory if
         it is empty then."""
-        if self._new is not None:
-            checkpoint.discard_metadata(self._new)
+        if self._ready is not None:
+            checkpoint.discard_metadata(self._ready)
         if self._is_committing and not self.location.failed_commit_is_over:
             log.warning(
                 "stillframe: files of a failed save stay in %s until the next save: the store may"
@@ -333,7 +335,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             return
         if self._files is not None:
             checkpoint.remove_files(self._files.names(), self.location)
-        if self._is_begun:
+        if self._has_directory:
             self.location.remove_if_empty()
 
     # ---- the rest ----

@@ -92,9 +92,9 @@ def save_state(
     path = _directory(accelerator, output_dir)
     saves = saves_of(accelerator)
 
-    def opened() -> AbstractContextManager[Any]:
+    def open_directory() -> AbstractContextManager[Any]:  # called on the leader only
         files = checkpoint(path, on_durable=on_durable, engine=engine)
-        return _opened(path, files, is_automatic)
+        return _open_directory(path, files, is_automatic)
 
     def write(files: Any) -> None:
         with redirected(files), _without_automatic_naming(config):
@@ -102,7 +102,7 @@ def save_state(
 
     iteration = config.iteration
     try:
-        handle = saves.save(path, opened, write)
+        handle = saves.save(path, open_directory, write)
     except BaseException:
         config.iteration = iteration  # so that the next call takes the same name
         raise
@@ -137,7 +137,7 @@ def load_state(
 
     def wait() -> str:
         if directory is not None:
-            with contextlib.suppress(OSError):  # Accelerate says what is missing
+            with contextlib.suppress(OSError):  # Accelerate raises an error that users know
                 ordered.wait_for_directory(os.path.expanduser(directory))
         return ""  # `share` needs a string
 
@@ -185,7 +185,7 @@ def _directory(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
 
 
 @contextlib.contextmanager
-def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Checkpoint]:
+def _open_directory(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Checkpoint]:
     """Open the checkpoint with `opening`. At the end of the block, fail if the save would delete
     files that are not Accelerate's. An automatically named path must not exist yet."""
     if is_automatic and api.exists(path):
@@ -200,14 +200,17 @@ def _opened(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Chec
     with opening as files:
         yield files
         save = files.handle
-        if isinstance(save, DirectorySave) and (lost := _lost(path, save)):
+        if not isinstance(save, DirectorySave):  # the engine was busy, so the save is skipped
+            return
+        lost = _lost_files(path, save)
+        if lost:
             raise StillframeError(
                 f"{path} was not saved: the directory is replaced as a whole, and its"
                 f" {', '.join(lost)} would be lost. Save to a directory of its own"
             )
 
 
-def _lost(path: str, save: DirectorySave) -> list[str]:
+def _lost_files(path: str, save: DirectorySave) -> list[str]:
     """Return the names of files in the old directory that the save would delete. Accelerate's own
     files do not count."""
     old = set(os.listdir(path)) if os.path.isdir(path) else set()
@@ -216,17 +219,21 @@ def _lost(path: str, save: DirectorySave) -> list[str]:
 
 
 def _newest(accelerator: Accelerator) -> str:
+    """Return the name of the newest complete checkpoint, or raise FileNotFoundError."""
     directory = _checkpoints(accelerator)
     found = None
     if os.path.isdir(directory):
-        found = newest.find(directory, incomplete=functools.partial(_lacks, accelerator))
+        found = newest.find(directory, incomplete=functools.partial(_why_incomplete, accelerator))
     if found is None:
         raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint", directory)
     return os.path.basename(found)
 
 
-def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) -> str | None:
-    """Return a sentence about a file that the checkpoint lacks, or None if it has all files."""
+def _why_incomplete(
+    accelerator: Accelerator, path: str, names: list[str], disk: Disk
+) -> str | None:
+    """Return a sentence about a file that the checkpoint lacks, or None if it has all files.
+    `names` are the names of its files."""
     # The unsupported kinds of training name their files differently.
     if accelerator.distributed_type not in _UNSUPPORTED:
         for stem, objects in (
@@ -237,9 +244,10 @@ def _lacks(accelerator: Accelerator, path: str, names: list[str], disk: Disk) ->
                 name = f"{stem}_{number}.bin" if number else f"{stem}.bin"
                 if name not in names:
                     return f"it has no {name}"
-    # `kinds.incomplete` always wants an optimizer.bin, even if there is no optimizer.
-    not_needed = [] if accelerator._optimizers else ["optimizer.bin"]
-    return kinds.incomplete(path, names + not_needed, disk)
+    if not accelerator._optimizers:
+        # `kinds.incomplete` asks for an optimizer.bin in any case, and this file is not needed.
+        names = [*names, "optimizer.bin"]
+    return kinds.incomplete(path, names, disk)
 
 
 @contextlib.contextmanager

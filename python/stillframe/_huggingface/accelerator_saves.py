@@ -58,20 +58,21 @@ class Saves:
         key = f"load/{self._number}"
         if self._ranks is None or self._all is None:
             return find()
-        if self._ranks is not self._all:
-            self._ranks.share(key, wait)  # the result is not used
+        if self._ranks is not self._all:  # each machine has a leader
+            self._ranks.share(key, wait)
         return self._all.share(key, find)
 
     def save(
         self,
         path: str,
-        opened: Callable[[], AbstractContextManager[Any]],
+        open_directory: Callable[[], AbstractContextManager[Any]],
         write: Callable[[Any], object],
     ) -> SaveHandle:
         """Let all ranks write into one directory; return the handle of the save.
 
         Args:
-            opened: Called on the leader; returns a context manager that opens the directory `path`.
+            open_directory: Called on the leader; returns a context manager that opens the
+                directory `path`.
             write: Called on each rank with the open checkpoint.
         """
         self._number += 1
@@ -88,7 +89,7 @@ class Saves:
 
                 def open_it() -> str:
                     nonlocal files
-                    files = block.enter_context(opened())
+                    files = block.enter_context(open_directory())
                     directory: str = files.path
                     return directory
 
@@ -113,12 +114,12 @@ class Saves:
         if ranks is None:
             return
 
-        def report(_: object = None) -> None:
+        def report(_handle: object = None) -> None:
             error = failed if handle is None else error_of(handle)
             is_skipped = handle is not None and handle.state == "skipped"
             ranks.report_ended(number, None if error is None else str(error), is_skipped=is_skipped)
 
-        if self._in_flight:
+        if self._in_flight:  # the newest save ends last
             self._in_flight[-1].add_done_callback(report)
         else:
             report()
@@ -138,7 +139,8 @@ class Saves:
             matched = _CHECKPOINT_NAME.fullmatch(name)
             if matched and api.exists(os.path.join(directory, name)):
                 old[int(matched[1])] = name
-        excess = max(0, len(old) + 1 - limit)  # 1 for the new checkpoint
+        total = len(old) + 1  # with the new checkpoint
+        excess = max(0, total - limit)
         for number in sorted(old)[:excess]:
             api.remove(os.path.join(directory, old[number]))
 
@@ -182,7 +184,7 @@ class Followed(SaveHandle):
 
     def __init__(self, path: str, ranks: Ranks, number: int) -> None:
         super().__init__(path, path)
-        self._outcome.cancellable = False
+        self._outcome.cancellable = False  # only the leader can cancel the save
         self._ranks, self._number = ranks, number
         self._is_skipped = False
         self._ended = threading.Event()
@@ -192,7 +194,7 @@ class Followed(SaveHandle):
 
     @property
     def state(self) -> State:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if not self._outcome.settled:
             return "writing"
         if self._is_skipped:
@@ -203,7 +205,7 @@ class Followed(SaveHandle):
         return True  # because this rank's files were written in the call
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if not self._ended.wait(deadline.left()):
             raise self._timeout_error(deadline, "durable")
 

@@ -28,13 +28,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from stillframe import _core
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._check.latest import latest
 from stillframe._huggingface.ranks import LeaderDirectory, Ranks, lead, ranks_of
 from stillframe._huggingface.redirect import redirected
 from stillframe._save import api, uploads
 from stillframe._save.checkpoint import checkpoint
-from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
+from stillframe._save.handle import SaveHandle, report_of, take_uncollected_error, wait_for_end
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
@@ -119,7 +119,8 @@ class Checkpoints:
         self.wants_push = False
         remove_sentinel(made.path)
         is_leader = self._ranks is None or self._ranks.is_leader
-        with self._led(made) if is_leader else self._into_leaders(made):
+        block = self._write_as_leader(made) if is_leader else self._write_as_follower(made)
+        with block:
             write()
             self._name_best(run_dir)
 
@@ -130,13 +131,13 @@ class Checkpoints:
         self._waiting.append(made)
         self._submitted = made
         if is_leader:
-            # If this step was saved before, its path moves to the end of the list.
+            # If this step was saved before, the path moves to the end of the list.
             self._forget(made)
             self._ours[made.run_dir].append(_normal(made.path))
             self._rotate(made)
 
     @contextlib.contextmanager
-    def _led(self, made: Checkpoint) -> Iterator[None]:
+    def _write_as_leader(self, made: Checkpoint) -> Iterator[None]:
         """Open the directory on the leader. At the end of the block, wait for the other ranks and
         submit the save."""
         with contextlib.ExitStack() as stack:
@@ -154,14 +155,15 @@ class Checkpoints:
                 directory: str = files.path
                 return directory
 
-            led = lead(self._ranks, made.number, open_it)
-            with led as directory, self._substituted(directory), redirected(files):
+            leading = lead(self._ranks, made.number, open_it)
+            with leading as directory, self._substituted(directory), redirected(files):
                 yield
+            # Before the stack closes the checkpoint, so that it gets no such directory.
             shutil.rmtree(os.path.join(directory, _SUBSTITUTE))
         made.handle = files.handle
 
     @contextlib.contextmanager
-    def _into_leaders(self, made: Checkpoint) -> Iterator[None]:
+    def _write_as_follower(self, made: Checkpoint) -> Iterator[None]:
         """Let this rank write its files into the leader's directory."""
         ranks, args = self._ranks, self._trainer.args
         assert ranks is not None
@@ -233,6 +235,7 @@ class Checkpoints:
         self._raise_failed()
 
     def _wait_and_follow(self) -> None:
+        """Wait until every checkpoint under way has ended, and call `follow` after each."""
         for made in list(self._waiting):
             if made.handle is not None:
                 wait_for_end(made.handle)
@@ -257,6 +260,7 @@ class Checkpoints:
         raise ValueError(f"No valid checkpoint found in output directory ({directory})")
 
     def _has_ended(self, made: Checkpoint) -> bool:
+        """Return whether a checkpoint is durable or has failed, without waiting."""
         if made.handle is not None:
             return made.handle.done()
         assert self._ranks is not None
@@ -270,7 +274,7 @@ class Checkpoints:
             if error is not None:
                 self._failed.append(error)
             return error is not None
-        failed = report_of(made.handle) is None
+        failed = report_of(made.handle) is None  # only a durable save has a report
         if failed:
             self._failed.append(made.handle)
             self._forget(made)
@@ -283,7 +287,7 @@ class Checkpoints:
         """Raise the first error that nobody has seen, with the other errors as notes."""
         failed, self._failed = self._failed, []
         errors = [
-            each if isinstance(each, StillframeError) else take_unseen_error(each)
+            each if isinstance(each, StillframeError) else take_uncollected_error(each)
             for each in failed
         ]
         unseen = [error for error in errors if error is not None]
@@ -295,7 +299,8 @@ class Checkpoints:
     def _announce(self, made: Checkpoint) -> None:
         """Push a durable checkpoint to the Hub and call `on_save`, with the state of its step."""
         trainer = self._trainer
-        live, trainer.state = trainer.state, made.state
+        live_state = trainer.state
+        trainer.state = made.state
         try:
             if made.push:
                 trainer._push_from_checkpoint(made.path)
@@ -303,7 +308,7 @@ class Checkpoints:
                 "on_save", trainer.args, made.state, trainer.control
             )
         finally:
-            trainer.state = live
+            trainer.state = live_state
 
     def attach(self) -> None:
         """Prepare for a training: replace `callback_handler.on_save`."""
@@ -325,18 +330,22 @@ class Checkpoints:
             if hook is not None:
                 changed = hook(args, made.state, control, model=trainer.model, handle=made.handle)
                 control = control if changed is None else changed
-        if state.global_step >= state.max_steps or control.should_training_stop:
+        is_last = state.global_step >= state.max_steps or control.should_training_stop
+        if is_last:
             trainer.control = control
             self._wait_and_follow()  # so that `on_save` comes before the end of the training
             return trainer.control
         return control
 
     def _forget(self, made: Checkpoint) -> None:
+        """Remove a checkpoint's path from the list of this training's checkpoints."""
         path = _normal(made.path)
         ours = self._ours[made.run_dir]
         ours[:] = [each for each in ours if each != path]
 
     def _rotate(self, made: Checkpoint) -> None:
+        """Remove old checkpoints next to `made`. Keep those for which some rank has not called
+        `on_save` yet."""
         if self._ranks is not None:
             announced = self._ranks.announced()
             while self._unannounced and self._unannounced[0].number <= announced:
@@ -360,7 +369,7 @@ def remove_sentinel(path: str) -> None:
 
 def wait_for_log() -> None:
     """Wait until every save and remove in the process's log has ended. Raise no errors."""
-    with inside():
+    with inside_call():
         _core.log_drain(None)
 
 
@@ -379,16 +388,17 @@ def _rotate(
     if limit is None or limit <= 0:
         return
     ours[:] = [path for path in ours if path in unreported or api.exists(path)]
-    left = _older(run_dir, ours) + ours
-    protected = set(left[-1:])
+    kept = _older(run_dir, ours) + ours
+    protected = set(kept[-1:])  # the newest
     if best:
         protected.add(_normal(best))
-    for path in list(left):
-        if len(left) <= max(limit, len(protected)):
+    fewest = max(limit, len(protected))
+    for path in list(kept):
+        if len(kept) <= fewest:
             return
         if path not in protected and path not in unreported:
             api.remove(path)
-            left.remove(path)
+            kept.remove(path)
 
 
 def _older(run_dir: str, ours: list[str]) -> list[str]:

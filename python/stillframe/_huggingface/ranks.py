@@ -82,8 +82,8 @@ class Ranks:
         Raises:
             StillframeError: The leader failed, or its directory is not visible here.
         """
-        opened = f"{number}/opened"
-        directory = self._answer(opened)
+        opened_key = f"{number}/opened"
+        directory = self._answer(opened_key)
         try:
             if not os.path.isdir(directory):
                 raise StillframeError(
@@ -92,20 +92,20 @@ class Ranks:
                 )
             yield directory
         except BaseException as error:
-            if isinstance(error, Exception):
-                self._raise_if_leader_failed(opened, directory)
+            if isinstance(error, Exception):  # after Ctrl-C, do not wait for the leader's answer
+                self._raise_if_leader_failed(opened_key, directory)
             self._store.set(f"{number}/written/{self._rank}", "-" + _message(error))
             raise
-        self._raise_if_leader_failed(opened, directory)
+        self._raise_if_leader_failed(opened_key, directory)
         self._store.set(f"{number}/written/{self._rank}", "+")
 
-    def _raise_if_leader_failed(self, opened: str, directory: str) -> None:
+    def _raise_if_leader_failed(self, opened_key: str, directory: str) -> None:
         """Raise the leader's error, if the leader has failed since it opened the directory.
 
         The leader has removed the directory, but Trainer or Accelerate may have made it again.
         """
         try:
-            self._answer(opened)
+            self._answer(opened_key)
         except StillframeError:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -113,8 +113,8 @@ class Ranks:
     @contextlib.contextmanager
     def lead(self, number: int, open_it: Callable[[], str]) -> Iterator[str]:
         """Do the work of the function `lead`."""
-        opened = f"{number}/opened"
-        directory = self.share(opened, open_it)
+        opened_key = f"{number}/opened"
+        directory = self.share(opened_key, open_it)
         try:
             yield directory
             for rank in self._others:
@@ -122,9 +122,10 @@ class Ranks:
                 self._answer(key, of=rank)
                 self._store.delete_key(key)
         except BaseException as error:
-            self._store.set(opened, "-" + _message(error))  # before the directory is removed
+            # The caller removes the directory next. By then the other ranks must know the error.
+            self._store.set(opened_key, "-" + _message(error))
             raise
-        self._store.delete_key(opened)
+        self._store.delete_key(opened_key)
 
     def report_ended(self, number: int, error: str | None, *, is_skipped: bool = False) -> None:
         """Report to the other ranks that all checkpoints up to `number` have ended. `error` is the
@@ -137,6 +138,7 @@ class Ranks:
         self._store.set("ended", json.dumps([self._ended, self._failed, self._skipped]))
 
     def has_ended(self, number: int) -> bool:
+        """Return whether the leader has reported the end of checkpoint `number`."""
         if number > self._ended and self._store.check(["ended"]):
             self._ended, self._failed, self._skipped = json.loads(self._store.get("ended"))
         return number <= self._ended
@@ -160,6 +162,7 @@ class Ranks:
             log.warning("stillframe: a rank has not ended its training. Its checkpoints stay")
 
     def wait_ended(self, number: int) -> None:
+        """Wait until the leader has reported the end of checkpoint `number`."""
         poll(lambda: self.has_ended(number))
 
     def error_of(self, number: int) -> StillframeError | None:
@@ -237,11 +240,11 @@ def ranks_of(args: Any) -> Ranks | None:
             f"{args.world_size} ranks save checkpoints, and torch.distributed is not initialized:"
             " start them with torchrun or accelerate launch"
         )
-    first, count = 0, args.world_size
+    leader, count = 0, args.world_size
     if args.save_on_each_node:
-        first = args.process_index - args.local_process_index
-        count = int(os.environ.get("LOCAL_WORLD_SIZE", count - first))
-    return Ranks(args.process_index, first, range(first + 1, first + count))
+        leader = args.process_index - args.local_process_index  # the first rank of this node
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", count - leader))
+    return Ranks(args.process_index, leader, others=range(leader + 1, leader + count))
 
 
 def _message(error: BaseException) -> str:

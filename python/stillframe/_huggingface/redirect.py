@@ -72,6 +72,7 @@ class _Redirection:
         """Return the checkpoint that `path` is in, and the file's name there. Otherwise None."""
         if not isinstance(path, str | os.PathLike):
             return None
+        # Resolve links in the directory only, because the file may be a link that is replaced.
         parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
         file = os.path.join(os.path.realpath(parent), name)
         for directory, files in self.blocks:
@@ -118,6 +119,7 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> Any:
         found = None if args or kwargs else _redirection.find(f)
+        # A name of the other format does not fit a pickle, so torch decides what to do.
         if found is None or found[1].endswith(_SAFETENSORS):
             return original(obj, f, *args, **kwargs)
         files, name = found

@@ -30,7 +30,7 @@ from stillframe._base.calls import stack
 from stillframe._watch.guard import code_of
 
 _SIGNALS = tuple(sorted(signal.valid_signals()))
-_MAX_WRAPPERS = 16  # more wrappers around one plugin mean a cycle
+_MAX_WRAPPERS = 16  # a longer chain of wrapped CheckpointIOs must be a cycle
 
 _handler_codes: set[CodeType] = set()  # the code of every signal handler that was found
 
@@ -43,9 +43,10 @@ class Fabric:
     """The result of `calling_trainer` for a call by Fabric, which has no Trainer."""
 
 
-def io_chain(holder: object) -> Iterator[Any]:
-    """Yield the CheckpointIO of a strategy, then the CheckpointIO inside that one, and so on."""
-    io = holder
+def io_chain(owner: object) -> Iterator[Any]:
+    """Yield the CheckpointIO that `owner` has, then the CheckpointIO that the first one wraps, and
+    so on. `owner` is a strategy or a CheckpointIO."""
+    io = owner
     for _ in range(_MAX_WRAPPERS):
         io = getattr(io, "_checkpoint_io", None)
         if io is None:
@@ -59,30 +60,35 @@ def calling_trainer(plugin: object, method: str) -> Any:
     Return None if no strategy is on the stack, as in a call by the user or by a launcher.
     """
     for frame in stack(sys._getframe(1)):
-        code = frame.f_code
-        if code.co_name == method and code.co_argcount > 0:
-            holder: Any = frame.f_locals.get(code.co_varnames[0])  # the method's `self`
-            # A CheckpointIO around the plugin has no `is_global_zero`.
-            if hasattr(type(holder), "is_global_zero") and any(
-                io is plugin for io in io_chain(holder)
-            ):
-                if not hasattr(holder, "lightning_module"):
-                    return Fabric
-                return getattr(holder.lightning_module, "_trainer", None)
+        if frame.f_code.co_name != method:
+            continue
+        strategy = _self_of(frame)
+        if not hasattr(type(strategy), "is_global_zero"):
+            continue  # not a strategy, but perhaps a CheckpointIO that wraps the plugin
+        if not any(io is plugin for io in io_chain(strategy)):
+            continue
+        if not hasattr(strategy, "lightning_module"):
+            return Fabric
+        return getattr(strategy.lightning_module, "_trainer", None)
     return None
+
+
+def _self_of(frame: FrameType) -> Any:
+    """Return the first argument of a frame's function, which is `self` in a method, or None."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount > 0 else None
 
 
 def ends_in_barrier(trainer: Any) -> bool:
     """Return whether `trainer.save_checkpoint` is on the stack, which ends in a barrier."""
-    return any(
-        frame.f_code.co_name == "save_checkpoint"
-        and frame.f_code.co_argcount > 0
-        and frame.f_locals.get(frame.f_code.co_varnames[0]) is trainer
-        for frame in stack(sys._getframe(1))
-    )
+    for frame in stack(sys._getframe(1)):
+        if frame.f_code.co_name == "save_checkpoint" and _self_of(frame) is trainer:
+            return True
+    return False
 
 
 def note_signal_handlers() -> None:
+    """Remember the code of each function that is a signal handler now."""
     for number in _SIGNALS:
         handler = signal.getsignal(number)
         if callable(handler):
@@ -104,17 +110,23 @@ def signal_handler_frame() -> FrameType | None:
         return None  # Python runs handlers in the main thread only
     note_signal_handlers()
     for frame in stack(sys._getframe(1)):
-        code = frame.f_code
-        if code in _handler_codes:
-            if not code.co_flags & inspect.CO_VARARGS:
-                return frame
-            # A function with `*args` may be a decorator's wrapper, whose code runs for other
-            # functions too. Python passes the interrupted frame only to a handler.
-            args_name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
-            interrupted = frame.f_back
-            if any(argument is interrupted for argument in frame.f_locals.get(args_name, ())):
-                return frame
+        if frame.f_code in _handler_codes and _was_called_as_handler(frame):
+            return frame
     return None
+
+
+def _was_called_as_handler(frame: FrameType) -> bool:
+    """Return whether a frame with a signal handler's code is a call of that handler.
+
+    A function with `*args` may be a decorator's wrapper, whose code runs for other functions too.
+    Python passes the interrupted frame only to a handler.
+    """
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_VARARGS:
+        return True
+    args_name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    args = frame.f_locals.get(args_name, ())
+    return any(argument is frame.f_back for argument in args)
 
 
 # ---- strategies ----
@@ -174,11 +186,12 @@ def _sharded_class(strategy: Any) -> str | None:
     "ModelParallelStrategy" or None."""
     for cls in type(strategy).__mro__:
         name = cls.__name__
-        if name == "FSDPStrategy" and getattr(strategy, "_state_dict_type", None) == "sharded":
-            return name
-        if name == "ModelParallelStrategy" and getattr(
-            strategy, "_save_distributed_checkpoint", False
-        ):
+        is_sharded = False
+        if name == "FSDPStrategy":
+            is_sharded = getattr(strategy, "_state_dict_type", None) == "sharded"
+        elif name == "ModelParallelStrategy":
+            is_sharded = getattr(strategy, "_save_distributed_checkpoint", False)
+        if is_sharded:
             return name
     return None
 

@@ -12,7 +12,7 @@ When a save returns:
                                                      there are any, otherwise as for Fabric
 
 After a save outside training, Lightning or the user may read the file at once. In a Trainer without
-the companion, every save is durable when it returns.
+the companion (`companion.py`), every save is durable when it returns.
 
 A save that is durable on return raises its own error. Other errors are raised by the next save,
 which is made nevertheless, or by `teardown`. While Lightning handles an exception of the training,
@@ -93,11 +93,12 @@ class Checkpoints:
         """Save a checkpoint, with the arguments and errors of `CheckpointPlugin.save_checkpoint`.
 
         Args:
-            trainer: The caller: a Trainer, the type `Fabric`, or None. So in all methods here.
+            trainer: The caller: a Trainer, the type `Fabric`, or None. The other methods take the
+                same argument.
         """
 
         def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
-            is_ours = self.writers.inner is None
+            is_ours = self.writers.inner is None  # stillframe writes the file itself
             if storage_options is not None and is_ours and not target.remote:
                 raise TypeError(
                     "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
@@ -111,11 +112,11 @@ class Checkpoints:
     def save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
         """Make a save with `submit`, and raise the oldest error that was not reported. Inside
         `together`, raise nothing."""
-        # Called first, because `failed` would mistake the save's error for one of the training.
-        quiet = self.trainers.failed(trainer)
+        # Asked before the save, whose own error would look like an error of the training.
+        quiet = self.trainers.training_failed(trainer)
         work = self._current_work()
         in_handler = inside_signal_handler()
-        interrupted = work.newest, work.newest_returns_early
+        newest_before = work.newest, work.newest_returns_early
         # The newest save counts as failed until `work.add` says that it was made.
         work.newest, work.newest_returns_early = Failed(repr(path)), False
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
@@ -123,8 +124,8 @@ class Checkpoints:
             self._save_and_report(work, save, path, quiet)
             error = None if self._in_together else work.next_error()
         finally:
-            if in_handler:  # the interrupted call continues with its own save
-                work.newest, work.newest_returns_early = interrupted
+            if in_handler:  # the call that the handler interrupted continues with its own save
+                work.newest, work.newest_returns_early = newest_before
         if error is None:
             return
         if is_trainer(trainer) and ranks.has_several(trainer) and ends_in_barrier(trainer):
@@ -144,7 +145,7 @@ class Checkpoints:
             error = caught
         if error is not None and (quiet or self._warns(work, error)):
             if not work.is_newest_made():
-                # ModelCheckpoint will remove the previous file. This makes the log drop the remove.
+                # ModelCheckpoint will now remove the previous file. The log must refuse to do that.
                 rotation.note_failed_call(path)
             self._report(error, quiet)
             error = None
@@ -158,15 +159,18 @@ class Checkpoints:
         if is_trainer(trainer):
             refuse_strategy(trainer.strategy)
         target = CheckpointPath.of(path)
-        returns_early = (  # before the checkpoint is durable
-            not in_handler and self.trainers.may_save_early(trainer) and not _for_requeue(target)
-        )
+        # True: the call returns before the checkpoint is durable.
+        returns_early = not in_handler and self.trainers.may_save_early(trainer)
+        if _for_requeue(target):
+            returns_early = False
         work.rotation.make_room(target)
         overlap = self.writers.options.overlap and returns_early and not swaps_weights(trainer)
         handle = submit(work, target, overlap)
         work.add(handle, early=returns_early)
         if self.writers.options.log_metrics and is_trainer(trainer):
-            work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
+            work.rotation.publications.append(
+                Publication(handle, target=None, call=metrics_call(trainer))
+            )
         if not returns_early:
             self._finish_in_time(work)
             wait_for_end(handle)
@@ -181,10 +185,10 @@ class Checkpoints:
 
     def remove(self, trainer: Any, path: Any) -> None:
         """Remove a checkpoint, as `CheckpointPlugin.remove_checkpoint` describes."""
-        asynchronous = not inside_signal_handler() and self.trainers.may_save_early(trainer)
+        may_return_early = not inside_signal_handler() and self.trainers.may_save_early(trainer)
         rotation = self._current_work().rotation
         rotation.remove(CheckpointPath.of(path))
-        if not asynchronous:
+        if not may_return_early:
             # While a Trainer is set up, the target of a link stays: ModelCheckpoint makes the link
             # again soon. At other times nothing would make it again.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
@@ -193,10 +197,10 @@ class Checkpoints:
     def tear_down(self, trainer: Any) -> None:
         """Wait for everything and raise errors, as `CheckpointPlugin.teardown` describes. Tear down
         the wrapped CheckpointIO too."""
-        quiet = self.trainers.failed(trainer) or (
-            # a user's own call in a `finally` or `except`
-            not self.trainers.of_caller(trainer) and sys.exc_info()[0] is not None
-        )
+        # Without a Trainer, the user has made this call, perhaps in a `finally` or `except` block.
+        has_trainer = bool(self.trainers.of_caller(trainer))
+        in_users_block = not has_trainer and sys.exc_info()[0] is not None
+        quiet = in_users_block or self.trainers.training_failed(trainer)
         try:
             self._finish(trainer, quiet)
         finally:
@@ -232,7 +236,7 @@ class Checkpoints:
 
     def finish(self, trainer: Any) -> None:
         """Do the work of `tear_down` for strategies that never call the plugin's `teardown`."""
-        self._finish(trainer, self.trainers.failed(trainer))
+        self._finish(trainer, self.trainers.training_failed(trainer))
 
     def settle(self) -> None:
         """Wait for saves, links and removes, and notify loggers. Raise none of their errors."""
@@ -262,10 +266,12 @@ class Checkpoints:
         """Make `path` a link to `target` when all saves submitted before have ended."""
         rotation = self._current_work().rotation
         rotation.link(CheckpointPath.of(target), CheckpointPath.of(path))
+        # At these times the caller may read the link at once.
         if inside_signal_handler() or not self.trainers.may_save_early(trainer):
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
+        """Do the work of `Rotation.will_exist`."""
         return self._current_work().rotation.will_exist(CheckpointPath.of(path), otherwise)
 
     def wait_for(self, target: CheckpointPath) -> None:
@@ -283,25 +289,27 @@ class Checkpoints:
             yield
             return
         work = self._current_work()
-        before = work.newest
+        newest_before = work.newest
         self._in_together = True
         try:
             yield
         finally:
             self._in_together = False
-        if work.newest is before:  # this rank has saved nothing
+        if work.newest is newest_before:  # this rank has saved nothing
             error, call_failed = ranks.agree(strategy, None)
         else:
-            error, call_failed = ranks.agree(strategy, work.next_error(), not work.is_newest_made())
+            call_failed = not work.is_newest_made()
+            error, call_failed = ranks.agree(strategy, work.next_error(), call_failed)
         if call_failed:
-            work.forget_newest()  # it fails too, but only `error` is to be raised
+            # This rank's save fails as well. Its error is dropped, because `error` is raised.
+            work.forget_newest()
         if error is not None:
             raise error
 
     # ---- inside ----
 
     def _current_work(self) -> Work:
-        if self._work.pid != os.getpid():
+        if self._work.pid != os.getpid():  # in a forked child
             self._work = self._new_work()
         return self._work
 
@@ -330,6 +338,7 @@ class Checkpoints:
         deadline_s = self.writers.options.deadline
         if deadline_s is None:
             return
+        # Either the signal's handler is running, or Lightning has raised an exception for it.
         ending = signal_handler_frame() or sys.exc_info()[1]
         if isinstance(ending, FrameType) or type(ending).__name__ == "SIGTERMException":
             work.finish_in_time(ending, deadline_s)

@@ -9,8 +9,8 @@ It does not wait in the hooks of a training batch, because the copy runs there. 
 to a storage in these hooks, saves capture that storage in the call, or fail with a
 TornSnapshotError.
 
-Between `setup` and `teardown`, or an exception, this callback replaces methods of the Trainer's
-objects that bypass a CheckpointIO:
+From `setup` until `teardown` or an exception, this callback replaces methods of the Trainer's
+objects. They know nothing of saves in flight, because they do not go through the CheckpointIO:
 
     ModelCheckpoint.file_exists       sees the saves and removes in flight
     ModelCheckpoint._link_checkpoint  links in the order of saves and removes
@@ -39,7 +39,7 @@ from stillframe._lightning.callers import (
 )
 from stillframe._lightning.checkpoints import Checkpoints
 from stillframe._lightning.plugin import checkpoints_of
-from stillframe._lightning.publish import listens
+from stillframe._lightning.publish import overrides_after_save
 from stillframe._lightning.trainers import Method, Wraps
 from stillframe._watch import gate
 
@@ -138,12 +138,12 @@ class CompanionHooks:
 def _wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
     """Replace the methods that the head of this file lists."""
     for callback in trainer.callbacks:
-        if hasattr(callback, "file_exists") and hasattr(callback, "_fs"):
+        if hasattr(callback, "file_exists") and hasattr(callback, "_fs"):  # a ModelCheckpoint
             wraps.put(callback, "file_exists", partial(_file_exists, checkpoints, callback))
-        if hasattr(callback, "_link_checkpoint"):
+        if hasattr(callback, "_link_checkpoint"):  # a ModelCheckpoint
             wraps.put(callback, "_link_checkpoint", partial(_link, checkpoints, callback))
     for logger in trainer.loggers:
-        if listens(logger):
+        if overrides_after_save(logger):
             wraps.put(logger, "after_save_checkpoint", checkpoints.publish)
         wraps.put(logger, "finalize", partial(_finalize, checkpoints))
     if sharded_model_key(trainer.strategy) is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stillframe._base import sizes
-from stillframe._base.arguments import refuse_unclear
+from stillframe._base.arguments import check_booleans
 from stillframe._lightning.plugin import saves_by_itself
 from stillframe._snapshot.copy import ordinary_copy
 from stillframe._snapshot.snapshot import snapshot_at_once
@@ -94,7 +94,7 @@ class OffloadHooks:
                 "offload_keys has to be a list of strings, such as ['state_dict'], not"
                 f" {offload_keys!r}"
             )
-        refuse_unclear(log_skipped=log_skipped)
+        check_booleans(log_skipped=log_skipped)
         self.offload_keys = list(offload_keys)
         self.log_skipped = log_skipped
         self._checkpoint_count = 0
@@ -156,23 +156,23 @@ class OffloadHooks:
         log.debug(
             "CPUOffloadCallback: checkpoint %d: GPU memory before: %s", count, sizes.decimal(before)
         )
-        wanted = {}
+        values = {}
         for key in self.offload_keys:
             if key in checkpoint:
-                wanted[key] = checkpoint[key]
+                values[key] = checkpoint[key]
                 self._found.add(key)
             else:
                 self._warn_of_missing(key, checkpoint)
-        moved, tensors, nbytes = _offload(wanted)
-        checkpoint.update(moved)
-        del wanted  # may free GPU memory
+        copies, tensors, nbytes = _offload(values)
+        checkpoint.update(copies)
+        del values  # may free GPU memory
 
         after = _gpu_bytes()
         freed = max(0, before - after)
         spent = time.perf_counter() - entered
         self._total_time_saved += spent
         self._total_memory_freed += freed / 1e9
-        self._log_skipped(moved)
+        self._log_skipped(copies)
         log.info(
             "CPUOffloadCallback: checkpoint %d: %d tensors, %s in host memory after %.3f s",
             count,
@@ -269,12 +269,12 @@ class OffloadHooks:
             ", ".join(map(repr, checkpoint)),
         )
 
-    def _log_skipped(self, moved: dict[str, Any]) -> None:
-        """Log the custom objects in the offloaded values `moved`, which were not copied."""
+    def _log_skipped(self, copies: dict[str, Any]) -> None:
+        """Log the custom objects in the copied values, which were not copied themselves."""
         level = logging.INFO if self.log_skipped else logging.DEBUG
         if not log.isEnabledFor(level):
             return
-        skipped = list(_skipped(moved))
+        skipped = list(_skipped(copies))
         if not skipped:
             return
         shown: Iterable[str] = skipped
@@ -293,7 +293,7 @@ class OffloadHooks:
 OffloadHooks.__init__.__qualname__ = "CPUOffloadCallback.__init__"
 
 
-def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
+def _offload(values: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     """Copy the values of all keys together, so that tensors shared between them stay shared.
 
     Returns:
@@ -301,47 +301,53 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
         cannot be copied is left out.
     """
     try:
-        return _copy(wanted)
+        return _copy(values)
     except Exception as error:
-        if len(wanted) == 1:
+        if len(values) == 1:
             log.warning(
                 "CPUOffloadCallback: %r stays as it is, because it could not be copied to host"
                 " memory: %s: %s",
-                next(iter(wanted)),
+                next(iter(values)),
                 type(error).__name__,
                 str(error),
             )
             return {}, 0, 0
         # The text only: the error's traceback would keep the checkpoint alive.
         log.debug("CPUOffloadCallback: the keys are tried one by one: %s", str(error))
-    alone = [_offload({key: value}) for key, value in wanted.items()]
-    good = {key: wanted[key] for moved, _, _ in alone for key in moved}
-    if len(good) < len(wanted):
-        del alone  # frees this memory before the good keys are copied together
+    copies: dict[str, Any] = {}
+    nr_tensors = nbytes = 0
+    for key, value in values.items():
+        copied, more_tensors, more_nbytes = _offload({key: value})
+        copies.update(copied)
+        nr_tensors += more_tensors
+        nbytes += more_nbytes
+    if len(copies) < len(values):  # some values cannot be copied: copy the others together
+        good = {key: values[key] for key in copies}
+        del copies, copied  # frees their memory
         return _offload(good)
     # Tensors that were shared between keys are separate in these copies.
-    moved = {key: value for each, _, _ in alone for key, value in each.items()}
-    return moved, sum(each[1] for each in alone), sum(each[2] for each in alone)
+    return copies, nr_tensors, nbytes
 
 
-def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
+def _copy(values: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     """Copy values into the pool, or into ordinary memory if they do not fit now."""
     try:
-        taken = snapshot_at_once(wanted)
+        taken = snapshot_at_once(values)
         return taken.tree, taken.num_tensors, taken.nbytes
     except PoolExhaustedError as error:
         log.warning("CPUOffloadCallback: ordinary memory is used: %s", str(error))
-        return ordinary_copy(wanted)
+        return ordinary_copy(values)
 
 
-def _skipped(moved: dict[str, Any]) -> Iterable[str]:
+def _skipped(copies: dict[str, Any]) -> Iterable[str]:
     """Yield "Type at 'path'" for each object that was not copied."""
-    left = {id(node): node for node in Tree(moved).left_whole}
-    for path, node in paths(moved, lambda node: id(node) in left):
+    left_whole = {id(node): node for node in Tree(copies).left_whole}
+    for path, node in paths(copies, lambda node: id(node) in left_whole):
         yield f"{type(node).__name__} at {path!r}"
 
 
 def _gpu_bytes() -> int:
+    """Return the bytes of this process's tensors on the current GPU."""
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
 
 
@@ -367,7 +373,7 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
                 break
             trained = [each for each in group["params"] if each.requires_grad]
             nbytes += sum(each.numel() * each.element_size() for each in trained) * copies
-            if copies:
+            if copies:  # such an optimizer also keeps a step counter
                 nbytes += _STEP_COUNTER_BYTES * len(trained)
     return nbytes, unknown
 

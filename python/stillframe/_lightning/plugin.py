@@ -191,9 +191,11 @@ def register(trainer: Any) -> bool:
     checkpoints = checkpoints_of(trainer)
     if checkpoints is not None:
         checkpoints.register(trainer)
-        if not hasattr(getattr(trainer.strategy, "launcher", None), "_start_method"):
-            # A launcher with a start method may fork the training's processes. The client of the
-            # store, which an upload makes, does not work in a forked child.
+        # A launcher with a start method may fork the training's processes. The client of the
+        # store, which an upload makes, does not work in a forked child.
+        launcher = getattr(trainer.strategy, "launcher", None)
+        may_fork = hasattr(launcher, "_start_method")
+        if not may_fork:
             checkpoints.resume_uploads(trainer)
     return checkpoints is not None
 

@@ -33,7 +33,7 @@ _STATE = (
 
 class Publication:
     """A call to make when a save is durable. `target` is a checkpoint that must not be removed
-    before the call, or None."""
+    before the call. It may be None."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Publication:
 
     def deliver(self) -> None:
         """Make the call once, with the report of the save, unless the save failed."""
+        # Taken before it is made, because a signal handler may call this method meanwhile.
         call, self._call = self._call, None
         if call is None:
             return
@@ -80,6 +81,7 @@ def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[Sav
 
 @contextmanager
 def _with_state(callback: Any, state: dict[str, Any]) -> Iterator[None]:
+    """Set the attributes in `state` on the callback, until the end of the block."""
     current = {name: getattr(callback, name) for name in state}
     try:
         for name, value in state.items():
@@ -108,11 +110,11 @@ def metrics_call(trainer: Any) -> Callable[[SaveReport], object]:
     return call
 
 
-def listens(logger: Any) -> bool:
+def overrides_after_save(logger: Any) -> bool:
     """Return whether `logger` overrides `after_save_checkpoint`."""
     method = getattr(logger, "after_save_checkpoint", None)
-    function = getattr(method, "__func__", method)
-    return not (
-        getattr(function, "__qualname__", "") == "Logger.after_save_checkpoint"
-        and getattr(function, "__module__", "").endswith(".loggers.logger")
-    )
+    function = getattr(method, "__func__", method)  # a bound method has `__func__`
+    name = getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", "")
+    is_lightnings = name == "Logger.after_save_checkpoint" and module.endswith(".loggers.logger")
+    return not is_lightnings

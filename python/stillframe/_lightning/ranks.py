@@ -39,15 +39,16 @@ def agree(
     """
     if not strategy.reduce_boolean_decision(error is not None, all=False):
         return None, False
-    rows: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(rows, (_packed(error), call_failed))
-    any_failed = any(row[1] for row in rows)
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, (_packed(error), call_failed))
+    any_call_failed = any(answer[1] for answer in answers)
     if error is not None:
-        return error, any_failed
-    rank, sent = next((rank, row[0]) for rank, row in enumerate(rows) if row[0] is not None)
-    received: BaseException = pickle.loads(sent)
+        return error, any_call_failed
+    packed_errors = [answer[0] for answer in answers]
+    rank = next(rank for rank, packed in enumerate(packed_errors) if packed is not None)
+    received: BaseException = pickle.loads(packed_errors[rank])
     received.add_note(f"This was raised by rank {rank}; rank {strategy.global_rank} ends with it.")
-    return received, any_failed
+    return received, any_call_failed
 
 
 def _packed(error: BaseException | None) -> bytes | None:
@@ -57,7 +58,7 @@ def _packed(error: BaseException | None) -> bytes | None:
         return None
     try:
         packed = pickle.dumps(error)
-        pickle.loads(packed)
+        pickle.loads(packed)  # some errors can be pickled and not unpickled
     except Exception:  # errors of other code may hold anything
         packed = pickle.dumps(StillframeError(f"{type(error).__name__}: {error}"))
     return packed

@@ -50,7 +50,7 @@ class Rotation:
         failed: Called with each error of a link or a logger; see `Work.add_failed`.
 
     Attributes:
-        held: An ordered set of the files whose remove waits until nothing needs them.
+        to_remove: An ordered set of the files to remove once nothing needs them.
         links: The target that each link will have when all entries of the log are done.
         publications: Calls that wait for a save to be durable, in the order of the saves.
     """
@@ -65,7 +65,7 @@ class Rotation:
         self._remover_of = remover_of
         self._durable = durable
         self._failed = failed
-        self.held: dict[CheckpointPath, None] = {}
+        self.to_remove: dict[CheckpointPath, None] = {}
         self.links: dict[CheckpointPath, CheckpointPath] = {}
         self.publications: deque[Publication] = deque()
         # Former target -> link. The link on the disk may still point to the former target.
@@ -75,30 +75,30 @@ class Rotation:
 
     def under_way(self) -> bool:
         """Return whether `finish` has anything to do or to wait for."""
-        return bool(self.publications or self.held or self._newest_key)
+        return bool(self.publications or self.to_remove or self._newest_key)
 
     def make_room(self, file: CheckpointPath) -> None:
-        """Submit the held remove of a file that a save is about to make again."""
+        """Submit the remove that waits for a file, because a save will make the file again."""
         self.links.pop(file, None)
         self._submit_remove(file)
 
     def remove(self, file: CheckpointPath) -> None:
         """Remove the file, now or when nothing needs it any more."""
         self.links.pop(file, None)
-        self.held[file] = None
+        self.to_remove[file] = None
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
-        """Submit the held removes of files that nothing needs any more, or `all_of_them`."""
-        for file in list(self.held):
+        """Submit the waiting removes of files that nothing needs any more, or `all_of_them`."""
+        for file in list(self.to_remove):
             if all_of_them or not self._needed(file):
                 self._submit_remove(file)
 
     def _release_last(self) -> None:
-        """Submit the removes that are still held when a run ends. After Ctrl-C a link may still
-        point to a file. Then the remove keeps the file."""
+        """Submit the removes that still wait when a run ends. After Ctrl-C a link may still point
+        to a file. Then the remove keeps the file."""
         for link, target in list(self.links.items()):
-            if target in self.held:
+            if target in self.to_remove:
                 self._linked_by[target] = link
         self.release(all_of_them=True)
 
@@ -110,7 +110,7 @@ class Rotation:
             self._linked_by[former] = link
         self._submit_remove(link)
         key = link.key()
-        ordered.submit(key, _core.WORK_LINK, lambda after_good: self._make_link(target, link))
+        ordered.submit(key, _core.WORK_LINK, lambda _after_good: self._make_link(target, link))
         self._newest_key = key
         self.links[link] = target
         self.release()
@@ -120,12 +120,14 @@ class Rotation:
 
         `otherwise(path)` answers for remote paths that are not in the log.
         """
-        if file in self.held:
+        if file in self.to_remove:
             return False
         if not file.remote:
             return exists(file.given)
         known = _core.log_exists(file.key())
-        return otherwise(file.given) if known < 0 else bool(known)
+        if known < 0:  # the file is not in the log
+            return otherwise(file.given)
+        return bool(known)
 
     def notify(self) -> None:
         """Notify loggers of checkpoints, up to the first save that has not ended. Then submit the
@@ -134,7 +136,7 @@ class Rotation:
             if not publication.due():
                 break
             self._deliver(publication)
-        if self.held:
+        if self.to_remove:
             self.release()
 
     def finish(self) -> None:
@@ -153,6 +155,7 @@ class Rotation:
         self._linked_by.clear()
 
     def wait(self) -> None:
+        """Wait for all links and removes, also for those that a signal handler adds meanwhile."""
         while (newest := self._newest_key) is not None:
             ordered.wait_for_key(newest)
             if self._newest_key is newest:
@@ -172,23 +175,28 @@ class Rotation:
         )
 
     def _submit_remove(self, file: CheckpointPath) -> None:
-        """Submit the remove of a file if it is held."""
+        """Submit the remove of a file if it is in `to_remove`."""
         try:
-            del self.held[file]  # atomic, so only one caller goes on
+            del self.to_remove[file]  # atomic, so only one caller goes on
         except KeyError:
             return
         key = file.key()
         link = self._linked_by.pop(file, None)
         # Called when the remove is at the head of the log. If it returns True, the file is kept.
-        needed = None if link is None else functools.partial(points_to, link.name, file.name)
+        is_needed = None if link is None else functools.partial(points_to, link.name, file.name)
         inner = self._remover_of(file)
-        if inner is None and needed is None:
+        if inner is None and is_needed is None:
             remove(file.name)
         else:
-            submit = functools.partial(ordered.submit_remove, file.name, key, remove_tree, needed)
             if inner is not None:
-                submit = functools.partial(inner.remove, file.name, key, needed)
-            if not uploads.postpone(key, submit):  # an upload of the file calls `submit` later
+                submit = functools.partial(inner.remove, file.name, key, is_needed)
+            else:
+                submit = functools.partial(
+                    ordered.submit_remove, file.name, key, remove_tree, is_needed
+                )
+            # True: the file is still to be uploaded, and the upload will call `submit`.
+            is_postponed = uploads.postpone(key, submit)
+            if not is_postponed:
                 submit()
         self._newest_key = key
 
@@ -198,17 +206,18 @@ class Rotation:
         try:
             publication.deliver()
         finally:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):  # a signal handler has taken it off already
                 self.publications.remove(publication)
 
 
 def note_failed_call(path: Any) -> None:
-    """Add an entry for a failed save to the log, which drops all removes until a save succeeds."""
+    """Add an entry for a failed save to the log. The log then drops removes until a save
+    succeeds."""
     try:
         name = CheckpointPath.of(path).key()
     except (TypeError, ValueError):  # not a path
         name = repr(path).encode(errors="replace")
-    ordered.submit(name, _core.WORK_SAVE, lambda after_good: False)
+    ordered.submit(name, _core.WORK_SAVE, lambda _after_good: False)  # False: it has failed
 
 
 def make_link(target: str, path: str, *, durable: bool) -> bool:
@@ -271,7 +280,7 @@ def _link_or_copy(target: str, path: str, directory: str) -> bool:
         os.symlink(os.path.relpath(target, directory or "."), path)
     except OSError as error:
         if error.errno not in _NO_LINKS or os.path.isdir(target):
-            raise
+            raise  # a copy would not help, or would be a copy of a directory
         log.warning("stillframe: %s is copied, as %s has no symbolic links", target, directory)
         shutil.copy(target, path)
         return True

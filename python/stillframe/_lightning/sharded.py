@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stillframe._base import urls
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks
 from stillframe._lightning.callers import Fabric, sharded_model_key, takes_no_urls
@@ -77,7 +77,7 @@ def _save(
     if storage_options is not None:
         original(checkpoint, filepath, storage_options)  # raises the strategy's error
         return
-    target = CheckpointPath.of(strategy.broadcast(filepath))
+    target = CheckpointPath.of(strategy.broadcast(filepath))  # the path that rank 0 was given
     refuse_url(strategy, target)
     rest = dict(checkpoint)
     state = {sharded_model_key(strategy) or "state_dict": rest.pop("state_dict")}
@@ -139,12 +139,13 @@ def _make_ready(path: str) -> None:
 
     if not os.path.isdir(path):
         return
-    if not os.path.exists(checkpoint.metadata_path(path, None)) and any(
-        name == META or name.endswith(checkpoint.SUFFIX) for name in os.listdir(path)
-    ):
-        raise CorruptCheckpointError(
-            f"{path} is not a complete checkpoint: it has no .metadata, which a save writes last"
-        )
+    if not os.path.exists(checkpoint.metadata_path(path, None)):
+        names = os.listdir(path)
+        if META in names or any(name.endswith(checkpoint.SUFFIX) for name in names):
+            raise CorruptCheckpointError(
+                f"{path} is not a complete checkpoint: it has no .metadata, which a save writes"
+                " last"
+            )
     side_file.mend(path, META)
 
 
@@ -159,7 +160,7 @@ def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
     """Return an optimizer's state, in place of `optimizer_state`."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    if type(optimizer).__name__.startswith("Lightning"):
+    if type(optimizer).__name__.startswith("Lightning"):  # Lightning's wrapper
         optimizer = optimizer._optimizer
     return get_optimizer_state_dict(strategy.model, optimizer)
 
@@ -211,10 +212,10 @@ def submit(
     from stillframe._dcp.rounds import SaveRequest
     from stillframe._dcp.side_file import SideFile
 
-    first = contents.rank == 0
+    is_rank_0 = contents.rank == 0
     saver = saver_of_this_process()
-    with inside():
-        ordered.refuse_inside()
+    with inside_call():
+        ordered.refuse_in_external_work()
         request = SaveRequest(
             group=saver.group(None, no_dist=False),
             planner=None,
@@ -222,12 +223,12 @@ def submit(
             durable=options.durable,
             engine=engine,
             when_busy="raise" if limits_of(engine).when_busy == "raise" else "wait",
-            side_file=SideFile(META, contents.rest) if first else None,
+            side_file=SideFile(META, contents.rest) if is_rank_0 else None,
             follow_link=options.follow_link,
-            removes_file=first,
+            removes_file=is_rank_0,
             uncopied_if_full=True,
-            on_durable=options.on_durable if first else None,
-            mirror=options.mirror if first else None,
+            on_durable=options.on_durable if is_rank_0 else None,
+            mirror=options.mirror if is_rank_0 else None,
             error_of=as_exception,
         )
         save: SnapshotSave = _start(saver, contents.state, target, request)
@@ -251,7 +252,7 @@ def as_exception(error: BaseException, path: str) -> Exception:
 
     DCP's CheckpointException, which has the failures of all ranks, is only a BaseException.
     """
-    failures: dict[int, Any] = getattr(error, "failures", {})
+    failures: dict[int, Any] = getattr(error, "failures", {})  # (error, traceback) of each rank
     if not failures:
         if isinstance(error, Exception):
             return error
@@ -296,7 +297,9 @@ def sharded(strategy: Any) -> Any:
     """
     _refuse_unsupported(strategy)
     wraps = Wraps()
-    checkpoints = Checkpoints("sharded", Writers(object, None, PluginOptions()))
+    # `_load` calls the strategy, so no reader is needed.
+    writers = Writers(reader=object, checkpoint_io=None, options=PluginOptions())
+    checkpoints = Checkpoints("sharded", writers)
     wraps.put(strategy, "save_checkpoint", functools.partial(_save_fabric, checkpoints, strategy))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
     return strategy

@@ -23,7 +23,7 @@ _NO_COMPANION = (
     " Trainer(plugins=[...]); the callback comes through the entry points of the installed package."
 )
 
-_MISSING = object()  # the old value of an attribute that was only in the class
+_MISSING = object()  # stands for the old value if the object had no attribute of its own
 
 
 class _Replacement:
@@ -49,7 +49,7 @@ class Wraps:
 
     def __init__(self) -> None:
         # (owner, attribute, its value before, its value now), in the order of replacement.
-        self._placed: list[tuple[Any, str, Any, Any]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Make `owner.name(...)` call `function(original, ...)`. Do nothing if the method is
@@ -60,18 +60,18 @@ class Wraps:
             return
         replacement = _Replacement(getattr(owner, name), function)
         attributes[name] = replacement
-        self._placed.append((owner, name, before, replacement))
+        self._replaced.append((owner, name, before, replacement))
 
     def exchange(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value` until `restore`."""
         attributes = vars(owner)
-        self._placed.append((owner, name, attributes[name], value))
+        self._replaced.append((owner, name, attributes[name], value))
         attributes[name] = value
 
     def restore(self) -> None:
         """Restore every attribute that other code has not changed since. May be called again."""
-        while self._placed:
-            owner, name, before, now = self._placed.pop()
+        while self._replaced:
+            owner, name, before, now = self._replaced.pop()
             if isinstance(now, _Replacement):
                 now.active = False
             attributes = vars(owner)
@@ -134,21 +134,19 @@ class Trainers:
         if caller is Fabric:
             return True
         if caller is not None and caller not in self._known:
-            self._known.add(caller)
+            self._known.add(caller)  # so that the warning comes once
             log.warning(_NO_COMPANION)
         trainers = self.of_caller(caller)
         if not trainers:
-            return True
+            return True  # no Trainer uses the plugin: as for Fabric
         return any(each in self._training and each.state.status == "running" for each in trainers)
 
-    def failed(self, caller: Any) -> bool:
-        """Return whether Lightning is handling an exception of the training.
-
-        The Trainer's status is needed too, because a fit may run inside an `except` block.
-        """
-        return sys.exc_info()[0] is not None and any(
-            each.state.status == "interrupted" for each in self.of_caller(caller)
-        )
+    def training_failed(self, caller: Any) -> bool:
+        """Return whether Lightning is handling an exception of the training."""
+        if sys.exc_info()[0] is None:
+            return False
+        # The user may have started the training inside an `except` block, so ask the Trainers too.
+        return any(each.state.status == "interrupted" for each in self.of_caller(caller))
 
 
 def is_trainer(caller: Any) -> bool:

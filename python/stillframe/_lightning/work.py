@@ -94,9 +94,10 @@ class Work:
         return self.engine
 
     def add(self, handle: SaveHandle, *, early: bool) -> None:
-        """Add the newest save. If its call returns `early`, before the save has ended, the save's
+        """Add the newest save. `early`: its call returns before the save has ended. Then the save's
         error is reported after all others, otherwise before them."""
-        self.saves.insert(len(self.saves) if early else 0, handle)
+        index = len(self.saves) if early else 0
+        self.saves.insert(index, handle)
         self.newest, self.newest_returns_early = handle, early
 
     def add_failed(self, what: str, error: BaseException, *, first: bool = False) -> None:
@@ -106,7 +107,8 @@ class Work:
             what: What has failed, for messages: a path, or "a logger".
             first: Report the error before all others, otherwise after them.
         """
-        self.saves.insert(0 if first else len(self.saves), Failed(what, error))
+        index = 0 if first else len(self.saves)
+        self.saves.insert(index, Failed(what, error))
 
     def is_newest_made(self) -> bool:
         """Return whether the call of the newest save did not raise."""
@@ -121,7 +123,8 @@ class Work:
     def next_error(self) -> BaseException | None:
         """Return the error to report next, and remove it. Return None if there is none."""
         for handle in list(self.saves):
-            # Left for a later call even if it has failed already, so that timing does not matter.
+            # Leave this save for a later call even if it has failed already. Otherwise it would
+            # depend on the disk's speed which call raises the error.
             if handle is self.newest and self.newest_returns_early:
                 continue
             if handle.done() and self._discard(handle):
@@ -149,7 +152,7 @@ class Work:
             for handle in list(self.saves):
                 if report_of(handle) is not None:  # the save has succeeded
                     self._discard(handle)
-            self.newest_returns_early = False
+            self.newest_returns_early = False  # `next_error` need not leave its error for later
             self.rotation.finish()
             if close:
                 engine, self.engine = self.engine, None
@@ -163,12 +166,12 @@ class Work:
         after the first call with this `ending`.
         """
         now = time.monotonic()
-        known, until = self.ending
-        # Long after `until`, the id probably belongs to another object.
-        if known != id(ending) or now > until + deadline_s:
-            until = now + deadline_s
-            self.ending = id(ending), until
-        in_time.finish(until)
+        known_id, deadline = self.ending
+        is_stale = now > deadline + deadline_s  # by now another object may have the same id
+        if known_id != id(ending) or is_stale:
+            deadline = now + deadline_s
+            self.ending = id(ending), deadline
+        in_time.finish(deadline)
 
     def _first_under_way(self) -> SaveHandle | None:
         return next((handle for handle in list(self.saves) if not handle.done()), None)
@@ -228,7 +231,8 @@ class WaitingLine:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        if not self._thread.prevent():
+        is_running = not self._thread.prevent()
+        if is_running:
             self._thread.join()
 
     def _run(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stillframe import _core
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._base.paths import CheckpointPath
 from stillframe._save import ordered as _ordered
 from stillframe._save.engine import Engine, take_slot
@@ -44,6 +44,7 @@ class Inner:
     def __init__(self, io: Any, reader: type[Any], sentence: str | None = None) -> None:
         self.io = io
         self.sentence = sentence or f"It was written by {type(io).__name__}, in its own way."
+        # Only Lightning's wrappers have this attribute. It is False if they wrap nothing yet.
         if getattr(io, "_base_checkpoint_io_configured", True) is False:
             io.checkpoint_io = reader()
 
@@ -68,8 +69,8 @@ class Inner:
             BusyError: With `when_busy="raise"`.
         """
         entered = time.perf_counter()
-        with inside() as nested:
-            _ordered.refuse_inside()
+        with inside_call() as nested:
+            _ordered.refuse_in_external_work()
             slot = take_slot(engine, nested=nested)
             try:
                 save = SnapshotSave(
@@ -135,9 +136,9 @@ class Inner:
             save.end(None, failed)
         return failed is None
 
-    def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
+    def remove(self, path: Any, key: bytes, is_needed: Callable[[], bool] | None) -> None:
         """Append a remove by `io` to the log. See `ordered.submit_remove`."""
-        _ordered.submit_remove(path, key, self.io.remove_checkpoint, needed)
+        _ordered.submit_remove(path, key, self.io.remove_checkpoint, is_needed)
 
 
 def _take(

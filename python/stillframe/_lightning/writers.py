@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from stillframe._base import urls
-from stillframe._base.arguments import refuse_unclear
+from stillframe._base.arguments import check_booleans
 from stillframe._base.distributed import may_have_other_ranks
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning.callers import io_chain
@@ -82,21 +82,21 @@ class PluginOptions:
         if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error has to be 'raise' or 'warn', not {self.on_error!r}")
         self.save_options(overlap=self.overlap)  # raises what a save would raise
-        refuse_unclear(log_metrics=self.log_metrics)
+        check_booleans(log_metrics=self.log_metrics)
         if self.deadline is not None:
             in_time.refuse_deadline(self.deadline)
-        own = self.engine_options()
+        engine_options = self.engine_options()
         if self.engine is not None:
             require_engine(self.engine)
             refuse_skipping(limits_of(self.engine).when_busy)
-            if own is not None:
+            if engine_options is not None:
                 raise ValueError(
                     "engine= has its own pool and its own limits: give pool_bytes, max_in_flight"
                     " and when_busy to the Engine, not to the plugin."
                 )
-        elif own is not None:
+        elif engine_options is not None:
             refuse_skipping(self.when_busy)
-            Engine(**own).close()  # raises now what the first save would raise
+            Engine(**engine_options).close()  # raises now what the first save would raise
 
     def engine_options(self) -> EngineOptions | None:
         """Return the options of the plugin's own engine. Return None if no such option was given,
@@ -201,7 +201,9 @@ class Writers:
         """Return the CheckpointIO that writes a file; None for stillframe itself."""
         writer = self.remover_of(target)
         # The code that replaced torch.save expects to be called; it may encrypt, for example.
-        if writer is None and torch.save not in (torch.serialization.save, save, async_save):
+        # stillframe's own functions do not count.
+        is_replaced = torch.save not in (torch.serialization.save, save, async_save)
+        if writer is None and is_replaced:
             writer = Inner(self._reader(), self._reader, _REPLACED)
             if not self._has_warned:
                 self._has_warned = True
@@ -232,10 +234,9 @@ def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
 
 def _refuse_no_io(checkpoint_io: Any) -> None:
     """Raise TypeError for an object that is no CheckpointIO, before the first save would fail."""
-    if isinstance(checkpoint_io, type) or not all(
-        callable(getattr(checkpoint_io, f"{what}_checkpoint", None))
-        for what in ("save", "load", "remove")
-    ):
+    is_class = isinstance(checkpoint_io, type)
+    names = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
+    if is_class or not all(callable(getattr(checkpoint_io, name, None)) for name in names):
         raise TypeError(f"checkpoint_io has to be a CheckpointIO, not {checkpoint_io!r}")
 
 
@@ -250,12 +251,12 @@ def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: 
         Exception: The reader's own errors.
     """
     path = target.given
-    how = _arguments(reader, target, args, kwargs)
-    if how is None:
+    load_arguments = _arguments(reader, target, args, kwargs)
+    if load_arguments is None:
         return reader(path, *args, **kwargs)
     if not target.remote and not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    return load(path, **how, shared=may_have_other_ranks())
+    return load(path, **load_arguments, shared=may_have_other_ranks())
 
 
 def _arguments(
@@ -279,11 +280,12 @@ def _arguments(
     # The reader loads every storage to the CPU by default.
     map_location = given.arguments.get("map_location", "cpu")
     given.apply_defaults()
-    how = dict(given.arguments)
-    del how["path"]
-    how["map_location"] = map_location
+    arguments = dict(given.arguments)
+    del arguments["path"]
+    arguments["map_location"] = map_location
     # None means torch.load's own default, which is True. Older versions of Lightning pass False.
-    weights_only = how.get("weights_only", False)
-    how["weights_only"] = True if weights_only is None else weights_only
-    # A future reader may have parameters that `load` does not know.
-    return how if how.keys() == {"map_location", "weights_only"} else None
+    weights_only = arguments.get("weights_only", False)
+    arguments["weights_only"] = True if weights_only is None else weights_only
+    if arguments.keys() != {"map_location", "weights_only"}:
+        return None  # a newer Lightning's reader, with parameters that `load` does not know
+    return arguments

@@ -54,7 +54,7 @@ class Request:
             return closing(ordered.open_in_order(path))
         ordered.wait_for_key(urls.key(path))
         if path.endswith(safetensors.INDEX_SUFFIX):
-            # Wait for the saves to the directory, because the index names files in it.
+            # Wait for all saves to the directory ("/"), because the index names files in it.
             ordered.wait_for_key(urls.key(os.path.dirname(path)) + b"/")
         return self.disk.open(path, peek=peek)
 
@@ -65,7 +65,7 @@ class Request:
             - What the check found.
             - A restore of the records that has not begun. None if the core cannot find the records.
         """
-        with named(self.path):
+        with errors_with_path(self.path):
             return _core.restore(fd, self.verify, self.shared)
 
     def open_again(self, fd: int) -> _core.Restore:
@@ -78,19 +78,20 @@ class TorchMustReadError(Exception):
 
 
 @contextmanager
-def half_written() -> Iterator[None]:
+def noting_half_written() -> Iterator[None]:
     """Add a note to an exception of the block that the targets are half written. Add no note if the
     message says this already."""
     try:
         yield
     except BaseException as error:
-        if HALF_WRITTEN not in " ".join([str(error), *getattr(error, "__notes__", ())]):
+        notes: list[str] = getattr(error, "__notes__", [])  # made by the first `add_note`
+        if HALF_WRITTEN not in " ".join([str(error), *notes]):
             error.add_note(f"The load was under way: {HALF_WRITTEN}.")
         raise
 
 
 @contextmanager
-def explained(fd: int, request: Request, more: str = "") -> Iterator[None]:
+def errors_for_users(fd: int, request: Request, more: str = "") -> Iterator[None]:
     """Turn an exception of a restore in the block into an error for users. `more` is the end of the
     message. Raise TorchMustReadError if torch has to read the archive."""
     try:
@@ -113,10 +114,11 @@ def explained(fd: int, request: Request, more: str = "") -> Iterator[None]:
 
 
 def _raise_failure(failure: Failure, fd: int, request: Request, more: str) -> NoReturn:
+    """Raise the error for users about a record's failure, with `more` at the end of its message."""
     if failure.code == _core.ECORRUPT:
         more = f" (at byte {failure.offset}{_tensors_in(fd, request, failure.record)}){more}"
         try:
-            # Reads the whole file again. If it is damaged, this raises the error.
+            # Read the whole file again. A damaged file raises here.
             check_fd(fd, request.path, verify=request.verify)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}{more}") from None
@@ -126,7 +128,7 @@ def _raise_failure(failure: Failure, fd: int, request: Request, more: str) -> No
             f" read again, it is right: {medium} or the memory is not to be trusted"
         )
     if request.disk.is_remote:
-        more = ""  # `load` raises the store's error instead, with a note that says the same
+        more = ""  # the store's error replaces this one, with a note that says the same
     if failure.reason is not None:
         raise StillframeError(f"{request.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"
@@ -154,7 +156,7 @@ def _tensors_in(fd: int, request: Request, record: str) -> str:
 
 
 @contextmanager
-def named(path: str) -> Iterator[None]:
+def errors_with_path(path: str) -> Iterator[None]:
     """Replace an OSError of the block by an OSError that has the file's name."""
     try:
         yield
@@ -168,10 +170,12 @@ def named(path: str) -> Iterator[None]:
 
 def refuse_damaged(found: dict[str, Any], path: str) -> None:
     """Raise CorruptCheckpointError if `found`, the result of `_core.check`, is not ok."""
-    if not found["ok"]:
-        more = found["num_bad"] - 1
-        rest = f" (and {more} more {'record' if more == 1 else 'records'})" if more > 0 else ""
-        raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")
+    if found["ok"]:
+        return
+    more = found["num_bad"] - 1  # the error names one record
+    noun = "record" if more == 1 else "records"
+    rest = f" (and {more} more {noun})" if more > 0 else ""
+    raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")
 
 
 def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[str, Any]:
@@ -186,7 +190,7 @@ def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[s
         OSError: The file cannot be read; for a directory, IsADirectoryError. The error's `filename`
             is `path`.
     """
-    with named(path):
+    with errors_with_path(path):
         found = _core.check(fd, verify, later=later)
     refuse_damaged(found, path)
     return found

@@ -29,7 +29,7 @@ class Fill:
 
     Args:
         core: A restore of the file that has not begun.
-        plan: Which tensor of the file goes to which target. The file's tensors have no memory.
+        plan: Which tensor of the file goes to which target. The file's tensors have no memory yet.
         new: The plan's `new_tensors`.
         first: The number of this file's first record in the plan, which may be for several files.
     """
@@ -38,40 +38,42 @@ class Fill:
         self._core = core
         self._plan = plan
         self._sizes = core.sizes(0, restore.EVERYTHING)
-        # The targets of each record: (target, the file's tensor).
-        self._wanted: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for _, target, found in plan.tensors:
-            index = self._number(found, first)
-            if index is not None and found.numel():
-                self._wanted.setdefault(index, []).append((target, found))
+        # The targets of each record, with the file's tensors for them.
+        self._targets: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for _, target, file_tensor in plan.tensors:
+            index = self._number(file_tensor, first)
+            if index is not None and file_tensor.numel():
+                self._targets.setdefault(index, []).append((target, file_tensor))
         # The new tensors that have a record in this file, with the record's number.
         self._new: list[tuple[int, Tensor]] = []
-        for found in new:
-            index = self._number(found, first)
+        for file_tensor in new:
+            index = self._number(file_tensor, first)
             if index is not None:
-                self._new.append((index, found))
+                self._new.append((index, file_tensor))
         # The records that are read into the memory of a new tensor.
-        self._kept = {index for index, found in self._new if found.numel()}
-        # The records that are read straight into their first target, with that target.
-        self._straight: dict[int, Tensor] = {}
-        for index, pairs in self._wanted.items():
-            target, found = pairs[0]
-            if index not in self._kept and _can_be_read_into(target, found, self._sizes[index]):
-                self._straight[index] = target
+        self._of_new_tensors = {index for index, file_tensor in self._new if file_tensor.numel()}
+        # The targets that records are read straight into: the first target of each such record.
+        self._direct_targets: dict[int, Tensor] = {}
+        for index, pairs in self._targets.items():
+            if index in self._of_new_tensors:
+                continue
+            target, file_tensor = pairs[0]
+            if _can_be_read_into(target, file_tensor, self._sizes[index]):
+                self._direct_targets[index] = target
         # The CUDA devices of these targets. The core counts devices from 0, `_device` from 1.
         self._devices: dict[int, int] = {}
-        for index, target in self._straight.items():
+        for index, target in self._direct_targets.items():
             number = _device.number_of_tensor(target)
             if number > 0:
                 self._devices[index] = number - 1
         # The memory from which records are copied to their targets.
         self._temporary: dict[int, torch.UntypedStorage] = {}
-        self._made: dict[int, torch.UntypedStorage] = {}  # the memory of the new tensors
-        self._placed = 0  # how many records have a destination
+        self._new_memory: dict[int, torch.UntypedStorage] = {}  # the memory of the new tensors
+        self._nr_placed = 0  # how many records have a destination
 
-    def _number(self, found: Tensor, first: int) -> int | None:
+    def _number(self, file_tensor: Tensor, first: int) -> int | None:
         """Return the number of a tensor's record in this file, or None."""
-        index = restore.record_of(found)
+        index = restore.record_of(file_tensor)
         if index is None or not first <= index < first + len(self._sizes):
             return None
         return index - first
@@ -85,82 +87,89 @@ class Fill:
         """
         try:
             restore.open_devices(self._core, set(self._devices.values()))
-            for index in sorted(self._wanted):
+            for index in sorted(self._targets):
                 self._assign_memory(self._core.reach(index))
                 records.wait(self._core, index)
-                self._hand_over(index)
+                self._copy_to_targets(index)
             self._assign_memory(self._core.nr)
             records.wait(self._core, self._core.nr)
         finally:
             self._core.close()  # ends the threads before their memory is freed
-        self._adopt_memory()
+        self._give_memory_to_new_tensors()
 
     def _assign_memory(self, least: int) -> None:
         """Give memory to the first `least` records, and to as many more as may be read ahead."""
-        first, addresses = self._placed, []
+        first, addresses = self._nr_placed, []
         ahead = sum(storage.nbytes() for storage in self._temporary.values())
-        while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD_BYTES):
-            index = self._placed
+        while self._nr_placed < self._core.nr:
+            if self._nr_placed >= least and ahead >= _AHEAD_BYTES:
+                break
+            index = self._nr_placed
             address = 0  # no destination in host memory
-            if index in self._straight and index not in self._devices:
-                address = self._straight[index].data_ptr()
-            elif index in self._kept:
-                storage = self._made[index] = restore.new_storage(self._sizes[index])
+            if index in self._devices:
+                pass  # its memory is on a device, see below
+            elif index in self._direct_targets:
+                address = self._direct_targets[index].data_ptr()
+            elif index in self._of_new_tensors:
+                storage = self._new_memory[index] = restore.new_storage(self._sizes[index])
                 address = storage.data_ptr()
-            elif index in self._wanted and index not in self._straight:
+            elif index in self._targets:
                 storage = self._temporary[index] = restore.new_storage(self._sizes[index])
                 address = storage.data_ptr()
                 ahead += self._sizes[index]
             addresses.append(address)
-            self._placed += 1
+            self._nr_placed += 1
         self._core.into(first, addresses)
-        for index in range(first, self._placed):
+        for index in range(first, self._nr_placed):
             if index in self._devices:
-                address = _address(self._straight[index])
+                address = _address(self._direct_targets[index])
                 self._core.into_device(index, self._devices[index], address)
-        self._core.go(self._placed)
+        self._core.go(self._nr_placed)
 
-    def _hand_over(self, index: int) -> None:
+    def _copy_to_targets(self, index: int) -> None:
         """Copy a record that has been read to all its targets."""
-        pairs = self._wanted[index]
-        if index in self._straight:
+        pairs = self._targets[index]
+        if index in self._direct_targets:
             target = pairs[0][0]  # has the bytes already
             torch.autograd.graph.increment_version(target)  # as torch's own writes do
-            storage, start, pairs = target.untyped_storage(), _start(target), pairs[1:]
-        elif index in self._made:
-            storage, start = self._made[index], 0
+            storage, start = target.untyped_storage(), _start(target)
+            pairs = pairs[1:]
+        elif index in self._new_memory:
+            storage, start = self._new_memory[index], 0
         else:
             storage, start = self._temporary.pop(index), 0
-        for target, found in pairs:
-            copy_tensor(target, _view_of(storage, start, found))
+        for target, file_tensor in pairs:
+            copy_tensor(target, _view_of(storage, start, file_tensor))
 
-    def _adopt_memory(self) -> None:
+    def _give_memory_to_new_tensors(self) -> None:
         """Give the new tensors the memory of their records. The tensors have to stay the same
         objects, because the plan's values refer to them."""
-        none = restore.new_storage(0)
-        for index, found in self._new:
-            storage = self._made.get(index, none)
-            new = _view_of(storage, 0, found)
-            if type(found) is torch.nn.Parameter:
-                new = torch.nn.Parameter(new, found.requires_grad)
+        empty = restore.new_storage(0)  # for tensors without elements
+        for index, file_tensor in self._new:
+            storage = self._new_memory.get(index, empty)
+            new = _view_of(storage, 0, file_tensor)
+            if type(file_tensor) is torch.nn.Parameter:
+                new = torch.nn.Parameter(new, file_tensor.requires_grad)
             else:
-                new.requires_grad_(found.requires_grad)
-            new.__dict__.update(found.__dict__)
-            torch.utils.swap_tensors(found, new)  # type: ignore[no-untyped-call]
+                new.requires_grad_(file_tensor.requires_grad)
+            new.__dict__.update(file_tensor.__dict__)
+            torch.utils.swap_tensors(file_tensor, new)  # type: ignore[no-untyped-call]
 
 
-def _can_be_read_into(target: Tensor, found: Tensor, nbytes: int) -> bool:
-    """Return whether a record of `nbytes` bytes is exactly the target's memory. `found` is the
-    file's tensor over the record."""
+def _can_be_read_into(target: Tensor, file_tensor: Tensor, nbytes: int) -> bool:
+    """Return whether a record of `nbytes` bytes is exactly the target's memory. `file_tensor` is
+    over the record."""
     return (
         type(target) in _PLAIN
         and _device.number_of_tensor(target) >= 0
         and target.data_ptr() != 0
         and target.is_contiguous()
-        and found.is_contiguous()
-        and found.storage_offset() == 0
-        and found.numel() * found.element_size() == nbytes
-        and not (target.is_conj() or target.is_neg() or found.is_conj() or found.is_neg())
+        and file_tensor.is_contiguous()
+        and file_tensor.storage_offset() == 0
+        and file_tensor.numel() * file_tensor.element_size() == nbytes
+        and not (
+            target.is_conj() or target.is_neg() or file_tensor.is_conj() or file_tensor.is_neg()
+        )
     )
 
 
@@ -174,17 +183,20 @@ def _start(target: Tensor) -> int:
     return int(target.storage_offset()) * target.element_size()
 
 
-def _view_of(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
-    """Return a tensor like `found` over its record's bytes, which begin at `start` in `storage`."""
-    if start % found.element_size():
+def _view_of(storage: torch.UntypedStorage, start: int, file_tensor: Tensor) -> Tensor:
+    """Return a tensor like `file_tensor` over its record's bytes. They begin at `start` in
+    `storage`."""
+    if start % file_tensor.element_size():
         # Copy the bytes, because a tensor has to begin at a multiple of its element size. This is
         # for a record that was read into a target with smaller elements.
         record = torch.empty(0, dtype=torch.uint8, device=storage.device)
         record.set_(storage, start, (storage.nbytes() - start,), (1,))
         storage, start = record.clone().untyped_storage(), 0
-    first = start // found.element_size() + found.storage_offset()
-    view = torch.empty(0, dtype=found.dtype, device=storage.device)
-    view.set_(storage, first, found.size(), found.stride())
-    if found.is_conj():
+    first = start // file_tensor.element_size() + file_tensor.storage_offset()
+    view = torch.empty(0, dtype=file_tensor.dtype, device=storage.device)
+    view.set_(storage, first, file_tensor.size(), file_tensor.stride())
+    if file_tensor.is_conj():
         view = torch._conj(view)
-    return torch._neg_view(view) if found.is_neg() else view
+    if file_tensor.is_neg():
+        view = torch._neg_view(view)
+    return view

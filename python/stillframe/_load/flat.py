@@ -26,7 +26,7 @@ from stillframe._base.disk import Opened
 from stillframe._base.records import RestoreFailed
 from stillframe._base.safetensors import Entry, Header
 from stillframe._load import placement, restore
-from stillframe._load.errors import HALF_WRITTEN, MapLocation, Request, named
+from stillframe._load.errors import HALF_WRITTEN, MapLocation, Request, errors_with_path
 from stillframe._load.fill import Fill
 from stillframe._load.into import Plan
 from stillframe.errors import CorruptCheckpointError, StillframeError
@@ -34,7 +34,7 @@ from stillframe.errors import CorruptCheckpointError, StillframeError
 
 def is_safetensors_or_index(fd: int, path: str) -> bool:
     """Return whether an open file is a safetensors file, or an index that names such files."""
-    with named(path):
+    with errors_with_path(path):
         return path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path)
 
 
@@ -87,7 +87,7 @@ class Files:
             shard = os.path.join(os.path.dirname(path), name)
             opened = self._stack.enter_context(self._request.open_file(shard, peek=True))
             header = _header(opened.fileno(), shard)
-            self._request.disk.rest(opened)  # frees memory, because there may be many files
+            self._request.disk.release_memory(opened)  # because there may be many files
             safetensors.refuse_other_tensors(name, header.entries, tensors)
             files.append(_File(opened, shard, header, first))
             first += len(header.entries)
@@ -118,10 +118,10 @@ class Files:
             device = _device.of_location(str(map_location))
             if device is not None:
                 devices = dict.fromkeys(range(len(entries)), device)
-        restore_location = _location_rule(None if devices else map_location)
+        restore_location = _location_rule(None if devices else map_location)  # unused with devices
         core = self._restore(file)
         memory = restore.ReadAhead(core, restore.ahead_bytes(map_location, devices), devices)
-        with bar.watched(core.done, file.path, file.header.nbytes), _explained(file):
+        with bar.watched(core.done, file.path, file.header.nbytes), _errors_for_users(file):
             try:
                 memory.begin()
                 for index, entry in enumerate(entries):
@@ -133,7 +133,7 @@ class Files:
                 memory.finish()
             finally:
                 memory.close()
-        self._request.disk.rest(file.opened)
+        self._request.disk.release_memory(file.opened)
 
     def mapped(self, map_location: MapLocation) -> dict[str, Tensor]:
         """Return tensors over the files' pages, mapped privately."""
@@ -144,7 +144,8 @@ class Files:
         for file in self._files:
             fd, nbytes = file.opened.fileno(), file.header.nbytes
             _core.arrive(fd)  # waits until all bytes of a remote object are here
-            name = f"/proc/self/fd/{fd}"  # names the open file, unlike the path
+            # The name of the open file. Another file may be at the path by now.
+            name = f"/proc/self/fd/{fd}"
             whole = torch.UntypedStorage.from_file(name, False, nbytes)
             for entry in file.header.entries:
                 storage = whole[entry.begin : entry.end]
@@ -176,10 +177,10 @@ class Files:
                 nbytes = file.header.nbytes
                 with (
                     bar.watched(core.done, file.path, nbytes),
-                    _explained(file, f"; {HALF_WRITTEN}"),
+                    _errors_for_users(file, f"; {HALF_WRITTEN}"),
                 ):
                     Fill(core, plan, new, file.first).run()
-                self._request.disk.rest(file.opened)
+                self._request.disk.release_memory(file.opened)
 
     def _restore(self, file: _File) -> _core.Restore:
         """Return a restore whose records are the file's tensors."""
@@ -197,19 +198,19 @@ def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
     """
     if not isinstance(into, torch.nn.Module):
         return tensors
-    found = dict(tensors)
-    live = [
-        (name, (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
-        for name, tensor in into.state_dict().items()
-        if isinstance(tensor, Tensor) and tensor.numel()
-    ]
-    named: dict[tuple[Any, ...], str] = {}  # by memory: the first name that the file has
-    for name, memory in live:
+    memory_of: dict[str, tuple[Any, ...]] = {}  # equal for tied tensors
+    for name, tensor in into.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            layout = tensor.shape, tensor.stride(), tensor.dtype
+            memory_of[name] = tensor.device, tensor.data_ptr(), *layout
+    name_in_file: dict[tuple[Any, ...], str] = {}  # by memory
+    for name, memory in memory_of.items():
         if name in tensors:
-            named.setdefault(memory, name)
-    for name, memory in live:
-        if name not in tensors and memory in named:
-            found[name] = tensors[named[memory]]
+            name_in_file.setdefault(memory, name)
+    found = dict(tensors)
+    for name, memory in memory_of.items():
+        if name not in tensors and memory in name_in_file:
+            found[name] = tensors[name_in_file[memory]]
     return found
 
 
@@ -266,7 +267,7 @@ def _location_rule(map_location: MapLocation) -> Any:
 
 
 @contextlib.contextmanager
-def _explained(file: _File, more: str = "") -> Iterator[None]:
+def _errors_for_users(file: _File, more: str = "") -> Iterator[None]:
     """Turn a RestoreFailed of the block into an error for users, with `more` at the end of the
     message."""
     try:

@@ -20,9 +20,9 @@ from stillframe._load import restore, stateful
 from stillframe._tree.rebuild import (
     ATOMS,
     attributes_of,
-    holder_of_tensors,
     is_array,
     is_atom,
+    opaque_object_with_tensors,
     reach,
 )
 
@@ -81,18 +81,19 @@ class Plan:
         if _are_contested(self.tensors):
             return None
         trees = [value for *_, value in self.values]
-        trees += [tree for call in self.calls for tree in call.trees]
-        if holder_of_tensors(trees) is not None:
+        for call in self.calls:
+            trees += call.trees
+        if opaque_object_with_tensors(trees) is not None:
             return None
-        found: list[Tensor] = []
+        new: list[Tensor] = []
         for leaf in _leaves(trees):
             if isinstance(leaf, (UntypedStorage, TypedStorage)):
                 return None
             if isinstance(leaf, Tensor):
                 if not _is_over_its_record(leaf, sizes):
                     return None
-                found.append(leaf)
-        return found
+                new.append(leaf)
+        return new
 
     def finish(self) -> None:
         """Set the values and make the calls. All tensors must be filled before."""
@@ -132,30 +133,42 @@ def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
     Such memory has to get the bytes of the last target in the tree, but records are not read in
     that order. Targets count as sharing memory if their address ranges overlap.
     """
-    spans: list[tuple[str, int, int, object]] = []  # (device, first byte, end, source)
-    for _, target, found in tensors:
-        if type(target) in _PLAIN and target.numel():
-            first = target.data_ptr()
-            offset = int(target.storage_offset()) * target.element_size()
-            end = first + reach(target) - offset
-            # Two targets with the same `source` get the same bytes where they share memory: from
-            # the same record, at the same distance, in the same order.
-            distance = int(found.storage_offset()) * found.element_size() - first
-            order: object = None
-            if target.stride() != found.stride():
-                order = (target.stride(), found.stride(), target.shape)
-            sign = found.is_conj(), found.is_neg()
-            source: object = (restore.record_of(found), distance, order, sign)
-            spans.append((str(target.device), first, end, source))
+    spans = [
+        _span(target, found)
+        for _, target, found in tensors
+        if type(target) in _PLAIN and target.numel()
+    ]
     spans.sort(key=lambda span: span[:3])
     last_device, last_end = "", 0
     last_source: object = None
     for device, first, end, source in spans:
-        if device == last_device and first < last_end and source != last_source:
-            return True
-        last_end = max(last_end, end) if device == last_device else end
+        if device == last_device:
+            if first < last_end and source != last_source:
+                return True
+            last_end = max(last_end, end)
+        else:
+            last_end = end
         last_device, last_source = device, source
     return False
+
+
+def _span(target: Tensor, found: Tensor) -> tuple[str, int, int, object]:
+    """Return the device, first byte and end of a target's memory, and the *source* of its bytes.
+
+    Two targets of equal source get the same bytes where they share memory: from the same record,
+    at the same distance, in the same order.
+    """
+    first = target.data_ptr()
+    offset = int(target.storage_offset()) * target.element_size()
+    end = first + reach(target) - offset
+    # From an address in the target to the byte of the record that it gets.
+    distance = int(found.storage_offset()) * found.element_size() - first
+    order: object = None
+    if target.stride() != found.stride():
+        order = (target.stride(), found.stride(), target.shape)
+    sign = found.is_conj(), found.is_neg()
+    source = (restore.record_of(found), distance, order, sign)
+    return str(target.device), first, end, source
 
 
 def _is_over_its_record(found: Tensor, sizes: list[int]) -> bool:
@@ -208,7 +221,7 @@ def _item(found: Any, name: Any) -> Any:
     """Return an item of a container in the file. Raise KeyError, IndexError or TypeError if `found`
     has no such item."""
     if isinstance(found, (Tensor, str, bytes)) or is_array(found):
-        raise TypeError
+        raise TypeError  # an index would be accepted, but these are no containers here
     if isinstance(found, dict) and name not in found:
         raise KeyError(name)  # a defaultdict would make an item
     return found[name]
@@ -226,8 +239,8 @@ def _why_not_replaced(value: Any, file_value: Any) -> str:
     """Return why the file's value cannot replace `value` in the user's tree, or "" if it can."""
     if lacking := stateful.missing_method(value):
         return f"is a {type(value).__name__}, which cannot be filled: it has no {lacking}"
-    data = value is None or type(value) in ATOMS or is_atom(value) or is_array(value)
-    if data or type(value) is type(file_value) or isinstance(value, (*_CONTAINERS, bytearray)):
+    is_data = value is None or type(value) in ATOMS or is_atom(value) or is_array(value)
+    if is_data or type(value) is type(file_value) or isinstance(value, (*_CONTAINERS, bytearray)):
         return ""
     return f"is a {type(value).__name__}, which cannot be filled: it has no load_state_dict"
 
@@ -247,6 +260,7 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _match_stateful(plan: Plan, path: str, node: Any, found: Any) -> None:
+    """Add the tensors and calls that fill an object with a state_dict."""
     filling = stateful.filling(path, node, found)
     plan.problems += filling.problems
     plan.calls += filling.calls

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import bar, cpus, file_kinds
-from stillframe._base.arguments import refuse_unclear
-from stillframe._base.calls import no_collection
+from stillframe._base.arguments import check_booleans
+from stillframe._base.calls import no_garbage_collection
 from stillframe._base.disk import Opened
 from stillframe._load import flat, placement, restore
 from stillframe._load.errors import (
@@ -41,8 +41,8 @@ from stillframe._load.errors import (
     Request,
     TorchMustReadError,
     check_fd,
-    explained,
-    half_written,
+    errors_for_users,
+    noting_half_written,
     refuse_damaged,
 )
 from stillframe._load.fill import Fill
@@ -149,7 +149,7 @@ def load(
         Exception: Any other error of `torch.load`, unchanged. Errors of a `load_state_dict` have a
             note that `into` is partly filled.
     """
-    refuse_unclear(verify=verify, shared=shared)
+    check_booleans(verify=verify, shared=shared)
     cpus.spread()
     if into is not None and map_location is not None:
         raise ValueError("with into= the tensors are where they are: leave map_location out")
@@ -165,7 +165,7 @@ def load(
     with disk, request.open_file(text) as opened:
         fd = opened.fileno()
         # Garbage collection would take an eighth of a load of many thousand tensors.
-        with no_collection():
+        with no_garbage_collection():
             if flat.is_safetensors_or_index(fd, text):
                 return _load_safetensors(opened, into, request, mmap=mmap)
             if into is not None:
@@ -183,7 +183,7 @@ def _open_records(fd: int, request: Request) -> tuple[int, _core.Restore | None,
         - A restore of the file's records, or None if torch.load has to read the file.
         - Why torch.load has to read the file.
     """
-    found, core = request.open(fd)
+    found, core = request.open(fd)  # `core` is the restore
     if found["format"] == "foreign":  # neither an archive nor torch's legacy format
         words = file_kinds.guess(fd, request.path)
         if words is not None:
@@ -207,7 +207,7 @@ def _load_fd(fd: int, request: Request) -> Any:
             devices = placement.find(request.open_again(fd), request.map_location)
         archive = restore.open_archive(core, fd, nbytes, request.map_location, devices)
         try:
-            with bar.watched(core.done, request.path, nbytes), explained(fd, request):
+            with bar.watched(core.done, request.path, nbytes), errors_for_users(fd, request):
                 return archive.load(request.map_location, not request.runs_code)
         except TorchMustReadError as error:
             why = str(error)
@@ -229,7 +229,7 @@ def _load_into(fd: int, into: Any, request: Request) -> Any:
         plan = _copy_into(fd, into, request, "its pickle does not tell what goes where", _load_fd)
     else:
         gate.wait()  # saves may still copy from the tensors of `into`
-        with half_written():
+        with noting_half_written():
             try:
                 plan = _fill(*planned, fd, request, nbytes)
             except TorchMustReadError as error:
@@ -255,7 +255,7 @@ def _load_safetensors(opened: Opened, into: Any, request: Request, *, mmap: bool
             plan = _copy_into(opened.fileno(), into, request, why, load_file)
         else:
             gate.wait()  # saves may still copy from the tensors of `into`
-            with half_written():
+            with noting_half_written():
                 files.fill(plan, new)
     plan.finish()
     return into
@@ -265,7 +265,10 @@ def _fill(plan: Plan, new: list[Tensor], fd: int, request: Request, nbytes: int)
     """Read the records of a file straight to their targets. Return the plan, for its `finish`.
     `new` is the plan's `new_tensors`."""
     core = request.open_again(fd)
-    with bar.watched(core.done, request.path, nbytes), explained(fd, request, f"; {HALF_WRITTEN}"):
+    with (
+        bar.watched(core.done, request.path, nbytes),
+        errors_for_users(fd, request, f"; {HALF_WRITTEN}"),
+    ):
         Fill(core, plan, new).run()
     return plan
 
@@ -279,7 +282,7 @@ def _copy_into(
     plan = match(into, load_file(fd, replace(request, map_location="cpu")))
     plan.refuse_problems()
     gate.wait()  # saves may still copy from the tensors of `into`
-    with half_written():
+    with noting_half_written():
         copy(plan)
     return plan
 
@@ -322,7 +325,8 @@ def _load_by_torch(fd: int, request: Request, *, mmap: bool = False) -> Any:
             raise ValueError(
                 f"{request.path} cannot be mapped: {PACKED}; load it without mmap=True"
             )
-    found = check_fd(fd, request.path, verify=request.verify, later=not (request.verify or mmap))
+    checks_headers_later = not (request.verify or mmap)
+    found = check_fd(fd, request.path, verify=request.verify, later=checks_headers_later)
     if mmap:
         # This name is that of the open file; the path may name another file by now.
         return _torch_load(f"/proc/self/fd/{fd}", request, mmap=True)
@@ -338,8 +342,8 @@ def _load_by_torch(fd: int, request: Request, *, mmap: bool = False) -> Any:
             check_fd(fd, request.path, verify=False)
         except CorruptCheckpointError as corrupt:
             raise corrupt from error
-        raise
-    if not found["headers"]:
+        raise  # the file is whole, so torch's error is the right one
+    if not found["headers"]:  # they are still to be checked
         check_fd(fd, request.path, verify=False)
     return loaded
 
@@ -350,8 +354,9 @@ def _torch_load(file: Any, request: Request, *, mmap: bool = False) -> Any:
     try:
         return torch.load(file, request.map_location, weights_only=request.weights_only, mmap=mmap)
     except RuntimeError as error:
-        if (name := _LACKING.search(str(error))) is None:
+        lacking = _LACKING.search(str(error))
+        if lacking is None:
             raise
         raise CorruptCheckpointError(
-            f"{request.path} cannot be loaded: record {name[1]} is missing"
+            f"{request.path} cannot be loaded: record {lacking[1]} is missing"
         ) from error

@@ -28,19 +28,18 @@ _BYTEORDER = sys.byteorder.encode()
 def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
     """Return the CUDA device of each record that can be read straight to it, by record number.
     Return {} if torch has to decide on the devices itself. Close `peek`, a restore of the file."""
+    found: dict[int, torch.device] = {}
     try:
-        devices = _devices(peek, map_location)
-        numbers = {key: peek.find(f"data/{key}") for key in devices}
+        for key, device in _devices(peek, map_location).items():
+            number = peek.find(f"data/{key}")  # -1 if the file lacks the record
+            if device is not None and number >= 0:
+                found[number] = device
     except Exception as error:  # the load itself reports a bad pickle
         _logger.debug("by way of host memory: no devices were found ahead: %r", error)
         return {}
     finally:
         peek.close()
-    return {
-        numbers[key]: device
-        for key, device in devices.items()
-        if device is not None and numbers[key] >= 0
-    }
+    return found
 
 
 def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device | None]:
@@ -57,16 +56,18 @@ def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device |
     pickle, byteorder = records.read(peek, ("data.pkl", "byteorder"))
     if byteorder != _BYTEORDER:
         return {}
-    moved = map_location or {}
+    new_locations = map_location or {}  # a dict, or None
     return {
-        key: _device.of_location(str(moved.get(location, location)))
+        key: _device.of_location(str(new_locations.get(location, location)))
         for key, location in _Locations(pickle).found.items()
     }
 
 
 def may_find(map_location: Any) -> bool:
     """Return False if `find` would find no device in any file."""
-    if callable(map_location) or not (_device.may_be_loaded_to() and _is_torchs_rule_known()):
+    if callable(map_location):
+        return False  # the function chooses the devices while torch loads
+    if not (_device.may_be_loaded_to() and _is_torchs_rule_known()):
         return False
     if isinstance(map_location, (str, torch.device)):
         return _device.of_location(str(map_location)) is not None
@@ -81,7 +82,7 @@ def _is_torchs_rule_known() -> bool:
     registry = serialization._package_registry
     if len(registry) < 2:
         return False
-    load_cpu, load_cuda = registry[0][2], registry[1][2]
+    load_cpu, load_cuda = registry[0][2], registry[1][2]  # torch makes `load_cuda` with partial()
     return (
         load_cpu is serialization._cpu_deserialize
         and getattr(load_cuda, "func", None) is serialization._deserialize

@@ -85,14 +85,15 @@ class ReadAhead:
         for device in set(self._devices.values()):
             new_storage(1, device)  # makes torch create a context of the driver for the device
         open_devices(self._core, numbers_of(self._devices.values()))
-        self._allocate_memory(1)
+        self._allocate_memory(least=1)
 
     def take(self, index: int) -> torch.UntypedStorage | None:
         """Wait until a record is read and checked, and return its memory, which the caller then
         owns. Return None if the record was taken before."""
-        # All records in a chunk of the file are read together, and need memory.
+        # All records in a chunk of the file are read together, so the first `reach` need memory.
         reach = self._core.reach(index)
-        if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
+        runs_low = self._waiting_nbytes < self._ahead // 2
+        if reach > len(self._storages) or runs_low:
             self._allocate_memory(reach)
         records.wait(self._core, index)
         storage, self._storages[index] = self._storages[index], None
@@ -101,6 +102,7 @@ class ReadAhead:
         return storage
 
     def finish(self) -> None:
+        """Wait until all records are read and checked."""
         self._allocate_memory(self._core.nr)
         records.wait(self._core, self._core.nr)
 
@@ -113,7 +115,9 @@ class ReadAhead:
         """Allocate memory for the first `least` records, and for as many more as may be read ahead.
         Let the threads read them."""
         before = count = len(self._storages)
-        while count < least or (count < self._core.nr and self._waiting_nbytes < self._ahead):
+        while count < self._core.nr:
+            if count >= least and self._waiting_nbytes >= self._ahead:
+                break
             sizes = self._core.sizes(count, _BATCH_BYTES)
             self._storages += give_memory(self._core, count, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
@@ -147,24 +151,26 @@ class Archive:
             CutShort: A record is shorter than a tensor in it.
             Missing: The file lacks a record.
         """
-        unpickler: Any = _weights_only_unpickler if weights_only else pickle
-        stays: Callable[[str], bool] | None = None
+        torchs_module: Any = _weights_only_unpickler if weights_only else pickle
+        stays_on_cpu: Callable[[str], bool] | None = None
         if _cpu_rule_is_torchs() and (map_location is None or _is_cpu(map_location)):
-            stays = _stays_on_cpu(always=map_location is not None)
-        unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, stays))
+            stays_on_cpu = _cpu_test(always=map_location is not None)
+        # `_load` takes a module that has a class Unpickler.
+        module = SimpleNamespace(Unpickler=_unpickler(torchs_module.Unpickler, self, stays_on_cpu))
         try:
             self._records.begin()
             if self.get_record("version") not in _KNOWN_VERSIONS:
                 _ = self._torch  # torch's own reader raises an error for an unknown version
-            loaded = serialization._load(self, map_location, unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
+            loaded = serialization._load(self, map_location, module, encoding="utf-8")  # type: ignore[no-untyped-call]
             self._records.finish()
         finally:
             self._records.close()
         return loaded
 
     def storage(self, kind: Any, key: Any, numel: int) -> Any:
-        """Return the storage of the record data/<key>, of class `kind`, on the CPU. Return None if
-        torch has to make it. `numel` is the number of elements, according to the pickle."""
+        """Return the storage of the record data/<key>, of class `kind`, on the CPU. `numel` is the
+        number of elements in the pickle. Return None if the record does not fit the pickle: torch
+        then decides what to do."""
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if not isinstance(key, str):
             return None
@@ -201,7 +207,7 @@ class Archive:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of torch's own reader, for versions of torch that need more."""
-        if name.startswith("_"):
+        if name.startswith("_"):  # not part of the interface of torch's reader
             raise AttributeError(name)
         return getattr(self._torch, name)
 
@@ -254,23 +260,24 @@ def give_memory(
 ) -> list[torch.UntypedStorage]:
     """Allocate memory for the records from `first` on, each on its device, and make it the
     destination of the record. `sizes` has the bytes of each record. Return the memory."""
-    numbers = range(first, first + len(sizes))
-    storages = [
-        new_storage(size, devices.get(number, "cpu"))
-        for number, size in zip(numbers, sizes, strict=True)
-    ]
-    addresses = [  # 0 is no destination in host memory
-        0 if number in devices else storage.data_ptr()
-        for number, storage in zip(numbers, storages, strict=True)
-    ]
+    storages: list[torch.UntypedStorage] = []
+    addresses: list[int] = []
+    on_devices: list[int] = []  # numbers of records
+    for number, size in enumerate(sizes, first):
+        storage = new_storage(size, devices.get(number, "cpu"))
+        storages.append(storage)
+        if number in devices:
+            on_devices.append(number)
+            addresses.append(0)  # no destination in host memory
+        else:
+            addresses.append(storage.data_ptr())
     core.into(first, addresses)
-    on_devices = [(number, devices[number]) for number in numbers if number in devices]
     # After the allocations, because earlier work on a stream may still use memory that torch
     # returns.
-    open_devices(core, numbers_of(device for _, device in on_devices))
-    for index, device in on_devices:
-        address = _device.address_of(storages[index - first])
-        core.into_device(index, _device.number_of(device) - 1, address)
+    open_devices(core, numbers_of(devices[number] for number in on_devices))
+    for number in on_devices:
+        address = _device.address_of(storages[number - first])
+        core.into_device(number, _device.number_of(devices[number]) - 1, address)
     return storages
 
 
@@ -287,7 +294,7 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
             raise StillframeError(f"nothing can be loaded to a device: {why}")
 
 
-def _stays_on_cpu(always: bool) -> Callable[[str], bool]:
+def _cpu_test(always: bool) -> Callable[[str], bool]:
     """Return a function that says whether a storage is loaded to the CPU. Its argument is the
     location where the storage was saved."""
     if always:
@@ -295,9 +302,9 @@ def _stays_on_cpu(always: bool) -> Callable[[str], bool]:
     return lambda location: location == "cpu"
 
 
-def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None) -> Any:
+def _unpickler(base: Any, archive: Archive, stays_on_cpu: Callable[[str], bool] | None) -> Any:
     """Return a subclass of torch's unpickler `base` that makes storages on the CPU itself. This
-    saves a quarter of a load of many small tensors. With `stays` None, torch makes all storages."""
+    saves a quarter of a load of many small tensors. If `stays_on_cpu` is None, torch makes all."""
     # The class lives until garbage is collected, and must not keep the archive's memory.
     alive = weakref.ref(archive)
 
@@ -305,9 +312,9 @@ def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None)
         def load(self) -> Any:
             archive = alive()
             assert archive is not None
-            if stays is not None:
-                theirs: Callable[[Any], Any] = super().__getattribute__("persistent_load")
-                self.persistent_load = _short_cut(archive, stays, theirs)
+            if stays_on_cpu is not None:
+                torchs_load: Callable[[Any], Any] = super().__getattribute__("persistent_load")
+                self.persistent_load = _persistent_load(archive, stays_on_cpu, torchs_load)
             loaded = super().load()
             archive.refuse_short()
             return loaded
@@ -315,11 +322,11 @@ def _unpickler(base: Any, archive: Archive, stays: Callable[[str], bool] | None)
     return Unpickler
 
 
-def _short_cut(
-    archive: Archive, stays: Callable[[str], bool], theirs: Callable[[Any], Any]
+def _persistent_load(
+    archive: Archive, stays_on_cpu: Callable[[str], bool], torchs_load: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """Return a `persistent_load`: the function that turns an unpickler's reference to a storage
-    into the storage. It makes storages on the CPU, and calls torch's `theirs` for all others."""
+    into the storage. It makes storages on the CPU, and calls `torchs_load` for others."""
     made: dict[str, Any] = {}  # the storages made so far, by key
 
     def persistent_load(saved: Any) -> Any:
@@ -327,13 +334,13 @@ def _short_cut(
             _, kind, key, location, numel = saved
             if key in made:
                 return made[key]
-            if stays(location) and archive.is_native:
+            if stays_on_cpu(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
                     if storage._data_ptr():  # torch makes a new object for each empty storage
                         made[key] = storage
                     return storage
-        return theirs(saved)
+        return torchs_load(saved)
 
     return persistent_load
 
@@ -428,12 +435,12 @@ def reads_no_bytes() -> bool:
 
 @functools.cache
 def _load_is_as_known() -> bool:
+    """Return whether torch has the private function `_load` with the parameters that we pass."""
     load = getattr(serialization, "_load", None)
-    return load is not None and [*inspect.signature(load).parameters][:3] == [
-        "zip_file",
-        "map_location",
-        "pickle_module",
-    ]
+    if load is None:
+        return False
+    first_parameters = [*inspect.signature(load).parameters][:3]
+    return first_parameters == ["zip_file", "map_location", "pickle_module"]
 
 
 def open_archive(
@@ -444,5 +451,6 @@ def open_archive(
 
 def ahead_bytes(map_location: Any, devices: _Devices) -> int:
     """Return how many bytes a load to `map_location` may read ahead."""
-    torch_copies = not (map_location is None or _is_cpu(map_location) or devices)
+    stays_on_cpu = map_location is None or _is_cpu(map_location)
+    torch_copies = not (stays_on_cpu or devices)  # to the device, after the records are read
     return _DEVICE_AHEAD_BYTES if torch_copies else _AHEAD_BYTES

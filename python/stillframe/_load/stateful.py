@@ -73,7 +73,9 @@ def missing_method(node: object) -> str:
     load_state_dict. Otherwise return ""."""
     names = "state_dict", "load_state_dict"
     lacking = [name for name in names if not _has_method(node, name)]
-    return lacking[0] if len(lacking) == 1 else ""
+    if len(lacking) == 1:
+        return lacking[0]
+    return ""
 
 
 def _has_method(node: object, name: str) -> bool:
@@ -94,7 +96,9 @@ def filling(path: str, node: Any, found: Any) -> Filling:
 
 
 def _by_load_state_dict(path: str, node: Any, found: Any) -> Filling:
-    return Filling(calls=(Call(path, node.load_state_dict, found, (found,)),))
+    """Return a filling of the third kind: a call of the node's `load_state_dict`."""
+    call = Call(path, node.load_state_dict, argument=found, trees=(found,))
+    return Filling(calls=(call,))
 
 
 def _item_path(path: str, name: Any) -> str:
@@ -125,7 +129,7 @@ def _module_filling(path: str, module: Module, found: dict[str, Any]) -> Filling
     pairs = [(_item_path(path, name), live[name], found[name]) for name in names]
     if not all(_is_copied(target, file_value) for _, target, file_value in pairs):
         return _by_load_state_dict(path, module, found)
-    calls = (_set_extra_state(path, module, name, found[name]) for name in extra)
+    calls = (_extra_state_call(path, module, name, found[name]) for name in extra)
     return Filling(tuple(pairs), tuple(calls))
 
 
@@ -133,9 +137,10 @@ def _quoted(names: list[Any]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _set_extra_state(path: str, module: Module, name: str, value: Any) -> Call:
+def _extra_state_call(path: str, module: Module, name: str, value: Any) -> Call:
     owner = module.get_submodule(name.rpartition(".")[0])
-    return Call(_item_path(path, name), owner.set_extra_state, value, (value,))
+    item_path = _item_path(path, name)
+    return Call(item_path, owner.set_extra_state, argument=value, trees=(value,))
 
 
 def _is_plain(module: Module) -> bool:
@@ -168,8 +173,8 @@ def _is_copied(target: Any, found: Any) -> bool:
         # load_state_dict accepts a tensor of one element for a scalar, because old versions of
         # torch saved scalars in this form.
         return target.dim() > 0 or found.shape != (1,)
-    strided_both = target.layout is strided and found.layout is strided
-    return type(target) in _PLAIN_TENSORS and strided_both and target.dtype == found.dtype
+    are_strided = target.layout is strided and found.layout is strided
+    return type(target) in _PLAIN_TENSORS and are_strided and target.dtype == found.dtype
 
 
 # ---- optimizers ----
@@ -241,7 +246,7 @@ def _state_with_own_tensors(live: dict[Any, Any], found: dict[Any, Any]) -> dict
 
 
 def _is_alike(value: Any, found: Any) -> bool:
-    """Return whether both are tensors of the same shape and type, or both are plain values."""
+    """Return whether both are tensors of one shape and type, or both are plain values."""
     if isinstance(value, Tensor) and isinstance(found, Tensor):
         return (
             type(value) in _PLAIN_TENSORS

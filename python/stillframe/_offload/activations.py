@@ -34,21 +34,21 @@ _AHEAD = 4  # how many saved tensors are prefetched before backward asks for the
 _SLOTS = 2 * _AHEAD  # the slots of each device's Offloader
 
 
-class _Saved:
+class _SavedBytes:
     """Bytes that autograd saves: a whole storage, or a small range of a large storage.
 
     - on the device, as they were saved: only `tensor` is set
     - in the pool: only `ticket` is set
-    - on the device again, until backward has asked for every view: both are set
+    - on the device again, until backward has unpacked every view: both are set
     """
 
     def __init__(self, tensor: Tensor, number: int) -> None:
-        self.number = number  # counts the saved bytes of this device, in the order of the saves
+        self.number = number  # of this device's saved bytes, in the order in which they were saved
         self.nr_views = 0  # how many saved tensors are views of these bytes
         self.ticket: Ticket | None = None
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
-        self._nr_asked = 0  # how many of the views this backward has asked for
+        self._nr_unpacked = 0  # how many of the views the current backward has unpacked
 
     def changed(self) -> bool:
         """Return whether bytes on the device were written to since they were saved."""
@@ -60,12 +60,12 @@ class _Saved:
             what = "one of the variables needed for gradient computation"
             check_version(self.tensor, self._version, what)
 
-    def note_unpacked(self) -> None:
-        """Record that backward has asked for a view. After the last view, drop the tensor if the
-        bytes are in the pool."""
-        self._nr_asked += 1
-        if self._nr_asked == self.nr_views:
-            self._nr_asked = 0  # another backward may follow
+    def note_view_unpacked(self) -> None:
+        """Record that backward has unpacked a view. After the last view, drop the tensor on the
+        device if the bytes are in the pool."""
+        self._nr_unpacked += 1
+        if self._nr_unpacked == self.nr_views:
+            self._nr_unpacked = 0  # another backward may follow
             if self.ticket is not None:
                 self.tensor = None
 
@@ -74,12 +74,12 @@ class _SavedView(NamedTuple):
     """The object that autograd keeps in place of a saved tensor."""
 
     owner: OffloadedActivations
-    saved: _Saved
+    saved: _SavedBytes
     view: View
 
     def unpack(self) -> Tensor:
         tensor = self.view.of(self.owner._bring(self.saved))
-        self.saved.note_unpacked()
+        self.saved.note_view_unpacked()
         return tensor
 
 
@@ -89,48 +89,56 @@ class _SavedOnDevice:
     def __init__(self, offloader: Offloader, keep_last: int) -> None:
         self.offloader = offloader
         self._keep_last = keep_last
-        self._staying: deque[weakref.ref[_Saved]] = deque()  # not offloaded yet, oldest first
+        self._not_offloaded: deque[weakref.ref[_SavedBytes]] = deque()  # oldest first
         # All bytes that backward may still need, by number.
-        self._all: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        # The `_Saved` of each storage or range. A key has the address of the StorageImpl; the
+        self._by_number: weakref.WeakValueDictionary[int, _SavedBytes] = (
+            weakref.WeakValueDictionary()
+        )
+        # The `_SavedBytes` of each storage or range. A key has the address of the StorageImpl; the
         # StorageWeakRef makes sure that no other storage gets this address.
-        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
-        self._next_number = 0  # the number of the next `_Saved`
+        self._by_range: dict[Any, tuple[StorageWeakRef, weakref.ref[_SavedBytes]]] = {}
+        self._next_number = 0  # the number of the next `_SavedBytes`
 
-    def save(self, tensor: Tensor) -> tuple[_Saved, View]:
-        """Return the `_Saved` of a tensor's bytes, which is made if needed, and the view of it."""
+    def save(self, tensor: Tensor) -> tuple[_SavedBytes, View]:
+        """Return the `_SavedBytes` with the tensor's bytes, and the tensor as a view of it. Make a
+        new `_SavedBytes` if there is none."""
         whole, begin = _range_to_offload(tensor)
         storage = tensor.untyped_storage()
         # The version is in the key, so a tensor that is saved again after a write gets a new entry.
         key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
         view = View(tensor.shape, tensor.stride(), begin, tensor.dtype)
-        known = self._known.get(key)
-        saved = None if known is None else known[1]()
+        saved = None
+        if key in self._by_range:
+            _, reference = self._by_range[key]
+            saved = reference()
         if saved is None:
-            saved = _Saved(whole, self._next_number)
+            saved = _SavedBytes(whole, self._next_number)
             self._next_number += 1
-            self._all[saved.number] = saved
-            self._known[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
-            self._staying.append(weakref.ref(saved))
+            self._by_number[saved.number] = saved
+            self._by_range[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
+            self._not_offloaded.append(weakref.ref(saved))
             self._offload_older()
         saved.nr_views += 1
         return saved, view
 
     def _offload_older(self) -> None:
         """Offload all but the `keep_last` newest tensors."""
-        while len(self._staying) > self._keep_last:
-            reference = self._staying.popleft()
+        while len(self._not_offloaded) > self._keep_last:
+            reference = self._not_offloaded.popleft()
             saved = reference()
             # A changed tensor stays, so that backward reports the write.
             if saved is not None and saved.tensor is not None and not saved.changed():
                 saved.ticket = self.offloader.offload([saved.tensor])
                 saved.tensor = None
-        # Now and then, drop the entries whose bytes are gone.
-        if len(self._known) > 2 * len(self._all) + 64:
-            alive = {key: each for key, each in self._known.items() if each[1]() is not None}
-            self._known = alive
+        # Drop the entries whose bytes are gone, but rarely, because this visits every entry.
+        if len(self._by_range) > 2 * len(self._by_number) + 64:
+            self._by_range = {
+                key: (storage, reference)
+                for key, (storage, reference) in self._by_range.items()
+                if reference() is not None
+            }
 
-    def bring(self, saved: _Saved) -> Tensor:
+    def bring(self, saved: _SavedBytes) -> Tensor:
         """Return the bytes on the device, and prefetch those that were saved before them."""
         saved.check()
         if saved.tensor is None:
@@ -138,10 +146,10 @@ class _SavedOnDevice:
             [saved.tensor] = self.offloader.onload(saved.ticket)
             self.offloader.release([saved.tensor])  # the tensor keeps its memory without the slot
         nr_ahead = 0
-        # Look further back than `_AHEAD`: some of the bytes are gone, or on the device.
+        # Look at more than `_AHEAD` numbers, because some of these bytes are gone or on the device.
         first = max(saved.number - 4 * _AHEAD + 1, 0)
         for number in reversed(range(first, saved.number)):
-            earlier = self._all.get(number)
+            earlier = self._by_number.get(number)
             if earlier is None or earlier.ticket is None or earlier.tensor is not None:
                 continue
             nr_ahead += 1
@@ -170,7 +178,7 @@ class OffloadedActivations:
         self._entered: list[SavedHooks] = []
 
     def __enter__(self) -> OffloadedActivations:
-        hooks = SavedHooks(self._take)
+        hooks = SavedHooks(self._replace)
         hooks.enter()
         self._entered.append(hooks)
         return self
@@ -184,9 +192,9 @@ class OffloadedActivations:
         """Return, by device, counters of what was copied so far; see `Offloader.stats`."""
         return {device: each.offloader.stats() for device, each in self._by_device.items()}
 
-    def _take(self, tensor: Tensor) -> Any:
+    def _replace(self, tensor: Tensor) -> Any:
         """Return what autograd saves in place of a tensor; None if it saves the tensor itself."""
-        if not self._is_wanted(tensor):
+        if not self._should_offload(tensor):
             return None
         if graph.task() != graph.NO_TASK:
             # Activation checkpointing repeats a forward. Backward uses the tensor soon.
@@ -198,7 +206,7 @@ class OffloadedActivations:
         saved, view = all_saved.save(tensor)
         return _SavedView(self, saved, view)
 
-    def _is_wanted(self, tensor: Tensor) -> bool:
+    def _should_offload(self, tensor: Tensor) -> bool:
         if tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return False  # a parameter, or an unusual tensor
         if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):
@@ -208,7 +216,7 @@ class OffloadedActivations:
                 return False
         elif tensor.device != self._device:
             return False
-        # No views of parameters, and no leaves that get gradients.
+        # A leaf that gets gradients, such as a parameter, stays in memory anyway.
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, Parameter) or (base.is_leaf and base.requires_grad):
             return False
@@ -216,29 +224,30 @@ class OffloadedActivations:
             return False
         return self._predicate is None or bool(self._predicate(tensor))
 
-    def _bring(self, saved: _Saved) -> Tensor:
+    def _bring(self, saved: _SavedBytes) -> Tensor:
         """Return the bytes on the device; copy them there first if they are in the pool."""
         tensor = saved.tensor
         if tensor is not None and saved.ticket is None:
             saved.check()
             return tensor
         assert saved.ticket is not None
+        # Not in inference mode: autograd cannot use tensors that are made in it.
         with torch.inference_mode(False), torch.no_grad():
             return self._by_device[saved.ticket.device].bring(saved)
 
 
 def _range_to_offload(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the tensor to offload for a saved tensor, and the offset in bytes at which the saved
-    tensor begins in it.
+    """Return a tensor with the bytes to offload for a saved tensor. Return also the offset in bytes
+    at which the saved tensor begins there.
 
-    The tensor to offload has the whole storage, or only the span of the saved tensor if that is
-    less than half of the storage.
+    The bytes are the whole storage. They are only the span of the saved tensor if that is less than
+    half of the storage, or if the storage is not a whole number of elements.
     """
     tensor = tensor.detach()
     first = int(tensor.storage_offset())
     nr_spanned = spanned(tensor)
-    nr_elements, odd_bytes = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
-    if odd_bytes or 2 * nr_spanned < nr_elements:
+    nr_elements, remaining_bytes = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
+    if remaining_bytes or 2 * nr_spanned < nr_elements:
         return tensor.as_strided((nr_spanned,), (1,), first), 0
     return tensor.as_strided((nr_elements,), (1,), 0), first * tensor.itemsize
 
@@ -285,6 +294,6 @@ def offload_activations(
     if predicate is not None and not callable(predicate):
         raise TypeError(f"predicate takes a function, not a {type(predicate).__name__}")
     where = None if device is None else torch.device(device)
-    if where == torch.device("cuda"):
+    if where == torch.device("cuda"):  # without an index
         where = torch.device("cuda", torch.cuda.current_device())
     return OffloadedActivations(min_bytes, keep_last, predicate, where, engine)

@@ -20,8 +20,9 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
-    """Return the modules in the order given. For the errors raised see `offload_layers`."""
-    order = _listed(modules)
+    """Check the arguments, and return the modules in the order given. For the errors raised see
+    `offload_layers`."""
+    order = _as_list(modules)
     if isinstance(keep, bool) or not isinstance(keep, int):
         raise TypeError(f"keep takes a number of layers, not a {type(keep).__name__}")
     if not 0 <= keep <= len(order):
@@ -34,7 +35,7 @@ def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
     return order
 
 
-def _listed(modules: object) -> list[nn.Module]:
+def _as_list(modules: object) -> list[nn.Module]:
     if isinstance(modules, nn.Module):
         _refuse_wrapper(modules)
     if not isinstance(modules, Iterable) or isinstance(modules, nn.ModuleDict):
@@ -78,11 +79,12 @@ def _refuse_wrapper(module: nn.Module) -> None:
             )
 
 
-def refuse_reduction(layer: Layer) -> None:
-    """Raise StillframeError if a `DistributedDataParallel` runs this forward: it would wait for the
-    layer's gradients forever."""
-    parallel = nn.parallel.DistributedDataParallel
-    if getattr(parallel, "_active_ddp_module", None) is None or not torch.is_grad_enabled():
+def refuse_inside_ddp(layer: Layer) -> None:
+    """Raise StillframeError if a `DistributedDataParallel` (DDP) runs this forward. DDP would wait
+    for the layer's gradients forever."""
+    # torch sets this attribute while a DDP module runs its forward.
+    active = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if active is None or not torch.is_grad_enabled():
         return
     if any(parameter.requires_grad for parameter in layer.parameters()):
         raise StillframeError(
@@ -92,25 +94,28 @@ def refuse_reduction(layer: Layer) -> None:
         )
 
 
-def mark_shared(layers: list[Layer]) -> None:
+def find_sharing_layers(layers: list[Layer]) -> None:
     """Set `partners` and `relatives` of each layer (see `Layer`)."""
-    _mark(layers, _changing, "partners")
-    _mark(layers, lambda layer: set(map(id, layer.tensors)), "relatives")
+    _set_sharing_layers(layers, _ids_of_changeable, "partners")
+    _set_sharing_layers(layers, lambda layer: set(map(id, layer.tensors)), "relatives")
 
 
-def _mark(layers: list[Layer], ids_of: Callable[[Layer], set[int]], name: str) -> None:
-    """Set the attribute `name` of each layer to the other layers that have one of its objects.
+def _set_sharing_layers(
+    layers: list[Layer], ids_of: Callable[[Layer], set[int]], name: str
+) -> None:
+    """Set the attribute `name` of each layer to the other layers that share an object with it.
     `ids_of` returns the ids of a layer's objects."""
-    users: dict[int, list[Layer]] = {}
+    users: dict[int, list[Layer]] = {}  # the layers that have each object
     for layer in layers:
-        for number in ids_of(layer):
-            users.setdefault(number, []).append(layer)
+        for object_id in ids_of(layer):
+            users.setdefault(object_id, []).append(layer)
     for layer in layers:
-        found = dict.fromkeys(chain(*(users[number] for number in ids_of(layer))))
+        users_of_each = (users[object_id] for object_id in ids_of(layer))
+        found = dict.fromkeys(chain(*users_of_each))  # each layer once, in order
         setattr(layer, name, [other for other in found if other is not layer])
 
 
-def _changing(layer: Layer) -> set[int]:
+def _ids_of_changeable(layer: Layer) -> set[int]:
     """Return the ids of a layer's buffers and modules, which a forward may change."""
     return {
         *map(id, layer.tensors[layer.nr_parameters :]),

@@ -99,12 +99,12 @@ class DevicePool:
             raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
         if self.number:
             _device.make_context(self.number - 1)  # torch's context, which the core uses
-            why_not = self.core.use_device(self.number - 1)
-            if why_not:
-                raise StillframeError(f"nothing can be brought to {self.device}: {why_not}")
+            problem = self.core.use_device(self.number - 1)  # "": the device can be used
+            if problem:
+                raise StillframeError(f"nothing can be brought to {self.device}: {problem}")
         self.stats = new_stats(slots)  # without the rates that `with_rates` computes
         self._waits = threading.local()  # .inside: the thread is in a block of `waiting`
-        self._counting = threading.Lock()  # protects `host_waits` and `host_waited_s`
+        self._counters_lock = threading.Lock()  # protects `host_waits` and `host_waited_s`
 
     def stream(self) -> tuple[int, int]:
         """Return the driver's number of the device and the handle of its current stream. Return
@@ -114,14 +114,14 @@ class DevicePool:
         return self.number - 1, _device.current_stream(self.number - 1)
 
     def lease(self, core: _core.Snapshot, nbytes: int) -> _core.SnapshotMemory:
-        """Lease memory of the pool for the group of `nbytes` in a snapshot of the core. Wait for
-        memory that running saves return. Raise PoolExhaustedError if tickets and snapshots hold too
-        much of the pool."""
+        """Lease memory of the pool for a group of `nbytes`, whose snapshot in the core is `core`.
+        Wait for memory that running saves return. Raise PoolExhaustedError if tickets and snapshots
+        hold too much of the pool."""
         note_use(self.engine)
         try:
             return core.lease(0.0)  # without a wait
         except PoolExhaustedError:
-            pass
+            pass  # try again below, and wait
         with self.waiting():
             try:
                 return core.lease(None)
@@ -142,17 +142,17 @@ class DevicePool:
         finally:
             if outermost:
                 self._waits.inside = False
-                with self._counting:
+                with self._counters_lock:
                     self.stats["host_waits"] += 1
                     self.stats["host_waited_s"] += time.perf_counter() - began
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:
     """Return the device that an argument names, with an index if it is a CUDA device."""
-    wanted = torch.device(device)
-    if wanted.type != "cuda":
-        return wanted
-    found = _device.of_location(str(wanted))
+    named = torch.device(device)
+    if named.type != "cuda":
+        return named
+    found = _device.of_location(str(named))
     if found is None:
-        raise RuntimeError(f"there is no {wanted} that tensors could be brought to")
+        raise RuntimeError(f"there is no {named} that tensors could be brought to")
     return found

@@ -30,19 +30,19 @@ class Gradient(NamedTuple):
 
     parameter: Tensor
     value: Tensor
-    last: bool  # this backward computes no further gradient of the parameter
+    is_complete: bool  # with this gradient, the parameter's sum is complete in this backward
 
 
 class Gradients:
     """Sends gradients from the device to the CPU."""
 
-    def __init__(self, offloader: Offloader, most: int) -> None:
+    def __init__(self, offloader: Offloader, max_in_flight: int) -> None:
         self._offloader = offloader
-        self._most = most  # how many layers' gradients may be in flight
+        self._max_in_flight = max_in_flight  # how many layers' gradients may be in flight
         self._thread: ThreadPoolExecutor | None = None  # one thread, started when it is needed
-        self._under_way: deque[Future[None]] = deque()  # additions, one for each layer
-        self._ending: list[Future[None]] = []  # the calls of `_end` that `finish` has queued
-        # By the number of a backward: the incomplete sum of each parameter.
+        self._additions: deque[Future[None]] = deque()  # work of the thread: calls of `_add_up`
+        self._ends: list[Future[None]] = []  # work of the thread: calls of `_end`
+        # For each backward, by its number: the incomplete sum of each parameter.
         self._sums: dict[int, dict[Tensor, Tensor]] = {}
 
     def send(self, task: int, gradients: Sequence[Gradient]) -> None:
@@ -53,16 +53,16 @@ class Gradients:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="sf-gradients")
         ticket = self._offloader.offload(
-            [fitting(each.value, each.parameter) for each in gradients]
+            [with_strides_of(each.value, each.parameter) for each in gradients]
         )
-        owners = [(each.parameter, each.last) for each in gradients]
-        while len(self._under_way) >= self._most:
+        owners = [(each.parameter, each.is_complete) for each in gradients]
+        while len(self._additions) >= self._max_in_flight:
             self._wait_for_first()
-        self._under_way.append(self._thread.submit(self._add_up, task, ticket, owners))
+        self._additions.append(self._thread.submit(self._add_up, task, ticket, owners))
 
     def _wait_for_first(self) -> None:
-        """Wait until the oldest gradients are added. Raise their error, if any."""
-        first = self._under_way.popleft()
+        """Wait until the oldest gradients in flight are added. Raise their error, if any."""
+        first = self._additions.popleft()
         if not first.done():
             with self._offloader._waiting():
                 first.exception()  # waits, but does not raise
@@ -73,7 +73,7 @@ class Gradients:
         if not gradients:
             return []
         ticket = self._offloader.offload(
-            [fitting(each.value, each.parameter) for each in gradients]
+            [with_strides_of(each.value, each.parameter) for each in gradients]
         )
         pairs = zip(ticket.tensors(), gradients, strict=True)
         return [value.to(gradient.parameter.dtype) for value, gradient in pairs]
@@ -81,20 +81,20 @@ class Gradients:
     def join(self, task: int, succeeded: bool = True) -> None:
         """Wait until all gradients of a backward have been added. Raise the first error. Drop the
         incomplete sums of a failed backward, as autograd does."""
-        ending = [*self._under_way, *self._ending]
-        self._under_way, self._ending = deque(), []
-        added = False
+        work = [*self._additions, *self._ends]
+        self._additions, self._ends = deque(), []
+        all_added = False
         try:
-            run_all(each.result for each in ending)
-            added = True
+            run_all(each.result for each in work)
+            all_added = True
         finally:
-            self._end(task, succeeded and added)
+            self._end(task, succeeded and all_added)
 
     def finish(self, task: int, succeeded: bool) -> None:
-        """End a backward that ran inside another one, on the thread. Do not wait: the `join` of the
-        outer backward does."""
+        """Have the thread end a backward that ran inside another backward. Do not wait: the `join`
+        of the outer backward waits."""
         if self._thread is not None:
-            self._ending.append(self._thread.submit(self._end, task, succeeded))
+            self._ends.append(self._thread.submit(self._end, task, succeeded))
 
     def _end(self, task: int, succeeded: bool) -> None:
         """Add the remaining sums of a backward to the parameters' `grad`. Drop them after a
@@ -121,18 +121,18 @@ class Gradients:
         Runs on the thread. `owners`: each gradient's parameter, and whether the sum is complete."""
         sums = self._sums.setdefault(task, {})
         with torch.no_grad():
-            for (parameter, last), value in zip(owners, ticket.tensors(), strict=True):
+            for (parameter, is_complete), value in zip(owners, ticket.tensors(), strict=True):
                 total = value.to(parameter.dtype)
                 before = sums.pop(parameter, None)
                 if before is not None:
                     total = before.add_(total)
-                if last:
+                if is_complete:
                     _add(parameter, total)
                 else:
                     sums[parameter] = total
 
 
-def fitting(value: Tensor, parameter: Tensor) -> Tensor:
+def with_strides_of(value: Tensor, parameter: Tensor) -> Tensor:
     """Return a gradient with the parameter's strides, which autograd gives to a `grad`."""
     if value.stride() == parameter.stride():
         return value
@@ -140,6 +140,7 @@ def fitting(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _add(parameter: Tensor, total: Tensor) -> None:
+    """Add a gradient to the parameter's `grad`."""
     if parameter.grad is None:
         parameter.grad = total
     elif parameter.grad.layout is torch.strided:

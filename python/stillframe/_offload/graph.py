@@ -37,9 +37,9 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 NO_TASK = -1
-_MOST_S = 60.0  # the longest wait for the last node of a failed pass
+_MAX_WAIT_S = 60.0  # the longest wait for the last node of a failed pass
 _POLL_S = 0.0005  # the time between two checks for the end of that node
-_KEY = "stillframe.pass"  # the key of the pass among torch's thread-local objects
+_KEY = "stillframe.pass"  # of the pass among torch's thread-local objects
 
 
 def task() -> int:
@@ -48,14 +48,14 @@ def task() -> int:
 
 
 class Pass:
-    """One call of the engine. `around` is the pass that made the call inside a node, as reentrant
-    activation checkpointing does; None for an outermost pass."""
+    """One call of the engine. `outer` is the pass whose node made the call, as in reentrant
+    activation checkpointing. It is None for an outermost pass."""
 
-    def __init__(self, around: Pass | None) -> None:
-        self.around = around
+    def __init__(self, outer: Pass | None) -> None:
+        self.outer = outer
         self.number = NO_TASK  # the engine's number of the pass, once a listener has joined
         self.listeners: dict[EndListener, None] = {}  # an ordered set, to call at the end
-        self.is_over = False  # threads may still have the pass as their thread-local object
+        self.is_over = False  # the call has returned; threads may still refer to the pass
         # Refers to a callback that the engine drops together with the pass.
         self._engines_callback: weakref.ref[Any] | None = None
 
@@ -64,33 +64,33 @@ class Pass:
         self.number = task()
         self.listeners[listener] = None
         if self._engines_callback is None:
-            # Does nothing, without Python code that Ctrl-C could interrupt.
+            # The callback does nothing. It has no Python code that Ctrl-C could interrupt.
             callback: Any = functools.partial(bool)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._engines_callback = weakref.ref(callback)
 
     def end(self, succeeded: bool) -> None:
-        """Call the listeners, and raise their first error. If the pass failed, wait until none of
-        its nodes runs before that."""
+        """Call the listeners, and raise their first error. If the pass failed, first wait until
+        none of its nodes runs."""
         if not succeeded and not self._wait_until_dropped():
             log.error(
                 "stillframe: a backward has failed, and a node of it still runs after %.0f s",
-                _MOST_S,
+                _MAX_WAIT_S,
             )
         run_all([functools.partial(self._report_end, each, succeeded) for each in self.listeners])
 
     def _report_end(self, listener: EndListener, succeeded: bool) -> None:
+        # After Ctrl-C, which is no Exception, the listener stays: `_end_failed` calls it again.
         try:
             listener._pass_ended(self, succeeded)
         except Exception:
             del self.listeners[listener]
             raise
-        # After Ctrl-C the listener stays, so that `_end_failed` calls it again.
         del self.listeners[listener]
 
     def _wait_until_dropped(self) -> bool:
-        """Wait until the engine has dropped the pass. Return False after `_MOST_S`."""
-        end = time.monotonic() + _MOST_S
+        """Wait until the engine has dropped the pass. Return False after `_MAX_WAIT_S`."""
+        end = time.monotonic() + _MAX_WAIT_S
         while self._engines_callback is not None and self._engines_callback() is not None:
             if time.monotonic() > end:
                 return False
@@ -107,10 +107,10 @@ def current() -> Pass | None:
     return None if found is None or found.is_over else found
 
 
-def _make_current(which: Pass | None) -> None:
+def _make_current(new: Pass | None) -> None:
     """Set the thread-local object that `current` returns. None removes it."""
-    if which is not None:
-        torch._C._stash_obj_in_tls(_KEY, which)
+    if new is not None:
+        torch._C._stash_obj_in_tls(_KEY, new)
     elif hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(_KEY)
     else:  # before torch 2.13
@@ -126,14 +126,14 @@ class _Engine(torch._C._ImperativeEngine):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         if not _nr_watching:  # other code has kept this object after `_unwatch`
             return self.engine.run_backward(*args, **kwargs)
-        new = Pass(current())
+        new = Pass(outer=current())
         try:
             try:
                 _make_current(new)
                 result = self.engine.run_backward(*args, **kwargs)
             finally:
                 new.is_over = True
-                _make_current(new.around)
+                _make_current(new.outer)
             new.end(True)
         except BaseException:  # the backward, or a listener, has failed or was interrupted
             _end_failed(new)
@@ -157,12 +157,12 @@ def _end_failed(failed: Pass) -> None:
 
 # Re-entrant, because a garbage collection inside it may call `_unwatch`.
 _lock = threading.RLock()
-_nr_watching = 0  # how many calls of `watch` are in effect; protected by `_lock`
+_nr_watching = 0  # how many listeners are watching; protected by `_lock`
 
 
 def watch(listener: EndListener) -> Callable[[], object]:
     """Observe all backwards that begin from now on, for as long as `listener` lives. Return a
-    function that ends the observation earlier. It may be called again."""
+    function that ends the observation earlier. That function may be called again."""
     global _nr_watching
     variable: Any = torch.autograd.Variable
     stop = weakref.finalize(listener, _unwatch)
@@ -175,6 +175,7 @@ def watch(listener: EndListener) -> Callable[[], object]:
 
 
 def _unwatch() -> None:
+    """End one observation. After the last, restore autograd's engine."""
     global _nr_watching
     variable: Any = torch.autograd.Variable
     with _lock:
@@ -184,12 +185,12 @@ def _unwatch() -> None:
             variable._execution_engine = found.engine
 
 
-def _forked() -> None:
+def _renew_lock_after_fork() -> None:
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held the old lock
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_renew_lock_after_fork)
 
 
 class EndListener:
@@ -202,14 +203,16 @@ class EndListener:
     def is_inside(self, number: int) -> bool:
         """Return whether a backward runs inside another one that was joined."""
         found = self._joined.get(number)
-        around = None if found is None else found.around
-        while around is not None and self not in around.listeners:
-            around = around.around
-        return around is not None
+        outer = None if found is None else found.outer
+        while outer is not None:
+            if self in outer.listeners:
+                return True
+            outer = outer.outer
+        return False
 
     def join(self) -> int:
-        """Register the backward that runs on this thread, and return its number. May be repeated.
-        Raise StillframeError if the backward was not called through `_Engine`."""
+        """Register for the end of the backward that runs on this thread, and return its number. May
+        be repeated. Raise StillframeError if the backward was not called through `_Engine`."""
         number = task()
         if number in self._joined:
             return number

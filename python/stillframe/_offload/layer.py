@@ -29,13 +29,13 @@ class TensorRef(NamedTuple):
     module: nn.Module
     entries: dict[str, Any]  # the module's _parameters or _buffers
     name: str
-    number: int  # index of the tensor in Layer.tensors
+    tensor_index: int  # in Layer.tensors
 
 
 Replaced = list[tuple[TensorRef, Any]]  # references, each with the tensor that it had before
 
 # The number of forwards whose writes to a tensor's copy on the device are not copied back yet.
-_written: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+_nr_pending_writes: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 # A part of torch's error if a layer is compiled with fullgraph=True.
 _WHY_NOT_COMPILED = (
@@ -47,7 +47,7 @@ _WHY_NOT_COMPILED = (
 def version_of(tensor: Tensor) -> int:
     """Return the version counter that a tensor would have without offloading. Writes on the device
     count before they are copied back."""
-    return tensor._version + _written.get(tensor, 0)
+    return tensor._version + _nr_pending_writes.get(tensor, 0)
 
 
 class _Write(NamedTuple):
@@ -55,16 +55,16 @@ class _Write(NamedTuple):
 
     ticket: Ticket
     targets: list[Tensor]  # the tensors on the CPU
-    nr_counted: int  # only the first `nr_counted` targets get another version
+    nr_versioned: int  # the first `nr_versioned` targets get a new version, the others keep theirs
 
     def copy_back(self) -> None:
         """Wait for the copies, and write them to the tensors on the CPU."""
         values = self.ticket.tensors()
         with torch.no_grad():
             for index, target in enumerate(self.targets):
-                is_counted = index < self.nr_counted
+                is_versioned = index < self.nr_versioned
                 # A write through `.data` does not change the version.
-                alias = target.detach() if is_counted else target.data
+                alias = target.detach() if is_versioned else target.data
                 alias.copy_(values[index])
 
 
@@ -73,14 +73,14 @@ class Layer:
 
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
         self.module = module
-        self.name = name  # in messages
+        self.name = name  # for messages
         # Layers that share buffers or modules with this layer. Their forwards may change the
-        # buffers, so a layer with partners is neither prefetched nor kept.
+        # buffers, so a layer with partners is neither prefetched nor kept on the device.
         self.partners: list[Layer] = []
         self.relatives: list[Layer] = []  # layers that share any tensor with this layer
-        self._dtype = dtype  # of floating-point parameters on the device; None: their own
+        self._dtype = dtype  # of floating-point parameters on the device; None: as on the CPU
         self._sources: list[Tensor] | None = None  # the last result of `sources`
-        self._writes: list[_Write] = []  # not copied back yet, oldest first
+        self._pending_writes: list[_Write] = []  # not copied back yet, oldest first
         # The `LayerUse` of each forward whose backward may still run.
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()
         self.find_tensors()
@@ -93,18 +93,18 @@ class Layer:
         indices: dict[int, int] = {}
         self.tensors: list[Tensor] = []  # the parameters, then the buffers, each once
         self.references: list[TensorRef] = []  # of the layer's modules to `tensors`
-        # Indices of tensors that forwards in training mode write to without a change of version.
-        self.silently_written: set[int] = set()
+        # Indices of tensors that forwards in training mode may change without a new version.
+        self.written_unversioned: set[int] = set()
         modules = list(self.module.modules())
         for module in modules:
             self._add_tensors_of(module, module._parameters, indices)
         self.nr_parameters = len(self.tensors)
         for module in modules:
             self._add_tensors_of(module, module._buffers, indices)
-            if isinstance(module, _NormBase) and module.track_running_stats:
+            if isinstance(module, _NormBase) and module.track_running_stats:  # batch norm
                 for name in ("running_mean", "running_var", "num_batches_tracked"):
                     if module._buffers.get(name) is not None:
-                        self.silently_written.add(indices[id(module._buffers[name])])
+                        self.written_unversioned.add(indices[id(module._buffers[name])])
 
     def _add_tensors_of(
         self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]
@@ -116,7 +116,7 @@ class Layer:
                 continue
             self._check(tensor, name)
             index = indices.setdefault(id(tensor), len(self.tensors))
-            if index == len(self.tensors):
+            if index == len(self.tensors):  # found for the first time
                 self.tensors.append(tensor)
             self.references.append(TensorRef(module, entries, name, index))
 
@@ -141,23 +141,23 @@ class Layer:
 
     def name_of(self, index: int) -> str:
         """Return the key path of a tensor, for messages."""
-        reference = next(each for each in self.references if each.number == index)
+        reference = next(each for each in self.references if each.tensor_index == index)
         inner = next(name for name, each in self.module.named_modules() if each is reference.module)
         return ".".join(part for part in (self.name, inner, reference.name) if part)
 
     def sources(self, fresh: bool) -> Sequence[Tensor]:
         """Return the tensors to copy to the device: `tensors`, with parameters converted to
         `dtype`. Without `fresh`, the last result may be returned again."""
-        self.settle()
+        self.finish_writes()
         is_replaced = any(
-            reference.entries.get(reference.name) is not self.tensors[reference.number]
+            reference.entries.get(reference.name) is not self.tensors[reference.tensor_index]
             for reference in self.references
         )
         if is_replaced:
             self.find_tensors()
         for index, tensor in enumerate(self.tensors):
             if tensor.device.type != "cpu":
-                self._check(tensor, self.name_of(index))
+                self._check(tensor, self.name_of(index))  # raises
         if self._sources is None or fresh:
             with torch.no_grad():
                 self._sources = [self.for_device(i, t) for i, t in enumerate(self.tensors)]
@@ -165,7 +165,7 @@ class Layer:
 
     def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the tensors that the modules refer to now."""
-        self.settle()
+        self.finish_writes()
         return Fingerprint([reference.entries[reference.name] for reference in self.references])
 
     def for_device(self, index: int, tensor: Tensor) -> Tensor:
@@ -181,16 +181,16 @@ class Layer:
         replaced: Replaced = []
         for reference in self.references:
             replaced.append((reference, reference.entries[reference.name]))
-            reference.entries[reference.name] = values[reference.number]
+            reference.entries[reference.name] = values[reference.tensor_index]
         self._renew_rnn_weights()
         return replaced
 
     def swap_back(self, replaced: Replaced, values: Sequence[Tensor]) -> Replaced:
-        """Undo `swap`. Return the references that the forward has changed, with its tensors."""
+        """Undo `swap`. Return the references that the forward has changed, with the new values."""
         changed: Replaced = []
         for reference, tensor in replaced:
             found = reference.entries.get(reference.name)
-            if found is not values[reference.number]:
+            if found is not values[reference.tensor_index]:
                 changed.append((reference, found))
             reference.entries[reference.name] = tensor
         self._renew_rnn_weights()
@@ -215,14 +215,14 @@ class Layer:
             group: The layer's tensors on the device.
             stays: The group stays on the device.
         """
-        # Indices of changed tensors: `counted` with another version, `silent` with the same.
-        counted = [index for index in range(len(self.tensors)) if group.changed(index)]
-        silent = [
+        # Indices of changed tensors: those with a new version, and those that may have the old.
+        versioned = [index for index in range(len(self.tensors)) if group.changed(index)]
+        unversioned = [
             index
-            for index in sorted(self.silently_written.difference(counted))
-            if any(each.module.training for each in self.references if each.number == index)
+            for index in sorted(self.written_unversioned.difference(versioned))
+            if self._is_training(index)
         ]
-        changed = counted + silent
+        changed = versioned + unversioned
         if not changed:
             return
         converted = [i for i in changed if group.tensors[i].dtype != self.tensors[i].dtype]
@@ -235,44 +235,51 @@ class Layer:
         if stays:  # a repeated forward may write to the group
             tensors = [tensor.detach().clone() for tensor in tensors]
         targets = [self.tensors[index] for index in changed]
-        self._writes.append(_Write(offloader.offload(tensors), targets, len(counted)))
-        for target in targets[: len(counted)]:
-            _written[target] = _written.get(target, 0) + 1
+        self._pending_writes.append(_Write(offloader.offload(tensors), targets, len(versioned)))
+        for target in targets[: len(versioned)]:
+            _nr_pending_writes[target] = _nr_pending_writes.get(target, 0) + 1
         group.note_versions()  # later, only new changes are copied back
 
-    def settle(self) -> None:
-        """Wait until the tensors on the CPU have every change by a forward of any layer."""
+    def _is_training(self, index: int) -> bool:
+        """Return whether a module that has this tensor is in training mode."""
+        users = [each.module for each in self.references if each.tensor_index == index]
+        return any(module.training for module in users)
+
+    def finish_writes(self) -> None:
+        """Wait until every change that forwards of any layer made on the device is copied back to
+        this layer's tensors on the CPU."""
         for layer in (self, *self.relatives):
             if layer is self or layer._writes_to(self.tensors):
-                layer._settle()
+                layer._finish_own_writes()
 
     def _writes_to(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a write that is not copied back yet changes one of these tensors."""
-        targets = {id(target) for write in self._writes for target in write.targets}
+        """Return whether a pending write of this layer changes one of these tensors."""
+        targets = {id(target) for write in self._pending_writes for target in write.targets}
         return bool(targets) and not targets.isdisjoint(map(id, tensors))
 
-    def _settle(self) -> None:
-        while self._writes:
-            write = self._writes.pop(0)
-            for target in write.targets[: write.nr_counted]:
-                _written[target] -= 1
-                if not _written[target]:
-                    del _written[target]
+    def _finish_own_writes(self) -> None:
+        """Copy back the pending writes of this layer's forwards."""
+        while self._pending_writes:
+            write = self._pending_writes.pop(0)
+            for target in write.targets[: write.nr_versioned]:
+                _nr_pending_writes[target] -= 1
+                if not _nr_pending_writes[target]:
+                    del _nr_pending_writes[target]
             write.copy_back()
 
     # ---- moving to the pool and back ----
 
     def to_pool(self, offloader: Offloader) -> None:
         """Move the tensors into the pool, whose pinned memory the device can read directly."""
-        own = [tensor for tensor in self.tensors if _has_memory_of_its_own(tensor)]
-        for tensor, copy in zip(own, offloader.adopt(own).tensors(), strict=True):
+        movable = [tensor for tensor in self.tensors if _owns_its_storage(tensor)]
+        for tensor, copy in zip(movable, offloader.adopt(movable).tensors(), strict=True):
             tensor.data = copy
 
     def to_ordinary(self) -> None:
         """Move the tensors out of the pool into ordinary memory."""
         self._sources = None
         for tensor in self.tensors:
-            if _has_memory_of_its_own(tensor):
+            if _owns_its_storage(tensor):
                 tensor.data = tensor.detach().clone()
 
 
@@ -304,6 +311,7 @@ class ApplyGuard:
         self._layer = layer
 
     def __call__(self, function: Any, recurse: bool = True) -> nn.Module:
+        # Find out what `function` does: moving is ignored, converting is refused.
         dtype = function(torch.empty(1)).dtype
         if dtype != torch.float32:
             raise StillframeError(
@@ -314,13 +322,14 @@ class ApplyGuard:
 
     def __deepcopy__(self, memo: Any) -> Any:
         copy = memo[id(self._layer.module)]
-        return copy.__class__._apply.__get__(copy)
+        return copy.__class__._apply.__get__(copy)  # the class's method, bound to the copy
 
     def __reduce__(self) -> Any:
         return getattr, (self._layer.module, "_apply")
 
 
 def _no_hook() -> Any:
+    """Return what unpickling puts in place of a hook."""
     return _nothing
 
 
@@ -328,8 +337,8 @@ def _nothing(*args: Any) -> None:
     """Do nothing, in place of the hooks in a copy of a module."""
 
 
-def _has_memory_of_its_own(tensor: Tensor) -> bool:
-    """Return whether the tensor has its storage for itself, so that the storage can be replaced."""
+def _owns_its_storage(tensor: Tensor) -> bool:
+    """Return whether no other tensor uses the storage, so that the storage can be replaced."""
     storage = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0 or storage.nbytes() != nbytes:

@@ -26,64 +26,67 @@ class LayerUse:
 
     Args:
         enter: Brings the layer to the device when backward reaches it, and returns its group there.
-        before: The layer that was used before `layer`. Backward probably reaches it next.
+        previous: The layer that was used before `layer`. Backward probably reaches it next.
     """
 
     def __init__(
-        self, enter: Callable[[LayerUse], Group], layer: Layer, before: Layer | None
+        self, enter: Callable[[LayerUse], Group], layer: Layer, previous: Layer | None
     ) -> None:
         self.enter = enter
         self.layer = layer
-        self.before = before
+        self.previous = previous
         self.task = graph.NO_TASK  # the last backward that went through this use
         self.node: Callable[[], Any] = lambda: None  # returns the autograd node of the forward
-        self.tensors = layer.tensors  # `layer.tensors` may be another list later
+        self.tensors = layer.tensors  # kept here, because `layer.tensors` may be another list later
         self.group: Group | None = None  # the tensors on the device, while the forward runs
         # The versions of the tensors at the end of the forward; empty before it.
         self.device_versions: list[int] = []
         self.cpu_versions: list[int] = []
-        # Tensors on the device that are in the modules now, and the tensors that they replace.
+        # The device tensors that are in the modules now, and the tensors that they replace.
         self.values: Sequence[Tensor] = ()
         self.replaced: Replaced = []
         self.hooks: SavedHooks | None = None  # in force while the forward runs
 
     def end(self, group: Group) -> None:
         """Record the versions at the end of the forward. `group`: the tensors on the device."""
-        self.group, self.device_versions = None, group.now()
+        self.group = None
+        self.device_versions = group.current_versions()
         self.cpu_versions = [version_of(tensor) for tensor in self.tensors]
 
-    def version(self, number: int) -> int:
-        """Return the version of a tensor on the device, now or at the end of the forward."""
-        versions = self.device_versions if self.group is None else self.group.now()
-        return versions[number]
+    def version(self, index: int) -> int:
+        """Return the version of a tensor on the device: now if the forward still runs, else at its
+        end."""
+        versions = self.device_versions if self.group is None else self.group.current_versions()
+        return versions[index]
 
-    def check(self, number: int, version: int) -> None:
+    def check(self, index: int, version: int) -> None:
         """Raise autograd's error in two cases:
         - the forward wrote to a tensor after autograd had saved it, with `version`
         - other code wrote to the tensor on the CPU after the forward
         """
         if not self.cpu_versions:
             return  # the forward has not ended
-        tensor = self.tensors[number]
-        on_device, on_cpu = self.device_versions[number], version_of(tensor)
+        tensor = self.tensors[index]
+        on_device, on_cpu = self.device_versions[index], version_of(tensor)
         if on_device != version:
-            check_version(tensor, version, self.layer.name_of(number), on_device)
-        if on_cpu != self.cpu_versions[number]:
-            check_version(tensor, self.cpu_versions[number], self.layer.name_of(number), on_cpu)
+            check_version(tensor, version, self.layer.name_of(index), on_device)
+        if on_cpu != self.cpu_versions[index]:
+            check_version(tensor, self.cpu_versions[index], self.layer.name_of(index), on_cpu)
 
-    def weight(self, number: int) -> Tensor:
+    def weight(self, index: int) -> Tensor:
         """Bring the layer to the device for backward, and return the tensor with this index."""
-        group, tensor = self.enter(self), self.tensors[number]
-        if self.layer.tensors[number] is tensor:
-            return group.tensors[number]
+        group, tensor = self.enter(self), self.tensors[index]
+        if self.layer.tensors[index] is tensor:
+            return group.tensors[index]
         # Other code has replaced the layer's tensor since the forward. Copy the old tensor.
-        return self.layer.for_device(number, tensor).to(group.tensors[0].device, copy=True)
+        return self.layer.for_device(index, tensor).to(group.tensors[0].device, copy=True)
 
-    def put(self, values: Sequence[Tensor]) -> None:
+    def swap_in(self, values: Sequence[Tensor]) -> None:
+        """Replace the layer's tensors in the modules by `values`, tensors on the device."""
         self.values, self.replaced = values, self.layer.swap(values)
 
-    def take_back(self) -> Replaced:
-        """Undo `put`; for the result see `Layer.swap_back`."""
+    def swap_out(self) -> Replaced:
+        """Undo `swap_in`. For the result see `Layer.swap_back`."""
         changed = self.layer.swap_back(self.replaced, self.values)
         self.values, self.replaced = (), []
         return changed
@@ -99,9 +102,9 @@ class LayerOrder:
     def __init__(self, order: list[Layer]) -> None:
         self._order = order
         self._position = 0  # the index of the layer that forward used last
-        self._known: list[Layer] = []  # the layers of the last backward, in its order
-        self._seen: list[Layer] = []  # the layers of the current backward so far
-        self._is_as_known = True  # `_known` begins with `_seen`
+        self._last_backward: list[Layer] = []  # its layers, in order
+        self._this_backward: list[Layer] = []  # its layers so far
+        self._is_as_last = True  # so far both backwards have the same order
         self._next: Layer | None = None  # the predicted next layer of backward
 
     def is_last(self, layer: Layer) -> bool:
@@ -110,42 +113,42 @@ class LayerOrder:
     def forward(self, layer: Layer) -> bool:
         """Record that forward has reached a layer. Return whether a new run through the layers
         begins."""
-        order, before = self._order, self._position
-        # Search from the last position on, and around the end.
+        order, last_position = self._order, self._position
+        # Search after the last position, then from the beginning.
         for step in range(1, len(order) + 1):
-            position = (before + step) % len(order)
+            position = (last_position + step) % len(order)
             if order[position] is layer:
                 self._position = position
                 break
-        return self._position <= before
+        return self._position <= last_position  # forward went back
 
     def next_in_forward(self) -> Layer | None:
         """Return the predicted next layer of forward; None after the last."""
         position = self._position + 1
         return self._order[position] if position < len(self._order) else None
 
-    def before(self, layer: Layer) -> Layer | None:
+    def previous(self, layer: Layer) -> Layer | None:
         """Return the layer before the last position of `layer`, if there is any."""
         position = max(i for i, each in enumerate(self._order) if each is layer)
-        return self._order[position - 1] if position else None
+        return self._order[position - 1] if position > 0 else None
 
-    def backward(self, layer: Layer, otherwise: Layer | None) -> Layer | None:
+    def backward(self, layer: Layer, fallback: Layer | None) -> Layer | None:
         """Record that backward has reached a layer, or that checkpointing runs it again. Return the
         predicted next layer.
 
         Args:
-            otherwise: The prediction if this backward differs from the last backward.
+            fallback: The prediction if this backward differs from the last backward.
         """
-        if self._seen and self._seen[-1] is layer:
-            return self._next
-        known, position = self._known, len(self._seen)
-        self._seen.append(layer)
-        if position >= len(known) or known[position] is not layer:
-            self._is_as_known = False
-        if not self._is_as_known:
-            self._next = otherwise
-        elif position + 1 < len(known):
-            self._next = known[position + 1]
+        if self._this_backward and self._this_backward[-1] is layer:
+            return self._next  # recorded already
+        last, position = self._last_backward, len(self._this_backward)
+        self._this_backward.append(layer)
+        if position >= len(last) or last[position] is not layer:
+            self._is_as_last = False
+        if not self._is_as_last:
+            self._next = fallback
+        elif position + 1 < len(last):
+            self._next = last[position + 1]
         else:
             self._next = None
         return self._next
@@ -153,5 +156,5 @@ class LayerOrder:
     def end_backward(self, succeeded: bool) -> None:
         """Record the end of a backward. A failed backward predicts nothing."""
         if succeeded:
-            self._known = self._seen
-        self._seen, self._is_as_known = [], True
+            self._last_backward = self._this_backward
+        self._this_backward, self._is_as_last = [], True

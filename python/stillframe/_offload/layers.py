@@ -40,8 +40,8 @@ class _Onload(torch.autograd.Function, Onloading):
     """The autograd function from a layer's parameters on the CPU to the copies on the device. Its
     backward sends the gradients to the CPU.
 
-    Arguments of `forward`: the `OffloadedLayers`, the use, the indices of the parameters in the
-    layer, the layer's tensors on the device, and the parameters.
+    Arguments of `forward`: the `OffloadedLayers`, the `LayerUse` of this forward, the indices of
+    the parameters in the layer, the layer's tensors on the device, and the parameters.
     """
 
     @staticmethod
@@ -55,7 +55,8 @@ class _Onload(torch.autograd.Function, Onloading):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, None, None, *ctx.owner._gradients_out(ctx.use, ctx.indices, grads)
+        gradients = ctx.owner._send_gradients(ctx.use, ctx.indices, grads)
+        return None, None, None, None, *gradients  # only the parameters get gradients
 
 
 class OffloadedLayers:
@@ -70,19 +71,19 @@ class OffloadedLayers:
         self._kept = {each for each in order[len(order) - keep :] if not each.partners}
         self._offloader = offloader
         self._residents = Residents(offloader, layers, slots)
-        self._gradients = Gradients(offloader, most=slots)
+        self._gradients = Gradients(offloader, max_in_flight=slots)
         self._end_listener = graph.EndListener(self._backward_ended)
-        self._open: list[LayerUse] = []  # running forwards, outermost first
-        self._current: LayerUse | None = None  # the use that backward has reached
-        self._current_task = graph.NO_TASK  # the backward that has reached `_current`
-        self._last: Layer | None = None  # the last layer used with gradients
-        self._users: dict[Tensor, list[Layer]] = {}  # the layers of each parameter
+        self._running: list[LayerUse] = []  # the running forwards, outermost first
+        self._reached: LayerUse | None = None  # the use that backward has reached
+        self._reached_task = graph.NO_TASK  # the backward that has reached `_reached`
+        self._last_used: Layer | None = None  # the last layer used with gradients
+        self._layers_with: dict[Tensor, list[Layer]] = {}  # by parameter
         self._handles: list[Any] = []
         self._removed = False
         for layer in layers:
             for parameter in layer.parameters():
-                self._users.setdefault(parameter, []).append(layer)
-            self._watch(layer)
+                self._layers_with.setdefault(parameter, []).append(layer)
+            self._add_hooks(layer)
         optimizers.watch(self._residents)
         self._stop_watching = graph.watch(self._end_listener)
 
@@ -100,15 +101,16 @@ class OffloadedLayers:
         self._removed = True
         optimizers.unwatch(self._residents)
         self._stop_watching()
-        steps = [self._end_current, self._gradients.join_all]
+        steps = [self._end_reached, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
-        steps += [functools.partial(self._residents.give_up_others, ())]  # gives up all
-        steps += [layer.settle for layer in self._layers]
+        steps += [functools.partial(self._residents.give_up_all_except, ())]
+        steps += [layer.finish_writes for layer in self._layers]
         steps += [self._gradients.close, self._offloader.close]
-        steps += [functools.partial(self._let_go, layer) for layer in self._layers]
+        steps += [functools.partial(self._restore, layer) for layer in self._layers]
         run_all(steps)
 
-    def _let_go(self, layer: Layer) -> None:
+    def _restore(self, layer: Layer) -> None:
+        """Make a layer's module an ordinary module again."""
         del layer.module._apply
         layer.to_ordinary()
         arguments.offloaded.difference_update(layer.module.modules())
@@ -130,54 +132,54 @@ class OffloadedLayers:
         """Return the names of the layers that are on the device or on their way there."""
         return [layer.name for layer in self._layers if self._residents.has(layer)]
 
-    def _watch(self, layer: Layer) -> None:
+    def _add_hooks(self, layer: Layer) -> None:
         module = layer.module
         self._handles += [
-            module.register_forward_pre_hook(Hook(self._before, layer), prepend=True),
-            module.register_forward_hook(Hook(self._after, layer), always_call=True),
+            module.register_forward_pre_hook(Hook(self._before_forward, layer), prepend=True),
+            module.register_forward_hook(Hook(self._after_forward, layer), always_call=True),
         ]
-        state = Hook(self._before_state, layer)
+        state_hook = Hook(self._before_state_dict, layer)
         module._apply = ApplyGuard(layer)  # type: ignore[method-assign]
         for each in module.modules():
-            self._handles.append(each.register_state_dict_pre_hook(state))  # type: ignore[no-untyped-call]
+            self._handles.append(each.register_state_dict_pre_hook(state_hook))  # type: ignore[no-untyped-call]
 
     # ---- forward ----
 
-    def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, layer: Layer, module: nn.Module, args: Any) -> None:
         """Bring a layer to the device before its forward."""
-        arguments.refuse_reduction(layer)
-        for running in self._open:
+        arguments.refuse_inside_ddp(layer)
+        for running in self._running:
             if running.layer is layer:  # the module is called inside its own forward
-                self._open.append(running)
+                self._running.append(running)
                 return
         is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
-        before = self._layer_order.before(layer) if is_repeated else self._last
-        use = LayerUse(self._enter, layer, before)
+        previous = self._layer_order.previous(layer) if is_repeated else self._last_used
+        use = LayerUse(self._enter_backward, layer, previous)
         if is_repeated:
-            self._end_listener.join()  # now: the forward may call another backward
-            is_current = self._current is not None and self._current.layer is layer
-            following = self._reach(use, end_current=not is_current)
+            self._end_listener.join()  # not later, because the forward may call another backward
+            is_reached = self._reached is not None and self._reached.layer is layer
+            next_layer = self._reach(use, end_reached=not is_reached)
         else:
-            self._end_current()
+            self._end_reached()
             if self._layer_order.forward(layer):
                 self._residents.expire_prefetches()
             if self._residents.get(layer) is not None:
                 self._residents.give_up(layer)  # weights of an earlier forward
-            following = self._layer_order.next_in_forward()
+            next_layer = self._layer_order.next_in_forward()
         group = use.group = self._residents.bring(layer, fresh=not is_repeated)
         use.tensors = layer.tensors  # `bring` may have found other tensors
-        self._open.append(use)
-        use.put(self._on_device(use, group))
+        self._running.append(use)
+        use.swap_in(self._device_tensors(use, group))
         weights.add(use, group.tensors)
         use.hooks = SavedHooks()
         use.hooks.enter()
         if torch.is_grad_enabled():
             layer.uses.add(use)
             if not is_repeated:
-                self._last = layer
-        self._prefetch(following, fresh=not is_repeated)
+                self._last_used = layer
+        self._prefetch(next_layer, fresh=not is_repeated)
 
-    def _on_device(self, use: LayerUse, group: Group) -> list[Tensor]:
+    def _device_tensors(self, use: LayerUse, group: Group) -> list[Tensor]:
         """Return the device tensors that replace a layer's tensors during a forward."""
         layer = use.layer
         values = [tensor.detach() for tensor in group.tensors]
@@ -193,22 +195,22 @@ class OffloadedLayers:
             values[index] = parameter
         return values
 
-    def _after(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
         """Put a layer's CPU tensors back. `output` is None if the forward has raised."""
-        if not self._open or self._open[-1].layer is not layer:
-            return  # the pre-hook failed before the forward
-        use = self._open.pop()
-        if use in self._open:
-            return  # the module was called inside its own forward
+        if not self._running or self._running[-1].layer is not layer:
+            return  # the pre-hook has failed, so there was no forward
+        use = self._running.pop()
+        if use in self._running:
+            return  # the module was called inside its own forward, which still runs
         is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
         stays = is_repeated or (torch.is_grad_enabled() and layer in self._kept)
         try:
             self._end_use(use, output, stays)
         except BaseException as error:
-            run_all(self._failing(layer), error)
+            run_all(self._cleanup_steps(layer), error)
         # A checkpoint ends a repeated forward by an exception, which is no failure.
         if output is None and not is_repeated:
-            run_all(self._failing(layer))
+            run_all(self._cleanup_steps(layer))
         elif not stays:
             self._residents.give_up(layer)
 
@@ -218,32 +220,32 @@ class OffloadedLayers:
         layer = use.layer
         if use.hooks is not None:
             use.hooks.leave()
-        changed, group = use.take_back(), use.group
+        changed, group = use.swap_out(), use.group
         assert group is not None, "a forward ends once"
         weights.drop(group.tensors)
-        self._adopt(layer, changed)
+        self._keep_new_buffers(layer, changed)
         layer.write_back(group, self._offloader, stays=stays)
         use.end(group)
         if torch.is_grad_enabled():
             _enter_before_backward(use, output)
         else:
-            layer.settle()
+            layer.finish_writes()
             if self._layer_order.is_last(layer):
                 self._offloader.wait_read()  # the caller may write to the weights now
 
-    def _failing(self, layer: Layer) -> list[Callable[[], object]]:
+    def _cleanup_steps(self, layer: Layer) -> list[Callable[[], object]]:
         """Return the steps that clean up after a failed forward."""
-        settle = [each.settle for each in self._layers]
+        finish_writes = [each.finish_writes for each in self._layers]
         give_up = functools.partial(self._residents.give_up, layer)
-        return [give_up, self._residents.expire_prefetches, self.wait, *settle]
+        return [give_up, self._residents.expire_prefetches, self.wait, *finish_writes]
 
-    def _adopt(self, layer: Layer, changed: Replaced) -> None:
-        """Move tensors that a forward has put in place of buffers to the CPU, and keep them. Raise
-        StillframeError if the forward has replaced a parameter."""
+    def _keep_new_buffers(self, layer: Layer, changed: Replaced) -> None:
+        """Copy the tensors by which a forward has replaced buffers to the CPU, and keep them as the
+        buffers. Raise StillframeError if the forward has replaced a parameter."""
         for reference, found in changed:
             if reference.entries is reference.module._parameters or not isinstance(found, Tensor):
                 raise StillframeError(
-                    f"{layer.name_of(reference.number)} was replaced or moved in its module's"
+                    f"{layer.name_of(reference.tensor_index)} was replaced or moved in its module's"
                     " forward: a module that moves its own parameters cannot be offloaded."
                     " They are on the CPU as they were before"
                 )
@@ -252,22 +254,22 @@ class OffloadedLayers:
     def _prefetch(self, layer: Layer | None, fresh: bool) -> None:
         """Prefetch a layer, unless partners may change its buffers before it is used."""
         if layer is not None and layer.partners:
-            layer = None
+            layer = None  # `prefetch` then only gives up expired prefetches
         self._residents.prefetch(layer, fresh)
 
-    def _before_state(self, layer: Layer, module: nn.Module, *args: Any) -> None:
-        layer.settle()
+    def _before_state_dict(self, layer: Layer, module: nn.Module, *args: Any) -> None:
+        layer.finish_writes()
 
     # ---- backward ----
 
-    def _enter(self, use: LayerUse) -> Group:
+    def _enter_backward(self, use: LayerUse) -> Group:
         """Bring a layer to the device for backward. Return the tensors there."""
         if self._removed:
             raise StillframeError(
                 f"the backward of {use.layer.name} comes after remove(): it needs its weights"
             )
-        # Outside a backward, other code unpacks a saved tensor.
-        if graph.task() == graph.NO_TASK or self._current is use:
+        is_outside = graph.task() == graph.NO_TASK  # other code unpacks a saved tensor
+        if is_outside or self._reached is use:
             return self._residents.bring(use.layer, fresh=False)
         if torch.is_grad_enabled():
             raise StillframeError(
@@ -275,37 +277,37 @@ class OffloadedLayers:
                 " computes with is gone before it could be differentiated"
             )
         task = self._end_listener.join()
-        following = self._reach(use, end_current=True)
+        next_layer = self._reach(use, end_reached=True)
         group = self._residents.bring(use.layer, fresh=False)
         # A checkpoint inside the layer may repeat a part of the forward, and run another backward
         # through that part. This backward needs a use of its own.
-        inner_use = LayerUse(self._enter, use.layer, use.before)
-        inner_use.device_versions = group.now()
+        inner_use = LayerUse(self._enter_backward, use.layer, use.previous)
+        inner_use.device_versions = group.current_versions()
         with torch.enable_grad():
-            use.put(self._on_device(inner_use, group))
-        self._current = use
-        self._current_task = task
-        self._prefetch(following, fresh=False)
+            use.swap_in(self._device_tensors(inner_use, group))
+        self._reached = use
+        self._reached_task = task
+        self._prefetch(next_layer, fresh=False)
         return group
 
-    def _reach(self, use: LayerUse, end_current: bool) -> Layer | None:
+    def _reach(self, use: LayerUse, end_reached: bool) -> Layer | None:
         """Record that backward reaches a layer, or that a checkpoint repeats the layer's forward.
         Return the predicted next layer."""
-        following = self._layer_order.backward(use.layer, use.before)
-        staying = {use.layer, following}
-        if end_current:
-            self._end_current(staying)
-        running = (each.layer for each in self._open)
-        self._residents.give_up_others({*staying, *self._kept, *running})
-        return following
+        next_layer = self._layer_order.backward(use.layer, use.previous)
+        staying = {use.layer, next_layer}
+        if end_reached:
+            self._end_reached(staying)
+        running = (each.layer for each in self._running)
+        self._residents.give_up_all_except({*staying, *self._kept, *running})
+        return next_layer
 
-    def _end_current(self, staying: Container[Layer | None] = ()) -> None:
-        """End the use that backward has reached: copy back what was written to the layer. Release
-        the layer's slot, unless the layer is in `staying`."""
-        use, self._current = self._current, None
+    def _end_reached(self, staying: Container[Layer | None] = ()) -> None:
+        """End the use that backward has reached, if any: copy back what was written to the layer.
+        Release the layer's slot, unless the layer is in `staying`."""
+        use, self._reached = self._reached, None
         if use is None:
             return
-        use.take_back()
+        use.swap_out()
         group, stays = self._residents.get(use.layer), use.layer in staying
         steps: list[Callable[[], object]] = []
         if group is not None:
@@ -315,7 +317,7 @@ class OffloadedLayers:
             steps.append(functools.partial(self._residents.give_up, use.layer))
         run_all(steps)
 
-    def _gradients_out(
+    def _send_gradients(
         self, use: LayerUse, indices: list[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Send a layer's gradients to the CPU. Return for each gradient:
@@ -334,48 +336,48 @@ class OffloadedLayers:
             if grad.layout is not torch.strided:  # only dense gradients can be offloaded
                 results[position] = grad.to(device="cpu", dtype=parameter.dtype)
             elif target == "grad":
-                sent.append(Gradient(parameter, grad, self._is_last(use, parameter)))
+                sent.append(Gradient(parameter, grad, self._completes_gradient(use, parameter)))
             else:
-                fetched.append((position, Gradient(parameter, grad, True)))
+                fetched.append((position, Gradient(parameter, grad, is_complete=True)))
         self._gradients.send(use.task, sent)
         values = self._gradients.fetch([gradient for _, gradient in fetched])
         for (position, _), value in zip(fetched, values, strict=True):
             results[position] = value
-        if self._current is use:
-            self._end_current()
+        if self._reached is use:
+            self._end_reached()
         return results
 
-    def _is_last(self, use: LayerUse, parameter: Tensor) -> bool:
+    def _completes_gradient(self, use: LayerUse, parameter: Tensor) -> bool:
         """Return whether this backward computes no further gradient of a parameter."""
-        # Another use with the same task has sent its gradients already.
-        return not any(
-            other is not use and other.task != use.task and graph.runs_node(other.node())
-            for layer in self._users.get(parameter, ())
-            for other in tuple(layer.uses)
-        )
+        for layer in self._layers_with.get(parameter, ()):
+            for other in tuple(layer.uses):
+                has_sent = other is use or other.task == use.task  # in this backward
+                if not has_sent and graph.runs_node(other.node()):
+                    return False
+        return True
 
     def _backward_ended(self, task: int, succeeded: bool) -> None:
         """End a backward: give up its layers, and add up the gradients."""
-        is_inside = self._end_listener.is_inside(task)
         steps: list[Callable[[], object]] = []
-        belongs_to_outer = self._current is not None and self._current_task != task
+        # A backward inside another one must not end the use that the outer one has reached.
+        belongs_to_outer = self._reached is not None and self._reached_task != task
         if not belongs_to_outer:
-            steps.append(self._end_current)
-            self._last = None
-        if is_inside:
+            steps.append(self._end_reached)
+            self._last_used = None
+        if self._end_listener.is_inside(task):
             end = self._gradients.finish
         else:
             self._layer_order.end_backward(succeeded)
-            steps.append(functools.partial(self._residents.give_up_others, ()))
+            steps.append(functools.partial(self._residents.give_up_all_except, ()))
             end = self._wait_for_end
         run_all([*steps, functools.partial(end, task, succeeded)])
 
     def _wait_for_end(self, task: int, succeeded: bool) -> None:
         """Wait until gradients are added, buffers are copied back, and no copy reads weights."""
         join = functools.partial(self._gradients.join, task, succeeded)
-        settle = [layer.settle for layer in self._layers]
+        finish_writes = [layer.finish_writes for layer in self._layers]
         with self._offloader._waiting():
-            run_all([join, *settle, self._offloader.wait_read])
+            run_all([join, *finish_writes, self._offloader.wait_read])
 
 
 def _enter_before_backward(use: LayerUse, output: Any) -> None:
@@ -424,7 +426,7 @@ def offload_layers(
     unique = list(dict.fromkeys(order_of_modules))
     made = {module: Layer(module, f"layers[{i}]", dtype) for i, module in enumerate(unique)}
     layers = list(made.values())
-    arguments.mark_shared(layers)
+    arguments.find_sharing_layers(layers)
     slots = 2 + keep
     offloader = Offloader(device, slots=slots, engine=engine)
     try:

@@ -19,7 +19,7 @@ from stillframe._save.parts import is_dense
 from stillframe._tree.skeleton import SOURCE
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_COPY = struct.Struct("=QQQ")  # struct sfr_onload_copy
+_COPY_ROW = struct.Struct("=QQQ")  # struct sfr_onload_copy
 
 
 class Source(NamedTuple):
@@ -57,7 +57,7 @@ class Layout:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         spans = [_Span(tensor) for tensor in tensors]
-        # The ranges of memory to copy (none after `let_go`), and the tensors in the order given.
+        # The ranges of memory to copy (none after `drop_tensors`), and the tensors as given.
         self.sources, self.views = _arrange(spans)
         self._tensors = [span.tensor for span in spans]  # to compare their versions
         self.lengths = [source.nbytes for source in self.sources]
@@ -67,24 +67,25 @@ class Layout:
         self.offsets: list[int] = []
         for nbytes in self.lengths:
             self.offsets.append(self.buffer_nbytes)
-            nr_units = -(-nbytes // _core.COPY_ALIGN)  # rounded up
+            nr_units = -(-nbytes // _core.COPY_ALIGN)  # -(-a // b) rounds up
             self.buffer_nbytes += nr_units * _core.COPY_ALIGN
 
-    def rows(self, device: int) -> bytearray:
+    def source_rows(self, device: int) -> bytearray:
         """Return the sources as rows (`struct sfr_source`) for a `_core.Snapshot`. `device` is 0
         for the host, n for CUDA device n - 1."""
         out = bytearray()
         for source in self.sources:
             address = source.device_address() if device else source.address()
-            out += SOURCE.pack(address, source.nbytes, 0, device)
+            out += SOURCE.pack(address, source.nbytes, 0, device)  # 0: SFR_CAPTURED
         return out
 
-    def let_go(self) -> None:
+    def drop_tensors(self) -> None:
         """Drop the references to the tensors and their memory. The views stay."""
         self.sources = []
         self._tensors = []
 
     def versions(self) -> list[int]:
+        """Return the version counter of each tensor; -1 for inference tensors, which have none."""
         return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
 
     def changed(self, since: list[int]) -> list[int]:
@@ -100,16 +101,17 @@ class Layout:
         return self._views([(storage, 0) for storage in storages], torch.device("cpu"))
 
     def _views(
-        self, bases: Sequence[tuple[torch.UntypedStorage, int]], device: torch.device
+        self, destinations: Sequence[tuple[torch.UntypedStorage, int]], device: torch.device
     ) -> list[torch.Tensor]:
-        """Return the tensors as views. `bases`: for each source, a storage and the offset in it."""
+        """Return the tensors as views of copies of the sources. `destinations`: for each source,
+        the storage that has the copy, and the offset in it."""
         made = []
         for view in self.views:
             tensor = torch.empty(0, dtype=view.dtype, device=device)
             if view.source < 0:
                 tensor = tensor.new_empty(view.shape)
             else:
-                storage, begin = bases[view.source]
+                storage, begin = destinations[view.source]
                 offset = (begin + view.offset) // view.dtype.itemsize
                 tensor.set_(storage, offset, view.shape, view.strides)
             made.append(tensor)
@@ -123,12 +125,12 @@ def spanned(tensor: torch.Tensor) -> int:
     return last + 1
 
 
-def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
+def copy_rows(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
     """Return the rows of a `_core.Onload`: copies from the sources, at `addresses` in host memory,
     to a buffer at address `base` on the device."""
     out = bytearray()
     for address, offset, nbytes in zip(addresses, layout.offsets, layout.lengths, strict=True):
-        out += _COPY.pack(address, base + offset, nbytes)
+        out += _COPY_ROW.pack(address, base + offset, nbytes)
     return out
 
 
@@ -213,7 +215,7 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
     order = sorted(range(len(spans)), key=lambda i: (spans[i].storage._cdata, spans[i].begin))
     for index in order:
         span = spans[index]
-        number, offset = -1, 0
+        number, offset = -1, 0  # of a span without bytes
         if span.end > span.begin:
             last = sources[-1] if sources and _begins_in(span, sources[-1]) else None
             if last is not None and (span.begin - last.offset) % span.dtype.itemsize:
@@ -227,7 +229,7 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
                 sources.append(Source(span.storage, span.begin, span.end - span.begin))
             number = len(sources) - 1
         views[index] = View(number, offset, span.dtype, span.shape, span.strides)
-    return sources, [view for view in views if view is not None]
+    return sources, [view for view in views if view is not None]  # none of them is None now
 
 
 def _begins_in(span: _Span, source: Source) -> bool:

@@ -30,7 +30,7 @@ import torch
 
 from stillframe import _core
 from stillframe._base.birth import Birth
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._offload import layout as _layout
 from stillframe._offload.device_pool import HOST, DevicePool, OffloadStats, with_rates
 from stillframe._offload.layout import Layout
@@ -76,17 +76,17 @@ class Offloader:
         self.engine = self._pool.engine
         """The engine whose pool is used."""
         self._stats = self._pool.stats
-        self._most = slots
+        self._max_slots = slots
         self._birth = Birth("this Offloader")  # refuses calls in a forked child
         self._closed = False
         # Re-entrant, because a signal handler may interrupt a call and make another.
         self._lock = threading.RLock()
-        self._slots: list[Slot] = []  # the slots that count: prefetched, or in use
+        self._slots: list[Slot] = []  # at most `_max_slots`: prefetched, or in use
         self._released: list[Slot] = []  # released slots whose memory is still in use
-        self._coming: list[Slot] = []  # slots whose copies still run, released or not
+        self._copying_in: list[Slot] = []  # slots whose copies still run, released or not
         # Groups on their way out whose sources are kept until they are copied, oldest first.
-        self._leaving: deque[Leaving] = deque()
-        self._sent: list[Leaving] = []  # groups whose copying time is not in the statistics yet
+        self._copying_out: deque[Leaving] = deque()
+        self._untimed: list[Leaving] = []  # groups whose copying time is not in the statistics yet
         self._warned: set[str] = set()  # the kinds of warnings that were logged
 
     def __enter__(self) -> Offloader:
@@ -96,7 +96,9 @@ class Offloader:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._slots)} of {self._most} slots in use"
+        state = f"{len(self._slots)} of {self._max_slots} slots in use"
+        if self._closed:
+            state = "closed"
         return f"<Offloader of {self.device}, {state}>"
 
     # ---- out -------------------------------------------------------------------------
@@ -124,18 +126,18 @@ class Offloader:
                 is being captured.
             ForkError: In a child of fork.
         """
-        with inside(), self._lock:
-            self._refuse()
+        with inside_call(), self._lock:
+            self._check_usable()
             layout = Layout(_layout.check(tensors, self.device, "offload"))
             ticket = self._start_to_offload(layout, self._pool.number)
             leaving = ticket._leaving
-            self._sent.append(leaving)
+            self._untimed.append(leaving)
             if not leaving.is_over:
                 if reuse:
-                    leaving.order()
+                    leaving.make_stream_wait()
                 else:
-                    self._leaving.append(leaving)
-            self._release_oldest()
+                    self._copying_out.append(leaving)
+            self._release_old_sources()
             self._stats["groups_offloaded"] += 1
             self._stats["bytes_offloaded"] += layout.nbytes
             return ticket
@@ -150,14 +152,15 @@ class Offloader:
         Raises:
             PoolExhaustedError, TypeError, ValueError, StillframeError, ForkError: As `offload`.
         """
-        with inside(), self._lock:
-            self._refuse()
-            return self._start_to_offload(Layout(_layout.check(tensors, HOST, "adopt")), 0)
+        with inside_call(), self._lock:
+            self._check_usable()
+            layout = Layout(_layout.check(tensors, HOST, "adopt"))
+            return self._start_to_offload(layout, number=0)
 
     def _start_to_offload(self, layout: Layout, number: int) -> Ticket:
         """Start to copy a group into the pool. `number` is 0 for the host, n for CUDA device
         n - 1."""
-        core = _core.Snapshot(self._pool.core, layout.rows(number), _core.SNAPSHOT_LEAVES)
+        core = _core.Snapshot(self._pool.core, layout.source_rows(number), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, layout.nbytes)
         leaving = Leaving(core, layout, self._pool.stream() if number else None)
         leaving.start()
@@ -166,20 +169,20 @@ class Offloader:
             raise StillframeError(f"the tensors could not be copied off the device: {failed}")
         return Ticket(layout, leaving, memory, self.device)
 
-    def _release_oldest(self) -> None:
+    def _release_old_sources(self) -> None:
         """Release the sources of the oldest groups, so that at most `slots` groups keep theirs. Add
         the time of copies that have ended to the statistics."""
-        while self._leaving and self._leaving[0].is_over:
-            self._leaving.popleft()
-        for leaving in [each for each in self._sent if each.is_over]:
-            self._sent.remove(leaving)
+        while self._copying_out and self._copying_out[0].is_over:
+            self._copying_out.popleft()
+        for leaving in [each for each in self._untimed if each.is_over]:
+            self._untimed.remove(leaving)
             self._stats["offload_copy_s"] += leaving.copy_s
-        while len(self._leaving) > self._most:
+        while len(self._copying_out) > self._max_slots:
             # Sources of another stream are kept until they are copied, because work of that stream
             # does not wait for the copies.
-            oldest = self._leaving.popleft()
+            oldest = self._copying_out.popleft()
             if oldest.stream == self._pool.stream():
-                oldest.order()
+                oldest.make_stream_wait()
 
     # ---- in ---------------------------------------------------------------------------
 
@@ -201,18 +204,19 @@ class Offloader:
             torch.OutOfMemoryError: The device has no room for the group.
             PoolExhaustedError, TypeError, ValueError, ForkError: As `offload`.
         """
-        with inside(), self._lock:
-            self._refuse()
-            slot = self._prefetched(what)
+        with inside_call(), self._lock:
+            self._check_usable()
+            slot = self._find_prefetch(what)
             if slot is not None:
                 self._stats["groups_prefetched"] += 1
             else:
-                slot = self._bring(what)
+                slot = self._start_onload(what)
             try:
                 tensors = slot.take()
             except BaseException:
                 slot.given_up = True
-                self._slots.remove(slot)  # `_coming` keeps the memory until the copies have ended
+                # `_copying_in` keeps the memory until the copies have ended.
+                self._slots.remove(slot)
                 raise
             self._stats["groups_onloaded"] += 1
             self._stats["bytes_onloaded"] += slot.nbytes
@@ -230,15 +234,15 @@ class Offloader:
             StillframeError: As `onload`, except if every slot is in use.
             TornSnapshotError, PoolExhaustedError, TypeError, ValueError, ForkError: As `onload`.
         """
-        with inside(), self._lock:
-            self._refuse()
-            if self._prefetched(what) is not None:
+        with inside_call(), self._lock:
+            self._check_usable()
+            if self._find_prefetch(what) is not None:
                 return True
             self._forget_finished()
-            if len(self._slots) >= self._most:
+            if len(self._slots) >= self._max_slots:
                 return False
             try:
-                self._bring(what)
+                self._start_onload(what)
             except torch.OutOfMemoryError:
                 return False
             return True
@@ -258,8 +262,8 @@ class Offloader:
         Raises:
             StillframeError: The group has no slot: it was released before, or never onloaded.
         """
-        with inside(), self._lock:
-            self._refuse()
+        with inside_call(), self._lock:
+            self._check_usable()
             self._forget_finished()
             found = [slot for slot in self._slots if slot.is_for_or_returned(what)]
             if not found:
@@ -272,12 +276,13 @@ class Offloader:
 
     def _give_up_prefetch(self, what: Ticket | Sequence[torch.Tensor]) -> None:
         """Give up the prefetch of a group, if it still has a slot."""
-        with inside(), self._lock:
-            self._refuse()
+        with inside_call(), self._lock:
+            self._check_usable()
             for slot in [slot for slot in self._slots if not slot.taken and slot.is_for(what)]:
                 self._give_up(slot)
 
     def _give_up(self, slot: Slot) -> None:
+        """Make a slot free for another group."""
         slot.give_up()
         self._slots.remove(slot)
         self._released.append(slot)
@@ -287,12 +292,12 @@ class Offloader:
         whose ticket no longer exists."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
-        self._coming = [slot for slot in self._coming if not slot.try_to_finish()]
+        self._copying_in = [slot for slot in self._copying_in if not slot.try_to_finish()]
         self._slots = [slot for slot in self._slots if not slot.is_gone()]
         self._released = [slot for slot in self._released if not slot.is_gone()]
-        self._release_oldest()
+        self._release_old_sources()
 
-    def _prefetched(self, what: Ticket | Sequence[torch.Tensor]) -> Slot | None:
+    def _find_prefetch(self, what: Ticket | Sequence[torch.Tensor]) -> Slot | None:
         """Return the slot with a prefetch of the group; None if there is none. Give up the prefetch
         if the group has changed since."""
         for slot in self._slots:
@@ -309,21 +314,21 @@ class Offloader:
             return None
         return None
 
-    def _bring(self, what: Ticket | Sequence[torch.Tensor]) -> Slot:
+    def _start_onload(self, what: Ticket | Sequence[torch.Tensor]) -> Slot:
         """Start to copy a group into a new slot. If the device has no memory, give up all
         prefetches and try again."""
         self._make_room()
         try:
             slot = Slot(self._pool, what)
         except torch.OutOfMemoryError:
-            waiting = [slot for slot in self._slots if not slot.taken]
-            if not waiting:
+            prefetched = [slot for slot in self._slots if not slot.taken]
+            if not prefetched:
                 raise
-            for each in waiting:
+            for each in prefetched:
                 self._give_up(each)
             slot = Slot(self._pool, what)
         self._slots.append(slot)
-        self._coming.append(slot)
+        self._copying_in.append(slot)
         return slot
 
     def _make_room(self) -> None:
@@ -333,27 +338,27 @@ class Offloader:
             StillframeError: All slots have groups in use.
         """
         self._forget_finished()
-        if len(self._slots) >= self._most and all(slot.taken for slot in self._slots):
-            gc.collect()  # only reference cycles may keep tensors alive
+        if len(self._slots) >= self._max_slots and all(slot.taken for slot in self._slots):
+            gc.collect()  # frees tensors that only reference cycles keep alive
             self._forget_finished()
-        if len(self._released) > self._most:
+        if len(self._released) > self._max_slots:
             self._warn(
                 f"{len(self._released)} groups on {self.device} were released while something"
                 " still refers to their tensors: the device's memory is not bounded by slots"
             )
-        while len(self._slots) >= self._most:
-            waiting = [slot for slot in self._slots if not slot.taken]
-            if not waiting:
+        while len(self._slots) >= self._max_slots:
+            prefetched = [slot for slot in self._slots if not slot.taken]
+            if not prefetched:
                 raise StillframeError(
-                    f"all {self._most} slots on {self.device} hold groups in use, and nothing gives"
-                    " one back: call release() when a group has been used, let its tensors go, or"
-                    " make the Offloader with more slots"
+                    f"all {self._max_slots} slots on {self.device} hold groups in use, and nothing"
+                    " gives one back: call release() when a group has been used, let its tensors"
+                    " go, or make the Offloader with more slots"
                 )
-            self._give_up(waiting[-1])
+            self._give_up(prefetched[-1])
 
     def _warn(self, text: str) -> None:
         """Log a warning, but only the first of each kind."""
-        kind = text[-30:]  # the beginning of a text has numbers that differ
+        kind = text[-30:]  # the end: the beginning has numbers that differ
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
@@ -362,20 +367,23 @@ class Offloader:
         self._stats["groups_stale"] += 1
 
     def wait_read(self) -> None:
-        """Wait until the tensors given to `onload` and `prefetch` so far may be written to."""
-        with inside(), self._lock:
-            self._coming = [slot for slot in self._coming if not slot.try_to_finish()]
-            if self._coming:
-                self._refuse()  # without copies, `wait_read` is allowed even after `close`
+        """Wait until the tensors given to `onload` and `prefetch` so far are read. Then they may be
+        written to."""
+        with inside_call(), self._lock:
+            self._copying_in = [slot for slot in self._copying_in if not slot.try_to_finish()]
+            if self._copying_in:
+                self._check_usable()  # not above: without copies, this is allowed after `close`
                 with self._waiting():
-                    for slot in self._coming:
+                    for slot in self._copying_in:
                         slot.finish()
-            self._coming = []
+            self._copying_in = []
 
     def _is_reading(self) -> bool:
-        return bool(self._coming)
+        """Return whether copies may still read tensors given to `onload` or `prefetch`."""
+        return bool(self._copying_in)
 
     def _waiting(self) -> AbstractContextManager[None]:
+        """Count the time in the block as a wait of the host."""
         return self._pool.waiting()
 
     # ---- the rest -----------------------------------------------------------------------
@@ -383,7 +391,7 @@ class Offloader:
     def stats(self) -> OffloadStats:
         """Return counters of what the offloader has done so far."""
         with self._lock:
-            self._birth.refuse_child()
+            self._birth.refuse_forked_child()
             self._forget_finished()
             stats = with_rates(self._stats)
             stats["slots_in_use"] = len(self._slots)
@@ -398,24 +406,24 @@ class Offloader:
         Raises:
             ForkError: In a child of fork.
         """
-        self._birth.refuse_child()
-        with inside(), self._lock:
+        self._birth.refuse_forked_child()
+        with inside_call(), self._lock:
             if self._closed:
                 return
             self._closed = True
             for slot in [slot for slot in self._slots if not slot.taken]:
                 self._give_up(slot)
-            for slot in self._coming:
+            for slot in self._copying_in:
                 slot.finish()
-            self._coming, self._slots, self._released = [], [], []
-            while self._leaving:
-                leaving = self._leaving.popleft()
+            self._copying_in, self._slots, self._released = [], [], []
+            while self._copying_out:
+                leaving = self._copying_out.popleft()
                 leaving.core.wait(None)
-                leaving.settle()
+                leaving.record_if_ended()
 
-    def _refuse(self) -> None:
+    def _check_usable(self) -> None:
         """Raise if the offloader or its engine is closed, or belongs to a parent process."""
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if self._closed:
             raise StillframeError("this Offloader was closed")
-        core_of(self.engine)
+        core_of(self.engine)  # raises if the engine is closed

@@ -44,7 +44,7 @@ class _Item(NamedTuple):
 
 
 class _State(defaultdict[Any, Any]):
-    """An optimizer's state that calls `owner._looked_up` for every lookup of a parameter. Copies
+    """An optimizer's state that calls `owner._on_lookup` for every lookup of a parameter. Copies
     and pickles are ordinary dicts."""
 
     def __init__(self, owner: OffloadedOptimizerState, state: dict[Any, Any]) -> None:
@@ -54,7 +54,7 @@ class _State(defaultdict[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         owner = self._owner()
         if owner is not None:
-            owner._looked_up(key)
+            owner._on_lookup(key)
         return super().__getitem__(key)
 
     def __reduce__(self) -> Any:
@@ -71,28 +71,29 @@ class _StateOwner:
 
     def __init__(self) -> None:
         self._nr_intervals = 0  # how many intervals between steps were observed
-        self._noted: list[tuple[Tensor, int]] = []  # tensors in the pool, with their versions
-        self._ended = False  # the state is never deferred again
+        # The tensors in the pool, with their versions at the end of the last step.
+        self._versions_noted: list[tuple[Tensor, int]] = []
+        self._is_distrusted = False  # then the state is never deferred again
         memory_owners.register(self)
 
     def note(self, tensors_in_pool: list[Tensor]) -> None:
         """Record the versions at the end of a step."""
-        self._noted = [(pooled, pooled._version) for pooled in tensors_in_pool]
+        self._versions_noted = [(pooled, pooled._version) for pooled in tensors_in_pool]
 
     def compare(self) -> None:
         """Look for writes outside a step. Called when a step begins or offloading ends."""
-        noted, self._noted = self._noted, []
+        noted, self._versions_noted = self._versions_noted, []
         if any(pooled._version != version for pooled, version in noted):
-            self._ended = True
+            self._is_distrusted = True
         if noted:
             self._nr_intervals += 1
 
     def defer(self, marks: memory_owners.Marks) -> None:
-        if self._nr_intervals >= 2 and not self._ended:
-            _core.Observer.defer_memory_owner([pooled for pooled, _ in self._noted], marks)
+        if self._nr_intervals >= 2 and not self._is_distrusted:
+            _core.Observer.defer_memory_owner([pooled for pooled, _ in self._versions_noted], marks)
 
     def distrust(self, why: str) -> None:
-        self._ended = True
+        self._is_distrusted = True
 
 
 class OffloadedOptimizerState:
@@ -106,12 +107,13 @@ class OffloadedOptimizerState:
         self._group_of: dict[Any, int] = {}  # the number of each parameter's group
         self._on_device: int | None = None  # the number of the group on the device
         self._onloaded: list[Tensor] = []  # the tensors of that group on the device
-        self._prefetched: list[Tensor] = []  # the tensors in the pool of the prefetched group
+        # The tensors in the pool of the prefetched group.
+        self._prefetched_sources: list[Tensor] = []
         # The groups on their way to the pool, by number.
         self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}
         # (parameter, key, value) of the large tensors that `_before_load` has set aside.
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
-        self._stepping = False  # a step runs
+        self._stepping = False  # a step is running
         self._removed = False
         self._state_owner = _StateOwner()
         self._handles = [
@@ -121,7 +123,7 @@ class OffloadedOptimizerState:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
-        self._take_over()
+        self._replace_state()
 
     def __enter__(self) -> OffloadedOptimizerState:
         return self
@@ -141,7 +143,7 @@ class OffloadedOptimizerState:
         for number in list(self._pooled):
             onloaded = self._onload(number)
             for item, _ in self._pooled[number]:
-                # Each tensor gets memory of its own.
+                # A copy: the onloaded tensors share one allocation.
                 item.entries[item.key] = item.entries[item.key].clone()
             self._offloader.release(onloaded)
         self._optimizer.state = defaultdict(dict, self._optimizer.state)
@@ -158,8 +160,8 @@ class OffloadedOptimizerState:
         self._state_owner.compare()
         self._return_to_pool()  # an earlier step may have ended in an error
         if type(optimizer.state) is not _State:
-            self._take_over()  # other code has replaced the state
-        self._note_groups()
+            self._replace_state()  # other code has replaced the state
+        self._number_groups()
         self._stepping = True
 
     @eager
@@ -185,49 +187,52 @@ class OffloadedOptimizerState:
             small[number] = entries
             if parameter is None or not isinstance(entries, dict):
                 continue
-            big = [key for key, value in entries.items() if _is_big(value) and key != "step"]
-            small[number] = {key: value for key, value in entries.items() if key not in big}
-            self._loading += [(parameter, key, entries[key]) for key in big]
+            # torch loads "step" in another way than the other values.
+            large = [k for k, value in entries.items() if _is_offloadable(value) and k != "step"]
+            small[number] = {key: value for key, value in entries.items() if key not in large}
+            self._loading += [(parameter, key, entries[key]) for key in large]
         return {**state_dict, "state": small}
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Move the loaded state, and the tensors that were set aside, into the pool."""
         loading, self._loading = self._loading, []
         self._state_owner = _StateOwner()
-        self._take_over()
+        self._replace_state()
         for number in range(len(optimizer.param_groups)):
-            own = [each for each in loading if self._group_of[each[0]] == number]
-            if not own:
+            of_group = [each for each in loading if self._group_of[each[0]] == number]
+            if not of_group:
                 continue
-            # torch converts the values in the same way, but loads them to the device.
-            values = [
-                value.to("cpu", p.dtype if p.is_floating_point() else None) for p, _, value in own
-            ]
+            values = []
+            for parameter, _, value in of_group:
+                # torch converts the values in the same way, but loads them to the device.
+                dtype = parameter.dtype if parameter.is_floating_point() else None
+                values.append(value.to("cpu", dtype))
             in_pool = self._offloader.adopt(values).tensors()
-            for (parameter, key, _), pooled in zip(own, in_pool, strict=True):
-                entries = dict.__getitem__(optimizer.state, parameter)
+            for (parameter, key, _), pooled in zip(of_group, in_pool, strict=True):
+                entries = dict.__getitem__(optimizer.state, parameter)  # does not call `_on_lookup`
                 entries[key] = pooled
                 self._pooled.setdefault(number, []).append((_Item(entries, key), pooled))
 
     # ---- in and out ----
 
-    def _take_over(self) -> None:
+    def _replace_state(self) -> None:
         """Replace the optimizer's state by a `_State`, and move it into the pool."""
         self._pooled = {}
         self._optimizer.state = _State(self, self._optimizer.state)
-        self._note_groups()
+        self._number_groups()
         for number in range(len(self._optimizer.param_groups)):
             self._offload(number)
             self._wait_until_pooled(number)
 
-    def _note_groups(self) -> None:
+    def _number_groups(self) -> None:
+        """Record the number of each parameter's group."""
         self._group_of = {
             parameter: number
             for number, group in enumerate(self._optimizer.param_groups)
             for parameter in group["params"]
         }
 
-    def _looked_up(self, key: Any) -> None:
+    def _on_lookup(self, key: Any) -> None:
         """Handle a lookup of `key`, usually a parameter. In a step, copy the parameter's group to
         the device, and prefetch the next group. Otherwise wait until the group is in the pool."""
         number = self._group_of.get(key)
@@ -241,9 +246,10 @@ class OffloadedOptimizerState:
         self._on_device = number
         following = self._sources(number + 1)
         if following and self._offloader.prefetch(following):
-            self._prefetched = following
+            self._prefetched_sources = following
 
     def _sources(self, number: int) -> list[Tensor]:
+        """Return a group's tensors in the pool."""
         return [pooled for _, pooled in self._pooled.get(number, [])]
 
     def _onload(self, number: int) -> list[Tensor]:
@@ -252,16 +258,16 @@ class OffloadedOptimizerState:
         if not tensors_in_pool:
             return []
         sources = self._sources(number)
-        if list(map(id, sources)) != list(map(id, self._prefetched)):
-            self._give_up_prefetch()
+        if list(map(id, sources)) != list(map(id, self._prefetched_sources)):
+            self._give_up_prefetch()  # another group, or old values, were prefetched
         tensors = self._offloader.onload(sources)
-        self._prefetched = []
+        self._prefetched_sources = []
         for (item, _), tensor in zip(tensors_in_pool, tensors, strict=True):
             item.entries[item.key] = tensor
         return tensors
 
     def _give_up_prefetch(self) -> None:
-        prefetched, self._prefetched = self._prefetched, []
+        prefetched, self._prefetched_sources = self._prefetched_sources, []
         if prefetched:
             self._offloader._give_up_prefetch(prefetched)
 
@@ -282,10 +288,12 @@ class OffloadedOptimizerState:
         items: list[_Item] = []
         for parameter in self._optimizer.param_groups[number]["params"]:
             if parameter in state:
-                entries = dict.__getitem__(state, parameter)  # does not call `_looked_up`
+                entries = dict.__getitem__(state, parameter)  # does not call `_on_lookup`
                 for key, value in entries.items():
+                    if not _is_offloadable(value) or value.device != device:
+                        continue
                     # If the device is the CPU, tensors in the pool are on it, too.
-                    if _is_big(value) and value.device == device and id(value) not in in_pool:
+                    if id(value) not in in_pool:
                         items.append(_Item(entries, key))
         if not items:
             return
@@ -314,13 +322,13 @@ class OffloadedOptimizerState:
         self._stepping = False
         self._send_back()
         self._give_up_prefetch()  # a failed step may have left a prefetch
-        if self._leaving:  # code that reads the tensors later does not wait
+        if self._leaving:  # wait here, because code that reads the tensors later does not wait
             with self._offloader._waiting():
                 for number in list(self._leaving):
                     self._wait_until_pooled(number)
 
 
-def _is_big(value: Any) -> bool:
+def _is_offloadable(value: Any) -> bool:
     """Return whether a value of the state is a tensor that is offloaded."""
     return (
         isinstance(value, Tensor)

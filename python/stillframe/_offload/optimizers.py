@@ -53,7 +53,7 @@ def unwatch(reader: Reader) -> None:
     gate.readers_changed()
 
 
-def _storages(tensors: Iterable[object]) -> set[int]:
+def _storage_addresses(tensors: Iterable[object]) -> set[int]:
     """Return the addresses of the tensors' StorageImpls."""
     return {
         each.untyped_storage()._cdata
@@ -66,17 +66,18 @@ def _readers_of(
     optimizer: Optimizer, tensors: Callable[[Reader], Iterable[Tensor]]
 ) -> Iterator[Reader]:
     """Yield each reader for which `tensors(reader)` has a tensor that the optimizer writes."""
-    own: set[int] | None = None  # the optimizer's storages, found when they are needed
+    written: set[int] | None = None  # the optimizer's storages, found when they are needed
     for reader in tuple(_readers):
-        read = _storages(tensors(reader))
-        if read and own is None:
-            own = _storages(p for group in optimizer.param_groups for p in group["params"])
-        if own and not own.isdisjoint(read):
+        read = _storage_addresses(tensors(reader))
+        if read and written is None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            written = _storage_addresses(parameters)
+        if written and not written.isdisjoint(read):
             yield reader
 
 
-def _reading(optimizer: Optimizer) -> Iterator[Reader]:
-    """Return the readers that may be reading weights that the optimizer is about to write."""
+def _readers_to_wait_for(optimizer: Optimizer) -> Iterator[Reader]:
+    """Return the readers that may be reading weights that the optimizer writes."""
     if graph.task() != graph.NO_TASK:  # the step runs inside a backward
         return iter(())
     return _readers_of(optimizer, lambda reader: reader.reads())
@@ -86,14 +87,15 @@ class _Readers:
     """All readers of this module, as one implementation of `gate.Readers`."""
 
     def wait(self, optimizer: Optimizer) -> None:
-        for reader in _reading(optimizer):
+        for reader in _readers_to_wait_for(optimizer):
             reader.wait()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        for reader in _reading(optimizer):
+        for reader in _readers_to_wait_for(optimizer):
             reader.expire_prefetches()
 
     def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether any reader may ever read what the optimizer writes."""
         first = next(_readers_of(optimizer, lambda reader: reader.all()), None)
         return first is not None
 

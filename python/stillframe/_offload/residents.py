@@ -23,7 +23,7 @@ from stillframe._offload.layout import spanned
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.run_all import run_all
 
-_ELEMENTS = 16  # about how many elements of each tensor a fingerprint has
+_NR_SAMPLES = 16  # about how many elements of each tensor a fingerprint has
 
 
 class Fingerprint:
@@ -31,34 +31,33 @@ class Fingerprint:
     was detected."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._known = [(id(each), each.data_ptr(), each._version) for each in tensors]
-        some: dict[torch.dtype, list[Tensor]] = {}
+        self._identities = [(id(each), each.data_ptr(), each._version) for each in tensors]
+        samples: dict[torch.dtype, list[Tensor]] = {}
         with torch.no_grad():
             for each in tensors:
                 if each.numel():
-                    some.setdefault(each.dtype, []).append(_sample(each))
+                    samples.setdefault(each.dtype, []).append(_sample(each))
             # Compared as bytes, so that NaN equals itself.
-            self._samples = [torch.cat(each).view(torch.uint8) for each in some.values()]
+            self._samples = [torch.cat(each).view(torch.uint8) for each in samples.values()]
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Fingerprint)
-            and self._known == other._known
-            and all(map(torch.equal, self._samples, other._samples))
-        )
+        if not isinstance(other, Fingerprint) or self._identities != other._identities:
+            return False
+        return all(map(torch.equal, self._samples, other._samples))
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return a view of a few evenly spread elements of a tensor that has elements."""
-    last = spanned(tensor) - 1  # in elements, counted from the first element
-    step = max(last // _ELEMENTS, 1)
-    return tensor.as_strided((last // step + 1,), (step,), tensor.storage_offset())
+    last = spanned(tensor) - 1  # the last element, counted from the first
+    step = max(last // _NR_SAMPLES, 1)
+    nr_samples = last // step + 1
+    return tensor.as_strided((nr_samples,), (step,), tensor.storage_offset())
 
 
 class LayerTensors(Protocol):
-    """A layer whose tensors can be brought to the device."""
+    """A layer whose tensors can be copied to the device."""
 
     tensors: list[Tensor]  # on the CPU: parameters, then buffers
     nr_parameters: int
@@ -82,23 +81,23 @@ class _Prefetch(NamedTuple):
 class Group:
     """One layer's tensors on the device."""
 
-    def __init__(self, brought: list[Tensor], nr_parameters: int) -> None:
-        self.brought = brought  # over one storage: parameters, then buffers
+    def __init__(self, onloaded: list[Tensor], nr_parameters: int) -> None:
+        self.onloaded = onloaded  # over one storage: parameters, then buffers
         # The same tensors, but each buffer has a storage object of its own.
-        buffers = map(_with_own_storage, brought[nr_parameters:])
-        self.tensors = [*brought[:nr_parameters], *buffers]
+        buffers = map(_with_own_storage, onloaded[nr_parameters:])
+        self.tensors = [*onloaded[:nr_parameters], *buffers]
         self.note_versions()
 
     def changed(self, index: int) -> bool:
         """Return whether a tensor was written to since the last call of `note_versions`."""
         return self.tensors[index]._version != self.versions[index]
 
-    def now(self) -> list[int]:
+    def current_versions(self) -> list[int]:
         """Return the present version counters."""
         return [tensor._version for tensor in self.tensors]
 
     def note_versions(self) -> None:
-        self.versions = self.now()
+        self.versions = self.current_versions()
 
 
 class Residents:
@@ -108,8 +107,8 @@ class Residents:
         self._offloader = offloader
         self._layers = layers
         self._slots = slots
-        self._groups: dict[LayerTensors, Group] = {}  # oldest first
-        self._coming: dict[LayerTensors, _Prefetch] = {}  # layers that are prefetched
+        self._groups: dict[LayerTensors, Group] = {}  # layers on the device, oldest first
+        self._prefetches: dict[LayerTensors, _Prefetch] = {}  # layers on their way there
         self._generation = 0  # how often `expire_prefetches` was called
 
     def expire_prefetches(self) -> None:
@@ -122,7 +121,9 @@ class Residents:
     def reads(self) -> list[Tensor]:
         """Return the tensors of all layers if a copy may be reading tensors or a layer is
         prefetched. Otherwise return []."""
-        return self.all() if self._coming or self._offloader._is_reading() else []
+        if self._prefetches or self._offloader._is_reading():
+            return self.all()
+        return []
 
     def wait(self) -> None:
         self._offloader.wait_read()
@@ -132,7 +133,7 @@ class Residents:
 
     def has(self, layer: LayerTensors) -> bool:
         """Return whether the layer is on the device or on its way there."""
-        return layer in self._groups or layer in self._coming
+        return layer in self._groups or layer in self._prefetches
 
     def bring(self, layer: LayerTensors, fresh: bool) -> Group:
         """Return a layer's tensors on the device. Copy them there if needed (for `fresh` see
@@ -140,20 +141,20 @@ class Residents:
         group = self._groups.get(layer)
         if group is not None:
             return group
-        coming = self._coming.get(layer)
-        if coming is not None and not self._is_good(layer, coming):
+        prefetch = self._prefetches.get(layer)
+        if prefetch is not None and not self._is_up_to_date(layer, prefetch):
             self._offloader._count_stale()
             self.give_up(layer)
-            coming, fresh = None, True
-        if coming is None:
+            prefetch, fresh = None, True
+        if prefetch is None:
             self._make_room()
             what = layer.sources(fresh)
         else:
-            what = coming.what
-        # Tensors made in inference mode cannot be saved for a backward.
+            what = prefetch.what
+        # Not in inference mode: autograd cannot save tensors that are made in it.
         with torch.inference_mode(False), torch.no_grad():
             group = self._groups[layer] = Group(self._onload(what), layer.nr_parameters)
-        self._coming.pop(layer, None)
+        self._prefetches.pop(layer, None)
         return group
 
     def prefetch(self, layer: LayerTensors | None, fresh: bool) -> None:
@@ -161,26 +162,26 @@ class Residents:
         self._give_up_expired()
         if layer is None or self.has(layer):
             return
-        if len(self._groups) + len(self._coming) >= self._slots:
+        if len(self._groups) + len(self._prefetches) >= self._slots:
             return
         what = layer.sources(fresh)
         with torch.inference_mode(False), torch.no_grad():
             fingerprint = layer.fingerprint()
             if _has_bytes(what) and self._offloader.prefetch(what):
-                self._coming[layer] = _Prefetch(what, self._generation, fingerprint)
+                self._prefetches[layer] = _Prefetch(what, self._generation, fingerprint)
 
     def give_up(self, layer: LayerTensors) -> None:
         """Release the layer's slot, if any, after the work queued on the current stream."""
-        coming = self._coming.pop(layer, None)
-        if coming is not None:
-            self._offloader._give_up_prefetch(coming.what)
+        prefetch = self._prefetches.pop(layer, None)
+        if prefetch is not None:
+            self._offloader._give_up_prefetch(prefetch.what)
         group = self._groups.pop(layer, None)
-        if group is not None and _has_bytes(group.brought):
-            self._offloader.release(group.brought)
+        if group is not None and _has_bytes(group.onloaded):
+            self._offloader.release(group.onloaded)
 
-    def give_up_others(self, keep: Iterable[LayerTensors | None]) -> None:
+    def give_up_all_except(self, keep: Iterable[LayerTensors | None]) -> None:
         kept = set(keep)
-        others = [layer for layer in (*self._coming, *self._groups) if layer not in kept]
+        others = [layer for layer in (*self._prefetches, *self._groups) if layer not in kept]
         run_all(functools.partial(self.give_up, layer) for layer in others)
 
     def _onload(self, what: Sequence[Tensor]) -> list[Tensor]:
@@ -189,20 +190,23 @@ class Residents:
         # Tensors without bytes take no slot.
         return [tensor.to(self._offloader.device, copy=True) for tensor in what]
 
-    def _is_good(self, layer: LayerTensors, coming: _Prefetch) -> bool:
+    def _is_up_to_date(self, layer: LayerTensors, prefetch: _Prefetch) -> bool:
         """Return whether a prefetch has the present values of the weights."""
-        return coming.generation == self._generation and coming.fingerprint == layer.fingerprint()
+        if prefetch.generation != self._generation:
+            return False  # it has expired
+        return prefetch.fingerprint == layer.fingerprint()
 
     def _give_up_expired(self) -> None:
-        for layer, coming in list(self._coming.items()):
-            if coming.generation != self._generation:
+        for layer, prefetch in list(self._prefetches.items()):
+            if prefetch.generation != self._generation:
                 self.give_up(layer)
 
     def _make_room(self) -> None:
         """Release slots until one is free: first those of prefetches, then of the oldest layers."""
         self._give_up_expired()
-        while len(self._groups) + len(self._coming) >= self._slots:
-            self.give_up(next(iter(self._coming or self._groups)))
+        while len(self._groups) + len(self._prefetches) >= self._slots:
+            oldest = next(iter(self._prefetches or self._groups))
+            self.give_up(oldest)
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:

@@ -25,19 +25,19 @@ _VIEWS = frozenset(
     for name in ("T", "Transpose", "Permute", "View", "Expand", "Squeeze", "Unsqueeze", "Select")
     for number in (0, 1)
 )
-_MOST_VIEWS = 4  # between a cast of a weight and the saved tensor
+_MAX_VIEWS = 4  # the most views between a cast of a weight and the saved tensor
 
 
 class WeightUse(Protocol):
-    """One forward of a layer. `number` is the index of a weight in the layer."""
+    """One forward of a layer. `index` is the index of a weight in the layer."""
 
-    def version(self, number: int) -> int:
+    def version(self, index: int) -> int:
         """Return the version of the weight on the device."""
 
-    def check(self, number: int, version: int) -> None:
+    def check(self, index: int, version: int) -> None:
         """Raise autograd's error if the weight was written to since it was saved with `version`."""
 
-    def weight(self, number: int) -> Tensor:
+    def weight(self, index: int) -> Tensor:
         """Bring the weight to the device, and return it there."""
 
 
@@ -62,14 +62,14 @@ class _WeightView(NamedTuple):
     """A reference to a view of a weight, or of a cast of a weight."""
 
     use: WeightUse
-    number: int  # the index of the weight in its layer
+    weight_index: int  # in the layer
     version: int  # of the weight on the device, when autograd saved the view
     view: View
     is_cast: bool  # the view is of a cast to the view's dtype
 
     def unpack(self) -> Tensor:
-        self.use.check(self.number, self.version)
-        weight = self.use.weight(self.number)
+        self.use.check(self.weight_index, self.version)
+        weight = self.use.weight(self.weight_index)
         if self.is_cast:
             weight = weight.to(self.view.dtype)
         return self.view.of(weight)
@@ -79,7 +79,7 @@ class Kept(NamedTuple):
     """A tensor that is saved as it is."""
 
     tensor: Tensor
-    version: int  # torch checks no versions of tensors that a hook has packed
+    version: int  # when it was saved; torch does not check tensors that a hook has packed
 
     def unpack(self) -> Tensor:
         check_version(
@@ -119,14 +119,15 @@ class _WeightRange(NamedTuple):
 
     begin: int  # the range of bytes in the storage
     end: int
-    number: int  # the index of the weight in its layer
+    weight_index: int  # in the layer
 
 
 class Weights:
-    """The weights that are on the device while their layers' forwards run."""
+    """The weights on the device whose layers' forwards run now."""
 
     def __init__(self) -> None:
-        # By the address of a StorageImpl: the forward that uses the storage, and the weights there.
+        # For each storage, by the address of its StorageImpl: the forward that uses it, and the
+        # weights in it.
         self._uses: dict[int, tuple[WeightUse, list[_WeightRange]]] = {}
 
     def add(self, use: WeightUse, tensors: Sequence[Tensor]) -> None:
@@ -152,11 +153,11 @@ class Weights:
         for each in ranges:
             if use is not None and each.begin <= begin < each.end:
                 view = _view(tensor, begin - each.begin)
-                return _WeightView(use, each.number, tensor._version, view, is_cast=False)
-        use, number = _cast_of(tensor)
+                return _WeightView(use, each.weight_index, tensor._version, view, is_cast=False)
+        use, index = _cast_of(tensor)
         if use is None:
             return None
-        return _WeightView(use, number, use.version(number), _view(tensor, begin), is_cast=True)
+        return _WeightView(use, index, use.version(index), _view(tensor, begin), is_cast=True)
 
 
 def _view(tensor: Tensor, begin: int) -> View:
@@ -178,14 +179,14 @@ def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
     """Return the use and the index of a weight if the tensor is autocast's cast of the weight, or a
     view of the cast. Otherwise return None and 0."""
     node = tensor.grad_fn
-    for _ in range(_MOST_VIEWS):
+    for _ in range(_MAX_VIEWS):
         if node is None or node.name() not in _VIEWS:
             break
         node = node.next_functions[0][0]
     if node is None or node.name() != "ToCopyBackward0":
         return None, 0
     source, output = node.next_functions[0]
-    # The class of the node refers to the autograd function.
+    # The class of an autograd function's node has `_forward_cls`, which is the function.
     onload: Any = source
     function = getattr(type(onload), "_forward_cls", None)
     if function is None or not issubclass(function, Onloading):
@@ -201,19 +202,19 @@ def innermost() -> Hooks | None:
 class SavedHooks:
     """A pair of saved-tensor hooks.
 
-    Weights are saved as references. Other tensors are passed to `take`, which returns an object to
-    save instead. If `take` returns None, the tensor is passed on to the enclosing hooks.
+    Weights are saved as references. Other tensors are passed to `replace`, which returns an object
+    to save instead. If `replace` returns None, the tensor is passed on to the enclosing hooks.
     """
 
-    def __init__(self, take: Callable[[Tensor], Any] = lambda tensor: None) -> None:
-        self._take = take
-        self._around: Hooks | None = None
+    def __init__(self, replace: Callable[[Tensor], Any] = lambda tensor: None) -> None:
+        self._replace = replace
+        self._outer: Hooks | None = None  # the enclosing pair
         # The compiler must not trace the hook.
         pack = functools.partial(_uncompiled(SavedHooks._pack), self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def enter(self) -> None:
-        self._around = innermost()
+        self._outer = innermost()
         self._hooks.__enter__()
 
     def leave(self) -> None:
@@ -222,13 +223,13 @@ class SavedHooks:
     def _pack(self, tensor: Tensor) -> Any:
         """Return the object that autograd saves in place of a tensor. The object has a method
         `unpack`, which returns the tensor."""
-        taken = weights.find(tensor)
-        if taken is None:
-            taken = self._take(tensor)
-        if taken is not None:
-            return taken
-        if self._around is not None:
-            pack, unpack = self._around
+        replacement = weights.find(tensor)
+        if replacement is None:
+            replacement = self._replace(tensor)
+        if replacement is not None:
+            return replacement
+        if self._outer is not None:
+            pack, unpack = self._outer
             return _Passed(pack(tensor), unpack)
         # Detached: otherwise a node that saves its own output would never be freed.
         return Kept(tensor.detach(), tensor._version)
@@ -236,6 +237,7 @@ class SavedHooks:
 
 @functools.cache
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper of the function that torch's compiler does not trace. Make it only once."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 

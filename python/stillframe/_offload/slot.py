@@ -48,17 +48,18 @@ class Slot:
             self._given = _layout.check(what, HOST, "onload")
             self._layout = Layout(self._given)
             sources = self._layout.sources
-        self._versions = self._source_versions(what)  # when the copies were started
+        self._versions = self._source_versions(what)  # at the start of the copies
         self.nbytes = self._layout.nbytes
         self._stream = pool.stream()  # the stream on which the memory is allocated
         flat = _allocate(pool.device, self._layout.buffer_nbytes)
         storage = flat.untyped_storage()
         self.storage = storage._cdata  # the address of the StorageImpl
-        self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._flat: torch.Tensor | None = flat  # the memory; None once it is taken or given up
+        self._weak_storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        # The device memory as a tensor of bytes; None once it is taken or given up.
+        self._flat: torch.Tensor | None = flat
         if pool.number:
             self._start(what, sources, _device.address_of(storage))
-        else:
+        else:  # on the host the copies are made here
             began = time.perf_counter()
             for source, offset in zip(sources, self._layout.offsets, strict=True):
                 flat[offset : offset + source.nbytes].copy_(source.bytes())
@@ -80,7 +81,7 @@ class Slot:
             pool.core,
             number,
             stream,
-            _layout.copies([source.address() for source in sources], base, self._layout),
+            _layout.copy_rows([source.address() for source in sources], base, self._layout),
             core,
         )
 
@@ -91,7 +92,9 @@ class Slot:
     def _stage(self) -> tuple[_core.Snapshot, list[Source]]:
         """Copy the sources into the pool. Return the core's snapshot, which owns the copies, and
         the ranges of memory of the copies."""
-        core = _core.Snapshot(self._pool.core, self._layout.rows(0), _core.SNAPSHOT_LEAVES)
+        core = _core.Snapshot(
+            self._pool.core, self._layout.source_rows(device=0), _core.SNAPSHOT_LEAVES
+        )
         memory = self._pool.lease(core, self.nbytes)
         core.start(())
         self._pool.stats["bytes_staged"] += self.nbytes
@@ -102,11 +105,9 @@ class Slot:
         if isinstance(what, Ticket):
             return self._ticket is not None and self._ticket() is what
         given = list(what)
-        return (
-            self._ticket is None
-            and len(given) == len(self._given)
-            and all(one is other for one, other in zip(given, self._given, strict=True))
-        )
+        if self._ticket is not None or len(given) != len(self._given):
+            return False
+        return all(one is other for one, other in zip(given, self._given, strict=True))
 
     def is_for_or_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
         """Return whether the slot was made from `what`, or `take` has returned one of its tensors.
@@ -115,18 +116,21 @@ class Slot:
             return self.is_for(what)
         if not self.taken and self.is_for(what):
             return True
-        return any(
-            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata == self.storage
-            for tensor in what
-        )
+        for tensor in what:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata == self.storage:
+                return True
+        return False
 
     def is_stale(self) -> bool:
         """Return whether the sources were written to since the copies were started."""
         what = self._ticket() if self._ticket is not None else self._given
-        return what is not None and self._source_versions(what) != self._versions
+        if what is None:  # the ticket no longer exists
+            return False
+        return self._source_versions(what) != self._versions
 
     def is_gone(self) -> bool:
-        return bool(self._weak.expired())  # type: ignore[no-untyped-call]
+        """Return whether the device memory was freed."""
+        return bool(self._weak_storage.expired())  # type: ignore[no-untyped-call]
 
     def is_orphan(self) -> bool:
         """Return whether the group was prefetched from a ticket that no longer exists."""
@@ -146,25 +150,27 @@ class Slot:
         StillframeError if the copies have failed."""
         flat = self._flat
         assert flat is not None, "a group is taken once"
-        self._order(self._pool.stream())
-        if self._core is not None and (failed := self._core.error()):
+        self._make_stream_wait(self._pool.stream())
+        failed = "" if self._core is None else self._core.error()
+        if failed:
             raise StillframeError(f"the tensors could not be brought: {failed}")
         tensors = self._layout.views_on(flat.untyped_storage())
-        self._note_use(flat)
+        self._record_use(flat)
         self._flat, self.taken = None, True
         return tensors
 
-    def _order(self, stream: tuple[int, int]) -> None:
-        """Have a stream (device, handle) wait for the copies. If that fails, wait on the host."""
+    def _make_stream_wait(self, stream: tuple[int, int]) -> None:
+        """Have a stream wait for the copies. If that fails, wait on the host."""
         core = self._core
-        if core is None or core.order(stream[1]):
+        _, handle = stream
+        if core is None or core.order(handle):
             return
         with self._pool.waiting():
             core.wait(None)
 
-    def _note_use(self, flat: torch.Tensor) -> None:
-        """Tell torch's allocator that the current stream uses the memory, if the memory was
-        allocated on another stream."""
+    def _record_use(self, flat: torch.Tensor) -> None:
+        """If the memory was allocated on another stream, tell torch's allocator that the current
+        stream uses it too."""
         if flat.device.type == "cuda" and self._pool.stream() != self._stream:
             flat.record_stream(torch.cuda.current_stream(flat.device))
 
@@ -174,14 +180,14 @@ class Slot:
         flat, self._flat = self._flat, None
         self.given_up = True
         if flat is not None:
-            self._order(self._pool.stream())
+            self._make_stream_wait(self._pool.stream())
         elif self._pool.stream() != self._stream and not self.is_gone():
             # The caller's tensors own the memory. Note the use through a new tensor over it.
-            storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._weak_storage.cdata)
             if storage is not None:  # the caller's tensors still exist
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if flat is not None:
-            self._note_use(flat)
+            self._record_use(flat)
 
     def try_to_finish(self) -> bool:
         """Release the sources if the copies have completed, and count the time of the copies. Call
@@ -189,26 +195,29 @@ class Slot:
         if self._core is not None and not self._core.wait(0.0):
             return False
         if self._ticket is None:
-            self._layout.let_go()  # frees the clones of tensors with gaps
+            self._layout.drop_tensors()  # frees the clones of tensors with gaps
         if self.taken:
             self._given = []
-        return self._count()
+        return self._add_times()
 
-    def _count(self) -> bool:
-        """Add the times of the copies to the statistics. Return False if the times are not known
-        yet, or if a stream may still have to wait for the copies."""
+    def _add_times(self) -> bool:
+        """Add the times of the copies to the statistics. Return False if it is too early."""
         core = self._core
         if core is None:
             return True
-        times = core.times() if self.taken or self.given_up else None
+        if not (self.taken or self.given_up):
+            return False  # a stream may still have to wait for the copies
+        times = core.times()
         if times is None:
             return False
         self._core = None
-        self._pool.stats["onload_copy_s"] += times[0]
-        self._pool.stats["stream_waited_s"] += times[1]
+        copying_s, waiting_s = times
+        self._pool.stats["onload_copy_s"] += copying_s
+        self._pool.stats["stream_waited_s"] += waiting_s
         return True
 
     def finish(self) -> None:
+        """Wait until the copies have completed, and do what `try_to_finish` does."""
         if self._core is not None:
             self._core.wait(None)
         self.try_to_finish()

@@ -4,9 +4,9 @@
     HERE     every byte is in the pool
 
 The completion thread releases the sources when the copies have completed. An `Offloader` may
-release them earlier (`Leaving.order`): the sources' stream then waits for the copies, so later work
-on the stream may get the memory. This bounds the memory of the sources, although the host runs far
-ahead of the device.
+release them earlier (`Leaving.make_stream_wait`): the sources' stream then waits for the copies, so
+later work on the stream may get the memory. This bounds the memory of the sources, although the
+host runs far ahead of the device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Leaving:
     ) -> None:
         self.core, self.stream = core, stream
         self.error: StillframeError | None = None  # why the copies are unusable
-        self.is_over = False  # the copies have ended
+        self.is_over = False  # the end of the copies is recorded
         self.copy_s = 0.0  # the seconds that the copies took
         self._layout: Layout | None = layout  # None once the sources are released
         self._versions = layout.versions()
@@ -54,38 +54,43 @@ class Leaving:
         if self.stream is None:
             began = time.perf_counter()
             self.core.start(())
-            self.settle()
+            self.record_if_ended()
             self.copy_s = time.perf_counter() - began
             return
-        completion.completion.start()
+        completion.thread.start()
         completion.copying[self.core.number] = self
         try:
             self.core.start((self.stream,))
         finally:
             # The entry in `copying` keeps the sources alive until the core's notice of the end,
             # even after Ctrl-C. There is no notice if the copies have ended already.
-            if self.core.wait(0)[0]:
+            if self.has_ended():
                 completion.copying.pop(self.core.number, None)
-        self.settle()
-        if completion.completion.is_exiting:  # the completion thread may end before the copies
+        self.record_if_ended()
+        if completion.thread.is_exiting:  # the completion thread may end before the copies
             self.core.wait(None)
-            self.settle()
+            self.record_if_ended()
 
-    def order(self) -> None:
+    def has_ended(self) -> bool:
+        """Return whether the copies have ended, without waiting."""
+        ended, _ = self.core.wait(0)
+        return ended
+
+    def make_stream_wait(self) -> None:
         """Have the sources' stream wait for the copies, and release the sources."""
         if self.stream is not None:
             self.core.gate((self.stream,))
         with self._lock:
-            self._let_go()
+            self._release_sources()
 
     def after_copy(self) -> None:
         """Handle the end of the copies, on the completion thread."""
-        self.settle()
+        self.record_if_ended()
 
-    def settle(self) -> None:
+    def record_if_ended(self) -> None:
         """Record the result of the copies if they have ended."""
         with self._lock:
-            if self.is_over or not self.core.wait(0)[0]:
+            if self.is_over or not self.has_ended():
                 return
             self.copy_s = self.core.copying_s
             self.is_over = True
@@ -94,18 +99,19 @@ class Leaving:
                 self.error = StillframeError(
                     f"the tensors could not be copied off the device: {failed}"
                 )
-            self._let_go()
+            self._release_sources()
 
     def poll(self) -> None:
         """Look for writes to the sources, unless the sources are released."""
         with self._lock:
             self._find_writes()
 
-    def _let_go(self) -> None:
+    def _release_sources(self) -> None:
+        """Drop the references to the sources, after a last look for writes to them."""
         self._find_writes()
         layout, self._layout = self._layout, None
         if layout is not None:
-            layout.let_go()
+            layout.drop_tensors()
 
     def _find_writes(self) -> None:
         """Set and log an error if the version of a source has changed since the start."""
@@ -139,7 +145,7 @@ class Ticket:
         self._layout, self._leaving, self._memory = layout, leaving, memory
         self._birth = Birth("this Ticket")
         self._tensors: list[torch.Tensor] | None = None
-        self._first_versions: list[int] = []  # the versions of `_tensors` when they were made
+        self._versions_at_creation: list[int] = []  # the versions of `_tensors` when they were made
         self._released = False
         self.device = device
         """The device that the tensors were on."""
@@ -167,13 +173,13 @@ class Ticket:
         self._refuse_released()
         if self._tensors is None:
             self._tensors = self._layout.views_on_each([each.storage for each in self._sources()])
-            self._first_versions = [tensor._version for tensor in self._tensors]
+            self._versions_at_creation = [tensor._version for tensor in self._tensors]
         return list(self._tensors)
 
     def done(self) -> bool:
         """Return whether the copies have ended, successfully or not."""
-        self._birth.refuse_child()
-        return self._leaving.core.wait(0)[0]
+        self._birth.refuse_forked_child()
+        return self._leaving.has_ended()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every byte is in the pool. Then the sources may be written to.
@@ -182,10 +188,11 @@ class Ticket:
             TimeoutError: `timeout` seconds passed.
             TornSnapshotError, StillframeError: As `tensors`.
         """
-        self._birth.refuse_child()
-        if not self._leaving.core.wait(seconds(timeout))[0]:
+        self._birth.refuse_forked_child()
+        ended, _ = self._leaving.core.wait(seconds(timeout))
+        if not ended:
             raise TimeoutError(f"the group after {timeout:g} s: not in the pool yet")
-        self._leaving.settle()
+        self._leaving.record_if_ended()
         self._raise_if_failed()
 
     def release(self) -> None:
@@ -195,7 +202,7 @@ class Ticket:
         Raises:
             StillframeError: The ticket was released before.
         """
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         self._refuse_released()
         self._released = True
         self._tensors = self._memory = None
@@ -204,7 +211,7 @@ class Ticket:
         """Return how often each tensor of `tensors()` was written to since it was made."""
         if self._tensors is None:
             return [0] * len(self._layout.views)
-        pairs = zip(self._tensors, self._first_versions, strict=True)
+        pairs = zip(self._tensors, self._versions_at_creation, strict=True)
         return [tensor._version - first for tensor, first in pairs]
 
     def _refuse_released(self) -> None:
@@ -219,7 +226,7 @@ class Ticket:
     def _sources(self) -> list[Source]:
         """Return the group's bytes in the pool. Some of them may still be on their way there. For
         the errors raised see `tensors`."""
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         self._refuse_released()
         self._leaving.poll()
         self._raise_if_failed()
@@ -234,7 +241,7 @@ def _finish_at_exit() -> None:
         if isinstance(leaving, Leaving):
             with contextlib.suppress(Exception):
                 leaving.core.wait(None)
-                leaving.settle()
+                leaving.record_if_ended()
 
 
 atexit.register(_finish_at_exit)

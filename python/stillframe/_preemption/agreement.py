@@ -35,8 +35,8 @@ log = logging.getLogger("stillframe")
 
 NEVER = 1 << 62  # a number that no count reaches
 _INTERVAL_S = 0.2  # the time between a rank's queries to the store, with few ranks
-_MOST_QUERIES = 5000  # to the store in one second, by all ranks together
-_MOST_WAIT_S = 5.0  # the longest wait for the answers of all ranks
+_MAX_QUERIES_PER_S = 5000  # to the store, by all ranks together
+_MAX_WAIT_S = 5.0  # the longest wait for the answers of all ranks
 
 
 class Counts(NamedTuple):
@@ -46,9 +46,10 @@ class Counts(NamedTuple):
     stops: int  # calls of `should_stop`
     steps: int  # ends of an optimizer's step
     saves: int  # calls of `save`
-    registered: int  # `steps` at the last call of `save`; -1 before the first call, and in a limit
+    steps_at_last_save: int  # -1 before the first call of `save`, and in a limit
 
     def reaches(self, limit: Counts) -> bool:
+        """Return whether a rank with these counts has reached the boundary `limit`."""
         return self.stops >= limit.stops or self.steps >= limit.steps or self.saves >= limit.saves
 
 
@@ -64,12 +65,12 @@ def next_boundary(counts: list[Counts]) -> Counts:
     stops = max(each.stops for each in counts)
     steps = max(each.steps for each in counts)
     saves = max(each.saves for each in counts)
-    registered = max(each.registered for each in counts)
-    next_step = next_save = NEVER
+    steps_at_last_save = max(each.steps_at_last_save for each in counts)
+    next_step = next_save = NEVER  # if the loop calls `should_stop`
     if stops == 0:
-        next_save = max(saves + 1, 2)  # the first call of `save` only registers
-        if saves < 2 and registered >= 0:
-            next_step = max(steps + 1, registered + 2)
+        next_save = max(saves + 1, 2)  # not 1: the first call of `save` only registers
+        if saves < 2 and steps_at_last_save >= 0:
+            next_step = max(steps + 1, steps_at_last_save + 2)
     return Counts(stops + 1, next_step, next_save, -1)
 
 
@@ -99,14 +100,14 @@ class Agreement:
         self._prefix = f"stillframe/preemption/{number}"
         self._store = store.clone()  # a call that waits blocks its connection
         self._rank, self._size = rank, size
-        self._wait_s = min(_MOST_WAIT_S, deadline_s / 4)  # leaves most of the time to the saves
+        self._wait_s = min(_MAX_WAIT_S, deadline_s / 4)  # leaves most of the time to the saves
         self._on_stop, self._counts = on_stop, counts
         # Elements: (signal, moment), or None to end the thread. Only a SimpleQueue allows that a
         # signal handler interrupts `put` and calls `put`.
-        self._asked: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
         self._silent: set[int] = set()  # ranks that did not answer in time
         self.limit: Counts | None = None  # the boundary to stop at, once the ranks have agreed
-        self.failed: str | None = None  # why this rank is left out
+        self.why_left_out: str | None = None  # set if this rank is left out
         self._thread = threading.Thread(target=self._run, name="sf-preempt-ranks", daemon=True)
 
     def start(self) -> None:
@@ -114,21 +115,22 @@ class Agreement:
 
     def ask(self, signum: int, moment: float) -> None:
         """Ask all ranks to stop. `moment` is the `time.monotonic()` at which the signal came."""
-        self._asked.put((signum, moment))
+        self._requests.put((signum, moment))
 
     def leave(self, until: float | None) -> None:
         """Wait until the moment `until` for the other ranks to leave; None: do not wait.
 
         The end of one rank may end the others: torchrun ends all, and one rank has the store.
         """
-        self._asked.put(None)
+        self._requests.put(None)
         try:
             if until is None:
-                # Other ranks may wait for this rank's counts. It reaches no more boundary.
-                over = Counts(NEVER, NEVER, NEVER, -1)
-                self._store.set(f"{self._prefix}/counts/{self._rank}", json.dumps(over))
+                # Other ranks may wait for this rank's counts. These say that it has left.
+                left = Counts(NEVER, NEVER, NEVER, -1)
+                self._store.set(f"{self._prefix}/counts/{self._rank}", json.dumps(left))
                 self._store.set(f"{self._prefix}/done/{self._rank}", "1")
             else:
+                # The ranks only wait for each other: there is nothing to decide.
                 self._agree("done", "1", lambda _: "1", until - time.monotonic())
         except Exception as error:
             log.debug("stillframe: the ranks' store is gone: %s", error)
@@ -136,29 +138,31 @@ class Agreement:
     # ---- the thread ----
 
     def _run(self) -> None:
-        """Wait until a rank is asked to stop, agree with the others, set `limit` or `failed`."""
+        """Wait until a rank is asked to stop, and agree with the others. Set `limit` or
+        `why_left_out`."""
         try:
             asked = self._wait_until_asked()
             if asked is None:
                 return
             self._on_stop(*asked)
             mine = self._counts()
-            answer = self._agree("counts", json.dumps(mine), _decide, self._wait_s)
+            answer = self._agree("counts", json.dumps(mine), _decide_boundary, self._wait_s)
             limit = Counts(*json.loads(answer))
             if mine.reaches(limit):
-                self.failed = "this rank answered late, and has passed the boundary of the others"
+                why = "this rank answered late, and has passed the boundary of the others"
+                self.why_left_out = why
             self.limit = limit
         except Exception as error:
-            self.failed = f"the store of the process group failed: {error}"
+            self.why_left_out = f"the store of the process group failed: {error}"
 
     def _wait_until_asked(self) -> tuple[int, float] | None:
         """Wait until any rank is asked to stop. Return the signal and the moment, or None if this
         rank leaves the block."""
         asked_key = f"{self._prefix}/asked"
-        interval_s = max(_INTERVAL_S, self._size / _MOST_QUERIES)
+        interval_s = max(_INTERVAL_S, self._size / _MAX_QUERIES_PER_S)
         while True:
             try:
-                asked = self._asked.get(timeout=interval_s)
+                asked = self._requests.get(timeout=interval_s)
             except queue.Empty:
                 if not self._store.check([asked_key]):
                     continue
@@ -186,7 +190,8 @@ class Agreement:
         decision_key = f"{self._prefix}/{name}"
         keys = {rank: f"{decision_key}/{rank}" for rank in range(self._size)}
         self._store.set(keys[self._rank], mine)
-        if self._rank != 0 and 0 not in self._silent and self._wait([decision_key], 2 * wait_s):
+        expects_rank_0 = self._rank != 0 and 0 not in self._silent
+        if expects_rank_0 and self._wait([decision_key], 2 * wait_s):
             return str(self._store.get(decision_key).decode())
         self._wait([key for rank, key in keys.items() if rank not in self._silent], wait_s)
         answers = {
@@ -201,6 +206,7 @@ class Agreement:
                 "stillframe: no answer from rank %s: the others stop without it",
                 ", ".join(map(str, sorted(silent))),
             )
+        # An earlier decision of another rank stays, and is returned.
         return str(self._store.compare_set(decision_key, "", decide(answers)).decode())
 
     def _wait(self, keys: list[str], wait_s: float) -> bool:
@@ -208,7 +214,7 @@ class Agreement:
         return distributed.poll(lambda: self._store.check(keys), wait_s)
 
 
-def _decide(answers: Mapping[int, str]) -> str:
+def _decide_boundary(answers: Mapping[int, str]) -> str:
     """Return the boundary to stop at, from the counts of the ranks; both are JSON."""
     counts = [Counts(*json.loads(each)) for each in answers.values()]
     return json.dumps(next_boundary(counts))

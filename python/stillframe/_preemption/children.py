@@ -31,56 +31,64 @@ class Watched(Protocol):
         """Restore the handlers in a forked child."""
 
 
-class _Masks(threading.local):
+class _ForkState(threading.local):
     """The state of a fork, for the thread that forks."""
 
     def __init__(self) -> None:
         # The signals that were blocked before each fork: a stack, because a hook may fork too.
-        self.before: list[set[int]] = []
-        self.is_main = False  # whether the parent's main thread forks
+        self.blocked_before: list[set[int]] = []
+        self.is_main = False  # the parent's main thread forks
 
 
-_masks = _Masks()
-_active: list[Watched] = []  # the blocks that are running
-_installed = False  # whether the hooks of os.fork are registered
+_fork_state = _ForkState()
+_blocks: list[Watched] = []  # the blocks that are running
+_has_fork_hooks = False  # the hooks of os.fork are registered
 
 
 def watch(block: Watched) -> None:
     """Call `block.forget` in every child that is forked from now on."""
-    global _installed
-    if not _installed:
-        _installed = True
-        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_in_child)
-    _active.append(block)
+    global _has_fork_hooks
+    if not _has_fork_hooks:
+        _has_fork_hooks = True
+        os.register_at_fork(
+            before=_block_signals,
+            after_in_parent=_unblock_signals,
+            after_in_child=_restore_in_child,
+        )
+    _blocks.append(block)
 
 
 def unwatch(block: Watched) -> None:
-    if block in _active:
-        _active.remove(block)
+    if block in _blocks:
+        _blocks.remove(block)
 
 
-def _numbers() -> set[int]:
-    return {number for block in list(_active) for number in block.signals}
+def _all_signals() -> set[int]:
+    """Return the signals of all running blocks."""
+    return {number for block in list(_blocks) for number in block.signals}
 
 
-def _block() -> None:
-    _masks.is_main = threading.current_thread() is threading.main_thread()
-    _masks.before.append({*signal.pthread_sigmask(signal.SIG_BLOCK, _numbers())})
+def _block_signals() -> None:
+    """Block the signals of all blocks before a fork."""
+    _fork_state.is_main = threading.current_thread() is threading.main_thread()
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, _all_signals())
+    _fork_state.blocked_before.append({*blocked_before})
 
 
-def _unblock() -> None:
-    if _masks.before:  # empty if the hooks were installed during this fork
-        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before.pop())
+def _unblock_signals() -> None:
+    """Unblock the signals after a fork, in the parent and in the child."""
+    if _fork_state.blocked_before:  # empty if the hooks were installed during this fork
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork_state.blocked_before.pop())
 
 
-def _in_child() -> None:
-    numbers = _numbers()
-    while _active:
-        _active.pop().forget()
+def _restore_in_child() -> None:
+    numbers = _all_signals()
+    while _blocks:
+        _blocks.pop().forget()
     if numbers and _is_daemonic():
         _leave_to_parent(numbers)
         _leave_to_parent_in_worker(numbers)
-    _unblock()
+    _unblock_signals()
 
 
 def _leave_to_parent(numbers: Iterable[int]) -> None:
@@ -90,14 +98,15 @@ def _leave_to_parent(numbers: Iterable[int]) -> None:
     begins only with the first ignored signal.
     """
     for number in numbers:
-        _core.leave_signal(number, _masks.is_main)
+        _core.leave_signal(number, _fork_state.is_main)
 
 
 def _is_daemonic() -> bool:
     """Return whether multiprocessing is forking a daemonic process."""
     for frame in stack(sys._getframe(1)):
         if frame.f_code is popen_fork.Popen._launch.__code__:  # type: ignore[attr-defined]
-            return bool(getattr(frame.f_locals.get("process_obj"), "daemon", False))
+            process = frame.f_locals.get("process_obj")
+            return bool(getattr(process, "daemon", False))
     return False
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError
 
 from stillframe import _core
 from stillframe._base import sizes
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._save import completion, uploads
 from stillframe._save.api import engine_or_default, settle_all
 from stillframe._save.completion import InFlight
@@ -35,7 +35,7 @@ log = logging.getLogger("stillframe")
 # Saves that were given up, and may not have ended yet.
 _given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()
 # A measured save gives an estimate for saves that are at most this many times as large.
-_MOST_TIMES_LARGER = 4
+_MAX_SCALE = 4
 
 
 def save(make_state: Callable[[], object], path: Path, until: float) -> SaveReport | None:
@@ -49,7 +49,7 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
             tree = skeleton.build(state)  # to learn how many bytes the save writes
             nbytes = len(tree.data) + sum(each.nbytes() for each in tree.storages)
             del tree
-            if not _choose(under_way, until, (str(path), nbytes)):
+            if not _give_up_without_time(under_way, until, (str(path), nbytes)):
                 return None
         options = SaveOptions(overlap=False, wait_for_slot=True)
         handle = submit(engine_or_default(None), state, path, options)
@@ -69,9 +69,9 @@ def finish(until: float) -> None:
     """Wait for all saves and removes under way. At the moment `until`, give up the saves that have
     not ended. The exit of the process waits for uploads until then, too."""
     uploads.finish_by(until)
-    with inside():
-        _choose(_under_way(), until)
-        if not _core.log_drain(max(0.0, until - time.monotonic())):
+    with inside_call():
+        _give_up_without_time(_under_way(), until)
+        if not _core.log_drain(max(0.0, until - time.monotonic())):  # not all have ended
             give_up()
         settle_all()
 
@@ -102,13 +102,16 @@ def refuse_deadline(deadline: object) -> float:
 def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
     """Return for each save whether to finish it, in `left_s` seconds for all. If none fits, choose
     the shortest. `needs_s`: the seconds for each save, the newest save first."""
-    kept, spent_s = [], 0.0
+    kept = []
+    spent_s = 0.0
     for need_s in needs_s:
         fits = spent_s + need_s <= left_s
         kept.append(fits)
-        spent_s += need_s if fits else 0.0
+        if fits:
+            spent_s += need_s
     if kept and not any(kept):
-        kept[needs_s.index(min(needs_s))] = True
+        shortest = needs_s.index(min(needs_s))
+        kept[shortest] = True
     return kept
 
 
@@ -116,7 +119,7 @@ def estimate_s(nbytes: int) -> float | None:
     """Return how many seconds a save of `nbytes` probably takes; None without an estimate."""
     durations = []
     for size, took_s in measured:
-        if size * _MOST_TIMES_LARGER >= nbytes:
+        if size * _MAX_SCALE >= nbytes:
             scale = max(1.0, nbytes / size)
             durations.append(took_s * scale)
     return statistics.median(durations) if durations else None
@@ -131,7 +134,9 @@ def _under_way() -> list[InFlight]:
     ]
 
 
-def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None = None) -> bool:
+def _give_up_without_time(
+    under_way: list[InFlight], until: float, new: tuple[str, int] | None = None
+) -> bool:
     """Give up the saves for which there is not enough time. Return whether to make the new save.
 
     Args:
@@ -144,6 +149,7 @@ def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None
     for handle in reversed(under_way):
         written, total = handle.progress()
         candidates.append((handle, total - written))
+    # A save without an estimate is tried: it counts as 0 seconds.
     needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in candidates]
     kept = chosen(needs_s, left_s)
     for (save_or_path, nbytes), need_s, keep in zip(candidates, needs_s, kept, strict=True):
@@ -153,18 +159,21 @@ def _choose(under_way: list[InFlight], until: float, new: tuple[str, int] | None
                 f" and {max(0.0, left_s):.2g} s are left for everything"
             )
             _give_up(save_or_path, why)
-    return new is None or kept[0]
+    return new is None or kept[0]  # the new save is the first candidate
 
 
 def _too_late(handle: InFlight) -> str:
+    """Return the reason for giving up a save when time is up."""
     written, total = handle.progress()
     return f"{sizes.decimal(written)} of {sizes.decimal(total)} were written when time was up"
 
 
 def _give_up(save: InFlight | str, why: str) -> None:
     """Cancel a save and log why. A string is the path of a save that is not made at all."""
-    path = save if isinstance(save, str) else save.path
-    if not isinstance(save, str):
+    if isinstance(save, str):
+        path = save
+    else:
+        path = save.path
         _given_up.add(save)
         if not save.cancel():
             if not save.done():  # the rename has begun, or the writing code cannot be stopped

@@ -50,7 +50,7 @@ _REPEATED_S = 0.1  # a signal that comes so soon after the first is ignored
 _PASSED_ON_S = 2.0  # the same under torchrun, which passes on the signals that it receives
 _POLL_S = 0.005  # how often the main thread checks whether the ranks have agreed
 _CHECK_S = 1.0  # how often the watching thread checks whether another rank was asked to stop
-_OVER = 0  # the byte that ends the watching thread: no signal has this number
+_END_BYTE = 0  # ends the watching thread; no signal has this number
 
 
 def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.0) -> Preemption:
@@ -98,40 +98,40 @@ class Preemption:
     """One block: see `preemption`."""
 
     def __init__(self, signals: Iterable[int], deadline: float) -> None:
-        self.signals = _numbers(signals)
+        self.signals = _checked_signals(signals)
         """The numbers of the signals that announce the end."""
         self._deadline_s = in_time.refuse_deadline(deadline)
         self._reserve_s = min(1.0, self._deadline_s / 5)  # from the end of saves to the deadline
         self._birth = Birth("this preemption")
-        self._handler = self._on_signal  # one object, to compare with the installed handler
-        self._previous: dict[int, Any] = {}  # the handlers before the block, by signal
-        self._entered = False  # the block was entered
-        self._inside = False  # the block is running
-        self._leaving = False  # the block only waits for saves
+        self._handler = self._on_signal  # kept, because each `self._on_signal` is another object
+        self._previous_handlers: dict[int, Any] = {}  # the handlers before the block, by signal
+        self._was_entered = False  # `__enter__` was called
+        self._is_running = False  # the block is running
+        self._only_waits = False  # the block has ended, and only waits for saves
 
         # Signals.
         self._pipe = (-1, -1)  # the read end and the write end, for numbers of signals
         self._is_wakeup_fd = False  # Python writes each signal's number to the pipe
-        self._received: int | None = None  # the signal that this process got itself
+        self._own_signal: int | None = None  # the first signal that this process itself got
         # The first signal that any rank got, and the `time.monotonic()` at which it came.
-        self._asked: tuple[int, float] | None = None
+        self._first_signal: tuple[int, float] | None = None
         self._must_raise = False  # the next call of the handler raises `_End`
 
         # Boundaries.
         self._must_check = True  # the next boundary must check whether to stop
-        self._joined = False  # `_join` has found out whether there are other ranks
+        self._ranks_known = False  # `_join` has found out whether there are other ranks
         self._ranks: agreement.Agreement | None = None  # None without other ranks
-        self._stops = self._steps = self._saves = 0  # the fields of `agreement.Counts`
-        self._saved_at = -1  # `_steps` at the last call of `save`; -1 before the first
-        self._stopping = False  # the boundary at which training stops was reached
-        self._registered: dict[str, MakeState] = {}  # the functions given to `save`, by path
-        # By path: the report of the save, and `_stops` and `_steps` at that time.
+        self._nr_stops = self._nr_steps = self._nr_saves = 0  # the fields of `agreement.Counts`
+        self._steps_at_last_save = -1  # `_nr_steps` at the last call of `save`; -1 before the first
+        self._has_reached_stop = False  # the boundary at which training stops was reached
+        self._make_state_of: dict[str, MakeState] = {}  # the functions given to `save`, by path
+        # By path: the report of the save, and `_nr_stops` and `_nr_steps` at that time.
         self._saved: dict[str, tuple[SaveReport | None, int, int]] = {}
 
     @property
     def requested(self) -> bool:
         """Whether this process, or another rank that it knows of, was asked to stop."""
-        return self._asked is not None
+        return self._first_signal is not None
 
     def should_stop(self) -> bool:
         """Return whether to stop training now. Call this once at the end of each step.
@@ -139,7 +139,7 @@ class Preemption:
         When this returns True, the state that `save` has registered is durable. All ranks get True
         at the same call, so all ranks must call this equally often.
         """
-        self._stops += 1
+        self._nr_stops += 1
         return self._must_check and self._reach_boundary("stop")
 
     def save(self, make_state: MakeState, path: Path) -> SaveReport | None:
@@ -164,20 +164,22 @@ class Preemption:
             TypeError, ValueError: `make_state` is not callable, or `path` is not a local path.
             ForkError: In a forked child.
         """
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if not callable(make_state):
             raise TypeError(f"make_state has to be callable, not {type(make_state).__name__}")
         name = paths.as_text(path)
-        self._saves, self._saved_at = self._saves + 1, self._steps
+        self._nr_saves += 1
+        self._steps_at_last_save = self._nr_steps
         if not (self._must_check and self._reach_boundary("save")):
-            self._registered[name] = make_state
+            self._make_state_of[name] = make_state
             return None
-        if name in self._saved and not self._stopping and self._stops == 0:
+        if name in self._saved and not self._has_reached_stop and self._nr_stops == 0:
             # A loop that only calls `save` has saved after the signal, and goes on: end it.
-            raise _End(self._status())
-        self._registered[name] = make_state
+            raise _End(self._exit_status())
+        self._make_state_of[name] = make_state
         self._save_registered("save")
-        return self._saved[name][0]
+        report, _, _ = self._saved[name]
+        return report
 
     # ---- the block ----
 
@@ -187,7 +189,7 @@ class Preemption:
                 "stillframe.preemption has to be entered in the main thread: Python runs signal"
                 " handlers there only"
             )
-        if self._entered:
+        if self._was_entered:
             raise StillframeError("this preemption was entered before: make another one")
         for number in self.signals:
             if signal.getsignal(number) is None:
@@ -195,56 +197,56 @@ class Preemption:
                     f"the handler of {_name(number)} was not installed by Python, so it could not"
                     " be restored"
                 )
-        self._entered = True
+        self._was_entered = True
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         watching = threading.Thread(target=self._watch, name="sf-preempt", daemon=True)
         threads.start(watching)
         try:
             self._join()
-            self._inside = True
+            self._is_running = True
             _count_steps_of(self)
             children.watch(self)
             for number in self.signals:
-                self._previous[number] = signal.signal(number, self._handler)
-            before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            self._is_wakeup_fd = before < 0
+                self._previous_handlers[number] = signal.signal(number, self._handler)
+            previous_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._is_wakeup_fd = previous_fd < 0  # there was none
             if not self._is_wakeup_fd:  # keep the descriptor of an event loop
-                signal.set_wakeup_fd(before)
+                signal.set_wakeup_fd(previous_fd)
         except BaseException:
-            self._restore()
+            self._restore_handlers()
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._birth.foreign():  # in a forked child
+        if self._birth.in_forked_child():
             return
         try:
-            if self._asked is not None:
-                self._finish(error)
+            if self._first_signal is not None:
+                self._finish_saves(error)
             elif self._ranks is not None:
                 self._ranks.leave(None)
         finally:
-            self._restore()
-        if self._asked is not None and not self._leaving:  # the signal has come just now
-            self._finish(error)
+            self._restore_handlers()
+        if self._first_signal is not None and not self._only_waits:  # the signal has come just now
+            self._finish_saves(error)
         # If only another rank got a signal, the program goes on after the block.
-        if self._received is None or not _is_plain_end(error):
+        if self._own_signal is None or not _is_plain_end(error):
             return
-        previous = self._previous[self._received]
+        previous = self._previous_handlers[self._own_signal]
         if callable(previous):
-            previous(self._received, None)
-        raise _End(self._status()) from None
+            previous(self._own_signal, None)
+        raise _End(self._exit_status()) from None
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish_saves(self, error: BaseException | None) -> None:
         """Make the registered saves, and wait for all saves."""
         if not isinstance(error, _End) and _is_plain_end(error):
             self._save_registered(None)  # the end of the loop is a boundary too
-        self._leaving = True
-        in_time.finish(self._until())
+        self._only_waits = True
+        in_time.finish(self._save_deadline())
         if self._ranks is not None:
-            self._ranks.leave(self._until() if _is_plain_end(error) else None)
+            self._ranks.leave(self._save_deadline() if _is_plain_end(error) else None)
 
-    def _restore(self) -> None:
+    def _restore_handlers(self) -> None:
         """Restore the handlers. End the watching thread, unless the process is about to end.
 
         A signal that comes meanwhile reaches either this block or the previous handler, never both.
@@ -256,20 +258,20 @@ class Preemption:
             current = signal.set_wakeup_fd(-1)
             if current not in (-1, self._pipe[1]):  # other code has set its own descriptor
                 signal.set_wakeup_fd(current)
-        for number, previous in self._previous.items():
+        for number, previous in self._previous_handlers.items():
             if signal.getsignal(number) == self._handler:
                 signal.signal(number, previous)
-        self._inside = False
-        if self._received is None:
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._pipe[1], bytes([_OVER]))
+        self._is_running = False
+        if self._own_signal is None:
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of signals
+                os.write(self._pipe[1], bytes([_END_BYTE]))
 
     def forget(self) -> None:
         """Restore the handlers in a forked child."""
-        self._inside = self._must_check = self._must_raise = False
+        self._is_running = self._must_check = self._must_raise = False
         if self._is_wakeup_fd:
             signal.set_wakeup_fd(-1)
-        for number, previous in self._previous.items():
+        for number, previous in self._previous_handlers.items():
             if signal.getsignal(number) == self._handler:
                 signal.signal(number, previous)
         for descriptor in self._pipe:
@@ -281,33 +283,33 @@ class Preemption:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Record a signal. This may interrupt any line of the main thread."""
         # A handler that was installed inside the block may call this one after the block.
-        if not self._inside:
-            previous = self._previous.get(number)
+        if not self._is_running:
+            previous = self._previous_handlers.get(number)
             if callable(previous):
                 previous(number, frame)
             return
         if self._must_raise:
             self._must_raise = False
-            raise _End(self._status())
+            raise _End(self._exit_status())
         if not self._is_wakeup_fd:
             with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier signals
                 os.write(self._pipe[1], bytes([number]))
-        self._receive(number)
+        self._record_own_signal(number)
 
-    def _receive(self, number: int) -> None:
+    def _record_own_signal(self, number: int) -> None:
         """Record the first signal that this process gets, and tell the other ranks."""
-        if self._received is not None:
+        if self._own_signal is not None:
             return
-        self._received = number
+        self._own_signal = number
         now = time.monotonic()
-        self._ask(number, now)
+        self._request_stop(number, now)
         if self._ranks is not None:
             self._ranks.ask(number, now)
 
-    def _ask(self, number: int, moment: float) -> None:
+    def _request_stop(self, number: int, moment: float) -> None:
         """Have the next boundary check whether to stop. Called when any rank got a signal."""
-        if self._asked is None:
-            self._asked = (number, moment)
+        if self._first_signal is None:
+            self._first_signal = (number, moment)
         self._must_check = True
 
     def _watch(self) -> None:
@@ -319,50 +321,50 @@ class Preemption:
         while True:
             number = self._next_signal(given_up)
             now = time.monotonic()
-            if number == _OVER:
+            if number == _END_BYTE:
                 break
-            # `_give_up` itself sends a signal.
+            # Not after `_give_up`, which sends a signal itself.
             if number is not None and not given_up:
-                self._receive(number)
+                self._record_own_signal(number)
                 if first_s is None:
                     first_s = now
                 elif now - first_s > repeated_s:
                     self._end_now("a second signal came")
-            if self._asked is None:
+            if self._first_signal is None:
                 continue
-            if now >= self._last_moment() and not given_up:
+            if now >= self._leave_deadline() and not given_up:
                 given_up = True
                 self._give_up()
-            if now >= self._asked[1] + self._deadline_s:
-                if self._inside or not threading.main_thread().is_alive():
+            if now >= self._end_deadline():
+                if self._is_running or not threading.main_thread().is_alive():
                     self._end_now("the deadline has passed")
                 break
         os.close(self._pipe[0])
         os.close(self._pipe[1])
 
     def _next_signal(self, given_up: bool) -> int | None:
-        """Wait for a byte from the pipe, and return it: one of `signals`, or `_OVER`. Return None
-        when it is time to check the clock or the other ranks."""
+        """Wait for a byte from the pipe, and return it: one of `signals`, or `_END_BYTE`. Return
+        None when it is time to check the clock or the other ranks."""
         poll = select.poll()  # select() refuses descriptors above 1023
         poll.register(self._pipe[0], select.POLLIN)
         while True:
-            left_s: float | None = None
-            if self._asked is not None:
-                end = self._asked[1] + self._deadline_s if given_up else self._last_moment()
+            left_s: float | None = None  # None: wait without a limit
+            if self._first_signal is not None:
+                end = self._end_deadline() if given_up else self._leave_deadline()
                 left_s = max(0.0, end - time.monotonic())
-            elif self._ranks is not None or not self._joined:
+            elif self._ranks is not None or not self._ranks_known:
                 left_s = _CHECK_S
             if not poll.poll(None if left_s is None else 1000 * left_s):
                 return None
             (number,) = os.read(self._pipe[0], 1)
-            if number == _OVER or number in self.signals:
+            if number == _END_BYTE or number in self.signals:
                 return int(number)
 
     def _give_up(self) -> None:
         """Give up the saves under way, and have the main thread leave the block."""
-        if self._leaving or not self._inside:
+        if self._only_waits or not self._is_running:
             return
-        if not in_time.give_up() and not self._stopping:
+        if not in_time.give_up() and not self._has_reached_stop:
             log.warning(
                 "stillframe: no step boundary was reached within %.3g s of %s: nothing was saved,"
                 " and the old files stay",
@@ -384,98 +386,105 @@ class Preemption:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(self._status())
+        os._exit(self._exit_status())
 
     # ---- boundaries ----
 
     def _reach_boundary(self, event: Event) -> bool:
         """Return whether training stops at this boundary. If so, save what is registered, except at
         a call of `save`, which does that itself."""
-        if self._stopping:
+        if self._has_reached_stop:
             return True
-        if not self._joined:
+        if not self._ranks_known:
             self._join()
-        self._must_check = False  # before `_asked` is read, because a signal sets both
-        if self._asked is None:
+        self._must_check = False  # before `_first_signal` is read, because a signal sets both
+        if self._first_signal is None:
             return False
         self._must_check = True  # if training goes on, the next boundary has to check too
-        if not self._is_last(event):
+        if not self._stops_here(event):
             return False
         # Without other ranks, the loop may still call `should_stop` after `save`.
-        self._stopping = event != "save" or self._ranks is not None
+        self._has_reached_stop = event != "save" or self._ranks is not None
         if event != "save":
             self._save_registered(event)
         return True
 
-    def _is_last(self, event: Event) -> bool:
+    def _stops_here(self, event: Event) -> bool:
         """Return whether training stops at this boundary after a signal. With several ranks, wait
         until they have agreed. Raise `_End` if they have agreed without this rank."""
         if self._ranks is None:
             if event != "step":
                 return True
             # The end of a step counts if it was the next boundary when the step began.
-            before = self._counts()._replace(steps=self._steps - 1)
-            return self._counts().reaches(agreement.next_boundary([before]))
-        while self._ranks.limit is None and self._ranks.failed is None:
+            before_step = self._counts()._replace(steps=self._nr_steps - 1)
+            return self._counts().reaches(agreement.next_boundary([before_step]))
+        while self._ranks.limit is None and self._ranks.why_left_out is None:
             time.sleep(_POLL_S)
-        if self._ranks.failed is not None:
-            log.warning("stillframe: nothing is saved: %s", self._ranks.failed)
-            raise _End(self._status())
+        if self._ranks.why_left_out is not None:
+            log.warning("stillframe: nothing is saved: %s", self._ranks.why_left_out)
+            raise _End(self._exit_status())
         assert self._ranks.limit is not None
         return self._counts().reaches(self._ranks.limit)
 
     def stepped(self) -> None:
         """Count the end of an optimizer's step, and stop there if that is the boundary."""
-        if not self._inside or threading.current_thread() is not threading.main_thread():
+        if not self._is_running or threading.current_thread() is not threading.main_thread():
             return
-        self._steps += 1
-        if self._must_check and not self._stopping and self._reach_boundary("step"):
+        self._nr_steps += 1
+        if self._must_check and not self._has_reached_stop and self._reach_boundary("step"):
             # Without a signal of its own, this process ends without an error.
-            raise _End(self._status() if self._received is not None else 0)
+            raise _End(self._exit_status() if self._own_signal is not None else 0)
 
     def _save_registered(self, event: Event | None) -> None:
         """Make the registered saves, except those that were made since the last step. `event` is
         the boundary; None at the end of the block."""
-        for name, make_state in list(self._registered.items()):
+        for name, make_state in list(self._make_state_of.items()):
             _, stops, steps = self._saved.get(name, (None, -1, -1))
             # The state may have been saved at the end of the step, before this `should_stop`.
             saved_by_step = steps > 0 and event == "stop"
-            is_saved = steps == self._steps and (stops == self._stops or saved_by_step)
+            is_saved = steps == self._nr_steps and (stops == self._nr_stops or saved_by_step)
             if not is_saved:
-                report = in_time.save(make_state, name, self._until())
-                self._saved[name] = report, self._stops, self._steps
+                report = in_time.save(make_state, name, self._save_deadline())
+                self._saved[name] = report, self._nr_stops, self._nr_steps
 
     def _join(self) -> None:
         """Join the other ranks, if there is a process group. Without one, the first boundary calls
         this again, because the group may be made inside the block."""
-        self._ranks = agreement.join(self._deadline_s, self._ask, self._counts)
-        self._joined = self._inside or self._ranks is not None
-        if self._ranks is not None and self._asked is not None:
-            self._ranks.ask(*self._asked)
+        self._ranks = agreement.join(self._deadline_s, self._request_stop, self._counts)
+        self._ranks_known = self._is_running or self._ranks is not None
+        if self._ranks is not None and self._first_signal is not None:
+            self._ranks.ask(*self._first_signal)
 
     def _counts(self) -> agreement.Counts:
-        return agreement.Counts(self._stops, self._steps, self._saves, self._saved_at)
+        return agreement.Counts(
+            self._nr_stops, self._nr_steps, self._nr_saves, self._steps_at_last_save
+        )
 
     # ---- the signal and its deadlines ----
 
     def _signal(self) -> int:
         """Return the signal that some rank got first; before any signal, the first of `signals`."""
-        return self.signals[0] if self._asked is None else self._asked[0]
+        return self.signals[0] if self._first_signal is None else self._first_signal[0]
 
     def _moment(self) -> float:
         """Return the `time.monotonic()` at which the first signal came."""
-        return time.monotonic() if self._asked is None else self._asked[1]
+        return time.monotonic() if self._first_signal is None else self._first_signal[1]
 
-    def _until(self) -> float:
+    def _save_deadline(self) -> float:
         """Return the moment by which saves have to be durable."""
-        return self._moment() + self._deadline_s - self._reserve_s
+        return self._end_deadline() - self._reserve_s
 
-    def _last_moment(self) -> float:
-        """Return the moment by which the main thread has to leave the block, after `_until()`."""
-        return self._until() + self._reserve_s / 4
+    def _leave_deadline(self) -> float:
+        """Return the moment by which the main thread has to leave the block."""
+        return self._save_deadline() + self._reserve_s / 4
 
-    def _status(self) -> int:
-        return 128 + (self._received or self._signal())
+    def _end_deadline(self) -> float:
+        """Return the moment by which the process has to end."""
+        return self._moment() + self._deadline_s
+
+    def _exit_status(self) -> int:
+        """Return the status by which shells report that a signal ended the process."""
+        return 128 + (self._own_signal or self._signal())
 
 
 # ---- steps of optimizers ----
@@ -483,7 +492,7 @@ class Preemption:
 _blocks: dict[int, Preemption] = {}  # the blocks that are running, by their ids
 
 
-class _Steps:
+class _StepObserver:
     """Tells the running blocks when an optimizer's step ends; an implementation of `gate.Readers`
     that makes no step wait."""
 
@@ -498,13 +507,14 @@ class _Steps:
         return False
 
 
-_reader: _Steps | None = None  # registered with the gate once for all blocks
+_reader: _StepObserver | None = None  # registered with the gate once for all blocks
 
 
 def _count_steps_of(block: Preemption) -> None:
+    """Call `block.stepped` at the end of every optimizer's step from now on."""
     global _reader
     if _reader is None:
-        _reader = _Steps()
+        _reader = _StepObserver()
         gate.add_readers(_reader)
     _blocks[id(block)] = block
 
@@ -512,7 +522,7 @@ def _count_steps_of(block: Preemption) -> None:
 # ---- arguments ----
 
 
-def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
+def _checked_signals(signals: Iterable[int]) -> tuple[int, ...]:
     """Return each signal once. Raise TypeError or ValueError for an invalid signal."""
     if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
         raise TypeError(f"signals has to be a tuple of signals, not {signals!r}")

@@ -37,8 +37,8 @@ class Backlog(NamedTuple):
 
 
 def backlog(directory: str) -> Backlog | None:
-    """Return what is to be uploaded from a directory, not counting saves under way. Raise OSError
-    if the directory's journal cannot be listed."""
+    """Return the backlog of a directory, without saves under way; None if nothing is due. Raise
+    OSError if the directory's journal cannot be listed."""
     return Backlog.of(journal.entries(directory))
 
 
@@ -46,7 +46,8 @@ def _nbytes(path: str) -> int:
     """Return the bytes of a file, or of a directory's files; 0 if they cannot be read."""
     try:
         info = os.lstat(path)
-        inside = sending.files_of(path).values() if stat.S_ISDIR(info.st_mode) else [info]
-        return sum(each.st_size for each in inside)
+        is_directory = stat.S_ISDIR(info.st_mode)
+        files = sending.files_of(path).values() if is_directory else [info]
+        return sum(each.st_size for each in files)
     except (OSError, sending.LocalError):
         return 0

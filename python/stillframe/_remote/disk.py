@@ -42,7 +42,7 @@ class RemoteDisk(Disk):
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self._store, _ = open_store(url, storage_options)
         shown = urls.shown(url)
-        self._root = shown.removesuffix(urls.Url.parse(shown).path)
+        self._root = shown.removesuffix(urls.Url.parse(shown).path)  # the URL up to the key
         self._fetcher = Fetcher()
         self._listed: dict[str, _Directory] = {}  # the listed directories, by key
         self._found: dict[str, Found] = {}  # the objects that were looked up or listed, by key
@@ -53,14 +53,14 @@ class RemoteDisk(Disk):
     # ---- files ----
 
     def open(self, path: str, *, peek: bool = False) -> RemoteFile:
-        item = Object(self._store, self._find(self._key(path)))
-        return RemoteFile(self._fetcher, item, peek=peek)
+        remote = Object(self._store, self._find(self._key(path)))
+        return RemoteFile(self._fetcher, remote, peek=peek)
 
     def forget(self, path: str) -> None:
         self._found.pop(self._key(path), None)
 
-    def rest(self, file: Opened) -> None:
-        cast("RemoteFile", file).rest()
+    def release_memory(self, file: Opened) -> None:
+        cast("RemoteFile", file).release_memory()
 
     def read(self, path: str, nbytes: int = -1) -> bytes:
         found = self._find(self._key(path))
@@ -71,6 +71,7 @@ class RemoteDisk(Disk):
         return self._find(self._key(path)).nbytes
 
     def _find(self, key: str) -> Found:
+        """Return `Store.find` of an object, and ask the store only once."""
         if key not in self._found:
             self._found[key] = self._store.find(key)
         return self._found[key]
@@ -79,16 +80,17 @@ class RemoteDisk(Disk):
 
     def is_directory(self, path: str) -> bool:
         key = self._key(path)
-        directory = self._known(os.path.dirname(key))
-        if directory is not None:
-            return isinstance(directory.get(os.path.basename(key)), dict)
-        if key and not path.endswith("/"):
+        parent = self._known(os.path.dirname(key))
+        if parent is not None:
+            return isinstance(parent.get(os.path.basename(key)), dict)
+        may_be_object = key and not path.endswith("/")
+        if may_be_object:  # asking for one object is cheaper than a listing
             try:
                 self._find(key)
                 return False
             except FileNotFoundError:
                 pass
-        return bool(self._directory(key))
+        return bool(self._directory(key))  # a store has no empty directories
 
     def exists(self, path: str) -> bool:
         try:
@@ -111,36 +113,42 @@ class RemoteDisk(Disk):
             on_error(error)
             return
         directories = [name for name, each in inside.items() if isinstance(each, dict)]
-        yield path, directories, [name for name in inside if name not in directories]
+        files = [name for name in inside if name not in directories]
+        yield path, directories, files
         for name in directories:
             yield from self.walk(os.path.join(path, name), on_error)
 
     def modified_s(self, path: str) -> float:
+        """Return the latest time of what was listed at a path; 0.0 if nothing was listed."""
         key = self._key(path)
-        directory = self._known(os.path.dirname(key)) or {}
-        return max(_times(directory.get(os.path.basename(key), {})), default=0.0)
+        parent = self._known(os.path.dirname(key)) or {}
+        listed = parent.get(os.path.basename(key), {})
+        return max(_times(listed), default=0.0)
 
     def _key(self, path: str) -> str:
+        """Return the key of a path, which is a URL."""
         return path.removeprefix(self._root).strip("/")
 
     def _known(self, key: str) -> _Directory | None:
-        """Return a directory that was listed already, alone or with a directory above it. Return
-        None if it was not listed."""
+        """Return a directory that was listed, itself or with a directory above it; else None."""
         if key in self._listed:
             return self._listed[key]
         if not key:
             return None
-        above = self._known(os.path.dirname(key))
-        inside = None if above is None else above.get(os.path.basename(key), {})
+        parent = self._known(os.path.dirname(key))
+        if parent is None:
+            return None
+        inside = parent.get(os.path.basename(key), {})  # a listing shows no empty directories
         return inside if isinstance(inside, dict) else None
 
     def _directory(self, key: str) -> _Directory:
+        """Return a directory; list it if it was not listed."""
         directory = self._known(key)
         if directory is None:
             directory = self._listed[key] = {}
             for found in self._store.list(key):
                 _add(directory, found.key[len(key) :].strip("/").split("/"), found)
-                # Without versions, `Object.refuse_changed` compares two results of `find`.
+                # Without a version, `Object.refuse_changed` needs a result of `Store.find`.
                 if found.version:
                     self._found[found.key] = found
         return directory
@@ -149,12 +157,12 @@ class RemoteDisk(Disk):
 def _add(directory: _Directory, path: list[str], found: Found) -> None:
     """Add an object to a directory. `path` is its path below the directory, split at slashes."""
     *above, name = path
-    for each in above:
-        inside = directory.setdefault(each, {})
+    for parent in above:
+        inside = directory.setdefault(parent, {})
         if not isinstance(inside, dict):
             return  # an object of this name hides what is below it
         directory = inside
-    if name:
+    if name:  # the key of an object that only marks a directory ends with a slash
         directory.setdefault(name, found)
 
 

@@ -26,13 +26,13 @@ log = logging.getLogger("stillframe")
 
 CHUNK_BYTES = 8 << 20  # the length of a request
 PEEK_BYTES = 1 << 20  # the length of a request while little of the file is read
-THREADS = 8  # the most threads of a `Fetcher`
+THREADS = 8  # a `Fetcher` starts at most this many threads
 SLOW_S = 10.0  # longer requests are logged
 PATIENCE_S = 1.0  # how long `Fetcher.end` waits for requests under way
 
 
 class Object:
-    """An object that is read."""
+    """A remote object that is read, in the version that was found first."""
 
     def __init__(self, store: Store, found: Found) -> None:
         self.found = found  # the object's size and version before the first request
@@ -45,23 +45,24 @@ class Object:
         data = self._store.get(self.found.key, start, end, self.found.version)
         took_s = time.monotonic() - begun
         if took_s > SLOW_S:  # no client reports its own retries
-            log.info(
-                "stillframe: %s: bytes %d to %d took %.0f s; failed requests are tried again",
-                *(self._store.shown(self.found.key), start, end, took_s),
-            )
+            shown = self._store.shown(self.found.key)
+            text = "stillframe: %s: bytes %d to %d took %.0f s; failed requests are tried again"
+            log.info(text, shown, start, end, took_s)
         return data
 
     def refuse_changed(self) -> None:
-        """Raise OSError if the object was replaced. With versions, the requests notice that."""
-        if not self.found.version and self._store.find(self.found.key) != self.found:
+        """Raise OSError if the object was replaced."""
+        if self.found.version:
+            return  # each request named the version, so it failed after a replacement
+        if self._store.find(self.found.key) != self.found:
             words = "the object was replaced while it was read: read it again"
             raise OSError(errno.ESTALE, words, self._store.shown(self.found.key))
 
 
 class Range(NamedTuple):
-    """The bytes from `start` to `end` of an object, for a file in memory."""
+    """The bytes from `start` to `end` of an object. They are the content of a file in memory."""
 
-    item: Object
+    remote: Object
     start: int
     end: int
     chunk_bytes: int  # the length of a request, a multiple of a page
@@ -82,17 +83,17 @@ class Fetcher:
     def __del__(self) -> None:
         self._arrivals.end()
 
-    def open(self, wanted: Range) -> tuple[int, int]:
+    def open(self, content: Range) -> tuple[int, int]:
         """Open a file in memory. Return its number, which `close` takes, and its descriptor.
 
-        Bytes are fetched when the core wants them. Before other code reads the descriptor, call
-        `_core.arrive`, which waits for all bytes.
+        Bytes are fetched when the core needs them. Call `_core.arrive`, which waits for all bytes,
+        before other code reads the descriptor.
         """
-        number, fd = self._arrivals.open(wanted.end - wanted.start, wanted.chunk_bytes)
-        self._ranges[number] = wanted
+        number, fd = self._arrivals.open(content.end - content.start, content.chunk_bytes)
+        self._ranges[number] = content
         if len(self._threads) < THREADS:
             nr_requests = sum(each.nr_requests for each in self._ranges.values())
-            self._start(min(THREADS, nr_requests))
+            self._start_threads(min(THREADS, nr_requests))
         return number, fd
 
     def close(self, number: int) -> None:
@@ -100,16 +101,17 @@ class Fetcher:
         self._ranges.pop(number, None)
 
     def end(self) -> None:
-        """Close all files and end the threads. A thread in a request ends after the answer."""
+        """Close all files and end the threads. A thread in a request ends after its answer, for
+        which this call does not wait longer than PATIENCE_S."""
         self._arrivals.end()
         deadline = time.monotonic() + PATIENCE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _start(self, number: int) -> None:
-        """Start threads until there are `number` of them."""
-        while len(self._threads) < number:
-            # The thread must not refer to this object: only its `__del__` ends the thread.
+    def _start_threads(self, count: int) -> None:
+        """Start threads until there are `count` of them."""
+        while len(self._threads) < count:
+            # A thread that referred to this object would keep `__del__` from ending the threads.
             arguments = self._arrivals, self._ranges
             thread = threading.Thread(target=_fetch, args=arguments, name="sf-fetch", daemon=True)
             try:
@@ -117,57 +119,61 @@ class Fetcher:
             except OSError:
                 if not self._threads:
                     raise
-                return  # go on with fewer threads
+                return  # fewer threads are enough
             self._threads.append(thread)
 
 
 def _fetch(arrivals: _core.Arrivals, ranges: dict[int, Range]) -> None:
     """Fetch the bytes that readers wait for, until `Arrivals.end` is called."""
-    while (wanted := arrivals.next()) is not None:
-        number, start, end = wanted
-        found = ranges.get(number)
-        if found is None:  # the file was closed meanwhile
+    while (request := arrivals.next()) is not None:
+        number, start, end = request  # of the bytes in the file
+        content = ranges.get(number)
+        if content is None:  # the file was closed meanwhile
             continue
+        remote = content.remote
         try:
-            arrivals.put(number, start, found.item.get(found.start + start, found.start + end))
+            arrivals.put(number, start, remote.get(content.start + start, content.start + end))
         except Exception as error:
-            if found.item.failure is None:
-                found.item.failure = error
+            if remote.failure is None:
+                remote.failure = error
             arrivals.fail(number)
 
 
 class RemoteFile:
-    """A remote object that is open to read; a context manager. If a request failed, the end of the
-    block raises its error in place of later errors.
+    """A remote object that is open to read; a context manager. If a request failed, `__exit__`
+    raises the error of the request in place of a later error.
 
     Args:
-        peek: Make short requests until `rest` is called.
+        peek: Make short requests until `release_memory` is called.
     """
 
-    def __init__(self, fetcher: Fetcher, item: Object, *, peek: bool = False) -> None:
-        nbytes = item.found.nbytes
+    def __init__(self, fetcher: Fetcher, remote: Object, *, peek: bool = False) -> None:
+        nbytes = remote.found.nbytes
         self._fetcher = fetcher
-        self._object = item
-        self._range = Range(item, 0, nbytes, CHUNK_BYTES)
-        first = Range(item, 0, nbytes, PEEK_BYTES) if peek else self._range
-        self._opened: tuple[int, int] | None = fetcher.open(first)
+        self._object = remote
+        self._range = Range(remote, 0, nbytes, CHUNK_BYTES)
+        first_range = Range(remote, 0, nbytes, PEEK_BYTES) if peek else self._range
+        # The file's number and descriptor; None after `release_memory`.
+        self._opened: tuple[int, int] | None = fetcher.open(first_range)
 
     def fileno(self) -> int:
         if self._opened is None:
             self._opened = self._fetcher.open(self._range)
-        return self._opened[1]
+        _, fd = self._opened
+        return fd
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Give back the memory. Bytes that are read later are fetched again."""
         opened, self._opened = self._opened, None
         if opened is not None:
-            self._fetcher.close(opened[0])
+            number, _ = opened
+            self._fetcher.close(number)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.rest()
+        self.release_memory()
         if error is not None and not isinstance(error, Exception):
             return  # Ctrl-C
         try:
@@ -175,6 +181,6 @@ class RemoteFile:
                 raise self._object.failure
             self._object.refuse_changed()
         except Exception as reason:
-            for note in getattr(error, "__notes__", ()):
+            for note in getattr(error, "__notes__", ()):  # the replaced error may have none
                 reason.add_note(note)
             raise reason from None

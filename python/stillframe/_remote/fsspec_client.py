@@ -36,20 +36,20 @@ class FsspecStore(Store):
     def __init__(self, url: Url, options: Mapping[str, Any], given: str) -> None:
         """`given` is the URL as the user gave it."""
         super().__init__(url, options)
+        scheme, _, rest = given.partition("://")
         host = f"{url.user}@{url.bucket}" if url.user else url.bucket
         if url.account:  # az://container@account.dfs.core.windows.net/...
-            host = f"{url.bucket}@{given.partition('@')[2].partition('/')[0]}"
-        self._base = f"{given.partition('://')[0]}://{host}"
+            account_host = rest.partition("@")[2].partition("/")[0]
+            host = f"{url.bucket}@{account_host}"
+        self._base = f"{scheme}://{host}"
         self._query = f"?{url.query}" if url.query else ""
         self._fs = self._open(options)
-        # A lock for file systems that take one call at a time, such as FTP.
+        # File systems without async calls, such as FTP, may take only one call at a time.
         self._one_call = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
 
     def _open(self, options: Mapping[str, Any]) -> Any:
         import fsspec
 
-        # Errors are raised outside the handlers. So they do not refer to fsspec's error, which may
-        # hold credentials.
         failed: Exception
         try:
             url = f"{self._base}/{self._query}"
@@ -60,20 +60,23 @@ class FsspecStore(Store):
             failed = ValueError(f"{self._root}: {redact(str(error), self._secrets)}")
         except Exception as error:
             failed = failure("opening the store", self._root, error, self._secrets)
+        # Raised outside the handlers, so that it does not refer to fsspec's error with credentials.
         raise failed
 
     def _call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call fsspec; see `_one_call`."""
         with self._one_call:
             return function(*args, **options)
 
     def _path(self, key: str) -> str:
+        """Return the path by which fsspec knows an object."""
         return str(self._fs._strip_protocol(f"{self._base}/{key}{self._query}"))
 
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
         path = self._path(key)
         temporary = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
         parent = self._fs._parent(path)
-        with contextlib.suppress(Exception):  # the store has no directories
+        with contextlib.suppress(Exception):  # a store may have no directories
             self._call(self._fs.makedirs, parent, exist_ok=True)
         try:
             file = self._call(self._fs.open, temporary, "wb", block_size=part_bytes(nbytes))
@@ -114,14 +117,14 @@ class FsspecStore(Store):
     def _list(self, prefix: str) -> Iterator[Sequence[Found]]:
         self._fs.invalidate_cache()
         root = self._path("").rstrip("/") + "/"
-        below = f"{self._path(prefix).rstrip('/')}/" if prefix else root
-        found: dict[str, Any] = {}
+        directory = f"{self._path(prefix).rstrip('/')}/" if prefix else root
+        found: dict[str, Any] = {}  # fsspec's descriptions, by path
         with contextlib.suppress(FileNotFoundError):
-            found = self._call(self._fs.find, below.rstrip("/"), detail=True)
+            found = self._call(self._fs.find, directory.rstrip("/"), detail=True)
         yield [
             _of_info(info, path.removeprefix(root))
             for path, info in sorted(found.items())
-            if path.startswith(below) and not path.endswith(_TEMPORARY)
+            if path.startswith(directory) and not path.endswith(_TEMPORARY)
         ]
 
     def _delete(self, keys: Iterable[str]) -> None:
@@ -132,20 +135,23 @@ class FsspecStore(Store):
     def _clean(self, key: str) -> None:
         directory = self._fs._parent(self._path(key))
         for info in self._call(self._fs.ls, directory, detail=True):
-            found = _of_info(info, info["name"])
-            has_time = found.modified_s > 0
-            is_stale = has_time and found.modified_s < time.time() - STALE_S
-            if is_stale and found.key.endswith(_TEMPORARY):
-                self._call(self._fs.rm_file, found.key)
-                log.info("stillframe: removed %s, left by a killed process", found.key)
+            path = info["name"]
+            modified_s = _of_info(info, path).modified_s
+            is_stale = 0 < modified_s < time.time() - STALE_S  # 0.0: the time is not known
+            if is_stale and path.endswith(_TEMPORARY):
+                self._call(self._fs.rm_file, path)
+                log.info("stillframe: removed %s, left by a killed process", path)
 
 
 def _of_info(info: Mapping[str, Any], key: str) -> Found:
     """Return the `Found` for fsspec's description of an object."""
-    # Each file system has its own name for the time.
+    # Each file system has its own name for the time, and may give it as seconds.
     names = ("mtime", "LastModified", "last_modified", "modified", "created")
-    modified = next((info[name] for name in names if info.get(name)), 0.0)
+    times = [info[name] for name in names if info.get(name)]
+    modified = times[0] if times else None
+    modified_s = 0.0  # not known
     if isinstance(modified, datetime):
-        modified = modified.timestamp()
-    known = isinstance(modified, (int, float))
-    return Found(key, int(info.get("size") or 0), float(modified) if known else 0.0)
+        modified_s = modified.timestamp()
+    elif isinstance(modified, (int, float)):
+        modified_s = float(modified)
+    return Found(key, int(info.get("size") or 0), modified_s)

@@ -36,13 +36,13 @@ NAME = ".stillframe-mirror"
 _ENTRY = re.compile(r"\d{20}-\d+\.(new|save|due)")
 _LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a file system without locks
-_TRIES = 100  # a try fails if another process removes the journal or takes the same name
+_TRIES = 100  # of an operation that changes made by other processes can disturb
 _MOST_BYTES = 1 << 16  # the most bytes to read of an entry: another program may have made the file
 
 # The paths of the files that this process has locked, by descriptor.
 _locked: dict[int, str] = {}
 _last_ns = 0  # the last result of `_now_ns`
-# The entries of each directory, by file name. The content of an entry never changes.
+# The entries that were read, by directory and entry name. The content of an entry never changes.
 _known: dict[str, dict[str, Entry]] = {}
 
 
@@ -50,16 +50,16 @@ class Lock:
     """A file that this process has locked, or is about to lock."""
 
     def __init__(self, path: str, fd: int) -> None:
-        self._fds = [fd]  # empty after `_take`
+        self._fds = [fd]  # empty after `_take_fd`
         _locked[fd] = path
 
     def release(self) -> None:
-        fd = self._take()
+        fd = self._take_fd()
         if fd is not None:
             _unlock(fd)
 
-    def _take(self) -> int | None:
-        """Return the descriptor to the first caller and None to others; atomic."""
+    def _take_fd(self) -> int | None:
+        """Return the descriptor to the first caller, and None to all others; atomic."""
         try:
             return self._fds.pop()
         except IndexError:
@@ -67,8 +67,8 @@ class Lock:
 
 
 def _lock(path: str, flags: int = 0) -> Lock | None:
-    """Lock a file. Return None if that is not possible now."""
-    if path in _locked.values():
+    """Lock a file without waiting. Return None if it cannot be locked. `flags` go to `os.open`."""
+    if path in _locked.values():  # by this process
         return None
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
@@ -86,9 +86,9 @@ def _lock(path: str, flags: int = 0) -> Lock | None:
 
 def _unlock(fd: int) -> None:
     """Unlock and close a descriptor, except one that `_forked` has closed."""
-    if _locked.pop(fd, None) is None:  # in one atomic operation
+    if _locked.pop(fd, None) is None:  # the pop is atomic: only one caller closes
         return
-    with contextlib.suppress(OSError):  # unlock, because a child may share the descriptor
+    with contextlib.suppress(OSError):  # closing does not unlock what a child process shares
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
@@ -110,63 +110,65 @@ class Entry(NamedTuple):
     """One upload."""
 
     directory: str  # the directory of the local file
-    path: str  # the name of the local file, or directory, in `directory`
+    local_name: str  # the name of the local file, or directory, in `directory`
     prefix: str  # the URL of the mirror, with a slash at the end and without credentials
-    name: str  # the object's name below the prefix
-    file: str = ""  # the name of the entry; "" before the entry is in the journal
+    object_name: str  # the object's name below the prefix
+    entry_name: str = ""  # the name of the entry's file; "" before it is in the journal
 
     @property
     def local(self) -> str:
-        return os.path.join(self.directory, self.path)
+        return os.path.join(self.directory, self.local_name)
 
     @property
     def url(self) -> str:
-        return self.prefix + self.name
+        return self.prefix + self.object_name
 
     @property
     def made_s(self) -> float:
         """The time of the save's call, in seconds since 1970."""
-        return int(self.file[:20]) / 1e9
+        return int(self.entry_name[:20]) / 1e9  # the name begins with nanoseconds
 
     @property
-    def own_path(self) -> str:
-        return os.path.join(self.directory, NAME, self.file)
+    def entry_path(self) -> str:
+        return os.path.join(self.directory, NAME, self.entry_name)
 
     def is_due(self) -> bool:
-        """Return whether the file's save is over: durable, or its process was killed."""
-        if self.file.endswith(".due"):
+        """Return whether the file can be uploaded: its save succeeded, or the process of its save
+        was killed."""
+        if self.entry_name.endswith(".due"):
             return True
-        lock = _lock(self.own_path)
-        if lock is not None:
-            lock.release()
-        return lock is not None
+        lock = _lock(self.entry_path)
+        if lock is None:
+            return False  # a save under way holds the lock
+        lock.release()
+        return True
 
     def is_of_killed_save(self) -> bool:
         """Return whether a due entry belongs to a killed process. Its file may not exist."""
-        return self.file.endswith(".save")
+        return self.entry_name.endswith(".save")
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.own_path)
+            os.unlink(self.entry_path)
 
 
 class Pending(Lock):
     """The entry of a save under way."""
 
     def __init__(self, entry: Entry, fd: int) -> None:
-        super().__init__(entry.own_path, fd)
+        super().__init__(entry.entry_path, fd)
         self.entry = entry
 
     def make_due(self, *, durable: bool) -> None:
-        """Have the local file uploaded. Any thread may call this, and again. Raise OSError if the
-        entry cannot be synced or renamed."""
+        """Rename the entry to .due, so that the local file is uploaded. Any thread may call this,
+        several times too. Raise OSError if the entry cannot be synced or renamed."""
         if durable:
             with contextlib.suppress(FileNotFoundError):
                 self.sync()
-        fd = self._take()
+        fd = self._take_fd()
         if fd is None:
-            return  # another call has taken over
-        path = self.entry.own_path
+            return  # another call renames the entry, or has renamed it
+        path = self.entry.entry_path
         try:
             os.rename(path, path.removesuffix(".save") + ".due")
         except FileNotFoundError:  # without locks, another process may have removed the entry
@@ -183,50 +185,51 @@ class Pending(Lock):
         self.release()
 
     def sync(self) -> None:
-        paths.sync_file(self.entry.own_path)
-        paths.sync_directory(os.path.dirname(self.entry.own_path))
+        paths.sync_file(self.entry.entry_path)
+        paths.sync_directory(os.path.dirname(self.entry.entry_path))
 
 
 def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
-    """Write an entry without a sync, and return it locked.
+    """Write an entry for a save that begins, and return it locked. Do not sync it.
 
     Args:
         made: The entry is appended to this list before it is in the journal. So the caller has the
             entry even if Ctrl-C comes before the return.
     """
-    content = json.dumps({"path": entry.path, "prefix": entry.prefix, "name": entry.name}).encode()
+    fields = {"path": entry.local_name, "prefix": entry.prefix, "name": entry.object_name}
+    content = json.dumps(fields).encode()
     for _ in range(_TRIES):
         stem = f"{_now_ns():020d}-{os.getpid()}"
-        new = entry._replace(file=f"{stem}.new").own_path
+        new_path = entry._replace(entry_name=f"{stem}.new").entry_path
         try:
-            fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(os.path.dirname(new))
+                os.mkdir(os.path.dirname(new_path))
             continue
-        except FileExistsError:
+        except FileExistsError:  # on another machine a process has the same number
             continue
-        pending = Pending(entry._replace(file=f"{stem}.save"), fd)
+        pending = Pending(entry._replace(entry_name=f"{stem}.save"), fd)
         try:
             if made is not None:
                 made.append(pending)
             if _flock(fd):
                 os.write(fd, content)
-                os.rename(new, pending.entry.own_path)
+                os.rename(new_path, pending.entry.entry_path)
                 return pending
         except FileNotFoundError:
-            pass  # another process has removed the .new before it was locked
+            pass
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(new)
+                os.unlink(new_path)
             pending.release()
             raise
-        pending.release()
+        pending.release()  # try again: another process is removing the .new, or has removed it
     raise FileExistsError(errno.EEXIST, "no entry could be made", entry.directory)
 
 
 def add_due(entry: Entry, *, durable: bool) -> None:
-    """Write the entry of a local file that is already there, and make it due."""
+    """Write the entry of a local file that was saved before, and make it due."""
     pending = add(entry)
     if durable:
         paths.sync_directory(entry.directory)  # the journal may be new
@@ -236,25 +239,29 @@ def add_due(entry: Entry, *, durable: bool) -> None:
 def entries(directory: str) -> list[Entry]:
     """Return the entries of a directory's journal, the oldest first. Raise OSError if the journal
     cannot be listed."""
-    # Each entry is read only once: each `stillframe.remove` asks for all of them.
+    # Each entry is read only once, because each `stillframe.remove` asks for all of them.
     known = _known.get(directory, {})
     names = _names(directory)
     for _ in range(_TRIES):
-        found = {file: known[file] for file in names if file in known}
-        for file in [each for each in names if each not in known]:
+        found: dict[str, Entry] = {}
+        for name in names:
+            if name in known:
+                found[name] = known[name]
+                continue
             with contextlib.suppress(OSError):  # the entry is gone, or belongs to another user
-                entry = _read(directory, file)
+                entry = _read(directory, name)
                 if entry is not None:
-                    found[file] = entry
+                    found[name] = entry
         # A list that is made during a rename may have neither the old name nor the new name.
-        before, names = names, _names(directory)
-        if names == before:
+        names_before = names
+        names = _names(directory)
+        if names == names_before:
             break
     if found:
         _known[directory] = found
     else:
         _known.pop(directory, None)
-    return [found[file] for file in sorted(found)]
+    return [found[name] for name in sorted(found)]
 
 
 def _names(directory: str) -> list[str]:
@@ -267,45 +274,49 @@ def _names(directory: str) -> list[str]:
     return sorted(name for name in names if name in known or _ENTRY.fullmatch(name))
 
 
-def _read(directory: str, file: str) -> Entry | None:
+def _read(directory: str, entry_name: str) -> Entry | None:
     """Return an entry; None if it is invalid or a .new. Raise OSError if it cannot be read."""
-    with open(os.path.join(directory, NAME, file), "rb") as stream:
+    with open(os.path.join(directory, NAME, entry_name), "rb") as stream:
         text = stream.read(_MOST_BYTES)
     try:
         content = json.loads(text)
-        entry = Entry(directory, content["path"], content["prefix"], content["name"], file)
+        entry = Entry(directory, content["path"], content["prefix"], content["name"], entry_name)
     except (ValueError, KeyError, TypeError):
         return None
-    if file.endswith(".new") or not all(isinstance(each, str) for each in entry):
+    if entry_name.endswith(".new") or not all(isinstance(each, str) for each in entry):
         return None
-    # A path with a slash, or "..", would lead out of the directory.
-    is_name = os.path.basename(entry.path) == entry.path and entry.path not in ("", ".", "..")
-    return entry if is_name else None
+    # A name with a slash, or "..", would lead out of the directory.
+    name = entry.local_name
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        return None
+    return entry
 
 
 def lock(directory: str) -> Lock | None:
-    """Take the right to upload from a directory. Return None if another process has it."""
+    """Take the lock for uploads from a directory. Return None if another process has it."""
     return _lock(os.path.join(directory, NAME, _LOCK), os.O_CREAT)
 
 
-def unlock(directory: str, right: Lock) -> None:
-    """Give the right back. Before that, remove invalid entries, and the journal if it is empty."""
+def unlock(directory: str, upload_lock: Lock) -> None:
+    """Release the lock. Before that, remove invalid entries, and the journal if it is empty."""
     known = _known.get(directory, {})
-    for file in [each for each in _names(directory) if each not in known]:
-        entry = Entry(directory, "", "", "", file)
-        with contextlib.suppress(OSError):
-            if _read(directory, file) is None and entry.is_due():
+    for name in _names(directory):
+        if name in known:
+            continue  # it was read, so it is valid
+        entry = Entry(directory, "", "", "", name)
+        with contextlib.suppress(OSError):  # the entry is gone, or belongs to another user
+            if _read(directory, name) is None and entry.is_due():
                 entry.remove()
     with contextlib.suppress(OSError):  # there are other files, or a new entry
         if not _names(directory):
             # A process that has opened the file `lock` meanwhile notices that the name is gone.
             os.unlink(os.path.join(directory, NAME, _LOCK))
             os.rmdir(os.path.join(directory, NAME))
-    right.release()
+    upload_lock.release()
 
 
 def _now_ns() -> int:
-    """Return the time since 1970, later than any time returned before in this process."""
+    """Return the nanoseconds since 1970. Each result is later than all before in this process."""
     global _last_ns
     _last_ns = max(_last_ns + 1, time.time_ns())
     return _last_ns

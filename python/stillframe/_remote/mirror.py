@@ -4,13 +4,13 @@
     the save's end           syncs the entry and makes it due
     the thread `sf-mirror`   uploads the files of due entries (sending.py), one at a time
 
-The oldest entry goes first. An entry's *prefix* is the URL of its mirror. After a failure all
-entries of the prefix wait for a pause, and then the upload is tried again. While another process
+The oldest entry goes first. An entry's *prefix* is the URL of its mirror. After a failure, the
+thread uploads nothing to the prefix for a while, and then tries again. While another process
 uploads from a directory, all entries there wait.
 
 Other processes may have left entries in a directory. They are uploaded too, once this process has
-saved there with a mirror or has called `MirrorUpload.resume`. An entry is dropped when a later
-entry of the same file is due.
+saved there with a mirror or has called `MirrorUpload.resume`. An entry is removed without an upload
+if a later entry of the same file is due.
 
 The journal holds no credentials. The thread uses the options that this process has given for the
 prefix, or else those for its bucket, or else the credentials of the environment.
@@ -39,7 +39,7 @@ log = logging.getLogger("stillframe")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between two tries of an upload that fails
 _POLL_S = 1.0  # how often a journal is read again, for changes by other processes
-_GIVEN_UP_S = 5.0  # the longest wait for the thread after `give_up`
+_GIVEN_UP_S = 5.0  # the longest wait of `give_up` for the thread
 
 Options = Mapping[str, Any]
 
@@ -51,8 +51,8 @@ class MirrorUpload:
         local: The path of the file or directory. Its parent is a real path.
         mirror: The URL of a directory in a store.
         storage_options: See `open_store`.
-        durable: `end` syncs the entry.
-        create_parents: `begin` makes missing directories.
+        durable: If true, `end` syncs the entry.
+        create_parents: If true, `begin` makes missing directories.
 
     Raises:
         ValueError: The URL or an option makes no sense, or the file's name is not UTF-8.
@@ -68,18 +68,19 @@ class MirrorUpload:
         durable: bool,
         create_parents: bool = False,
     ) -> None:
-        path, mark, query = mirror.partition("?")
+        path, question_mark, query = mirror.partition("?")
         if not path.endswith("/"):
             path += "/"
-        url = path + mark + query
+        url = path + question_mark + query
         check_store(url, storage_options)
         directory, name = os.path.split(local)
         name.encode()  # raises UnicodeEncodeError, a ValueError
         self.entry = Entry(directory, name, urls.shown(url), name)
         self._durable = durable
         self._create_parents = create_parents
-        self._pending: list[journal.Pending] = []  # the entry in the journal, once it is written
-        uploader.learn(url, dict(storage_options or {}))
+        # Empty until `begin`. The last element is the entry in the journal.
+        self._pending: list[journal.Pending] = []
+        uploader.set_target(url, dict(storage_options or {}))
 
     def begin(self) -> None:
         """Write the entry, without a sync; log an error. Called before the save begins."""
@@ -89,16 +90,16 @@ class MirrorUpload:
             journal.add(self.entry, self._pending)
         except OSError as error:
             self._log(error)
-        uploader.look_at(self.entry.directory)
+        uploader.check_journal(self.entry.directory)
 
     def resume(self) -> None:
-        """Upload what is due in the directory, without a save."""
+        """Upload what earlier saves have left in the directory. There is no save now."""
         if os.path.isdir(os.path.join(self.entry.directory, journal.NAME)):
-            uploader.look_at(self.entry.directory)
+            uploader.check_journal(self.entry.directory)
 
     def end(self, good: bool) -> None:
-        """Make the entry due if the save succeeded, else remove it. Log an error. May be called
-        again."""
+        """Make the entry due if the save succeeded (`good`), else remove it. Log an error. May be
+        called again."""
         for pending in self._pending:
             try:
                 if good:
@@ -107,7 +108,7 @@ class MirrorUpload:
                     pending.remove()
             except OSError as error:
                 self._log(error)
-            uploader.look_at(self.entry.directory)
+            uploader.check_journal(self.entry.directory)
 
     def _log(self, error: OSError) -> None:
         log.error("stillframe: %s will not be uploaded: %s", self.entry.local, error)
@@ -121,7 +122,7 @@ class _GivenUpError(Exception):
 
 
 class _Failures(NamedTuple):
-    """Uploads to one prefix that have failed in a row."""
+    """The uploads to one prefix that have failed since the last success."""
 
     number: int
     next_try_s: float  # by time.monotonic()
@@ -130,20 +131,21 @@ class _Failures(NamedTuple):
 class _Uploader:
     """Uploads what is in the journals that this process has used.
 
-    It has no lock: a signal handler that saves would wait forever for a lock of the code that it
-    has interrupted.
+    It has no lock. A signal handler may save, and would wait forever for a lock that is held by the
+    code it has interrupted.
     """
 
-    until: float | None = None  # the time.monotonic() at which the exit stops waiting
+    exit_deadline_s: float | None = None  # the time.monotonic() at which the exit stops waiting
 
     def __init__(self) -> None:
-        self._directories: dict[str, None] = {}  # an ordered set, whose journals are read
+        # The directories whose journals are read. The dict is an ordered set.
+        self._directories: dict[str, None] = {}
         # The URL and the options of each mirror, as this process gave them, by `urls.key`.
         self._targets: dict[bytes, tuple[str, Options]] = {}
         self._failures: dict[str, _Failures] = {}  # by prefix
         self._unreadable: set[Entry] = set()  # entries whose local files cannot be read
-        # A path, and a function to call when nothing at or below the path is to be uploaded.
-        self._followers: list[tuple[str, Callable[[], object]]] = []
+        # Paths, each with a function to call when nothing at or below the path is to be uploaded.
+        self._callbacks: list[tuple[str, Callable[[], object]]] = []
         self._ending = False  # `finish` was called
         self._given_up = False  # `give_up` was called
         self._reported = False  # `finish` has said what is left
@@ -153,12 +155,13 @@ class _Uploader:
     def is_used(self) -> bool:
         return bool(self._targets)
 
-    def learn(self, prefix: str, options: Options) -> None:
-        name = urls.key(prefix.partition("?")[0])
-        self._targets.pop(name, None)
-        self._targets[name] = prefix, options  # the latest is the last
+    def set_target(self, url: str, options: Options) -> None:
+        """Set the options with which to upload to the mirror of a URL."""
+        key = urls.key(url.partition("?")[0])
+        self._targets.pop(key, None)  # so that the latest target is the last of the dict
+        self._targets[key] = url, options
 
-    def look_at(self, directory: str) -> None:
+    def check_journal(self, directory: str) -> None:
         """Have the thread read the journal of a directory."""
         self._directories[directory] = None
         self._wake()
@@ -166,48 +169,51 @@ class _Uploader:
     def _wake(self) -> None:
         self._wakes.put(None)
         try:
-            self._thread.start()
+            self._thread.start()  # if it does not run yet
         except OSError as error:
             log.warning("stillframe: uploads wait for a thread: %s", error)
 
     # ---- for removes, waits and the exit ----
 
-    def has(self, path: str) -> bool:
+    def has_uploads_at(self, path: str) -> bool:
         """Return whether `path`, or anything below it, is still to be uploaded."""
         parent, name = os.path.split(path)
-        if any(each.path == name for each in _entries_of([parent])):
+        if any(each.local_name == name for each in _entries_of([parent])):
             return True
         below = [each for each in list(self._directories) if each.startswith(f"{path}/")]
         return bool(_entries_of([path, *below]))
 
-    def follow(self, path: str, function: Callable[[], object]) -> None:
+    def call_when_uploaded(self, path: str, function: Callable[[], object]) -> None:
         """Have the thread call `function` when nothing at or below `path` is to be uploaded."""
-        self._followers.append((path, function))
+        self._callbacks.append((path, function))
         for directory in (os.path.dirname(path), path):
-            self.look_at(directory)
+            self.check_journal(directory)
 
     def wait(self, timeout: float | None) -> Backlog | None:
-        """Wait until nothing is to be uploaded, and return None. Return what is left after
-        `timeout` seconds, or if the thread does not run."""
+        """Wait until nothing is to be uploaded, and return None. After `timeout` seconds, or if the
+        thread does not run, return what is left."""
         if not self._directories:
             return None
         over = Event()
-        self._followers.append(("", over.set))  # every path is below ""
+        self._callbacks.append(("", over.set))  # every path is below ""
         self._wake()
         end_s = float("inf") if timeout is None else time.monotonic() + timeout
         while not over.wait(min(_POLL_S, end_s - time.monotonic())):
             if time.monotonic() >= end_s or not self._thread.is_alive():
-                return None if over.is_set() else self.left()
-        return None
+                break
+        return None if over.is_set() else self.left()
 
     def left(self) -> Backlog | None:
+        """Return what is to be uploaded; None if that is nothing."""
         return Backlog.of(_entries_of(list(self._directories)))
 
     def finish(self, quiet_s: float, say: Callable[[str], object]) -> None:
-        """Wait until the thread has uploaded what is due and has ended. Say what is left. Failed
-        uploads are not tried again and stay in the journal. May be called again.
+        """Wait until the thread has uploaded what is due and has ended. Say what is left. Uploads
+        that fail stay in the journal. May be called again.
 
-        A wait of up to `quiet_s` is not announced. `say` prints a line.
+        Args:
+            quiet_s: A wait of up to so many seconds is not announced.
+            say: Prints a line.
         """
         if not self._thread.is_started:
             return
@@ -215,23 +221,25 @@ class _Uploader:
         self._wakes.put(None)
         if not self._given_up:
             self._join(quiet_s)
-            left = self.left() if self._thread.is_alive() and not self._is_late() else None
+            goes_on_waiting = self._thread.is_alive() and not self._is_late()
+            left = self.left() if goes_on_waiting else None
             if left is not None:
                 say(f"stillframe: waiting for {left}; Ctrl-C twice leaves it to the next process")
             self._join(None)
-        if not self._reported and (left := self.left()) is not None:
+        left = None if self._reported else self.left()
+        if left is not None:
             self._reported = True
             say(f"stillframe: left to the next process that saves there with a mirror: {left}")
 
     def _is_late(self) -> bool:
-        return self.until is not None and time.monotonic() >= self.until
+        return self.exit_deadline_s is not None and time.monotonic() >= self.exit_deadline_s
 
-    def _join(self, most_s: float | None) -> None:
-        """Wait until the thread has ended, at most `most_s` seconds and at most until `until`."""
-        limits = [] if most_s is None else [most_s]
-        if self.until is not None:
-            limits.append(max(0.0, self.until - time.monotonic()))
-        self._thread.join(min(limits, default=None))
+    def _join(self, timeout_s: float | None) -> None:
+        """Wait until the thread has ended, at most `timeout_s` and until `exit_deadline_s`."""
+        limits_s = [] if timeout_s is None else [timeout_s]
+        if self.exit_deadline_s is not None:
+            limits_s.append(max(0.0, self.exit_deadline_s - time.monotonic()))
+        self._thread.join(min(limits_s, default=None))
 
     def give_up(self) -> None:
         """Stop the upload under way. Its entry stays."""
@@ -244,18 +252,18 @@ class _Uploader:
 
     def _run(self) -> None:
         """Upload what is due after each wake and each pause, until the process exits."""
-        pause: float | None = 0.0
+        pause_s: float | None = 0.0  # None: until the next wake
         while not self._given_up:
             with contextlib.suppress(queue.Empty):
-                self._wakes.get(timeout=pause)
-                while True:
+                self._wakes.get(timeout=pause_s)
+                while True:  # until `queue.Empty`: one pass serves all wakes so far
                     self._wakes.get_nowait()
             try:
-                pause = self._next()
+                pause_s = self._next()
             except Exception:
                 log.exception("stillframe: the mirror failed")
-                pause = _LONGEST_PAUSE_S
-            more_may_be_due = pause == 0.0
+                pause_s = _LONGEST_PAUSE_S
+            more_may_be_due = pause_s == 0.0
             if self._ending and not more_may_be_due:
                 return
 
@@ -264,23 +272,18 @@ class _Uploader:
         left to upload."""
         entries = _entries_of(list(self._directories))
         now_s = time.monotonic()
-        # At exit a failed upload is not tried again.
-        paused = {
-            prefix
-            for prefix, failures in self._failures.items()
-            if self._ending or now_s < failures.next_try_s
-        }
-        for directory in dict.fromkeys(each.directory for each in entries):
+        paused = set()  # the prefixes that wait after a failure
+        for prefix, failures in self._failures.items():
+            if self._ending or now_s < failures.next_try_s:  # at exit there is no other try
+                paused.add(prefix)
+        directories = dict.fromkeys(each.directory for each in entries)  # an ordered set
+        for directory in directories:
             if self._upload_from(directory, entries, paused):
                 return 0.0
-        for directory in self._directories.keys() - {each.directory for each in entries}:
+        for directory in self._directories.keys() - directories.keys():
             self._forget(directory)
         left = [each for each in entries if each not in self._unreadable]
-        for follower in list(self._followers):
-            path, function = follower
-            if not any(_is_at(each, path) for each in left):
-                self._followers.remove(follower)
-                function()
+        self._run_callbacks(left)
         pauses_s = []
         for entry in left:
             if entry.prefix in paused:
@@ -289,11 +292,19 @@ class _Uploader:
                 pauses_s.append(_POLL_S)
         return min(pauses_s, default=None)
 
+    def _run_callbacks(self, left: list[Entry]) -> None:
+        """Call the functions that wait for no entry in `left`."""
+        for callback in list(self._callbacks):
+            path, function = callback
+            if not any(_is_at(each, path) for each in left):
+                self._callbacks.remove(callback)
+                function()
+
     def _forget(self, directory: str) -> None:
-        """Stop reading a journal without entries, and remove the journal if it is still empty."""
-        right = journal.lock(directory)
-        if right is not None:
-            journal.unlock(directory, right)  # removes the journal if it is empty
+        """Remove an empty journal, and read it no longer."""
+        upload_lock = journal.lock(directory)
+        if upload_lock is not None:
+            journal.unlock(directory, upload_lock)  # removes the journal if it is empty
         del self._directories[directory]
         if os.path.exists(os.path.join(directory, journal.NAME)):  # there may be a new entry
             self._directories[directory] = None
@@ -303,35 +314,39 @@ class _Uploader:
         False if there is none, or if another process uploads from the directory. `entries` were
         read without the lock."""
 
-        def is_next(entry: Entry) -> bool:
-            return entry.prefix not in paused and entry not in self._unreadable and entry.is_due()
+        def may_upload(entry: Entry) -> bool:
+            return entry.prefix not in paused and entry not in self._unreadable
 
-        if not any(each.directory == directory and is_next(each) for each in entries):
+        here = [each for each in entries if each.directory == directory]
+        if not any(may_upload(each) and each.is_due() for each in here):
             return False
-        right = journal.lock(directory)
-        if right is None:
+        upload_lock = journal.lock(directory)
+        if upload_lock is None:
             return False
         try:
-            now = _entries_of([directory])  # another process may have changed them
-            latest = {(each.local, each.url): each for each in now if each.is_due()}
-            for entry in filter(is_next, now):
+            # The journal is read again, because another process may have changed it. An entry may
+            # become due at any moment, so each is asked once.
+            due = [each for each in _entries_of([directory]) if each.is_due()]
+            # The latest entry of each file and mirror; `due` is sorted by time.
+            latest = {(each.local, each.url): each for each in due}
+            for entry in filter(may_upload, due):
                 if latest[entry.local, entry.url] == entry:
                     self._upload(entry)
                     return True
                 entry.remove()  # a later entry uploads the same file
             return False
         finally:
-            journal.unlock(directory, right)
+            journal.unlock(directory, upload_lock)
 
     def _upload(self, entry: Entry) -> None:
-        """Upload the file of an entry and remove the entry."""
+        """Upload the file of an entry and remove the entry. Log an error."""
         began_s = time.monotonic()
         try:
             store, base = open_store(*self._target(entry.prefix))
-            key = f"{base}/{entry.name}" if base else entry.name
+            key = f"{base}/{entry.object_name}" if base else entry.object_name
             nbytes = sending.send(store, key, entry.local, self._check)
         except _GivenUpError:
-            pass
+            pass  # the entry stays for the next process
         except sending.LocalError as error:
             self._could_not_read(entry, error.__cause__)
         except Exception as error:
@@ -360,9 +375,9 @@ class _Uploader:
         return prefix, latest
 
     def _could_not_read(self, entry: Entry, cause: BaseException | None) -> None:
-        """Handle `cause`, the error with which a local file could not be read."""
+        """Handle a local file that cannot be read, because of the error `cause`."""
         if not isinstance(cause, FileNotFoundError):
-            self._unreadable.add(entry)
+            self._unreadable.add(entry)  # this process does not try again
             log.error("stillframe: %s cannot be read to upload it: %s", entry.local, cause)
             return
         if not os.path.lexists(entry.local):
@@ -372,7 +387,7 @@ class _Uploader:
             return
         # The directory changed. If a later save has replaced it, the entry of that save counts.
         has_later = any(
-            each.local == entry.local and each.file > entry.file
+            each.local == entry.local and each.entry_name > entry.entry_name  # by time
             for each in _entries_of([entry.directory])
         )
         if not has_later:
@@ -380,15 +395,20 @@ class _Uploader:
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
         """Log the failure of an upload, and pause the entry's prefix."""
-        before = self._failures[entry.prefix].number if entry.prefix in self._failures else 0
-        # Each pause is twice the last. min(before, 16) keeps the power small.
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(before, 16))
-        pause_s *= random.uniform(0.5, 1.0)  # many ranks should not try again at one moment
-        self._failures[entry.prefix] = _Failures(before + 1, time.monotonic() + pause_s)
-        if before:
+        failures = self._failures.get(entry.prefix)
+        nr_before = 0 if failures is None else failures.number
+        # Each pause is twice the last. min(nr_before, 16) keeps the power small.
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(nr_before, 16))
+        pause_s *= random.uniform(0.5, 1.0)  # so that not all ranks try again at the same time
+        self._failures[entry.prefix] = _Failures(nr_before + 1, time.monotonic() + pause_s)
+        if nr_before:
             log.info(
                 "stillframe: try %d to upload %s to %s failed; the next follows in %.1f s: %s",
-                *(before + 1, entry.local, entry.url, pause_s, error),
+                nr_before + 1,
+                entry.local,
+                entry.url,
+                pause_s,
+                error,
             )
             return
         log.warning(
@@ -401,12 +421,12 @@ class _Uploader:
 
 
 def _entries_of(directories: Iterable[str]) -> list[Entry]:
-    """Return the entries in the journals of these directories, the oldest first."""
+    """Return the entries in the journals of the directories, the oldest first."""
     found: list[Entry] = []
-    for directory in {*directories}:
+    for directory in set(directories):
         with contextlib.suppress(OSError):  # the next call reads the journal again
             found += journal.entries(directory)
-    return sorted(found, key=lambda each: each.file)
+    return sorted(found, key=lambda each: each.entry_name)
 
 
 def _is_at(entry: Entry, path: str) -> bool:

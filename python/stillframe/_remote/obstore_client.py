@@ -47,13 +47,15 @@ LONGEST_PAUSE_S = 15.0
 REQUEST_S = 120.0  # the time limit of a request of PART_BYTES; larger requests get more
 CLEANING_PAUSE_S = 3600.0  # directories that are new within this time are not cleaned
 
-# A metadata field with the id of the upload that made the object. Some proxies pass only letters.
+# A metadata field with the id of the upload that made the object. The name has only letters,
+# because some proxies pass no others.
 _MARK = "stillframeupload"
 # `_core.fork_generation()` of the process that has obstore's threads; None: not used yet.
 _used_in: int | None = None
 
 
 def _obstore() -> Any:
+    """Return the package obstore, which is imported only when it is needed."""
     import obstore.exceptions
     import obstore.store
 
@@ -68,7 +70,8 @@ class ObstoreStore(Store):
     def __init__(self, url: Url, options: Mapping[str, Any]) -> None:
         global _used_in
         super().__init__(url, options)
-        if _used_in not in (None, self._generation):
+        was_forked = _used_in not in (None, self._generation)
+        if was_forked:  # obstore's threads do not exist in this process
             raise fork_error()
         self._url = url
         self._config = config_of(url.scheme, options)
@@ -76,18 +79,19 @@ class ObstoreStore(Store):
             self._config.values.setdefault("account_name", url.account)
         self._secrets |= secrets_of(self._config.values, "")
         self._clients: dict[int, Any] = {}  # obstore's clients, by their timeouts in seconds
-        self._cleaned_s = -math.inf  # when `_clean` last did something, by time.monotonic()
-        self._client(PART_BYTES)  # raises an error for wrong options
+        self._cleaned_s = -math.inf  # when `_clean` last started a thread, by time.monotonic()
+        self._client(PART_BYTES)  # raises ValueError for wrong options
         _used_in = self._generation
 
-    def _client(self, part: int = 0) -> Any:
-        """Return a client for requests of up to `part` bytes."""
-        seconds = round(REQUEST_S * max(1.0, part / PART_BYTES))
-        if seconds not in self._clients:
-            self._clients[seconds] = self._open(seconds)
-        return self._clients[seconds]
+    def _client(self, nbytes: int = 0) -> Any:
+        """Return a client for requests of up to `nbytes`; 0: for short requests."""
+        timeout_s = round(REQUEST_S * max(1.0, nbytes / PART_BYTES))
+        if timeout_s not in self._clients:
+            self._clients[timeout_s] = self._open(timeout_s)
+        return self._clients[timeout_s]
 
-    def _open(self, seconds: int) -> Any:
+    def _open(self, timeout_s: int) -> Any:
+        """Return a new client of obstore with this timeout for a request."""
         pauses = {
             "init_backoff": timedelta(seconds=FIRST_PAUSE_S),
             "max_backoff": timedelta(seconds=LONGEST_PAUSE_S),
@@ -96,10 +100,10 @@ class ObstoreStore(Store):
             return _obstore().store.from_url(
                 f"{self._url.scheme}://{self._url.bucket}",
                 config=self._config.values,
-                client_options={"timeout": timedelta(seconds=seconds), **self._config.client},
+                client_options={"timeout": timedelta(seconds=timeout_s), **self._config.client},
                 retry_config={
                     "max_retries": RETRIES,
-                    "retry_timeout": timedelta(seconds=max(RETRY_S, seconds)),
+                    "retry_timeout": timedelta(seconds=max(RETRY_S, timeout_s)),
                     "backoff": pauses,
                 },
             )
@@ -128,11 +132,11 @@ class ObstoreStore(Store):
         except Exception:
             if not feed.ended or not self._has_mark(key, mark):
                 raise
-            # Only the store's answer to the last request was lost.
+            # The object is complete: only the store's answer to the last request was lost.
             log.info("stillframe: %s is there, although the upload failed", self.shown(key))
 
     def _has_mark(self, key: str, mark: str) -> bool:
-        """Return whether the upload with this mark made the object. Return False after an error."""
+        """Return whether the upload with this mark made the object; False if the request fails."""
         with contextlib.suppress(Exception):
             found = _obstore().get(self._client(), key, options={"head": True})
             return bool(found.attributes.get(_MARK) == mark)
@@ -160,13 +164,16 @@ class ObstoreStore(Store):
         try:
             obstore.delete(self._client(), [*keys])
         except FileNotFoundError:
-            for key in keys:  # obstore stopped at a missing object
+            for key in keys:  # obstore stopped at a missing object, so go on one by one
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._client(), key)
 
     def _clean(self, key: str) -> None:
-        is_recent = time.monotonic() - self._cleaned_s < CLEANING_PAUSE_S
-        if self._url.scheme != "s3" or self._config.values.get("skip_signature") or is_recent:
+        if self._url.scheme != "s3":
+            return  # `unfinished` serves only S3
+        if self._config.values.get("skip_signature"):
+            return  # there are no credentials to list uploads with
+        if time.monotonic() - self._cleaned_s < CLEANING_PAUSE_S:
             return
         self._cleaned_s = time.monotonic()
         thread = threading.Thread(
@@ -175,9 +182,10 @@ class ObstoreStore(Store):
         threads.start(thread)
 
     def _abort_stale(self, kind: Kind) -> None:
+        """Abort stale uploads of a kind of keys, and log their URLs."""
         config, endpoint = self._client().config, self._config.endpoint
         verify = not self._config.client.get("allow_invalid_certificates")
-        with contextlib.suppress(Exception):  # the uploads stay
+        with contextlib.suppress(Exception):  # a failed clean-up is no error
             for key in unfinished.abort_stale(config, endpoint, *kind, STALE_S, verify=verify):
                 name = self.shown(key)
                 log.info("stillframe: aborted an upload to %s, left by a killed process", name)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The next four tables translate names into obstore's names.
+# The next three tables translate names into obstore's names.
 
 # Options of s3fs.
 _S3 = {
@@ -36,14 +36,23 @@ _AZURE_CONNECTION = {
 }
 # If one of these variables is set, AWS's files are read only for an explicit `profile`.
 _OTHER_CREDENTIALS = (
-    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
-    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-# Options of obstore that name an endpoint, and environment variables that do so, by scheme.
+# Options of obstore that name an endpoint.
 _ENDPOINTS = (
-    *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url"),
-    *("azure_endpoint", "azure_storage_endpoint", "base_url", "google_base_url"),
+    "endpoint",
+    "endpoint_url",
+    "aws_endpoint",
+    "aws_endpoint_url",
+    "azure_endpoint",
+    "azure_storage_endpoint",
+    "base_url",
+    "google_base_url",
 )
+# Environment variables that name an endpoint, by scheme.
 _ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": (),
@@ -72,22 +81,23 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
     config.client.update(_mapping(rest, "client_options"))
     if rest.pop("anon", False):
         config.values["skip_signature"] = True
-    {"s3": _s3, "gs": _gs, "az": _az}[scheme](rest, config)
+    translate = {"s3": _s3, "gs": _gs, "az": _az}[scheme]
+    translate(rest, config)
     config.values.update(rest)
-    # obstore uses the first endpoint.
     endpoints = [value for name, value in config.values.items() if name.lower() in _ENDPOINTS]
     endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES[scheme] if os.environ.get(name)]
     if endpoints:
-        config.endpoint = str(endpoints[0])
+        config.endpoint = str(endpoints[0])  # obstore uses the first
         if config.endpoint.startswith("http://"):
             config.client.setdefault("allow_http", True)
     return config
 
 
 def _move(source: dict[str, Any], names: Mapping[str, str], target: dict[str, Any]) -> None:
-    """Move options from `source` to `target` and rename them, both as `names` says."""
-    for name in names.keys() & source.keys():
-        target[names[name]] = source.pop(name)
+    """Move options from `source` to `target`. `names` has their new names, by the old ones."""
+    for name, new_name in names.items():
+        if name in source:
+            target[new_name] = source.pop(name)
 
 
 def _mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
@@ -104,20 +114,22 @@ def _mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _s3(rest: dict[str, Any], config: Config) -> None:
     profile = rest.pop("profile", None)
-    inner = _mapping(rest, "client_kwargs")
-    _move(inner, _S3_CLIENT, config.values)
+    client_kwargs = _mapping(rest, "client_kwargs")
+    _move(client_kwargs, _S3_CLIENT, config.values)
     _move(rest, _S3, config.values)
-    if inner.pop("verify", True) is False:
+    if client_kwargs.pop("verify", True) is False:
         config.client["allow_invalid_certificates"] = True
-    if inner:
-        raise ValueError(f"storage_options: client_kwargs has no {', '.join(sorted(inner))} here")
-    if not {"access_key_id", "skip_signature"} & config.values.keys():
+    if client_kwargs:
+        unknown = ", ".join(sorted(client_kwargs))
+        raise ValueError(f"storage_options: client_kwargs has no {unknown} here")
+    needs_credentials = not {"access_key_id", "skip_signature"} & config.values.keys()
+    if needs_credentials:
         _read_files(profile, config.values)
 
 
 def _read_files(profile: str | None, values: dict[str, Any]) -> None:
-    """Add the credentials in AWS's files, which obstore does not read, to `values`. If `profile` is
-    None, credentials in the environment come first."""
+    """Add the credentials in AWS's files to `values`, because obstore does not read these files. If
+    `profile` is None, credentials in the environment come first."""
     if profile is None and any(map(os.environ.get, _OTHER_CREDENTIALS)):
         return
     name = profile or os.environ.get("AWS_PROFILE") or "default"
@@ -126,9 +138,9 @@ def _read_files(profile: str | None, values: dict[str, Any]) -> None:
         **_section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
     }
     if "aws_access_key_id" in found:
-        for theirs, ours in {"region": "region", **_S3_CLIENT}.items():
-            if theirs in found:
-                values.setdefault(ours, found[theirs])
+        for name_in_file, name in {"region": "region", **_S3_CLIENT}.items():
+            if name_in_file in found:
+                values.setdefault(name, found[name_in_file])
     elif profile is not None:
         raise ValueError(
             f"storage_options: the profile {profile!r} has no aws_access_key_id in AWS's files, and"
@@ -138,8 +150,8 @@ def _read_files(profile: str | None, values: dict[str, Any]) -> None:
 
 
 def _section(variable: str, default: str, *names: str) -> dict[str, str]:
-    """Return the first of the sections `names` of a file; {} if it has none of them. The path of
-    the file is in the environment variable, or else is `default`."""
+    """Return the first section of a file that is called one of `names`; {} if there is none. The
+    environment variable has the path of the file; without it the path is `default`."""
     parser = configparser.RawConfigParser()
     file = os.path.expanduser(os.environ.get(variable, default))
     try:
@@ -174,8 +186,11 @@ def _gs(rest: dict[str, Any], config: Config) -> None:
 
 
 def _az(rest: dict[str, Any], config: Config) -> None:
-    pairs = (each.partition("=") for each in str(rest.pop("connection_string", "")).split(";"))
-    fields = {name.strip().lower(): value.strip() for name, _, value in pairs if value}
+    fields: dict[str, str] = {}
+    for field_text in str(rest.pop("connection_string", "")).split(";"):
+        name, _, value = field_text.partition("=")
+        if value:
+            fields[name.strip().lower()] = value.strip()
     _move(fields, _AZURE_CONNECTION, config.values)
     suffix = fields.get("endpointsuffix", "core.windows.net")
     if suffix != "core.windows.net" and "account_name" in config.values:

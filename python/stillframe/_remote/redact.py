@@ -46,12 +46,15 @@ def secrets_of(options: Mapping[str, Any], user: str) -> frozenset[str]:
     return frozenset(each for each in found if len(each) >= _SHORTEST and each not in _WORDS)
 
 
-def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
-    """Yield the credentials in a value, which may be a mapping. `secret`: it has a secret name."""
+def _secrets(value: Any, is_secret: bool = False) -> Iterator[str]:
+    """Yield the credentials in the value of an option, or in the values of a mapping.
+
+    `is_secret`: The name of the option, or of the mapping, says that it holds credentials."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _secrets(inner, secret or _SECRET.search(str(name)) is not None)
-    elif secret and isinstance(value, (str, bytes)):
+            has_secret_name = _SECRET.search(str(name)) is not None
+            yield from _secrets(inner, is_secret or has_secret_name)
+    elif is_secret and isinstance(value, (str, bytes)):
         text = os.fsdecode(value)
         yield text
         for each in re.split(r"[;&?]", text):  # Azure's connection strings and signatures
@@ -62,15 +65,16 @@ def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
 
 def redact(text: str, secrets: Iterable[str]) -> str:
     """Return the text of a client's error as one line of bounded length, without credentials."""
-    text = text.partition("\n\nDebug source:")[0]
+    text = text.partition("\n\nDebug source:")[0]  # obstore's errors end with internal details
     request = _REQUEST.search(text)
     if request is not None:
         host = urlsplit(request["url"]).netloc.rpartition("@")[2]
         tries = f", after {request['retries']} retries" if request["retries"] else ""
         cause = request["cause"].removeprefix("Server returned non-2xx status code: ")
-        text = f"{_without_quotes(cause)} ({request['method']}, {host}{tries})"
+        text = f"{_without_xml(cause)} ({request['method']}, {host}{tries})"
     else:
-        text = _without_quotes(text)
+        text = _without_xml(text)
+    # Longer secrets come first, because a shorter one may be a part of them.
     for secret in sorted(secrets, key=len, reverse=True):
         for form in (secret, quote(secret, safe=""), quote_plus(secret)):
             text = text.replace(form, HIDDEN)
@@ -80,12 +84,14 @@ def redact(text: str, secrets: Iterable[str]) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _without_quotes(text: str) -> str:
-    """Return a store's answer in XML without its parts that may quote the signed request."""
+def _without_xml(text: str) -> str:
+    """Replace the XML at the end of a text by the code and the message in it, if any. The other
+    elements of the XML may quote the signed request."""
     found = dict(_ANSWER.findall(text))
     if not found:
         return text.partition("<?xml")[0].partition("<Error>")[0].rstrip(" :")
-    return ": ".join((text.partition("<")[0].rstrip(" :"), *found.values()))
+    before_xml = text.partition("<")[0].rstrip(" :")
+    return ": ".join((before_xml, *found.values()))
 
 
 def failure(doing: str, shown: str, error: BaseException, secrets: Iterable[str]) -> Exception:
@@ -95,7 +101,7 @@ def failure(doing: str, shown: str, error: BaseException, secrets: Iterable[str]
         return error
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        text = error.strerror
+        text = error.strerror  # without the number and the file name
     cause = redact(text, secrets) or type(error).__name__
     part = _PART.search(text)
     if part is not None:

@@ -17,8 +17,10 @@ from io import FileIO
 from stillframe._base.file_kinds import MARKER
 from stillframe._remote.store import Store
 
-_OURS = ".stillframe"  # the beginning of names that are not uploaded
-_LAST = ".metadata"  # torch.distributed.checkpoint takes a directory with this file for complete
+_OUR_PREFIX = ".stillframe"  # files whose names begin with it are not uploaded
+_METADATA = (
+    ".metadata"  # torch.distributed.checkpoint takes a directory with this file for complete
+)
 _PIECE = 4 << 20  # the bytes that are read at a time
 
 
@@ -71,19 +73,20 @@ def _send_directory(store: Store, key: str, path: str, check: Callable[[], objec
     """Upload a directory, as `send` does."""
     files = files_of(path)
     marker = f"{key}/{MARKER}"
-    last = [f"{key}/{name}" for name in files if os.path.basename(name) == _LAST]
+    metadata_keys = [f"{key}/{name}" for name in files if os.path.basename(name) == _METADATA]
     # Without the marker and .metadata, nobody takes a mix of old and new files for a checkpoint.
     store.delete([marker])
-    store.delete(last)
+    store.delete(metadata_keys)
     for name in files:
-        where = f"{key}/{name}"
-        if where in last:
+        object_key = f"{key}/{name}"
+        if object_key in metadata_keys:  # it comes last, and makes the checkpoint complete for DCP
             _refuse_changed(path, files)
-        send_file(store, where, os.path.join(path, name), check)
+        send_file(store, object_key, os.path.join(path, name), check)
     _refuse_changed(path, files)
     sizes = {name: info.st_size for name, info in files.items()}
     present = [each.key for each in store.list(key)]
-    store.delete(each for each in present if each.removeprefix(f"{key}/") not in sizes)
+    old_keys = [each for each in present if each.removeprefix(f"{key}/") not in sizes]
+    store.delete(old_keys)
     put_marker(store, marker, sizes)
     return sum(sizes.values())
 
@@ -106,23 +109,24 @@ def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:
 
 
 def files_of(path: str) -> dict[str, os.stat_result]:
-    """Return the files to upload of a directory, by relative name, in the order of the upload.
-    Raise LocalError if the directory cannot be read, or a name is not UTF-8."""
+    """Return the `lstat` results of a directory's files, by relative name, in the order of the
+    upload. Raise LocalError if the directory cannot be read, or a name is not UTF-8."""
     found: dict[str, os.stat_result] = {}
 
-    def refuse(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise error
 
     with _reading():
-        for above, directories, names in os.walk(path, onerror=refuse):
-            directories[:] = [each for each in directories if not each.startswith(_OURS)]
+        for above, directories, names in os.walk(path, onerror=raise_error):
+            directories[:] = [each for each in directories if not each.startswith(_OUR_PREFIX)]
             for name in names:
                 full = os.path.join(above, name)
                 info = os.lstat(full)
-                if stat.S_ISREG(info.st_mode) and not name.startswith(_OURS):
-                    full.encode()  # raises UnicodeError
+                if stat.S_ISREG(info.st_mode) and not name.startswith(_OUR_PREFIX):
+                    full.encode()  # raises UnicodeError, if it is not UTF-8
                     found[os.path.relpath(full, path)] = info
-    names = sorted(found, key=lambda each: (os.path.basename(each) == _LAST, each))
+    # True sorts after False, so .metadata comes last.
+    names = sorted(found, key=lambda each: (os.path.basename(each) == _METADATA, each))
     return {name: found[name] for name in names}
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from stillframe import _core
@@ -29,9 +28,9 @@ Buffer: TypeAlias = Any  # collections.abc.Buffer, since Python 3.12
 
 MIB = 1 << 20
 PART_BYTES = 16 * MIB
-MOST_PARTS = 9_500  # S3 takes 10,000
+MOST_PARTS = 9_500  # of one object; S3 takes 10,000
 SLOW_S = 10.0  # a longer wait for the store is logged
-STALE_S = 24 * 3600.0  # the process of an upload that began before was killed
+STALE_S = 24 * 3600.0  # an unfinished upload of this age was left by a killed process
 
 
 class Found(NamedTuple):
@@ -44,7 +43,7 @@ class Found(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What keys of alike checkpoints have in common."""
+    """The directory and the suffix of a key, which the checkpoints of one training share."""
 
     directory: str
     suffix: str  # such as ".pt"
@@ -78,7 +77,7 @@ class Store(ABC):
         self._root = url.root
         self._secrets = secrets_of(options, url.user)
         self._generation = _core.fork_generation()
-        self._cleaned: set[Kind] = set()  # for which `_clean` was called
+        self._cleaned: set[Kind] = set()  # kinds of keys for which `_clean` was called
 
     def put(self, key: str, pieces: Iterable[Buffer], nbytes: int | None = None) -> None:
         """Upload an object: all of `pieces`, or nothing.
@@ -103,6 +102,7 @@ class Store(ABC):
         try:
             self._do("the upload", key, lambda: self._put(key, feed, nbytes))
         except BaseException:
+            # An error of `pieces` makes the client fail too. Then the error of `pieces` is raised.
             if feed.error is None:
                 raise
         finally:
@@ -128,15 +128,15 @@ class Store(ABC):
         if end <= start:
             return b""
         doing = f"reading bytes {start} to {end}"
-        read = partial(self._get, key, start, end, version)
-        data = self._do(doing, key, lambda: apart(read))
-        if (got := memoryview(data).nbytes) != end - start:
-            raise OSError(errno.EIO, f"{doing}: the store sent {got} bytes", self.shown(key))
+        data = self._ask(doing, key, lambda: self._get(key, start, end, version))
+        nbytes = memoryview(data).nbytes
+        if nbytes != end - start:
+            raise OSError(errno.EIO, f"{doing}: the store sent {nbytes} bytes", self.shown(key))
         return data
 
     def find(self, key: str) -> Found:
-        """Return what the store knows of an object; FileNotFoundError if there is none."""
-        return self._do("looking it up", key, lambda: apart(partial(self._find, key)))
+        """Return the object of a key. Raise FileNotFoundError if there is none."""
+        return self._ask("looking it up", key, lambda: self._find(key))
 
     def exists(self, key: str) -> bool:
         try:
@@ -149,16 +149,16 @@ class Store(ABC):
         """Yield the objects below a directory: "a/b" is below the prefix "a", "ab" is not."""
         pages = self._list(prefix.strip("/"))
         while True:
-            page = self._do("listing", prefix, lambda: apart(partial(next, pages, None)))
+            page = self._ask("listing", prefix, lambda: next(pages, None))
             if page is None:
                 return
             yield from page
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. A missing object is no error."""
-        some = tuple(keys)
-        if some:
-            self._do("deleting", some[0], lambda: apart(partial(self._delete, some)))
+        to_delete = tuple(keys)
+        if to_delete:
+            self._ask("deleting", to_delete[0], lambda: self._delete(to_delete))
 
     def shown(self, key: str) -> str:
         """Return the object's URL without credentials."""
@@ -186,6 +186,10 @@ class Store(ABC):
         """Remove what killed processes have left of uploads of the kind of `key`. May raise any
         error."""
 
+    def _ask(self, doing: str, key: str, call: Callable[[], T]) -> T:
+        """Call the client like `_do`, on another thread if needed."""
+        return self._do(doing, key, lambda: _on_other_thread_if_needed(call))
+
     def _do(self, doing: str, key: str, call: Callable[[], T]) -> T:
         """Call the client and translate its error. `doing` names the operation in the message."""
         if self._generation != _core.fork_generation():
@@ -209,7 +213,7 @@ class Feed:
         self._shown = shown
         self._given_s = math.inf  # when the client took the last piece, by time.monotonic()
         self.error: BaseException | None = None  # the exception that the iterator raised
-        self.ended = False  # the client has taken the last piece
+        self.ended = False  # the client has taken all pieces
 
     def __iter__(self) -> Iterator[Buffer]:
         return self
@@ -242,14 +246,14 @@ class Feed:
 
 
 class _ThisThread(threading.local):
-    uploads = 0  # the calls of `Store.put` that this thread is in
+    uploads = 0  # the number of `Store.put` calls that run on this thread
 
 
 _this_thread = _ThisThread()
 
 
-def apart(call: Callable[[], T]) -> T:
-    """Make a call, on another thread if needed, and return its result.
+def _on_other_thread_if_needed(call: Callable[[], T]) -> T:
+    """Make a call, and return its result or raise its error.
 
     Another thread is needed:
     - in the main thread, so that Ctrl-C ends the wait at once

@@ -20,9 +20,10 @@ __all__ = ["Found", "Store", "open_store"]
 STORES_KEPT = 8
 
 _OBSTORE = ("s3", "gs", "az")  # the schemes that obstore serves
-# (arguments and environment, store) of the stores that were opened last, kept for their connections
-# and tokens. There is no lock, because a signal handler may open a store too.
-_kept: list[tuple[object, Store]] = []
+# The stores that were opened last, each with the arguments and environment that it was opened with.
+# They are kept for their connections and tokens. There is no lock, because a signal handler may
+# open a store too.
+_kept: list[tuple[object, Store]] = []  # (arguments and environment, store), the newest first
 
 
 def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
@@ -43,12 +44,12 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
         _refuse_misread(parsed, key)
     options = dict(storage_options or {})
     root = (parsed.scheme, parsed.user, parsed.bucket, parsed.account, parsed.query)
-    wanted = (root, options, _environment(), _core.fork_generation())
-    for made_for, store in tuple(_kept):
-        if made_for == wanted:
+    arguments = (root, options, _environment(), _core.fork_generation())
+    for kept_arguments, store in tuple(_kept):
+        if kept_arguments == arguments:
             return store, key
     store = _open(parsed, options, url)
-    _kept.insert(0, (wanted, store))
+    _kept.insert(0, (arguments, store))
     del _kept[STORES_KEPT:]
     return store, key
 
@@ -59,9 +60,9 @@ def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> N
     if scheme not in _OBSTORE or importlib.util.find_spec("obstore") is None:
         import fsspec
 
-        with contextlib.suppress(ImportError, ValueError):
+        with contextlib.suppress(ImportError, ValueError):  # `open_store` raises the right error
             fsspec.get_filesystem_class(scheme)
-            return
+            return  # opening a store of fsspec may connect to the server
     with contextlib.suppress(ForkError):
         open_store(url, storage_options)
 
@@ -75,7 +76,7 @@ def _refuse_misread(url: Url, key: str) -> None:
         reason = "a URL of this scheme has no query"
     elif not url.bucket:
         reason = "the URL names no bucket"
-    elif key and {"", ".", ".."} & {*key.split("/")}:
+    elif key and not {"", ".", ".."}.isdisjoint(key.split("/")):
         reason = "a key has no empty component, and none that is . or .."
     if reason:
         raise ValueError(f"{url.root}/{key}: {reason}")
@@ -87,7 +88,7 @@ def _open(url: Url, options: Mapping[str, Any], given: str) -> Store:
         return FsspecStore(url, options, given)
     if importlib.util.find_spec("obstore") is not None:
         return ObstoreStore(url, options)
-    with contextlib.suppress(StillframeError):
+    with contextlib.suppress(StillframeError):  # fsspec has no client for the scheme either
         return FsspecStore(url, options, given)
     raise StillframeError(
         f"{url.root}: no client for this store is installed: pip install 'stillframe[remote]'"

@@ -47,8 +47,8 @@ def abort_stale(
     """
     if getattr(sys, "frozen", False):
         return []  # sys.executable is the user's program, and no interpreter
-    given = {
-        "client": {theirs: config[ours] for ours, theirs in _BOTOCORE.items() if ours in config},
+    arguments = {
+        "client": {_BOTOCORE[name]: config[name] for name in _BOTOCORE if name in config},
         "endpoint": endpoint,
         "verify": verify,
         "bucket": config["bucket"],
@@ -58,7 +58,7 @@ def abort_stale(
     }
     done = subprocess.run(
         [sys.executable, "-P", __file__],  # -P: this directory is not searched for modules
-        input=json.dumps(given),  # arguments of a process would show credentials to all users
+        input=json.dumps(arguments),  # on the command line all users would see the credentials
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -71,7 +71,8 @@ def abort_stale(
 # ---- in the process of its own ----
 
 
-def _client(given: Mapping[str, Any]) -> Any:
+def _client(arguments: Mapping[str, Any]) -> Any:
+    """Return botocore's client for S3."""
     import botocore.session
     from botocore.config import Config
 
@@ -79,35 +80,35 @@ def _client(given: Mapping[str, Any]) -> Any:
     region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
     return session.create_client(
         "s3",
-        **{"region_name": region, **given["client"]},
-        endpoint_url=given["endpoint"],
-        verify=None if given["verify"] else False,  # None: as the environment says
+        **{"region_name": region, **arguments["client"]},
+        endpoint_url=arguments["endpoint"],
+        verify=None if arguments["verify"] else False,  # None: as the environment says
         config=Config(
             connect_timeout=_ANSWER_S,
             read_timeout=_ANSWER_S,
-            retries={"total_max_attempts": 1},
-            s3={"addressing_style": "path" if given["endpoint"] else "auto"},
+            retries={"total_max_attempts": 1},  # the first attempt is the only one
+            s3={"addressing_style": "path" if arguments["endpoint"] else "auto"},
         ),
     )
 
 
-def _abort(given: Mapping[str, Any]) -> Iterator[str]:
-    """Abort the uploads, and yield the key of each."""
-    client = _client(given)
-    bucket, prefix = given["bucket"], given["prefix"]
-    oldest = datetime.now(UTC) - timedelta(seconds=given["age_s"])
+def _abort(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Abort stale uploads, and yield the key of each."""
+    client = _client(arguments)
+    bucket, prefix = arguments["bucket"], arguments["prefix"]
+    stale_before = datetime.now(UTC) - timedelta(seconds=arguments["age_s"])
     pages = client.get_paginator("list_multipart_uploads")
     for page in pages.paginate(Bucket=bucket, Prefix=prefix, Delimiter="/"):
         for upload in page.get("Uploads", ()):
             key = upload["Key"]
             is_in_directory = "/" not in key.removeprefix(prefix)
-            has_suffix = os.path.splitext(key)[1] == given["suffix"]
-            if is_in_directory and has_suffix and upload["Initiated"] < oldest:
+            has_suffix = os.path.splitext(key)[1] == arguments["suffix"]
+            if is_in_directory and has_suffix and upload["Initiated"] < stale_before:
                 client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload["UploadId"])
                 yield key
 
 
 if __name__ == "__main__":
-    os.nice(19)
+    os.nice(19)  # the lowest priority, because a training runs meanwhile
     for aborted in _abort(json.load(sys.stdin)):
         print(json.dumps(aborted), flush=True)

@@ -10,8 +10,8 @@ from typing import Unpack
 
 from stillframe import _core
 from stillframe._base import file_kinds, paths, urls
-from stillframe._base.arguments import refuse_unclear
-from stillframe._base.calls import inside
+from stillframe._base.arguments import check_booleans
+from stillframe._base.calls import inside_call
 from stillframe._save import completion, directory, ordered, uploads
 from stillframe._save.engine import Engine, Path, is_closed, is_used, require_engine
 from stillframe._save.handle import Deadline, SaveHandle
@@ -36,26 +36,27 @@ class _Default:
     Attributes:
         engine: The engine, made by the first `get`.
         options: The arguments for a new engine, set by `configure`.
-        given: `default_engine()` has returned the engine.
+        was_returned: `default_engine()` has returned the engine.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal handler may save inside `get`
         self.engine: Engine | None = None
         self.options: EngineOptions = {}
-        self.given = False
+        self.was_returned = False
 
     def get(self) -> Engine:
+        """Return the engine. Make one if there is none, or if the user has closed it."""
         with self.lock:
             if self.engine is None or is_closed(self.engine):
                 self.engine = Engine(**self.options)
-                self.given = False
+                self.was_returned = False
             return self.engine
 
     def configure(self, options: EngineOptions) -> None:
         with self.lock:
             engine = self.engine
-            if engine is not None and not is_closed(engine) and (self.given or is_used(engine)):
+            if engine is not None and self._is_in_use(engine):
                 raise StillframeError(
                     "configure() comes too late: the default engine is in use. Call it before the"
                     " first save, snapshot or default_engine(), or save with an Engine of your own."
@@ -66,6 +67,9 @@ class _Default:
             self.engine = None
             if engine is not None:
                 engine.close()
+
+    def _is_in_use(self, engine: Engine) -> bool:
+        return not is_closed(engine) and (self.was_returned or is_used(engine))
 
     def close(self) -> None:
         if self.engine is not None:
@@ -78,7 +82,7 @@ _default = _Default()
 def default_engine() -> Engine:
     """Return the process's default engine. A forked child gets its own."""
     engine = _default.get()
-    _default.given = True
+    _default.was_returned = True
     return engine
 
 
@@ -179,8 +183,8 @@ def async_save(
         mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
     )
     # With a mirror the path is local, and the options belong to the mirror's store.
-    own_options = storage_options if mirror is None else None
-    return start_save(engine_or_default(engine), obj, path, options, own_options)
+    path_options = storage_options if mirror is None else None
+    return start_save(engine_or_default(engine), obj, path, options, path_options)
 
 
 def save(
@@ -216,7 +220,7 @@ def save(
         SaveError: The operating system refused a step; the old file is untouched.
         TypeError, ValueError, ForkError, StillframeError, Exception: As `async_save`.
     """
-    # Nothing is deferred: this thread cannot step before the call returns.
+    # Nothing is deferred: this thread takes no optimizer step before the call returns.
     options = SaveOptions(
         overlap=False,
         durable=durable,
@@ -225,8 +229,8 @@ def save(
         metadata=metadata,
         mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
     )
-    own_options = storage_options if mirror is None else None  # as in `async_save`
-    handle = start_save(engine_or_default(engine), obj, path, options, own_options)
+    path_options = storage_options if mirror is None else None  # as in `async_save`
+    handle = start_save(engine_or_default(engine), obj, path, options, path_options)
     report: SaveReport = handle.result()
     return report
 
@@ -256,24 +260,24 @@ def remove(
         TypeError, ValueError: `path` is not a path, or the store does not take the options.
         StillframeError: The interpreter is exiting.
     """
-    refuse_unclear(wait_for_mirror=wait_for_mirror)
+    check_booleans(wait_for_mirror=wait_for_mirror)
     if urls.is_remote(path):
         remove_object(path, storage_options)
         return
     urls.refuse_options(path, storage_options)
     key = paths.key(path, follow_link=False)
     _warn_of_tilde(path, _core.log_exists(key))
-    completion.completion.start()
+    completion.thread.start()
     if uploads.postpone(key, lambda: _remove_postponed(key), wait=wait_for_mirror):
         return  # the remove will be submitted after the upload
     _core.log_remove(key)
-    if completion.completion.is_over and not ordered.is_inside():
+    if completion.thread.drain_is_over and not ordered.is_in_external_work():
         _core.log_drain(None)  # at exit nobody else waits for the remove
 
 
 def _remove_postponed(key: bytes) -> None:
     """Submit a remove that was postponed until after an upload, also while the process exits."""
-    completion.completion.start(under_way=True)
+    completion.thread.start(under_way=True)
     _core.log_remove(key)
 
 
@@ -297,22 +301,24 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     key = paths.key(path, follow_link=False)
     if uploads.is_postponed(key):
         return False
-    known = _core.log_exists(key)
-    if known < 0 and os.path.islink(path):  # no entry of the log concerns the link itself
-        known = _core.log_exists(paths.key(path, follow_link=True))
-    _warn_of_tilde(path, known)
-    if known == 2:  # the path is below a checkpoint of several files that is under way
+    log_answer = _core.log_exists(key)  # 1 or 0; 2: see below; -1: ask the file system
+    if log_answer < 0 and os.path.islink(path):  # no entry of the log concerns the link itself
+        log_answer = _core.log_exists(paths.key(path, follow_link=True))
+    _warn_of_tilde(path, log_answer)
+    if log_answer == 2:  # the path is below a checkpoint of several files that is under way
         return directory.will_hold(key)
-    if known < 0 and not os.path.lexists(path):
+    if log_answer >= 0:
+        return bool(log_answer)
+    if not os.path.lexists(path):  # a writer that died may have moved it aside
         paths.put_back(paths.as_text(path))
-    return file_kinds.exists(path) if known < 0 else bool(known)
+    return file_kinds.exists(path)
 
 
-def _warn_of_tilde(path: Path, known: int) -> None:
-    """Log that "~" is not expanded, if `path` begins with it and nothing is there. `known` is what
-    `log_exists` returned for the path."""
+def _warn_of_tilde(path: Path, log_answer: int) -> None:
+    """Log that "~" is not expanded, if `path` begins with it and nothing is there. `log_answer` is
+    what `log_exists` returned for the path."""
     text = paths.as_text(path)
-    if known < 0 and paths.tilde_hint(text) and not os.path.lexists(text):
+    if log_answer < 0 and paths.tilde_hint(text) and not os.path.lexists(text):
         _logger.warning("stillframe: nothing is at %s%s", text, paths.tilde_hint(text))
 
 
@@ -332,17 +338,19 @@ def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
         StillframeError, Exception: The error of a save.
         TimeoutError: `timeout` seconds passed.
     """
-    ordered.refuse_inside()
-    refuse_unclear(mirrors=mirrors)
+    ordered.refuse_in_external_work()
+    check_booleans(mirrors=mirrors)
     deadline = Deadline(timeout)
-    with inside():
+    with inside_call():
         _wait_for_log(deadline)
         if mirrors:
-            if (left := uploads.wait(deadline.left())) is not None:
+            left = uploads.wait(deadline.left())
+            if left is not None:
                 raise TimeoutError(f"not uploaded yet: {left}")
-            _wait_for_log(deadline)
-    for failure in take_failures(first_only=True):  # one, or none
-        raise failure.error
+            _wait_for_log(deadline)  # for the removes that waited for uploads
+    failures = take_failures(first_only=True)
+    if failures:
+        raise failures[0].error
 
 
 def _wait_for_log(deadline: Deadline) -> None:
@@ -353,20 +361,22 @@ def _wait_for_log(deadline: Deadline) -> None:
 
 
 def pending_sentence() -> str:
+    """Return words about the saves and removes that have not ended, for messages."""
     count = _core.log_pending()
+    words = "save or remove has" if count == 1 else "saves and removes have"
+    sentence = f"{count} {words} not ended yet"
     saves = [f"{save.path}: {save.state}" for save in list(completion.in_flight.values())]
-    what = "save or remove has" if count == 1 else "saves and removes have"
-    unanswered = _core.log_unanswered()
-    return (
-        f"{count} {what} not ended yet"
-        + (f" ({', '.join(saves)})" if saves else "")
-        + (f"; {unanswered}" if unanswered else "")
-    )
+    if saves:
+        sentence += f" ({', '.join(saves)})"
+    unanswered = _core.log_unanswered()  # about a file system that does not answer, or ""
+    if unanswered:
+        sentence += f"; {unanswered}"
+    return sentence
 
 
 def settle_all() -> None:
     for handle in list(completion.in_flight.values()):
-        handle.done()  # settles the handle, if the save has ended
+        handle.done()  # records the outcome, if the save has ended
 
 
 def _forked() -> None:

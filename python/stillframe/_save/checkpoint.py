@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import paths, urls
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._save import completion, ordered, uploads
 from stillframe._save.api import engine_or_default
 from stillframe._save.core_save import CoreSave
@@ -100,16 +100,16 @@ def checkpoint(
             and the state of the handle is "skipped".
     """
     # With a mirror the path is local, and the options belong to the mirror's store.
-    own_options = storage_options if mirror is None else None
+    path_options = storage_options if mirror is None else None
     if not urls.is_remote(path):
-        urls.refuse_options(path, own_options)
+        urls.refuse_options(path, path_options)
     options = SaveOptions(
         overlap=overlap,
         durable=durable,
         on_durable=on_durable,
         mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
     )
-    return Checkpoint(path, options, engine_or_default(engine), own_options)
+    return Checkpoint(path, options, engine_or_default(engine), path_options)
 
 
 class Checkpoint:
@@ -199,11 +199,11 @@ class Checkpoint:
         if self._save is not None:
             raise StillframeError("a checkpoint is used once: call stillframe.checkpoint() again")
         try:
-            with inside() as nested:
+            with inside_call() as nested:
                 self._begin(time.perf_counter(), nested)
             return self
         except BaseException:
-            self._leave("its block did not begin")
+            self._give_up_if_open("its block did not begin")
             raise
 
     def __exit__(
@@ -213,23 +213,25 @@ class Checkpoint:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            with inside():
+            with inside_call():
                 save = self._require_save()
                 if self._skipped is not None:
                     save.give_up("the engine was busy")
                 elif kind is None:
                     save.launch()
         finally:
-            self._leave("its block raised" if kind is not None else "its end was interrupted")
-        if completion.completion.is_over:
+            why = "its block raised" if kind is not None else "its end was interrupted"
+            self._give_up_if_open(why)  # does nothing after `launch`
+        if completion.thread.drain_is_over:  # at exit nobody settles the save later
             wait_for_end(save)
 
     def __del__(self) -> None:
-        self._leave("its block was never left")
+        self._give_up_if_open("its block was never left")
 
     def _begin(self, entered: float, nested: bool) -> None:
-        ordered.refuse_inside()  # because the call may wait for a slot
-        completion.completion.start()
+        """Take a slot and make the temporary directory. `entered` is the time of the entry."""
+        ordered.refuse_in_external_work()  # because the call may wait for a slot
+        completion.thread.start()
         save: DirectorySave
         if urls.is_remote(self._given):
             save = new_objects_save(
@@ -245,7 +247,7 @@ class Checkpoint:
             if limits_of(self._engine).when_busy != "skip":
                 raise
             self._skipped = SkippedSave(self._text)
-        save.open()  # also if the save is skipped, because the block writes into the directory
+        save.open()  # even if the save is skipped, because the block writes into the directory
         note_use(self._engine)
 
     def _new_directory_save(self, entered: float) -> DirectorySave:
@@ -262,7 +264,7 @@ class Checkpoint:
             key=os.path.join(target.directory, target.name),
         )
 
-    def _leave(self, why: str) -> None:
+    def _give_up_if_open(self, why: str) -> None:
         """Give the save up for the reason `why`, unless the block has ended already."""
         save = self._save
         if save is not None and save.is_open():
@@ -276,6 +278,7 @@ class Checkpoint:
         return self._save
 
     def _add_name(self, name: str) -> None:
+        """Reserve the name of a file, and make the directories in it."""
         save = self._require_save()
         save.refuse_closed()
         if name in save.names:
@@ -291,7 +294,7 @@ class Checkpoint:
         self._add_name(name)
         if self._skipped is not None:
             return
-        made: list[CoreSave] = []  # gets the file's save, once it exists
+        created: list[CoreSave] = []  # gets the file's save, once it exists
         try:
             options = SaveOptions(
                 overlap=self._options.overlap,
@@ -303,17 +306,17 @@ class Checkpoint:
                 metadata=metadata,
                 shown=os.path.join(self._text, name),
             )
-            save.submit_file(self._engine, obj, name, options, made.append)
+            save.submit_file(self._engine, obj, name, options, created.append)
         except BaseException:
             save.names.discard(name)
-            for file in made:
+            for file in created:
                 save.drop(file)
             raise
 
 
 def _relative(name: object) -> str:
-    """Remove empty components and "." from a file's name. Refuse names that are not below the
-    checkpoint."""
+    """Return a file's name without "." and empty components. Raise TypeError or ValueError if the
+    name is not below the checkpoint."""
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"a file's name has to be a str, not {type(name).__name__}")
     text = paths.as_text(name)

@@ -3,7 +3,7 @@
 The core's threads never call the interpreter. They post notices for the completion thread:
 - The last byte of a save is copied: the thread gives the verdict on tensor versions and drops the
   sources.
-- A save has ended: the thread *settles* the handle, which takes the save's result.
+- A save has ended: the thread *settles* the handle, which means that it records the result.
 
 Users' callbacks run on a second thread, so a callback that hangs delays only other callbacks. Both
 are daemon threads. They start with the first save of a process, and again in a forked child that
@@ -60,8 +60,8 @@ class InFlight(Protocol):
 in_flight: dict[int, InFlight] = {}
 
 
-class Noticed(Protocol):
-    """A save that has a ticket, so that the core posts notices about it."""
+class SaveWithTicket(Protocol):
+    """A save that has a ticket: the core posts notices about it."""
 
     def after_copy(self) -> None: ...
 
@@ -86,6 +86,7 @@ class _Callbacks:
     handler may interrupt it."""
 
     def __init__(self) -> None:
+        # None in the queue ends the thread.
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threads.SingleThread(self._run, "sf-callbacks")
         self._finished = False  # the thread has ended
@@ -115,9 +116,11 @@ class _Callbacks:
                     self._call(function, Exception)
 
     def _call(self, function: Callable[[], object], caught: type[BaseException]) -> None:
+        """Call a function, and log an exception of the type `caught`. On the callback thread this
+        is BaseException, because sys.exit() in a callback would end the thread."""
         try:
             function()
-        except caught:  # BaseException on the thread, which sys.exit() would end
+        except caught:
             log.exception("stillframe: a callback failed")
 
     def is_current(self) -> bool:
@@ -126,26 +129,27 @@ class _Callbacks:
     def finish(self) -> None:
         """Wait until all queued functions have run, and end the thread. If the thread never
         started, run the functions here. May be called again after an interrupt."""
-        if not self._thread.prevent():
+        has_begun = not self._thread.prevent()
+        if has_begun:
             self._queue.put(None)
             self._thread.join()
         self._finished = True
         self._run_rest()
 
 
-class _Completion:
+class _CompletionThread:
     """The completion thread: it takes notices of the core and settles saves.
 
     Attributes:
-        is_over: The drain is over, or the thread could not start because the interpreter was
-            exiting. Each call then waits for its own save.
+        drain_is_over: The drain is over, or the thread could not start because the interpreter
+            was exiting. Each call then waits for its own save.
     """
 
     def __init__(self) -> None:
         self._thread = threads.SingleThread(_take_notices, "sf-completion")
-        self._exiting: threading.Thread | None = None  # the thread that runs the drain
+        self._exit_thread: threading.Thread | None = None  # the thread that runs the drain
         self._threads_go_on = False  # other threads may save after the drain; see `begin_exit`
-        self.is_over = False
+        self.drain_is_over = False
 
     def start(self, *, under_way: bool = False) -> None:
         """Start the thread unless it runs. Every save and remove calls this first.
@@ -158,34 +162,35 @@ class _Completion:
             StillframeError: The interpreter is exiting, and this thread may not save any more.
             OSError: The system refused to start another thread.
         """
-        mine = self._exiting is threading.current_thread() or callbacks.is_current()
-        if self._exiting is not None and not (mine or under_way):
+        is_exit_thread = self._exit_thread is threading.current_thread()
+        may_save_during_drain = is_exit_thread or callbacks.is_current() or under_way
+        if self._exit_thread is not None and not may_save_during_drain:
             if not self._threads_go_on:
                 raise StillframeError("the interpreter is exiting: no more saves and removes")
-            while not self.is_over:  # wait for the end of the drain
+            while not self.drain_is_over:  # wait for the end of the drain
                 time.sleep(_DRAIN_POLL_S)
-        if self.is_over:
+        if self.drain_is_over:
             return
-        if not self._thread.start():
-            self.is_over = True
+        if not self._thread.start():  # the exiting interpreter starts no thread
+            self.drain_is_over = True
 
     @property
     def is_exiting(self) -> bool:
-        return self._exiting is not None or self.is_over
+        return self._exit_thread is not None or self.drain_is_over
 
     @property
-    def draining(self) -> bool:
+    def is_draining(self) -> bool:
         """Return whether the drain is running. The exit prints uncollected errors after it."""
-        return self._exiting is not None and not self.is_over
+        return self._exit_thread is not None and not self.drain_is_over
 
     def begin_exit(self, *, threads_go_on: bool = False) -> None:
         """Begin the drain. If `threads_go_on`, other threads may save after the drain."""
         self._threads_go_on = threads_go_on
-        self._exiting = threading.current_thread()
+        self._exit_thread = threading.current_thread()
 
     def stop(self) -> None:
         """End the drain: settle the saves that have ended, and end the thread for good."""
-        self.is_over = True
+        self.drain_is_over = True
         _core.notice_stop()
         if self._thread.prevent():
             _take_notices()  # the thread never ran
@@ -216,33 +221,33 @@ def _next_notice() -> tuple[int, int, str]:
 
 def _take_notice() -> bool:
     """Wait for a notice and act on it; return False when there will be no more."""
-    what, number, sentence = _next_notice()
-    if what == _core.NOTICE_STOP:
+    kind, number, text = _next_notice()
+    if kind == _core.NOTICE_STOP:
         return False
-    if what == _core.NOTICE_TEXT:
-        log.warning("stillframe: %s", sentence)
-    elif what == _core.NOTICE_SNAPSHOT:
+    if kind == _core.NOTICE_TEXT:
+        log.warning("stillframe: %s", text)
+    elif kind == _core.NOTICE_SNAPSHOT:
         snapshot = copying.pop(number, None)
         if snapshot is not None:
             snapshot.after_copy()
     else:  # the other kinds come from tickets
-        handle = cast(Noticed | None, in_flight.get(number))
+        handle = cast(SaveWithTicket | None, in_flight.get(number))
         if handle is None:
             pass  # the call raised before the launch, and removed the handle
-        elif what == _core.NOTICE_COPIED:
+        elif kind == _core.NOTICE_COPIED:
             handle.after_copy()
-        else:
-            handle.settle()  # this removes the save from in_flight at its end, for `wait_all`
+        else:  # the save has ended
+            handle.settle()  # also removes the save from `in_flight`
     return True
 
 
-completion = _Completion()
+thread = _CompletionThread()
 callbacks = _Callbacks()
 
 
 def _forked() -> None:
-    global completion, callbacks
-    completion = _Completion()
+    global thread, callbacks
+    thread = _CompletionThread()
     callbacks = _Callbacks()
     in_flight.clear()
     copying.clear()

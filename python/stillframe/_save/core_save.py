@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from stillframe import _core
 from stillframe._base import device
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._save import completion, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
@@ -68,11 +68,11 @@ class CoreSave(SaveHandle):
         self._devices = skeleton.devices
         self._num_tensors = skeleton.num_tensors
         self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
-        self._confirmed = False  # the core has the verdict
+        self._verdict_given = False  # to the core
         # Times in the core's report count from the ticket, times in a `SaveReport` from the call.
         self._entered_to_ticket_s = time.perf_counter() - entered
-        self._call = Interval(entered)  # until the call returns
-        self._gates: list[Interval] = []  # the waits of optimizer steps
+        self._call_time = Interval(entered)  # until the call returns
+        self._step_waits: list[Interval] = []  # the waits of optimizer steps
 
     # ---- the call ----
 
@@ -89,13 +89,13 @@ class CoreSave(SaveHandle):
                 self._mirror.begin()
             self._ticket.submit(device.streams(self._devices))
         except BaseException:
-            if self._ticket.report()["launched_after_ns"] >= 0:
-                # Ctrl-C came just after the launch: the save goes on.
+            was_launched = self._ticket.report()["launched_after_ns"] >= 0
+            if was_launched:  # Ctrl-C came just after the launch: the save goes on
                 self._end_call()
             else:
                 completion.in_flight.pop(number, None)
                 self._verdict.end(self)
-                self._end_mirror(False)
+                self._end_mirror(succeeded=False)
             raise
         self._end_call()
 
@@ -106,15 +106,16 @@ class CoreSave(SaveHandle):
     def _end_call(self) -> None:
         """Make steps wait for deferred sources, or drop the sources if all of them are captured."""
         self._verdict.make_steps_wait(self)
-        if not self._verdict.is_needed and not self._devices:  # copies from devices may still run
+        are_still_read = self._verdict.is_needed or self._devices
+        if not are_still_read:
             self._release_sources()
-        self._call.end()
+        self._call_time.end()
 
     # ---- what the completion thread and the gate call ----
 
     def after_copy(self) -> None:
         """Give the verdict and drop the sources, because the last byte is copied."""
-        self._confirm()
+        self._give_verdict()
         self._release_sources()
         if self._is_staged():
             self._outcome.notify_staged()
@@ -132,28 +133,28 @@ class CoreSave(SaveHandle):
             return True
         began = _core.trace_begin()
         wait = Interval(time.perf_counter())
-        self._gates.append(wait)
+        self._step_waits.append(wait)
         try:
-            with inside():
+            with inside_call():
                 if self._devices:
                     copied = self._ticket.gate(device.streams(self._devices))
                 else:
                     copied = self._ticket.wait(_core.WAIT_COPIED, None)
-                self._confirm(copied)
+                self._give_verdict(copied)
         finally:
             wait.end()
         _core.trace_end(_core.TRACE_GATE, began, self._ticket.number, 0)
         return copied
 
-    def _confirm(self, copied: bool = True) -> None:
-        """Give the core the verdict, unless the core has it already.
+    def _give_verdict(self, copied: bool = True) -> None:
+        """Give the core the verdict, once.
 
         Args:
             copied: All bytes are copied, so no step waits for this save any more.
         """
-        if self._verdict.is_needed and not self._confirmed:
+        if self._verdict.is_needed and not self._verdict_given:
             self._ticket.confirm(self._verdict.judge())
-            self._confirmed = True
+            self._verdict_given = True
         if copied:
             self._verdict.let_steps_go(self)
 
@@ -167,15 +168,15 @@ class CoreSave(SaveHandle):
 
     @property
     def state(self) -> State:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         return cast(State, self._ticket.state())
 
     def cancel(self) -> bool:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         return self._ticket.cancel()
 
     def progress(self) -> tuple[int, int]:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         return self._ticket.progress()
 
     def _has_ended(self) -> bool:
@@ -185,38 +186,38 @@ class CoreSave(SaveHandle):
         return self._ticket.is_staged()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if self._outcome.settled:
             return self._outcome.error is None
         self._wait(_core.WAIT_COPIED, deadline, "staged")
-        self._confirm()
+        self._give_verdict()
         self._wait(_core.WAIT_STAGED, deadline, "staged")
         return self._ticket.is_staged()
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if not self._outcome.settled:
             self._wait(_core.WAIT_COPIED, deadline, "durable")
-            self._confirm()
-            if self._ordered and not self._has_ended():
-                ordered.refuse_inside()
+            self._give_verdict()
+            if self._ordered and not self._has_ended():  # the rest waits for the log
+                ordered.refuse_in_external_work()
             self._wait(_core.WAIT_ENDED, deadline, "durable")
         self._settle()
 
-    def _wait(self, what: int, deadline: Deadline, wanted: str) -> None:
-        """Wait for the event `what`, a `_core.WAIT_*`. Raise TimeoutError after the deadline;
-        `wanted` is the awaited state, for the message."""
+    def _wait(self, what: int, deadline: Deadline, awaited_state: str) -> None:
+        """Wait for the event `what`, a `_core.WAIT_*`. Raise TimeoutError after the deadline, with
+        `awaited_state` in the message."""
         if not self._ticket.wait(what, deadline.left()):
-            raise self._timeout_error(deadline, wanted)
+            raise self._timeout_error(deadline, awaited_state)
 
     # ---- the end ----
 
     def _settle(self) -> None:
         if not self._outcome.settled:
             facts = self._ticket.report()
-            # Before the save's end, `facts` has no result.
+            # The result is not there before the save has ended.
             assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
-            self._end_mirror(not facts["code"])
+            self._end_mirror(succeeded=not facts["code"])
             if facts["code"]:
                 self._outcome.settle(None, self._error_of(facts))
             else:
@@ -228,7 +229,7 @@ class CoreSave(SaveHandle):
 
     def _report_of(self, facts: dict[str, Any]) -> SaveReport:
         """Return the report of a durable save; `facts` is the core's report."""
-        offset = self._entered_to_ticket_s
+        ticket_made_s = self._entered_to_ticket_s  # the core's times count from then
         fallbacks = [*self._fallbacks, *facts["fallbacks"]]
         if facts["over_slots"]:
             fallbacks.append(
@@ -241,11 +242,11 @@ class CoreSave(SaveHandle):
             num_tensors=self._num_tensors,
             captured_nbytes=facts["captured_nbytes"],
             deferred_nbytes=facts["deferred_nbytes"],
-            blocked_s=self._call.seconds,
-            gate_wait_s=sum((each.seconds for each in list(self._gates)), 0.0),
+            blocked_s=self._call_time.seconds,
+            gate_wait_s=sum((each.seconds for each in list(self._step_waits)), 0.0),
             backpressure_s=(facts["slot_wait_ns"] + facts["block_wait_ns"]) / 1e9,
-            staged_after_s=facts["staged_after_ns"] / 1e9 + offset,
-            durable_after_s=facts["ended_after_ns"] / 1e9 + offset,
+            staged_after_s=facts["staged_after_ns"] / 1e9 + ticket_made_s,
+            durable_after_s=facts["ended_after_ns"] / 1e9 + ticket_made_s,
             peak_pool_bytes=facts["peak_pool_bytes"],
             io_mode=facts["io_mode"],
             fallbacks=tuple(fallbacks),
@@ -265,7 +266,8 @@ class CoreSave(SaveHandle):
         return error_of_step(self._path, code, facts["phase"], facts["note"])
 
     def _torn_error(self, index: int) -> TornSnapshotError:
-        """Return the error about a torn storage. Distrust its optimizer."""
+        """Return the error about a torn storage. Have later saves copy the state of its optimizer
+        during the call."""
         skeleton = self._skeleton  # read once, because another thread may settle the save
         names = skeleton.names(index) if skeleton is not None else []
         what = self._verdict.blame(index, names)

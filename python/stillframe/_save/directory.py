@@ -32,7 +32,7 @@ from stillframe._save import completion
 from stillframe._save.core_save import CoreSave, error_of_step
 from stillframe._save.engine import Engine, submit, take_slot
 from stillframe._save.external import ExternalSave
-from stillframe._save.handle import Deadline, State, take_unseen_error
+from stillframe._save.handle import Deadline, State, take_uncollected_error
 from stillframe._save.options import OnDurable, SaveOptions
 from stillframe._save.report import Interval, SaveReport
 from stillframe.errors import SaveError, StillframeError
@@ -72,10 +72,10 @@ class DirectorySave(ExternalSave):
         self._key = key
         self._files: list[CoreSave] = []
         self._staging_futures: list[Future[None]] = []  # of the files; set by `launch`
-        self._opened_by: int | None = threading.get_ident()  # the block's thread, until its end
+        self._block_thread: int | None = threading.get_ident()  # the block's thread, until its end
         self._closed = Event()  # the block has ended
         self._closed_s = 0.0  # seconds from the block's entry to its end
-        self._leaving: Interval | None = None  # the time that `launch` takes
+        self._launch_time: Interval | None = None  # how long `launch` takes
 
     # ---- for users ----
 
@@ -86,15 +86,15 @@ class DirectorySave(ExternalSave):
 
     def progress(self) -> tuple[int, int]:
         """Return (bytes written so far, bytes in all) of the files that stillframe saves."""
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         report = self._outcome.report
         if report is not None:
             return report.nbytes, report.nbytes
-        each = [file.progress() for file in list(self._files)]
-        return sum(done for done, _ in each), sum(nbytes for _, nbytes in each)
+        amounts = [file.progress() for file in list(self._files)]
+        return sum(done for done, _ in amounts), sum(nbytes for _, nbytes in amounts)
 
     def cancel(self) -> bool:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if self._outcome.settled or not self._decide_to_cancel():
             return False
         self._cancel_files()
@@ -112,27 +112,28 @@ class DirectorySave(ExternalSave):
         self._wait_until_closed(deadline, "durable")
         super()._wait_until_ended(deadline)
 
-    def _wait_until_closed(self, deadline: Deadline, wanted: str) -> None:
-        """Wait until the block has ended; `wanted` is the awaited state, for messages.
+    def _wait_until_closed(self, deadline: Deadline, awaited_state: str) -> None:
+        """Wait until the block has ended. `awaited_state` is for the message.
 
         Raises:
             StillframeError: The block's own thread would wait for itself.
             TimeoutError: The deadline passed.
         """
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if self._closed.is_set():
             return
-        if self._opened_by == threading.get_ident():
+        if self._block_thread == threading.get_ident():
             raise StillframeError(
                 f"the checkpoint {self._path} begins when its `with` block ends: wait for its"
                 " handle after the block"
             )
         if not self._closed.wait(deadline.left()):
-            raise self._timeout_error(deadline, wanted)
+            raise self._timeout_error(deadline, awaited_state)
 
     # ---- for the block ----
 
     def take_slot(self, engine: Engine, *, nested: bool) -> None:
+        """Take a slot of the engine for the whole checkpoint."""
         self._slot = take_slot(engine, nested=nested)
         self.record_slot_wait()
 
@@ -141,15 +142,15 @@ class DirectorySave(ExternalSave):
         assert self._folder is not None
         self.directory = self._result_of(self._folder.open())
         note_open(self)
-        self._call.end()  # the block that follows is the user's time
+        self._call_time.end()  # the block that follows is the user's time
 
     def is_open(self) -> bool:
         """Return whether the block has not ended. Return False in a forked child."""
-        return not self._closed.is_set() and not self._birth.foreign()
+        return not self._closed.is_set() and not self._birth.in_forked_child()
 
     def refuse_closed(self) -> None:
         """Raise ForkError in a forked child, and StillframeError if the block has ended."""
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if self._closed.is_set():
             raise StillframeError(f"the block of the checkpoint {self._path} has ended")
 
@@ -159,17 +160,17 @@ class DirectorySave(ExternalSave):
         obj: object,
         name: str,
         options: SaveOptions,
-        made: Callable[[CoreSave], object],
+        on_created: Callable[[CoreSave], object],
     ) -> None:
         """Start the save of a file of the checkpoint.
 
         Args:
             name: The file's path relative to the directory.
-            made: Called with the file's save before it is launched.
+            on_created: Called with the file's save before it is launched.
         """
 
         def before_launch(file: CoreSave) -> None:
-            made(file)
+            on_created(file)
             self.add(file)
 
         path = os.path.join(self.directory, name)
@@ -182,10 +183,10 @@ class DirectorySave(ExternalSave):
     def launch(self) -> None:
         """Put the save into the log at the end of the block. Raise StillframeError if the exit of
         the interpreter has given the save up."""
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if not self._unclaimed:  # `give_up` has ended the save
             raise StillframeError(f"{self._path} was not saved: the interpreter is exiting")
-        self._leaving = Interval(time.perf_counter())
+        self._launch_time = Interval(time.perf_counter())
         self._closed_s = time.perf_counter() - self._entered
         self._staging_futures = [file.staging_completion for file in self._files]
         self.submit(self._key, _core.WORK_DIRECTORY, self._work)
@@ -195,12 +196,12 @@ class DirectorySave(ExternalSave):
             # The override in `CallbackThreadFuture` would wait for the callbacks of users.
             Future.add_done_callback(future, self._forward_staging)
         self._forward_staging()
-        self._leaving.end()
+        self._launch_time.end()
 
     def give_up(self, why: str) -> None:
         """Cancel the save and remove its files, unless its work has begun or it has ended. `why` is
         for the error message."""
-        if not self._birth.foreign() and self.claim_end():
+        if not self._birth.in_forked_child() and self.claim_end():
             self._give_up(why)
 
     def undo_begin(self) -> None:
@@ -212,7 +213,7 @@ class DirectorySave(ExternalSave):
         try:
             self._cancel_files()
             for file in list(self._files):
-                file.add_done_callback(take_unseen_error)  # so that it is not logged
+                file.add_done_callback(take_uncollected_error)  # so that it is not logged
             self._clear()
         finally:
             self.close()
@@ -228,7 +229,7 @@ class DirectorySave(ExternalSave):
         """Record that the block is over, so that its thread may wait for the save's end."""
         _open_saves.discard(self)
         self._closed.set()
-        self._opened_by = None
+        self._block_thread = None
 
     def _cancel_files(self) -> None:
         for file in list(self._files):
@@ -291,44 +292,46 @@ class DirectorySave(ExternalSave):
             file.entered - self._entered + report.staged_after_s
             for file, report in zip(self._files, reports, strict=True)
         ]
-        in_calls = sum(report.blocked_s for report in reports)
-        leaving_s = 0.0 if self._leaving is None else self._leaving.seconds
-        direct = bool(reports) and all(report.io_mode == "direct" for report in reports)
+        calls_s = sum(report.blocked_s for report in reports)
+        launch_s = 0.0 if self._launch_time is None else self._launch_time.seconds
+        is_direct = bool(reports) and all(report.io_mode == "direct" for report in reports)
+        fallbacks = [line for report in reports for line in report.fallbacks]
         return SaveReport(
             path=self._path,
             nbytes=nbytes,
             num_tensors=sum(report.num_tensors for report in reports),
             captured_nbytes=sum(report.captured_nbytes for report in reports),
             deferred_nbytes=sum(report.deferred_nbytes for report in reports),
-            blocked_s=self._call.seconds + in_calls + leaving_s,
+            blocked_s=self._call_time.seconds + calls_s + launch_s,
             gate_wait_s=sum(report.gate_wait_s for report in reports),
-            backpressure_s=self._waited_s + sum(report.backpressure_s for report in reports),
+            backpressure_s=self._slot_wait_s + sum(report.backpressure_s for report in reports),
             staged_after_s=max([self._closed_s, *staged_s]),
             durable_after_s=time.perf_counter() - self._entered,
             peak_pool_bytes=sum(report.peak_pool_bytes for report in reports),
-            io_mode="direct" if direct else "buffered",
-            fallbacks=tuple(dict.fromkeys(line for each in reports for line in each.fallbacks)),
+            io_mode="direct" if is_direct else "buffered",
+            fallbacks=tuple(dict.fromkeys(fallbacks)),  # without duplicates
         )
 
     def _will_hold(self, name: str) -> bool:
         """Return whether the directory will have this file."""
         # Files that other code wrote are in the temporary directory until the commit.
-        above = os.fsdecode(self._key) if self._is_committing() else self.directory
-        return name in self.names or os.path.lexists(os.path.join(above, name))
+        directory = os.fsdecode(self._key) if self._is_committing() else self.directory
+        return name in self.names or os.path.lexists(os.path.join(directory, name))
 
     def _release(self) -> None:
         self._files, self._staging_futures = [], []
 
     def _result_of(self, answer: tuple[T, int, str, str]) -> T:
-        """Return the result of a method of `_core.Folder`, or raise its error. `answer` is what the
-        method returned."""
+        """Return the result of a method of `_core.Folder`, or raise its error. `answer` is all that
+        the method returned."""
         result, code, phase, note = answer
         if code:
             raise error_of_step(self._path, code, phase, note)
         return result
 
     def _clear(self) -> None:
-        """Remove the directory with the temporary name: the old one, after the commit."""
+        """Remove the directory that has the temporary name. After the commit this is the old
+        directory, because the commit exchanges the two names."""
         assert self._folder is not None
         _, code, _, _ = self._folder.clear()
         if code:
@@ -368,9 +371,10 @@ def give_up_open_directories() -> None:
 def will_hold(key: bytes) -> bool:
     """Return whether a path will exist when the save of the directory around it has ended. `key` is
     the path's name in the log."""
-    for save in reversed(list(completion.in_flight.values())):
+    for save in reversed(list(completion.in_flight.values())):  # the newest first
         if isinstance(save, DirectorySave) and key.startswith(save._key + b"/"):
-            return save._will_hold(os.fsdecode(key[len(save._key) + 1 :]))
+            name = key.removeprefix(save._key + b"/")
+            return save._will_hold(os.fsdecode(name))
     return os.path.lexists(key)  # the save has ended meanwhile
 
 

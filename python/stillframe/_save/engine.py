@@ -21,7 +21,7 @@ from typing import Any, cast
 from stillframe import _core
 from stillframe._base import budget, cpus, device, paths, sizes
 from stillframe._base.birth import Birth
-from stillframe._base.calls import inside, no_collection
+from stillframe._base.calls import inside_call, no_garbage_collection
 from stillframe._save import completion, ordered
 from stillframe._save.core_save import CoreSave
 from stillframe._save.handle import SaveHandle, SkippedSave, set_mirror, wait_for_end
@@ -91,7 +91,7 @@ class Engine:
         self._closed = False
         self._used = False
         cpus.spread()
-        # Without pool_bytes, the core derives the pool's cap from these.
+        # Without pool_bytes, the core derives the pool's cap from what the system leaves.
         caps = budget.measure(_core.pools_hold()) if limits.pool_bytes == 0 else (0, 0)
         try:
             self._core = _core.Engine(
@@ -123,7 +123,7 @@ class Engine:
         raise TypeError("an Engine belongs to the process that made it: make one over there")
 
     def __repr__(self) -> str:
-        if self._birth.foreign():
+        if self._birth.in_forked_child():
             return "<Engine of the parent process>"
         if self._closed:
             return "<Engine closed>"
@@ -150,18 +150,19 @@ class Engine:
             MemoryError: The system does not have so much memory.
             StillframeError: The engine is closed.
         """
-        wanted = sizes.parse(nbytes, "nbytes")
+        target = sizes.parse(nbytes, "nbytes")
         core = core_of(self)
         self._used = True
         for number in device.in_use():
             if why := core.use_device(number):
                 log.warning("stillframe: %s", why)
-        start, held = time.monotonic(), core.stats()["committed_bytes"]
-        for upto in (*range(_WARM_UP_STEP, wanted, _WARM_UP_STEP), wanted):
-            if upto < wanted and core.stats()["pool_bytes"] < upto:
+        start, held_before = time.monotonic(), core.stats()["committed_bytes"]
+        for upto in (*range(_WARM_UP_STEP, target, _WARM_UP_STEP), target):
+            if upto < target and core.stats()["pool_bytes"] < upto:
                 continue  # the pool cannot grow so far; only the last call is needed
             core.warm_up(upto)
-            _log_warm_up(core.stats()["committed_bytes"], held, wanted, time.monotonic() - start)
+            held, took_s = core.stats()["committed_bytes"], time.monotonic() - start
+            _log_warm_up(held, held_before, target, took_s)
 
     def trim(self) -> None:
         """Give the memory of unused blocks back to the system.
@@ -180,9 +181,9 @@ class Engine:
             StillframeError: The caller is a CheckpointIO that stillframe wraps, inside a save or
                 load.
         """
-        self._birth.refuse_child()
-        ordered.refuse_inside()
-        with inside():
+        self._birth.refuse_forked_child()
+        ordered.refuse_in_external_work()
+        with inside_call():
             self._closed = True
             self._core.close(None)
 
@@ -195,7 +196,7 @@ class Engine:
         - `saves_in_flight`, `saves_total`: numbers of saves
         - `driver`: a sentence about the CUDA driver
         """
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         figures = {**self._core.stats(), "driver": self._core.driver()}
         return cast(EngineStats, {name: figures[name] for name in EngineStats.__annotations__})
 
@@ -206,7 +207,7 @@ class Engine:
 def core_of(engine: Engine) -> _core.Engine:
     """Return the core's engine. Raise ForkError in a forked child, and StillframeError if the
     engine is closed."""
-    engine._birth.refuse_child()
+    engine._birth.refuse_forked_child()
     if engine._closed:
         raise StillframeError(
             "the engine was closed: make another one, or give no engine= to use"
@@ -306,9 +307,9 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
     """
     entered = time.perf_counter()
     began = _core.trace_begin()
-    ordered.refuse_inside()  # because the call may wait for a slot
+    ordered.refuse_in_external_work()  # because the call may wait for a slot
     _refuse_swapped(obj, path)
-    with inside() as nested:
+    with inside_call() as nested:
         core = core_of(engine)
         if options.stream:
             target = paths.object_target(path)
@@ -319,16 +320,16 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
                 create_parents=options.create_parents,
                 durable=options.durable,
             )
-        with no_collection():
+        with no_garbage_collection():
             if options.format == "safetensors":
                 tree: Skeleton = flat.build(obj, options.metadata)
             else:
                 tree = skeleton.build(obj)
             deferral = gate.defer(tree, overlap=options.overlap)
             # A stream needs deferred tensors of one lane next to each other.
-            members = tree.lay_out(by_lane=options.stream)
+            members = tree.lay_out(by_lane=options.stream)  # None for torch's format
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
-        completion.completion.start()
+        completion.thread.start()
         shown = options.shown or target.shown
         ticket = _core.Ticket(
             core,
@@ -368,7 +369,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         engine._used = True
         _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
         # At exit nobody settles the save after this call.
-        if completion.completion.is_over:
+        if completion.thread.drain_is_over:
             wait_for_end(save)
         for sentence in tree.fallbacks:
             log.info("stillframe: %s: %s", shown, sentence)
@@ -393,17 +394,19 @@ def _busy_error(engine: Engine) -> BusyError:
     )
 
 
-def _log_warm_up(now: int, before: int, wanted: int, seconds: float) -> None:
+def _log_warm_up(held: int, held_before: int, target: int, seconds: float) -> None:
     """Log the progress of a warm-up that began `seconds` ago.
 
     Args:
-        now, before: The bytes that the pool holds now, and before the warm-up.
-        wanted: The bytes that the user asked for.
+        held, held_before: The bytes that the pool holds now, and before the warm-up.
+        target: The bytes that the user asked for.
     """
-    speed = f" ({(now - before) / 1e9 / seconds:.1f} GB/s)" if now > before and seconds else ""
+    speed = ""
+    if held > held_before and seconds:
+        speed = f" ({(held - held_before) / 1e9 / seconds:.1f} GB/s)"
     log.info(
         "stillframe: warm-up: the pool holds %s, %s were asked for%s",
-        sizes.binary(now),
-        sizes.binary(wanted),
+        sizes.binary(held),
+        sizes.binary(target),
         speed,
     )

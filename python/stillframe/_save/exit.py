@@ -30,7 +30,7 @@ log = logging.getLogger("stillframe")
 # multiprocessing's queues (10) and pools (15), which callbacks of the last saves may still use.
 _PRIORITY = 100
 _QUIET_S = 1.0  # nothing is printed about a shorter wait
-_GIVEN_UP_S = 5.0  # the longest wait for cancelled saves
+_CANCEL_S = 5.0  # the longest wait for cancelled saves
 
 
 def _announce_wait() -> None:
@@ -49,7 +49,10 @@ def _wait_for_log() -> None:
     """Wait until the log is empty; print a line if a file system does not answer."""
     announced = False
     while not _core.log_drain(_QUIET_S):
-        if not announced and (sentence := _core.log_unanswered()):
+        if announced:
+            continue
+        sentence = _core.log_unanswered()
+        if sentence:
             announced = True
             _print_line(f"stillframe: {sentence}; Ctrl-C twice leaves it")
 
@@ -68,7 +71,7 @@ def _give_up() -> bool:
         handle.cancel()
     uploads.give_up()
     _print_line("stillframe: given up")
-    if _core.log_drain(_GIVEN_UP_S):
+    if _core.log_drain(_CANCEL_S):
         return True
     _print_line(f"stillframe: left as it is: {_core.log_unanswered() or pending_sentence()}")
     return False
@@ -83,11 +86,11 @@ def _drain(*, threads_go_on: bool = False) -> None:
     Args:
         threads_go_on: The program's threads run on after the drain, and may save.
     """
-    interrupts = 1 if _interrupted() else 0
+    interrupts = 1 if _was_interrupted() else 0
     # These steps run even if the others are given up.
-    last: list[Callable[[], object]] = [end_at_exit, settle_all, _print_uncollected_errors]
+    final_steps: list[Callable[[], object]] = [end_at_exit, settle_all, _print_uncollected_errors]
     steps: list[Callable[[], object]] = [
-        lambda: completion.completion.begin_exit(threads_go_on=threads_go_on),
+        lambda: completion.thread.begin_exit(threads_go_on=threads_go_on),
         _announce_wait,
         _wait_for_log,
         settle_all,
@@ -98,15 +101,16 @@ def _drain(*, threads_go_on: bool = False) -> None:
         # Threads that go on may still need their directories and the engine.
         *([] if threads_go_on else [give_up_open_directories, close_default]),
         _core.log_stop,
-        completion.completion.stop,
+        completion.thread.stop,
         # For saves that a thread submitted just before the stop. Later saves wait in their call.
         _wait_for_log,
-        *last,
+        *final_steps,
     ]
 
     def give_up() -> None:
         if not _give_up():
-            steps[1:] = last  # most other steps would wait for the save
+            # Keep steps[0], which is this function. Most other steps would wait for the save.
+            steps[1:] = final_steps
 
     while steps:  # a step is removed when it is done, so an interrupted one runs again
         try:
@@ -123,11 +127,11 @@ def _drain(*, threads_go_on: bool = False) -> None:
             del steps[0]
 
 
-def _interrupted() -> bool:
+def _was_interrupted() -> bool:
     """Return whether Ctrl-C has ended the program."""
-    return isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) or isinstance(
-        sys.exc_info()[1], KeyboardInterrupt
-    )
+    printed = getattr(sys, "last_value", None)  # the exception that the interpreter has printed
+    current = sys.exc_info()[1]
+    return isinstance(printed, KeyboardInterrupt) or isinstance(current, KeyboardInterrupt)
 
 
 def _drain_child() -> None:
@@ -160,7 +164,7 @@ def _print_line(sentence: str) -> None:
 def install() -> None:
     """Register the drain. The import of the package calls this once."""
     atexit.register(_drain)
-    # multiprocessing calls the function at the start of each child.
+    # At the start of each child, multiprocessing calls the second function with the first.
     util.register_after_fork(_drain_child, _drain_at_end_of_child)
     _drain_at_end_if_child()  # the first import may be in such a child
     os.register_at_fork(after_in_child=_drain_at_end_if_child)

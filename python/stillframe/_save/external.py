@@ -57,17 +57,17 @@ class ExternalSave(SaveHandle):
         self._number = next(completion.numbers)
         self._slot = slot
         self._entered = entered
-        self._waited_s = 0.0  # how long the call waited for a slot
-        self._call = Interval(entered)  # until the call returns
-        self._over = Event()  # the save has ended
+        self._slot_wait_s = 0.0  # how long the call waited for a slot
+        self._call_time = Interval(entered)  # until the call returns
+        self._ended = Event()  # the save has ended
         self._unclaimed = [True]  # `claim_end` takes the element, in one atomic operation
-        self._decisions: list[str] = []  # _CANCELLED and _COMMITTED; the first one counts
+        self._decisions: list[str] = []  # each _CANCELLED or _COMMITTED; the first one counts
 
     # ---- for users ----
 
     @property
     def state(self) -> State:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if not self._has_ended():
             return self._state_under_way()
         if isinstance(self._outcome.error, CancelledError):
@@ -75,14 +75,14 @@ class ExternalSave(SaveHandle):
         return "durable" if self._outcome.error is None else "failed"
 
     def _has_ended(self) -> bool:
-        # The slot is over when it is given back or its engine is closed.
+        # A slot is over when it was given back or its engine was closed.
         return self._outcome.settled and (self._slot is None or self._slot.is_over())
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if not self._has_ended():
-            ordered.refuse_inside()
-            if not self._over.wait(deadline.left()):
+            ordered.refuse_in_external_work()
+            if not self._ended.wait(deadline.left()):
                 raise self._timeout_error(deadline, "durable")
         self._settle()
 
@@ -98,7 +98,7 @@ class ExternalSave(SaveHandle):
 
     def record_slot_wait(self) -> None:
         """Record that the call has waited for a slot until now."""
-        self._waited_s = time.perf_counter() - self._entered
+        self._slot_wait_s = time.perf_counter() - self._entered
 
     def submit(self, key: bytes, kind: int, work: Callable[[], bool]) -> None:
         """Put the save into the log, with its external work.
@@ -114,7 +114,8 @@ class ExternalSave(SaveHandle):
         """
         try:
             self.begin()
-            ordered.submit(key, kind, lambda after_good: self.claim_end() and work())
+            # `work` ends the save, unless another caller has claimed the end.
+            ordered.submit(key, kind, lambda _: self.claim_end() and work())
             self.record_launch()
         except BaseException:
             if self.claim_end():
@@ -140,7 +141,8 @@ class ExternalSave(SaveHandle):
             self._slot.launched()
 
     def undo_begin(self) -> None:
-        self._end_mirror(False)
+        """Undo `begin`, for a call that raises before the launch."""
+        self._end_mirror(succeeded=False)
         self._give_back_slot()
         completion.in_flight.pop(self._number, None)
 
@@ -155,7 +157,7 @@ class ExternalSave(SaveHandle):
         self._refuse_cancelled()
 
     def _is_cancelled(self) -> bool:
-        return self._decisions[:1] == [_CANCELLED]
+        return self._decisions[:1] == [_CANCELLED]  # [:1]: there may be no decision yet
 
     def _is_committing(self) -> bool:
         return self._decisions[:1] == [_COMMITTED]
@@ -165,7 +167,8 @@ class ExternalSave(SaveHandle):
             raise CancelledError(f"the save of {self._path} was cancelled")
 
     def call_is_over(self) -> None:
-        self._call.end()
+        """Record that the user's call returns now."""
+        self._call_time.end()
 
     def end(
         self,
@@ -183,14 +186,14 @@ class ExternalSave(SaveHandle):
             entry: The save's entry in the log, to be ended too. It ends after the outcome is
                 recorded, because later entries read the error, and before waiting users wake.
         """
-        self._end_mirror(error is None)
+        self._end_mirror(succeeded=error is None)
         self._outcome.settle(report, error, value=value, is_known=self.error_is_known)
         self._give_back_slot()
         if entry is not None:
             entry.end(error is None)
         self._release()
         completion.in_flight.pop(self._number, None)
-        self._over.set()
+        self._ended.set()
         self._outcome.notify()
 
     def _give_back_slot(self) -> None:

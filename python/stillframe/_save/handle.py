@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 from stillframe._base.arguments import seconds
 from stillframe._base.birth import Birth
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._remote.mirror import MirrorUpload
 from stillframe._save import uploads
 from stillframe._save.options import OnDurable
@@ -53,7 +53,7 @@ class SaveHandle:
         self._outcome = Outcome(given, on_durable, known_as)
 
     def __repr__(self) -> str:
-        state = "of the parent process" if self._birth.foreign() else self.state
+        state = "of the parent process" if self._birth.in_forked_child() else self.state
         return f"<SaveHandle {self._path!r} {state}>"
 
     def __reduce__(self) -> Any:
@@ -77,7 +77,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Return whether the save has ended: durable, failed, cancelled or skipped."""
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if not self._has_ended():
             return False
         self._settle()
@@ -91,11 +91,11 @@ class SaveHandle:
             concurrent.futures.CancelledError: The save was cancelled.
             TimeoutError: `timeout` seconds passed.
         """
-        with inside():
+        with inside_call():
             deadline = Deadline(timeout)
             if not self._wait_until_staged(deadline):
                 self._wait_until_ended(deadline)
-                self._raise()
+                self._raise_error()
 
     def result(self, timeout: float | None = None) -> SaveReport | MaybeNone:
         """Wait until the save is durable and return its report.
@@ -108,9 +108,9 @@ class SaveHandle:
             concurrent.futures.CancelledError: The save was cancelled.
             TimeoutError: `timeout` seconds passed; the save goes on.
         """
-        with inside():
+        with inside_call():
             self._wait_until_ended(Deadline(timeout))
-            self._raise()
+            self._raise_error()
             return self._outcome.report
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -120,7 +120,7 @@ class SaveHandle:
             concurrent.futures.CancelledError: The save was cancelled.
             TimeoutError: `timeout` seconds passed; the save goes on.
         """
-        with inside():
+        with inside_call():
             self._wait_until_ended(Deadline(timeout))
             self._outcome.collect()
             if isinstance(self._outcome.error, CancelledError):
@@ -148,7 +148,7 @@ class SaveHandle:
             )
         if self._outcome.call_at_end(functools.partial(function, self)):
             return
-        try:
+        try:  # the save has ended already
             function(self)
         except Exception:
             log.exception("stillframe: a callback failed")
@@ -191,25 +191,26 @@ class SaveHandle:
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
         """Wait for the save's end and settle it. Raise no error of the save."""
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
 
-    # ---- inside ----
+    # ---- private ----
 
-    def _end_mirror(self, good: bool) -> None:
-        """Tell the upload to the mirror whether the save succeeded. Call this before anybody else
-        learns of the end."""
+    def _end_mirror(self, *, succeeded: bool) -> None:
+        """Tell the upload to the mirror whether the save succeeded. Call this before users can
+        learn that the save has ended."""
         if self._mirror is not None:
-            self._mirror.end(good)
+            self._mirror.end(succeeded)
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         """Raise the error of a save that has ended, if there is one, and collect it."""
         self._outcome.collect()
         if self._outcome.error is not None:
             raise self._outcome.error
 
-    def _timeout_error(self, deadline: Deadline, wanted: str) -> TimeoutError:
+    def _timeout_error(self, deadline: Deadline, awaited_state: str) -> TimeoutError:
         return TimeoutError(
-            f"the save of {self._path} after {deadline.timeout:g} s: {self.state}, not {wanted} yet"
+            f"the save of {self._path} after {deadline.timeout:g} s: {self.state}, not"
+            f" {awaited_state} yet"
         )
 
     async def _awaited(self) -> SaveReport | MaybeNone:
@@ -228,7 +229,7 @@ class SaveHandle:
                 with contextlib.suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(ended.set)
 
-            if self._outcome.wake_at_end(wake):
+            if self._outcome.wake_at_end(wake):  # False: the save has ended meanwhile
                 try:
                     await ended.wait()
                 finally:
@@ -248,7 +249,7 @@ class Deadline:
         self._end = None if self.timeout is None else time.monotonic() + self.timeout
 
     def left(self) -> float | None:
-        """Return the seconds left, at least 0; None if there is no deadline."""
+        """Return the seconds left, at least 0. Return None if the wait has no limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
@@ -286,12 +287,12 @@ def is_collected(handle: SaveHandle) -> bool:
     return handle._outcome.is_collected()
 
 
-def take_unseen_error(handle: SaveHandle) -> BaseException | None:
+def take_uncollected_error(handle: SaveHandle) -> BaseException | None:
     """Return the error of a save that has ended, if nobody has collected it, and collect it."""
-    return handle._outcome.take_unseen()
+    return handle._outcome.take_uncollected()
 
 
 def wait_for_end(handle: SaveHandle) -> None:
     """Wait for the save's end. Neither raise nor collect its error."""
-    with inside():
+    with inside_call():
         handle._wait_until_ended(Deadline(None))

@@ -36,11 +36,11 @@ from stillframe._save.report import SaveReport
 from stillframe.errors import SaveError
 
 
-class _Sending:
+class _UploadThread:
     """The upload of one object, and the thread that runs it.
 
     Args:
-        before_end: See `Upload.run`.
+        wait_to_appear: See `Upload.run`.
 
     Attributes:
         ready: Set when all bytes are sent and the copy is not torn, or after a failure.
@@ -48,24 +48,24 @@ class _Sending:
         error: The failure, or None.
     """
 
-    def __init__(self, upload: Upload, before_end: Callable[[], object]) -> None:
+    def __init__(self, upload: Upload, wait_to_appear: Callable[[], object]) -> None:
         self.upload = upload
         self.error: BaseException | None = None
         self.ready, self.finished = Event(), Event()
-        self._before_end = before_end
+        self._wait_to_appear = wait_to_appear
         threads.start(threading.Thread(target=self._run, name="sf-upload", daemon=True))
 
     def _run(self) -> None:
         try:
-            self.upload.run(self._wait_to_appear)
+            self.upload.run(self._after_last_byte)
         except BaseException as error:
             self.error = self.upload.fail(error.with_traceback(None))
         self.ready.set()
         self.finished.set()
 
-    def _wait_to_appear(self) -> None:
+    def _after_last_byte(self) -> None:
         self.ready.set()
-        self._before_end()
+        self._wait_to_appear()
 
 
 class ObjectsSave(DirectorySave):
@@ -90,9 +90,9 @@ class ObjectsSave(DirectorySave):
         super().__init__(url, given, on_durable, entered=entered, folder=None, key=key)
         self._store = store
         self._prefix = prefix.rstrip("/")
-        self._sending: list[_Sending] = []
+        self._uploads: list[_UploadThread] = []
         self._sizes: dict[str, int] = {}  # the bytes of each object in the store, by its key
-        self._replaces = False  # the store has a complete checkpoint of this name already
+        self._replaces_old = False  # the store has a complete checkpoint of this name already
         self._may_appear = Event()  # the objects may become visible
         self._is_complete = False  # the marker is written
 
@@ -100,10 +100,10 @@ class ObjectsSave(DirectorySave):
 
     def open(self) -> None:
         """Make the local directory for the files that others write."""
-        self._replaces = self._store.exists(self._key_of(MARKER))
+        self._replaces_old = self._store.exists(self._key_of(MARKER))
         self.directory = tempfile.mkdtemp(prefix="stillframe-")
         note_open(self)
-        self._call.end()
+        self._call_time.end()  # the block that follows is the user's time
 
     def submit_file(
         self,
@@ -111,67 +111,71 @@ class ObjectsSave(DirectorySave):
         obj: object,
         name: str,
         options: SaveOptions,
-        made: Callable[[CoreSave], object],
+        on_created: Callable[[CoreSave], object],
     ) -> None:
         shown = f"{self._path}/{name}"
         upload = Upload(self._store, self._key_of(name), shown)
 
         def before_launch(file: CoreSave) -> None:
-            made(file)
+            on_created(file)
             self.add(file)
             upload.file = file
             # Start the thread before the launch, which may wait until sent bytes are released.
-            self._sending.append(_Sending(upload, self._before_end))
+            self._uploads.append(_UploadThread(upload, self._wait_to_appear))
 
         try:
             submit(engine, obj, shown, options.for_stream(shown, before_launch))
         except BaseException:
             upload.abandon()
-            self._sending = [each for each in self._sending if each.upload is not upload]
+            self._uploads = [each for each in self._uploads if each.upload is not upload]
             raise
 
-    def _before_end(self) -> None:
-        if self._replaces:
+    def _wait_to_appear(self) -> None:
+        """Wait until an object may become visible. Raise CancelledError after a cancel."""
+        if self._replaces_old:
             self._may_appear.wait()
         self._refuse_cancelled()
 
     def _cancel_files(self) -> None:
         super()._cancel_files()
-        for each in list(self._sending):
+        for each in list(self._uploads):
             each.upload.give_up()
         self._may_appear.set()
 
     # ---- at the head of the log ----
 
     def _commit(self) -> int:
-        """Make the objects visible in the order of the module's head; return their bytes."""
-        for each in self._sending:
+        """Make the objects visible and write the marker; return the objects' bytes. The head of the
+        module explains the order."""
+        for each in self._uploads:
             each.ready.wait()
         try:
             self._raise_failure()
-            with self._explained():
-                if not self._replaces:
+            with self._as_save_errors():
+                if not self._replaces_old:
                     self._send_files()  # can be cancelled, because it comes before the decision
                 self._decide_to_commit()
-                if self._replaces:
+                if self._replaces_old:  # from here on the old one counts as no checkpoint
                     self._store.delete([self._key_of(MARKER)])
         except BaseException:
             self._cancel_files()
-            for each in self._sending:
+            for each in self._uploads:
                 each.finished.wait()  # so that no object is sent after the save has ended
             raise
         self._may_appear.set()
-        for each in self._sending:
+        for each in self._uploads:
             each.finished.wait()
         self._raise_failure()
-        self._sizes |= {each.upload.key: each.upload.nbytes for each in self._sending}
-        with self._explained():
-            if self._replaces:
+        self._sizes |= {each.upload.key: each.upload.nbytes for each in self._uploads}
+        with self._as_save_errors():
+            if self._replaces_old:
                 self._send_files()
             listed = [each.key for each in self._store.list(self._prefix)]
-            self._store.delete(key for key in listed if key not in self._sizes)
-            start = len(self._key_of(""))  # the marker has the names without the prefix
-            files = {key[start:]: nbytes for key, nbytes in sorted(self._sizes.items())}
+            only_in_old = [key for key in listed if key not in self._sizes]
+            self._store.delete(only_in_old)
+            # The marker has the names without the prefix.
+            prefix = self._key_of("")
+            files = {key.removeprefix(prefix): self._sizes[key] for key in sorted(self._sizes)}
             put_marker(self._store, self._key_of(MARKER), files)
         self._is_complete = True
         return sum(self._sizes.values())
@@ -179,7 +183,7 @@ class ObjectsSave(DirectorySave):
     def _raise_failure(self) -> None:
         """Raise CancelledError if the save was cancelled, or the error of an object."""
         self._refuse_cancelled()
-        for each in self._sending:
+        for each in self._uploads:
             if each.error is not None:
                 raise each.error
 
@@ -193,7 +197,7 @@ class ObjectsSave(DirectorySave):
                 self._sizes[key] = send_file(self._store, key, target, self._refuse_cancelled)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _as_save_errors(self) -> Iterator[None]:
         """Turn an error of the store, or of a local file, into a SaveError of phase "upload"."""
         try:
             yield
@@ -201,7 +205,8 @@ class ObjectsSave(DirectorySave):
             raise
         except (OSError, LocalError) as error:
             cause = error.__cause__ if isinstance(error, LocalError) else error
-            code, reason = (cause.errno, cause.strerror) if isinstance(cause, OSError) else (0, "")
+            code = cause.errno if isinstance(cause, OSError) else None
+            reason = cause.strerror if isinstance(cause, OSError) else None
             raise SaveError(code or errno.EIO, reason or str(cause), self._path, "upload") from None
 
     def _report(self, nbytes: int) -> SaveReport:
@@ -210,15 +215,16 @@ class ObjectsSave(DirectorySave):
     def _clear(self) -> None:
         """Remove the local directory, and after a failure the objects in the store."""
         shutil.rmtree(self.directory, ignore_errors=True)
-        if self._is_complete or self._replaces:
+        if self._is_complete or self._replaces_old:  # objects of the old one may have these names
             return
-        for each in self._sending:
+        for each in self._uploads:
             if each.finished.is_set() and each.error is None:
                 self._sizes[each.upload.key] = each.upload.nbytes
         with contextlib.suppress(OSError):  # objects without a marker count as no checkpoint
             self._store.delete(self._sizes)
 
     def _key_of(self, name: str) -> str:
+        """Return the name in the store of a file of the checkpoint."""
         return f"{self._prefix}/{name}" if self._prefix else name
 
 

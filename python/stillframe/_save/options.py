@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from stillframe import _core
 from stillframe._base import cpus, safetensors, sizes
-from stillframe._base.arguments import refuse_unclear
+from stillframe._base.arguments import check_booleans
 from stillframe._remote.mirror import MirrorUpload
 from stillframe._save.report import SaveReport
 
@@ -119,7 +119,8 @@ def nr_copiers() -> int:
     # The ranks of a machine share its cores. torchrun sets their number.
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(1, int(text)) if text.isdecimal() else 1
-    return max(0, min(cpus.count() // ranks - 1, _MOST_COPIERS))
+    other_cores = cpus.count() // ranks - 1
+    return max(0, min(other_cores, _MOST_COPIERS))
 
 
 def _checked_count(value: object, name: str, most: int) -> int:
@@ -127,11 +128,13 @@ def _checked_count(value: object, name: str, most: int) -> int:
 
 
 def _pool_bytes(given: Size | None) -> tuple[int, str]:
-    """Return the pool's cap in bytes, or 0, and the name of the argument or variable."""
+    """Return the pool's cap in bytes, and the name of the argument or variable that gave it. The
+    cap is 0 if neither is set."""
     if given is not None:
         return sizes.parse(given, "pool_bytes"), "pool_bytes"
     text = os.environ.get(_POOL_VARIABLE, "").strip()
-    return (sizes.parse(text, _POOL_VARIABLE) if text else 0), _POOL_VARIABLE
+    cap = sizes.parse(text, _POOL_VARIABLE) if text else 0
+    return cap, _POOL_VARIABLE
 
 
 def format_of(path: object) -> Format:
@@ -175,7 +178,7 @@ class SaveOptions:
     mirror: MirrorUpload | None = None
 
     def __post_init__(self) -> None:
-        refuse_unclear(
+        check_booleans(
             overlap=self.overlap, durable=self.durable, check_mutation=self.check_mutation
         )
         if self.on_durable is not None and not callable(self.on_durable):
@@ -205,7 +208,7 @@ class SaveOptions:
         return replace(
             self,
             # A stream needs deferred tensors next to each other, which the alignment of safetensors
-            # may forbid. So all tensors are captured.
+            # may forbid. So all tensors of a safetensors file are copied during the call.
             overlap=self.overlap and self.format == "torch",
             on_durable=None,
             wait_for_slot=True,
@@ -216,17 +219,18 @@ class SaveOptions:
         )
 
     def flags(self, *, nested: bool, when_busy: WhenBusy) -> int:
-        """Return the core's flags for these options.
+        """Return the core's flags for these options, combined into one number.
 
         Args:
             nested: The thread is inside another of our calls; see `calls.py`.
             when_busy: The engine's option of this name.
         """
+        waits = self.wait_for_slot or when_busy == "wait"
         return (
             (_core.SAVE_DURABLE if self.durable else 0)
             | (_core.SAVE_CHECK_BYTES if self.check_mutation else 0)
             | (_core.SAVE_NESTED if nested else 0)
             | (0 if self.ordered else _core.SAVE_UNORDERED)
             | (_core.SAVE_STREAM if self.stream else 0)
-            | (0 if self.wait_for_slot or when_busy == "wait" else _core.SAVE_NO_WAIT)
+            | (0 if waits else _core.SAVE_NO_WAIT)
         )

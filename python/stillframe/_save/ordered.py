@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from stillframe import _core
 from stillframe._base import paths
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._base.event import Event
 from stillframe._base.threads import SingleThread
 from stillframe._save import completion
@@ -38,33 +38,36 @@ class _Worker:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread: SingleThread | None = None
-        self._doing: int | None = None  # the id of the thread that is doing external work
+        self._working_thread: int | None = None  # the id of the thread that does external work now
         # Work that has not begun, by the number of its entry.
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
 
     def submit(self, key: bytes, kind: int, function: Work) -> _core.LogWork:
-        completion.completion.start()
+        """See the function `submit`."""
+        completion.thread.start()
         entry = _core.LogWork(key, kind)
         try:
             # Before the append, because the entry may be at the head at once.
             self._waiting[entry.number] = entry, function
             entry.append()
-            if completion.completion.is_over or not self._start():
+            if completion.thread.drain_is_over or not self._start():
                 while entry.number in self._waiting:  # no thread is left to do the work
                     self._do_next()
         except BaseException:
-            # Ctrl-C may come at any line. If the thread has taken the work, it ends the entry.
-            if self._waiting.pop(entry.number, None) is not None:
-                entry.end(False)
+            # Ctrl-C may come at any line. A thread that has taken the work ends the entry.
+            was_not_taken = self._waiting.pop(entry.number, None) is not None
+            if was_not_taken:
+                entry.end(False)  # as failed
             raise
         return entry
 
-    def end(self, entry: _core.LogWork, good: bool) -> None:
+    def end(self, entry: _core.LogWork, succeeded: bool) -> None:
         self._waiting.pop(entry.number, None)
-        entry.end(good)
+        entry.end(succeeded)
 
     def is_current(self) -> bool:
-        return threading.get_ident() == self._doing
+        """Return whether the calling thread is doing external work."""
+        return threading.get_ident() == self._working_thread
 
     def _start(self) -> bool:
         """Start the thread; return False if the interpreter is exiting and starts no thread."""
@@ -90,20 +93,20 @@ class _Worker:
         found = _core.log_work_next()
         if found is None:
             return False
-        number, after_good = found
+        number, previous_succeeded = found
         waiting = self._waiting.pop(number, None)
         if waiting is None:
-            return True  # an interrupted `submit`, or `end`, has taken the entry
+            return True  # `end`, or an interrupted `submit`, has ended the entry
         entry, function = waiting
-        good = False
-        self._doing = threading.get_ident()
+        succeeded = False
+        self._working_thread = threading.get_ident()
         try:
-            good = function(after_good)
+            succeeded = function(previous_succeeded)
         except Exception:
             log.exception("stillframe: work in the order of saves failed")
         finally:
-            self._doing = None
-            entry.end(good)
+            self._working_thread = None
+            entry.end(succeeded)
         return True
 
 
@@ -127,10 +130,10 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
     return _worker.submit(key, kind, function)
 
 
-def end(entry: _core.LogWork, good: bool) -> None:
-    """End an entry, even before its function has returned; `good` if the work succeeded. A function
-    that has not begun never runs."""
-    _worker.end(entry, good)
+def end(entry: _core.LogWork, succeeded: bool) -> None:
+    """End an entry, even before its function has returned. A function that has not begun never
+    runs."""
+    _worker.end(entry, succeeded)
 
 
 class LogEntry:
@@ -147,36 +150,37 @@ class LogEntry:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._at_head, self._over = Event(), Event()
-        # A load of the log waits for the entries of its name that exist now. Nothing is read.
-        self._before = _core.LogLoad(key)
+        self._at_head, self._end_called = Event(), Event()
+        # `LogLoad.open` waits for the entries of its name that exist now. Nothing is read.
+        self._earlier_entries = _core.LogLoad(key)
         self._entry: _core.LogWork | None = None
 
     def submit(self) -> None:
         """Append the entry. Raise StillframeError if the interpreter is exiting."""
         self._entry = submit(self._key, _core.WORK_SAVE, self._hold_the_log)
 
-    def _hold_the_log(self, after_good: bool) -> bool:
+    def _hold_the_log(self, _previous_succeeded: bool) -> bool:
+        """Keep the entry at the head of the log until `end` is called."""
         self._at_head.set()
-        self._over.wait()
+        self._end_called.wait()
         return False  # ignored: `end` has already recorded the result
 
     def wait_to_write(self) -> None:
         """Wait until everything of this name that was submitted before has ended."""
         with contextlib.suppress(OSError):  # the file need not exist
-            self._before.open()
-            self._before.close()
+            self._earlier_entries.open()
+            self._earlier_entries.close()
 
     def wait_to_commit(self) -> None:
         """Wait until everything that was submitted before has ended."""
         self._at_head.wait()
 
-    def end(self, good: bool) -> None:
-        """End the entry, so that later entries go on; `good` if the save succeeded."""
+    def end(self, succeeded: bool) -> None:
+        """End the entry, so that later entries go on."""
         if self._entry is not None:
-            end(self._entry, good)
+            end(self._entry, succeeded)
         self._at_head.set()
-        self._over.set()
+        self._end_called.set()
 
 
 def submit_remove(
@@ -194,8 +198,8 @@ def submit_remove(
         needed: Returns whether a link still points to the path.
     """
 
-    def work(after_good: bool) -> bool:
-        if not after_good:
+    def work(previous_succeeded: bool) -> bool:
+        if not previous_succeeded:
             log.warning("stillframe: %s was not removed: the save before it failed", path)
             return False
         if needed is not None and needed():
@@ -211,14 +215,14 @@ def submit_remove(
     submit(key, _core.WORK_REMOVE, work)
 
 
-def is_inside() -> bool:
+def is_in_external_work() -> bool:
     """Return whether this thread is doing external work."""
     return _worker.is_current()
 
 
-def refuse_inside() -> None:
+def refuse_in_external_work() -> None:
     """Raise StillframeError if this thread is doing external work. It would wait for itself."""
-    if is_inside():
+    if is_in_external_work():
         raise StillframeError(
             "a CheckpointIO that stillframe wraps must not save or load with stillframe itself, nor"
             " wait for its saves or close an engine: that would wait for its own end"
@@ -228,9 +232,9 @@ def refuse_inside() -> None:
 def wait_for_key(key: bytes) -> None:
     """Wait until every save and remove of this name that was submitted before has ended. A name
     that ends in a slash stands for everything below it."""
-    refuse_inside()
+    refuse_in_external_work()
     with contextlib.suppress(OSError):  # the name need not exist
-        _core.LogLoad(key).open()
+        _core.LogLoad(key).open()  # waits for the entries
 
 
 Path = str | os.PathLike[str]
@@ -248,10 +252,10 @@ def wait_for_directory(path: Path) -> None:
     Raises:
         OSError: There is no such directory at that point of the log.
     """
-    refuse_inside()
-    with inside():
-        # The key ends in a slash, so it stands for everything in the directory too.
-        _open(os.fsencode(os.path.join(os.path.realpath(path), "")), path).close()
+    refuse_in_external_work()
+    with inside_call():
+        key = os.path.join(os.path.realpath(path), "")  # with "/": also everything in the directory
+        _open(os.fsencode(key), path).close()
 
 
 def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
@@ -262,16 +266,17 @@ def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
     Raises:
         OSError: As `os.open`.
     """
-    refuse_inside()
+    refuse_in_external_work()
     # No variable of this frame holds the open file: a traceback of Ctrl-C would keep it alive.
-    with inside():
+    with inside_call():
         return _opened(path, follow_link)
 
 
 def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
+    """Return the result of `open_in_order`."""
     if follow_link and os.path.islink(path):
         # An entry of the log may replace the link, so wait for the link's name first.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the next line reports the error
             _core.LogLoad(paths.key(path, follow_link=False)).open()
     return _open(paths.key(path, follow_link=follow_link), path)
 
@@ -288,10 +293,10 @@ def _open(key: bytes, path: Path) -> _core.LogLoad:
             load = _core.LogLoad(key)
             load.open()
     except OSError as error:
-        text, words = os.fspath(path), error.strerror
+        text, reason = os.fspath(path), error.strerror
         if error.errno == errno.ENOENT:
-            words = f"{words}{paths.tilde_hint(text)}"
-        raise type(error)(error.errno, words, text) from None
+            reason = f"{reason}{paths.tilde_hint(text)}"
+        raise type(error)(error.errno, reason, text) from None
     return load
 
 

@@ -45,11 +45,12 @@ class Failure:
             _failures.remove(self)
         self.collected = True
 
-    def log_if_uncollected(self, what: str) -> None:
-        """Log the error, unless it was collected or the exit will print it."""
-        if not (self.collected or self.logged or completion.completion.draining):
+    def log_if_uncollected(self, known_as: str) -> None:
+        """Log the error, unless it was collected, or the exit will print it. `known_as` is the name
+        for the save in the message."""
+        if not (self.collected or self.logged or completion.thread.is_draining):
             self.logged = True
-            log.error("stillframe: %s failed and nobody asked: %s", what, self.error)
+            log.error("stillframe: %s failed and nobody asked: %s", known_as, self.error)
 
 
 # Errors that nobody has collected, in the order in which their saves ended.
@@ -83,23 +84,24 @@ class SaveFuture(CallbackThreadFuture):
     The future keeps its handle alive; the handle has only a weak reference to the future.
 
     Args:
-        upload: The future is done when the save is durable. Otherwise it is done when the save is
-            staged.
+        until_durable: The future is done when the save is durable. Otherwise it is done when the
+            save is staged.
     """
 
-    def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
+    def __init__(self, handle: object, outcome: Outcome, until_durable: bool) -> None:
         super().__init__()
         self._handle = handle
         self._outcome = outcome
-        self._upload = upload
+        self._until_durable = until_durable
 
-    def _refuse_inside(self) -> None:
-        """Refuse to wait for the log inside external work. Staging does not need the log."""
-        if self._upload and not self.done():
-            ordered.refuse_inside()
+    def _refuse_in_external_work(self) -> None:
+        """Raise StillframeError if a wait for the future would wait for the calling thread's own
+        external work. Staging does not wait for the log."""
+        if self._until_durable and not self.done():
+            ordered.refuse_in_external_work()
 
     def result(self, timeout: float | None = None) -> Any:
-        self._refuse_inside()
+        self._refuse_in_external_work()
         try:
             return super().result(timeout)
         finally:
@@ -107,7 +109,7 @@ class SaveFuture(CallbackThreadFuture):
                 self._outcome.collect()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._refuse_inside()
+        self._refuse_in_external_work()
         error = super().exception(timeout)
         self._outcome.collect()
         return error
@@ -123,6 +125,10 @@ class _Futures:
         """Return the futures that somebody still holds: one, or more if threads raced."""
         futures = [reference() for reference in list(self._references)]
         return [future for future in futures if future is not None]
+
+    def first(self) -> SaveFuture | None:
+        alive = self.alive()
+        return alive[0] if alive else None
 
     def add(self, future: SaveFuture) -> SaveFuture:
         """Add a future. Return the first one alive, so that all threads get the same."""
@@ -170,7 +176,7 @@ class Outcome:
         # The error of the copy, or None if it succeeded; empty before the copy has ended.
         self._copy_errors: list[BaseException | None] = []
         self._notified = False
-        self._on_durable = [] if on_durable is None else [on_durable]
+        self._on_durable = [] if on_durable is None else [on_durable]  # `notify` pops it
         # Functions to call at the end, on the settling thread and on the callback thread.
         self._wakers: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
@@ -225,9 +231,9 @@ class Outcome:
         is_known = is_known or isinstance(error, CancelledError)  # known to the code that cancelled
         if error is not None and not is_known and not self._failures:
             self._failures.append(Failure(error))
-            for other in self._failures[1:]:  # of another thread that settles at the same time
-                other.collect()
-            if completion.completion.is_over:  # the exit no longer prints errors, so log it now
+            for duplicate in self._failures[1:]:  # another thread settles at the same time
+                duplicate.collect()
+            if completion.thread.drain_is_over:  # the exit no longer prints errors, so log it now
                 self._failures[0].log_if_uncollected("a save")
         end = _End(report, error, report if value is None else value)
         self._ends.append(end)
@@ -253,6 +259,7 @@ class Outcome:
         self._notified = True
 
     def notify_staged(self, error: BaseException | None = None) -> None:
+        """Resolve the futures of staging, because the copy has ended. The first call counts."""
         if not self._copy_errors:
             self._copy_errors.append(error)
         for future in self._staging.alive():
@@ -285,9 +292,10 @@ class Outcome:
 
     def staging_future(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:
         """Return the future of staging, always the same while somebody holds it."""
-        for future in self._staging.alive():
-            return future
-        future = self._staging.add(self._new_future(handle, upload=False))
+        existing = self._staging.first()
+        if existing is not None:
+            return existing
+        future = self._staging.add(self._new_future(handle, until_durable=False))
         if self._copy_errors:
             _resolve(future, self._copy_errors[0], None)
         elif self.settled or is_staged():
@@ -296,20 +304,21 @@ class Outcome:
 
     def upload_future(self, handle: object) -> SaveFuture:
         """Return the future of the report, always the same while somebody holds it."""
-        for future in self._upload.alive():
-            return future
-        future = self._upload.add(self._new_future(handle, upload=True))
+        existing = self._upload.first()
+        if existing is not None:
+            return existing
+        future = self._upload.add(self._new_future(handle, until_durable=True))
         if self.settled:
             _resolve(future, self.error, self._end.value)
         return future
 
-    def _new_future(self, handle: object, *, upload: bool) -> SaveFuture:
-        future = SaveFuture(handle, self, upload)
+    def _new_future(self, handle: object, *, until_durable: bool) -> SaveFuture:
+        future = SaveFuture(handle, self, until_durable)
         if not self.cancellable:
             future.set_running_or_notify_cancel()  # a running future refuses `cancel`
         return future
 
-    def take_unseen(self) -> BaseException | None:
+    def take_uncollected(self) -> BaseException | None:
         """Return the error if nobody has collected it, and collect it."""
         failure = self._failure
         if failure is None or failure.collected:
@@ -326,6 +335,7 @@ class Outcome:
 
 
 def _call_later(function: Callable[[Future[Any]], object], future: Future[Any]) -> None:
+    """Have `function(future)` called on the callback thread."""
     completion.callbacks.put(functools.partial(function, future))
 
 
@@ -338,7 +348,7 @@ def _pop(functions: list[T]) -> T | None:
 
 
 def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> None:
-    with contextlib.suppress(InvalidStateError):  # it is resolved, or its user has cancelled it
+    with contextlib.suppress(InvalidStateError):  # resolved already, or cancelled by its user
         if isinstance(error, CancelledError):
             future.cancel()
         elif error is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import paths
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._save import completion
 from stillframe._save.core_save import CoreSave
 from stillframe._save.engine import Engine, Path, core_of, note_use
@@ -41,7 +41,7 @@ _STORAGES: dict[torch.dtype, str] = {
 
 # Returns a tensor's conjugate and negative bits, or {} if neither is set. Unlike is_conj and
 # is_neg, it does not release the interpreter lock.
-_metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
+_conj_and_neg_bits = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
 def description_of(tensor: Tensor) -> Row | None:
@@ -57,7 +57,7 @@ def description_of(tensor: Tensor) -> Row | None:
         or tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
         or not is_dense(tensor)
-        or _metadata(tensor)
+        or _conj_and_neg_bits(tensor)
     ):
         return None
     numel = tensor.numel()
@@ -70,16 +70,17 @@ def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill a range of memory without gaps or overlap."""
     if tensor.is_contiguous():
         return True
-    reach = 1  # how many elements the dimensions so far fill
+    numel = 1  # the number of elements in the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1 and stride != reach:
+        if size != 1 and stride != numel:
             return False
-        reach *= size
+        numel *= size
     return True
 
 
 class PartsSave(CoreSave):
-    """A save that reads its sources until it has ended. `_settle` drops the sources."""
+    """A save that reads its sources until it has ended. So `_settle` drops the sources, and the
+    methods here do not."""
 
     def _end_call(self) -> None:
         self._verdict.make_steps_wait(self)
@@ -122,14 +123,14 @@ def submit_parts(
         ordered=False,
         stream=upload is not None,
     )
-    with inside() as nested:
+    with inside_call() as nested:
         core = core_of(engine)
         if upload is None:
             target = paths.target(path, follow_link=False, create_parents=False, durable=durable)
         else:
             target = paths.object_target(path)
         flags = options.flags(nested=nested, when_busy="wait")
-        completion.completion.start(under_way=True)
+        completion.thread.start(under_way=True)
         ticket = _core.Ticket.of_parts(
             core, target.directory, target.name, parts, flags, target.file_system
         )

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from stillframe import _core
 from stillframe._base import file_kinds, threads, urls
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._base.event import Event
 from stillframe._remote.store import Buffer, Store, part_bytes
 from stillframe._remote.stores import open_store
@@ -41,7 +41,7 @@ from stillframe.errors import BusyError, SaveError, StillframeError
 
 StorageOptions = Mapping[str, Any] | None
 
-_PAUSE_S = 0.02  # the longest wait for a block while earlier blocks of its part are kept
+_PAUSE_S = 0.02  # the longest wait for a block while earlier blocks of its part are not sent
 _SLICE_S = 1.0  # the longest wait for any other block before the next check for `give_up`
 _POLL_S = 0.005  # between two checks whether all bytes are acknowledged
 
@@ -81,39 +81,39 @@ class Upload:
         if self.file is not None:
             self.file.abandon()
 
-    def run(self, before_end: Callable[[], object]) -> None:
+    def run(self, wait_to_appear: Callable[[], object]) -> None:
         """Send the object, and return when it is visible in the store.
 
         Args:
-            before_end: Called when all bytes are sent. It returns when the object may become
+            wait_to_appear: Called when all bytes are sent. It returns when the object may become
                 visible, and raises if it must not.
 
         Raises:
-            BaseException: What `before_end` or the client raises. The old object is untouched.
+            BaseException: What `wait_to_appear` or the client raises. The old object is untouched.
         """
         nbytes = self.nbytes
-        self._store.put(self.key, self._file_bytes(part_bytes(nbytes), before_end), nbytes)
+        self._store.put(self.key, self._file_bytes(part_bytes(nbytes), wait_to_appear), nbytes)
 
     def fail(self, error: BaseException) -> BaseException:
-        """Give up, and return the error to report: the error of `file` if there is one, or `error`.
-        An error of the store becomes a SaveError.
+        """Give up, and return the error to report: the error of `file`, if `file` failed, or else
+        `error`. An error of the store becomes a SaveError.
 
         Args:
             error: What `run` has raised.
         """
         self.give_up()
-        own: BaseException | None = None
+        file_error: BaseException | None = None
         if self.file is not None:
             with contextlib.suppress(CancelledError):  # `give_up` has cancelled `file`
-                own = self.file.exception()
-        if own is not None:
-            return own
+                file_error = self.file.exception()
+        if file_error is not None:
+            return file_error
         if isinstance(error, OSError) and not isinstance(error, SaveError):
             code = error.errno or errno.EIO
             return SaveError(code, error.strerror or str(error), self._shown, "upload")
         return error
 
-    def _file_bytes(self, part: int, before_end: Callable[[], object]) -> Iterator[Buffer]:
+    def _file_bytes(self, part: int, wait_to_appear: Callable[[], object]) -> Iterator[Buffer]:
         """Yield the bytes of the file.
 
         A client would hold blocks until it has a whole part, so this method collects a part first.
@@ -122,37 +122,37 @@ class Upload:
 
         Args:
             part: The length of a part in bytes.
-            before_end: See `run`; called before the generator ends.
+            wait_to_appear: See `run`; called before the generator ends.
         """
-        kept: list[_Bytes] = []
-        nbytes = 0  # the number of bytes in `kept`
+        collected: list[_Bytes] = []
+        nbytes = 0  # the number of bytes in `collected`
         try:
             while True:
-                block = self._next_block(_PAUSE_S if kept else _SLICE_S)
-                if block is None:
-                    kept = [each.copied() for each in kept]
+                block = self._next_block(_PAUSE_S if collected else _SLICE_S)
+                if block is None:  # it is late
+                    collected = [each.copied() for each in collected]
                     continue
-                if not len(block):
+                if not len(block):  # the end of the file
                     break
-                kept.append(_Bytes(block, 0, len(block)))
+                collected.append(_Bytes(block, 0, len(block)))
                 nbytes += len(block)
-                del block
+                del block  # `collected` has the only reference now
                 while nbytes >= part:
-                    yield from _take(kept, part)
+                    yield from _take_first(collected, part)
                     nbytes -= part
-            # The client sends the last part when this generator ends. `before_end` may wait for
+            # The client sends the last part when this generator ends. `wait_to_appear` may wait for
             # other saves that need blocks. So copy the last bytes, which releases their blocks.
-            kept = [each.copied() for each in kept]
-            yield from _take(kept, nbytes)
-            self._wait_until_good()
-            before_end()
+            collected = [each.copied() for each in collected]
+            yield from _take_first(collected, nbytes)
+            self._wait_until_sent_and_staged()
+            wait_to_appear()
         finally:
-            # Release the blocks: the traceback of an exception keeps these variables alive, and the
-            # save ends only when all blocks are released.
-            kept.clear()
+            # Release the blocks: the save ends only then, and the traceback of an exception would
+            # keep these variables alive.
+            collected.clear()
             block = None
 
-    def _wait_until_good(self) -> None:
+    def _wait_until_sent_and_staged(self) -> None:
         """Wait until every block is released and the save is staged, so that it is not torn. Raise
         the errors of `_next_block`."""
         assert self.file is not None
@@ -191,16 +191,16 @@ class _Bytes(NamedTuple):
         return _Bytes(self.owner.copy(self.start, self.end), 0, self.end - self.start)
 
 
-def _take(kept: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
-    """Remove the first `nbytes` bytes from `kept` and yield them.
+def _take_first(collected: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
+    """Remove the first `nbytes` bytes from `collected` and yield them.
 
     Local variables are deleted, so that a block is released as soon as the client drops it.
     """
     while nbytes:
-        owner, start, end = kept.pop(0)
+        owner, start, end = collected.pop(0)
         until = min(end, start + nbytes)
         if until < end:
-            kept.insert(0, _Bytes(owner, until, end))
+            collected.insert(0, _Bytes(owner, until, end))
         view = memoryview(owner)[start:until]
         del owner
         nbytes -= until - start
@@ -247,14 +247,14 @@ class RemoteSave(ExternalSave):
         return state if state in ("staging", "staged") else "writing"
 
     def progress(self) -> tuple[int, int]:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         report = self._outcome.report
         if report is not None:
             return report.nbytes, report.nbytes
         return (0, 0) if self._upload.file is None else self._upload.file.progress()
 
     def cancel(self) -> bool:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         if self._outcome.settled or not self._decide_to_cancel():
             return False
         self._upload.give_up()
@@ -265,7 +265,7 @@ class RemoteSave(ExternalSave):
         return file is not None and self._launched.is_set() and file._is_staged()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         assert self._upload.file is not None
         return self._upload.file._wait_until_staged(deadline)
 
@@ -293,6 +293,7 @@ class RemoteSave(ExternalSave):
             ) from error
 
     def launch(self) -> None:
+        """Put the save into the log."""
         self._entry = ordered.LogEntry(self._key)
         self._entry.submit()
         self.record_launch()
@@ -308,7 +309,8 @@ class RemoteSave(ExternalSave):
         self._decide_to_cancel()
         self._upload.abandon()
         self._launched.set()
-        if self._thread is None or self._thread.ident is None:  # no thread will end the save
+        was_started = self._thread is not None and self._thread.ident is not None
+        if not was_started:  # no thread will end the save
             self.undo_begin()
 
     def _forward_staging(self, future: Future[None]) -> None:
@@ -329,7 +331,7 @@ class RemoteSave(ExternalSave):
         except BaseException as error:  # the save must end in any case
             failure = self._fail(error.with_traceback(None))
         self._launched.wait()
-        self.error_is_known = self._entry is None  # no entry: the call itself raised the error
+        self.error_is_known = self._entry is None  # without an entry, the call raised the error
         self.end(report, failure, entry=self._entry)
 
     def _wait_to_become_visible(self) -> None:
@@ -348,8 +350,8 @@ class RemoteSave(ExternalSave):
         return dataclasses.replace(
             report,
             path=self._path,
-            blocked_s=self._call.seconds,
-            backpressure_s=self._waited_s + report.backpressure_s,
+            blocked_s=self._call_time.seconds,
+            backpressure_s=self._slot_wait_s + report.backpressure_s,
             # The times of `report` count from the call of `submit`.
             staged_after_s=file.entered - self._entered + report.staged_after_s,
             durable_after_s=time.perf_counter() - self._entered,
@@ -380,13 +382,13 @@ def save_to_store(
         Exception: See `engine.submit`.
     """
     entered = time.perf_counter()
-    ordered.refuse_inside()
+    ordered.refuse_in_external_work()
     store, object_key = open_store(url, storage_options)
     shown = urls.shown(url)
     if not object_key or shown.endswith("/"):
         raise ValueError(f"{shown}: the URL names no object")
-    with inside() as nested:
-        completion.completion.start()
+    with inside_call() as nested:
+        completion.thread.start()
         try:
             slot = take_slot(engine, nested=nested, wait=options.wait_for_slot)
         except BusyError:
@@ -413,7 +415,7 @@ def save_to_store(
             save.give_up()
             raise
         save.call_is_over()
-        if completion.completion.is_over:  # at exit nobody settles the save after this call
+        if completion.thread.drain_is_over:  # at exit nobody settles the save after this call
             wait_for_end(save)
         return save
 
@@ -445,7 +447,7 @@ def remove_object(url: Any, storage_options: StorageOptions) -> None:
     """Submit the remove of an object, or of all objects below it: see `stillframe.remove`."""
     store, object_key = open_store(url, storage_options)
 
-    def delete(_: str) -> None:
+    def delete(_path: str) -> None:
         below = object_key.rstrip("/") + "/"
         found = [each.key for each in store.list(object_key)]
         markers = [below + marker for marker in MARKERS if below + marker in found]
@@ -459,14 +461,12 @@ def will_exist(url: Any, storage_options: StorageOptions) -> bool:
     """Return whether an object or a checkpoint will exist: see `stillframe.exists`."""
     store, object_key = open_store(url, storage_options)
     key = urls.key(url)
-    known = _core.log_exists(key)
-    if known == 2:  # the object is below a checkpoint of several objects that is under way
+    log_answer = _core.log_exists(key)  # 1 or 0; 2: see below; -1: ask the store
+    if log_answer == 2:  # the object is below a checkpoint of several objects that is under way
         return will_hold(key)
-    if known >= 0:
-        return bool(known)
-    # No entry of the log concerns the name, so ask the store.
+    if log_answer >= 0:
+        return bool(log_answer)
     below = object_key.rstrip("/") + "/"
     names = [each.key.removeprefix(below) for each in store.list(object_key)]
-    if any(marker in names for marker in MARKERS):
-        return True
-    return store.exists(object_key)
+    is_checkpoint = any(marker in names for marker in MARKERS)
+    return is_checkpoint or store.exists(object_key)

@@ -69,8 +69,8 @@ class SaveReport:
 
 
 class Interval:
-    """A time during which a caller or an optimizer step waited for a save. Before `end` is called,
-    the interval lasts until now.
+    """A time during which a caller or an optimizer step waited for a save. Until `end` is called,
+    `seconds` counts up to now.
 
     Args:
         begun: `time.perf_counter()` at the beginning.

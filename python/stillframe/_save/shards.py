@@ -64,8 +64,8 @@ def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shard
     return Shards(files, stem + INDEX_SUFFIX, text.encode())
 
 
-def _pack(tensors: dict[str, Tensor], most: int) -> tuple[list[dict[str, Tensor]], int]:
-    """Return the tensors of each file of at most `most` bytes, and the bytes of all storages."""
+def _pack(tensors: dict[str, Tensor], limit: int) -> tuple[list[dict[str, Tensor]], int]:
+    """Return the tensors of each file of at most `limit` bytes, and the bytes of all storages."""
     shards: list[dict[str, Tensor]] = []
     open_shard: dict[str, Tensor] = {}  # the file that is being filled
     filled = total = 0  # bytes in `open_shard`, and in all files
@@ -74,16 +74,16 @@ def _pack(tensors: dict[str, Tensor], most: int) -> tuple[list[dict[str, Tensor]
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         key = storage.device, storage.data_ptr(), nbytes
-        known = shard_of.get(key)
-        if known is not None:
-            known[name] = tensor
+        shard_of_storage = shard_of.get(key)
+        if shard_of_storage is not None:
+            shard_of_storage[name] = tensor
             continue
         total += nbytes
-        if nbytes > most:
+        if nbytes > limit:
             shard = {name: tensor}
             shards.append(shard)
         else:
-            if filled + nbytes > most:
+            if filled + nbytes > limit:
                 shards.append(open_shard)
                 open_shard, filled = {}, 0
             open_shard[name] = tensor

@@ -86,11 +86,13 @@ def postpone(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> 
         submit: Submits the remove of the path.
     """
     _postponed.pop(key, None)
-    if not wait or not mirrors.uploader.is_used() or not mirrors.uploader.has(os.fsdecode(key)):
+    path = os.fsdecode(key)
+    must_wait = wait and mirrors.uploader.is_used() and mirrors.uploader.has_uploads_at(path)
+    if not must_wait:
         return False
-    log.info("stillframe: %s is removed when it is uploaded", os.fsdecode(key))
+    log.info("stillframe: %s is removed when it is uploaded", path)
     _postponed[key] = submit
-    mirrors.uploader.follow(os.fsdecode(key), functools.partial(_submit_postponed, key))
+    mirrors.uploader.call_when_uploaded(path, functools.partial(_submit_postponed, key))
     return True
 
 
@@ -117,7 +119,7 @@ def drop_postponed(path: str) -> None:
     target = os.path.realpath(path)
     link = os.path.join(os.path.realpath(parent or "."), name)  # the same path if it is no link
     for text in (target, link):
-        while len(text) > 1:
+        while len(text) > 1:  # up to the root
             _postponed.pop(os.fsencode(text), None)
             text = os.path.dirname(text)
 
@@ -150,7 +152,7 @@ def finish(quiet_s: float, say: Callable[[str], object]) -> None:
 
 def finish_by(until: float) -> None:
     """Have the exit wait for uploads at most until `until`, a value of time.monotonic()."""
-    mirrors.uploader.until = until
+    mirrors.uploader.exit_deadline_s = until
 
 
 def give_up() -> None:

@@ -34,11 +34,12 @@ class Verdict:
 
     @property
     def is_needed(self) -> bool:
+        """Whether any storage is copied after the call."""
         return bool(self._deferral.indices)
 
     def make_steps_wait(self, pending: gate.Pending) -> None:
         """Make every later step wait for the copy that `pending` represents."""
-        if not self.is_needed:
+        if not self.is_needed:  # no step has to wait
             self._deferral.close()
             return
         gate.track(pending, self._deferral)
@@ -49,7 +50,7 @@ class Verdict:
         """Return the number of a storage that was written to since the call; -1 if none was."""
         if not self._answers:
             self._answers.append(self._deferral.torn())
-        return self._answers[0]  # several threads may have judged
+        return self._answers[0]  # the same for all threads that have judged
 
     def let_steps_go(self, pending: gate.Pending) -> None:
         """Let steps go on without a wait. May be called again."""
@@ -67,7 +68,7 @@ class Verdict:
         self._deferral.release()
 
     def blame(self, index: int, names: Sequence[str]) -> str:
-        """Have later saves capture everything that belongs to the storage's owner (an optimizer).
+        """Have later saves copy all that the storage's owner (an optimizer) has during the call.
         Return words for the storage, for an error message.
 
         Args:

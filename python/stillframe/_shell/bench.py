@@ -100,7 +100,7 @@ class _Bench:
         self._engine.close()
         if self._handle is not None:
             with contextlib.suppress(BaseException):
-                self._handle.exception()
+                self._handle.exception()  # takes the error, which would be logged otherwise
 
     @property
     def pool_bytes(self) -> int:
@@ -172,7 +172,8 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
         trial, path = raw.make_buffer(_TRIAL_NBYTES), directory / "probe"
         seconds, _ = raw.write_seconds(path, trial)
         path.unlink()
-        asked = int(min(max(_TRIAL_NBYTES / seconds * _WRITE_S, _LEAST_NBYTES), most, _MOST_NBYTES))
+        written_in_time = _TRIAL_NBYTES / seconds * _WRITE_S
+        asked = int(min(max(written_in_time, _LEAST_NBYTES), most, _MOST_NBYTES))
     elif asked > memory:
         raise BenchError(
             f"a state of {decimal(asked)} needs {decimal(asked * _MEMORY_TIMES)} of memory and"
@@ -183,7 +184,7 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
             f"a state of {decimal(asked)} needs {decimal(asked * _DISK_TIMES)} on the disk and"
             f" {decimal(room * _DISK_TIMES)} are free: ask for a smaller --size"
         )
-    return max(asked // raw.PAGE_BYTES, 1) * raw.PAGE_BYTES
+    return max(asked // raw.PAGE_BYTES, 1) * raw.PAGE_BYTES  # whole pages, for O_DIRECT
 
 
 def measure(directory: Path, asked: int | None, progress: Callable[[str], None]) -> Result:
@@ -197,7 +198,8 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
         BenchError: There is too little memory or disk space.
         OSError, SaveError: The file system failed.
     """
-    started, others = time.monotonic(), raw.Others()
+    started = time.monotonic()
+    others = raw.Others()  # begins to measure what other processes take
     nbytes = _choose_size(directory, asked, progress)
     with _Bench(directory, nbytes, progress) as bench:
         bench.first_save()

@@ -25,12 +25,11 @@ PAGE_BYTES = mmap.PAGESIZE
 
 # Types of file systems with files in memory, and with files on other machines.
 MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-NETWORK = frozenset(
-    (
-        *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "glusterfs", "gpfs", "lustre", "nfs"),
-        *("nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "weka", "wekafs"),
-    )
+_NETWORK_NAMES = (
+    "9p afs beegfs ceph cifs coda glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs pvfs2 smb3 smbfs"
+    " virtiofs weka wekafs"
 )
+NETWORK = frozenset(_NETWORK_NAMES.split())
 
 
 def is_network(file_system: str) -> bool:
@@ -75,8 +74,8 @@ def free_memory() -> int:
                 left = int(line.split()[1]) * 1024
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            node = Path("/sys/fs/cgroup") / group.lstrip("/")
             if not controllers:  # the line of cgroup v2
+                node = Path("/sys/fs/cgroup") / group.lstrip("/")
                 limit = (node / "memory.max").read_text().strip()
                 if limit != "max":
                     left = min(left, int(limit) - int((node / "memory.current").read_text()))
@@ -109,16 +108,16 @@ class Others:
         """Return 0 for a quiet machine (or if /proc cannot be read), and 1 if others keep every
         core busy."""
         core_seconds = (time.monotonic() - self._started) * (os.cpu_count() or 1)
-        used = (self._seconds() - self._before) / max(core_seconds, 1e-9)
+        used = (self._seconds() - self._before) / max(core_seconds, 1e-9)  # never divides by 0
         return min(max(used, 0.0), 1.0)
 
 
 @contextlib.contextmanager
-def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
+def status_line(*, plain_lines: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a text as the status line on stderr, if stderr is a terminal.
 
     Args:
-        elsewhere: Print each text on a line of its own if stderr is no terminal.
+        plain_lines: Print each text on a line of its own if stderr is no terminal.
     """
     stream = sys.stderr
     terminal = stream is not None and stream.isatty()
@@ -130,7 +129,7 @@ def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
     def show(text: str) -> None:
         if terminal:
             show_status(f"\r\x1b[K{text}")
-        elif elsewhere:
+        elif plain_lines:
             show_status(f"{text}\n")
 
     try:
@@ -147,7 +146,7 @@ def _interrupted(signum: int, frame: object) -> None:
 @contextlib.contextmanager
 def gone_afterwards(directory: Path) -> Iterator[Path]:
     """Remove the directory at the end of the block, even if Ctrl-C or SIGTERM ends it."""
-    on_main = threading.current_thread() is threading.main_thread()
+    on_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
     previous = signal.signal(signal.SIGTERM, _interrupted) if on_main else None
     try:
         yield directory
@@ -183,12 +182,12 @@ def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> f
     def copy(off: int) -> None:  # ctypes releases the interpreter lock
         ctypes.memmove(to + off, from_ + off, min(part, len(source) - off))
 
-    others = [threading.Thread(target=copy, args=(n * part,)) for n in range(1, nr_threads)]
+    helpers = [threading.Thread(target=copy, args=(n * part,)) for n in range(1, nr_threads)]
     start = time.perf_counter()
-    for thread in others:
+    for thread in helpers:
         thread.start()
-    copy(0)
-    for thread in others:
+    copy(0)  # the first part, on this thread
+    for thread in helpers:
         thread.join()
     return time.perf_counter() - start
 
@@ -211,17 +210,21 @@ def write_seconds(
     """
     length = len(source) if nbytes is None else nbytes
 
-    def write(flag: int) -> float:
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
-        with _opened(path, flags | flag) as fd, memoryview(source) as view:
+    def write(direct_flag: int) -> float:
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | direct_flag
+        with _opened(path, flags) as fd, memoryview(source) as view:
             start = time.perf_counter()
-            if flag:
+            if direct_flag:
                 _reserve(fd, length)
             done = 0
             while done < length:
                 at = done % len(source)
-                done += os.pwrite(fd, view[at : at + min(CALL_BYTES, length - done)], done)
-            (os.fdatasync if flag else os.fsync)(fd)
+                nbytes = min(CALL_BYTES, length - done)
+                done += os.pwrite(fd, view[at : at + nbytes], done)
+            if direct_flag:
+                os.fdatasync(fd)
+            else:
+                os.fsync(fd)
             return time.perf_counter() - start
 
     if direct is None:
@@ -236,9 +239,9 @@ def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
         The seconds, and whether the page cache was bypassed.
     """
 
-    def read(direct: int) -> float:
-        with _opened(path, os.O_RDONLY | direct) as fd, memoryview(target) as view:
-            if not direct:  # drop the file from the page cache
+    def read(direct_flag: int) -> float:
+        with _opened(path, os.O_RDONLY | direct_flag) as fd, memoryview(target) as view:
+            if not direct_flag:  # drop the file from the page cache
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
             done = 0

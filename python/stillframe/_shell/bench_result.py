@@ -155,7 +155,7 @@ def show(result: Result) -> None:
         ("  load", result.load_s, f"{shares['load']:.0%} of raw read"),
     ]
     console = Console()
-    if not console.is_terminal:
+    if not console.is_terminal:  # wide enough that no line is broken
         console = Console(width=max(100, len(result.directory) + 80))
     rounds = "one round" if result.rounds == 1 else f"medians of {result.rounds} rounds"
     head = Text(
@@ -169,7 +169,7 @@ def show(result: Result) -> None:
         table.add_column(column, justify=justify, overflow="fold")
     for name, seconds, share in rows:
         rate = f"{decimal(result.nbytes / seconds)}/s"
-        if name.endswith("the call returns after"):  # it copies only some of the bytes
+        if name.endswith("the call returns after"):  # the call copies only some of the bytes
             rate = ""
         table.add_row(Text(name), _time(seconds), rate, share)
     console.print(table)

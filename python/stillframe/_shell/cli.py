@@ -14,11 +14,15 @@ _WITHOUT_ENGINE = ("verify", "inspect", "latest")
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run a command, and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for other letters
     run_command = _command(options.command)
-    if options.command not in _WITHOUT_ENGINE and (complaint := _complaint_of_environment()):
+    complaint = None
+    if options.command not in _WITHOUT_ENGINE:
+        complaint = _complaint_of_environment()
+    if complaint:
         print(f"stillframe {options.command}: {complaint}", file=sys.stderr)
         return _UNUSABLE
     return run_command(options)

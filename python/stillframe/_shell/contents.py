@@ -56,16 +56,16 @@ def read(file: IO[bytes], *, legacy: bool = False) -> Any:
 @contextlib.contextmanager
 def bounded(nbytes: int) -> Iterator[None]:
     """Limit the process's new memory inside the block, for a pickle of `nbytes` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     # The sixth field: the size of the process's data and stack, in pages.
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     most = in_use + _FIXED_BYTES + _BYTES_PER_BYTE * nbytes
-    if limits[0] == resource.RLIM_INFINITY or most < limits[0]:
-        resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
+    if soft == resource.RLIM_INFINITY or most < soft:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def walk(root: Any) -> Iterator[Tensor | Value]:
@@ -80,13 +80,14 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
         if isinstance(node, type):  # a class or function that the pickle names
             yield Value(getattr(node, "_name", "type"))
             continue
-        if id(node) in seen and not isinstance(node, Storage):
+        if id(node) in seen and not isinstance(node, Storage):  # a storage is shown at each path
             continue
         seen.add(id(node))
-        if (tensor := _as_tensor(node)) is not None:
+        tensor = _as_tensor(node)
+        if tensor is not None:
             yield tensor._replace(path=_joined(path))
             continue
-        if isinstance(node, Storage):
+        if isinstance(node, Storage):  # of an unknown kind
             yield Value("storage")
             continue
         if isinstance(node, Stub) and node._name != "collections.OrderedDict":
@@ -123,9 +124,9 @@ def _as_tensor(node: Any) -> Tensor | None:
             inner = _as_tensor(node.args[0])
             return None if inner is None else inner._replace(kind="parameter")
         if function == "_rebuild_from_type_v2":  # a subclass of Tensor: function, class, arguments
-            made = Stub(*node.args[2])
-            made._name = node.args[0]._name
-            inner = _as_tensor(made)
+            call = Stub(*node.args[2])
+            call._name = node.args[0]._name
+            inner = _as_tensor(call)
             return None if inner is None else inner._replace(kind=node.args[1]._name)
         if function in _TENSORS:
             storage, _, size = node.args[:3]
@@ -133,17 +134,21 @@ def _as_tensor(node: Any) -> Tensor | None:
             kind = "quantized" if function == "_rebuild_qtensor" else "tensor"
             return _tensor(kind, storage, size, dtype)
     except (AttributeError, IndexError, TypeError, ValueError):
-        pass  # torch writes no such tensor
+        pass  # the node has other arguments than torch writes
     return None
 
 
 def _tensor(kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
     """Return a tensor without its path. If `dtype` is None, the storage's class tells the type."""
-    of_storage, storage_itemsize = pickles.dtype(storage.kind)
-    name, itemsize = (of_storage, storage_itemsize) if dtype is None else pickles.dtype(dtype._name)
+    name, storage_itemsize = pickles.dtype(storage.kind)
+    itemsize = storage_itemsize
+    if dtype is not None:
+        name, itemsize = pickles.dtype(dtype._name)
     shape = tuple(map(int, size.args[0] if isinstance(size, Stub) else size))
     nbytes, storage_nbytes = math.prod(shape) * itemsize, int(storage.numel) * storage_itemsize
-    if min(shape, default=0) < 0 or not 0 <= max(nbytes, storage_nbytes) < pickles.MOST_BYTES:
+    if min(shape, default=0) < 0:
+        raise ValueError("no size is negative")
+    if not 0 <= max(nbytes, storage_nbytes) < pickles.MOST_BYTES:
         raise ValueError("no memory is that large")
     location, key = str(storage.location), str(storage.key)
     return Tensor("", kind, name, shape, location, nbytes, key, storage_nbytes)

@@ -42,6 +42,7 @@ def _versions() -> dict[str, str]:
 
 
 def _processor() -> str:
+    """Return the processor's name, or only its architecture if Linux does not tell the name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -54,7 +55,7 @@ def _processor() -> str:
 def _machine() -> dict[str, Any]:
     from stillframe._base import cpus  # needs the core
 
-    found = cpus.inspect()
+    found = cpus.inspect()  # the CPUs of stillframe's threads, and those of the main thread
     return {
         "processor": _processor(),
         "cores": len(found.ours),
@@ -136,7 +137,7 @@ def _ranges(cpus: list[int]) -> str:
     first = 0  # the index of the first CPU of a range
     for index, cpu in enumerate(cpus):
         if index + 1 < len(cpus) and cpus[index + 1] == cpu + 1:
-            continue
+            continue  # the range goes on
         ranges.append(str(cpu) if first == index else f"{cpus[first]}-{cpu}")
         first = index + 1
     return ",".join(ranges)

@@ -25,7 +25,7 @@ from typing import IO, Any
 from stillframe import _core
 from stillframe._base import file_kinds, records, safetensors
 from stillframe._base.bar import folded, printable
-from stillframe._base.calls import no_collection
+from stillframe._base.calls import no_garbage_collection
 from stillframe._base.disk import Disk
 from stillframe._base.sizes import decimal
 from stillframe._check import pickles
@@ -97,7 +97,8 @@ def examine(path: str) -> Found:
         with disk:
             _examine(disk, found)
     except (OSError, ValueError, StillframeError) as error:
-        found.status, found.error = UNUSABLE, getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)  # OSErrors have `strerror`
+        found.status, found.error = UNUSABLE, reason
     return found
 
 
@@ -107,7 +108,7 @@ def _examine(disk: Disk, found: Found) -> None:
     if disk.is_directory(path):
         found.status, found.error = UNUSABLE, f"it is {file_kinds.describe_directory(path, disk)}"
         return
-    with disk.open(path, peek=True) as opened, no_collection():
+    with disk.open(path, peek=True) as opened, no_garbage_collection():
         fd = opened.fileno()
         try:
             if path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path):
@@ -184,15 +185,15 @@ def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
         except records.RestoreFailed as error:
             failure = error.failure
             if failure is not None and failure.code == _core.ECORRUPT:
-                _note(found, failure)
+                _note_damage(found, failure)
             continue
-        if data:
-            return io.BytesIO(data)
-        break
+        if not data:  # there is no such record
+            break
+        return io.BytesIO(data)
     return _pickle_elsewhere(file)
 
 
-def _note(found: Found, failure: records.Failure) -> None:
+def _note_damage(found: Found, failure: records.Failure) -> None:
     """Record that data.pkl is damaged. `stillframe verify` checks the other records."""
     if failure.record == "data.pkl" and found.status == GOOD:
         found.status, found.error = DAMAGED, f"record data.pkl: {failure.reason}"
@@ -279,23 +280,25 @@ def _table(found: Found, width: int | None) -> Iterator[str]:
     """Yield a line for each tensor, or two if the terminal is too narrow."""
     rows = [[*_COLUMNS], *_rows(found)]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
-    if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+    gaps = 2 * (len(widths) - 1)
+    if width is not None and sum(widths) + gaps > width:
         for path, *about in rows[1:]:
             yield path
             yield f"    {'  '.join(about)}"
         return
     for row in rows:
-        cells = [
-            cell.rjust(width) if name == "bytes" else cell.ljust(width)
-            for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
-        ]
+        cells = []
+        for name, cell, column_width in zip(_COLUMNS, row, widths, strict=True):
+            is_number = name == "bytes"
+            cells.append(cell.rjust(column_width) if is_number else cell.ljust(column_width))
         yield "  ".join(cells).rstrip()
 
 
 def _tree(found: Found) -> Iterator[str]:
     """Yield a line for each prefix and each tensor, indented by its depth."""
     totals = found.totals(_DEEPEST)
-    # For each prefix the lines directly below it: (text, prefix of the line, or None for a tensor)
+    # For each prefix the lines directly below it: (text, the line's own prefix). The line of a
+    # tensor has None in place of a prefix.
     under: dict[str, list[tuple[str, str | None]]] = {"": []}
     for each in found.tensors:
         *above, last = each.path.split(".", _DEEPEST)
@@ -308,13 +311,13 @@ def _tree(found: Found) -> Iterator[str]:
             here = prefix
         under[here].append((f"{last}  {_shape(each.shape)} {each.dtype} {each.device}", None))
     yield printable(found.path)
-    # A stack of the lines still to show, each with its depth; the next one is last.
-    left = [(1, line) for line in reversed(under[""])]
-    while left:
-        depth, (words, below) = left.pop()
+    # The lines still to show, each with its depth; the next line is last.
+    stack = [(1, line) for line in reversed(under[""])]
+    while stack:
+        depth, (words, prefix_below) = stack.pop()
         yield _INDENT * depth + printable(words)
-        if below is not None:
-            left += [(depth + 1, line) for line in reversed(under[below])]
+        if prefix_below is not None:
+            stack += [(depth + 1, line) for line in reversed(under[prefix_below])]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -135,6 +135,7 @@ def completion(top: argparse.ArgumentParser, shell: str) -> str:
 def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return two dicts: the words that may follow each command, and each command's help. The key ""
     of the first has the words before a command is typed."""
+    # argparse keeps all commands in one action of the parser.
     (commands,) = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
     words = {name: _options(each) for name, each in commands.choices.items()}
     words["completion"] = ["bash", "zsh", *words["completion"]]
@@ -173,11 +174,10 @@ complete -o default -F _stillframe stillframe
 def _zsh(words: dict[str, list[str]], helps: dict[str, str]) -> str:
     """Return the script for zsh; for the arguments see the function `_words`."""
     commands = "\n".join(f"        '{name}:{summary}'" for name, summary in helps.items())
-    cases = "".join(
-        f"        {name}) words_of=({' '.join(found)}) ;;\n"
-        for name, found in words.items()
-        if name
-    )
+    cases = ""
+    for name, found in words.items():
+        if name:  # the words before a command are in the list `commands`
+            cases += f"        {name}) words_of=({' '.join(found)}) ;;\n"
     return f"""#compdef stillframe
 _stillframe() {{
     local -a commands words_of

@@ -41,7 +41,7 @@ def verify_file(path: str, disk: Disk = LOCAL, progress: Progress | None = None)
     return files.check(path, disk, progress=progress, bound=contents.bounded)
 
 
-def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
+def verify_paths(arguments: Sequence[str], display: _Display) -> list[Finding]:
     """Check files, and the checkpoints in directories, in the order given, and show each result."""
     findings: list[Finding] = []
     for argument in arguments:
@@ -49,27 +49,28 @@ def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
         try:
             disk, path = disks.of_path(argument)
             with disk:
-                for finding in _verify(path, disk, show):
-                    findings.append(finding)
+                for finding in _verify(path, disk, display):
+                    findings.append(finding)  # one by one: an error may follow
         except (OSError, ValueError, StillframeError) as error:
-            findings.append(show.found(Finding(path, UNUSABLE, reason_of(error))))
+            findings.append(display.show(Finding(path, UNUSABLE, reason_of(error))))
     return findings
 
 
-def _verify(argument: str, disk: Disk, show: _Display) -> Iterator[Finding]:
+def _verify(argument: str, disk: Disk, display: _Display) -> Iterator[Finding]:
     """Check a file, or the checkpoints under a directory. Show and yield each result."""
     if not disk.is_directory(argument):
-        yield show.verify(argument, disk)
+        yield display.verify(argument, disk)
         return
     failures: list[OSError] = []
     nothing = True
     for path in checkpoints_in(argument, failures, disk):
-        yield show.verify(path, disk)
+        yield display.verify(path, disk)
         nothing = False
     for error in failures:
-        yield show.found(Finding(str(error.filename or argument), UNUSABLE, reason_of(error)))
+        path = str(error.filename or argument)
+        yield display.show(Finding(path, UNUSABLE, reason_of(error)))
     if nothing and not failures:
-        yield show.found(Finding(argument, UNUSABLE, _NOTHING))
+        yield display.show(Finding(argument, UNUSABLE, _NOTHING))
 
 
 # ---- showing --------------------------------------------------------------------------------
@@ -84,17 +85,19 @@ class _Display:
         self._on_terminal = on_terminal()
 
     def verify(self, path: str, disk: Disk) -> Finding:
+        """Check one file, show the result and return it."""
         try:
             nbytes = disk.nbytes(path)
         except (OSError, ValueError):
             nbytes = 0
-        if nbytes < _LONG_NBYTES or not self._on_terminal:
-            return self.found(verify_file(path, disk))
+        if nbytes < _LONG_NBYTES or not self._on_terminal:  # without a progress bar
+            return self.show(verify_file(path, disk))
         with bar(path, nbytes) as progress:
             finding = verify_file(path, disk, progress)
-        return self.found(finding)
+        return self.show(finding)
 
-    def found(self, finding: Finding) -> Finding:
+    def show(self, finding: Finding) -> Finding:
+        """Print a finding, unless `quiet`, and return it."""
         if not self._quiet:
             _print(finding)
         return finding
@@ -104,13 +107,16 @@ def _result(finding: Finding) -> str:
     """Return the result in words: a line, and a line for each bad record."""
     if finding.ok:
         return "ok"
-    if finding.status != DAMAGED or not finding.bad_records:
-        word = "damaged: " if finding.status == DAMAGED else ""
+    is_damaged = finding.status == DAMAGED
+    if not is_damaged or not finding.bad_records:
+        word = "damaged: " if is_damaged else ""
         return printable(f"{word}{finding.error}")
     shown = [printable(f"{name}: {why}") for name, why in finding.bad_records[:_MAX_SHOWN]]
     rest = finding.num_bad - len(shown)
     lines = [f"damaged: {_records(finding.num_bad)}", *shown]
-    return "\n".join([*lines, f"and {rest} more"] if rest > 0 else lines)
+    if rest > 0:
+        lines.append(f"and {rest} more")
+    return "\n".join(lines)
 
 
 def _lines_about(finding: Finding) -> list[str]:

@@ -24,7 +24,7 @@ import torch
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._save import completion
 from stillframe._save.verdict import Verdict
 from stillframe._tree.walk import Tree
@@ -56,7 +56,7 @@ class Copy:
     Attributes:
         devices: The numbers of the CUDA devices that have storages of the tree.
         shared: Forked children may read the memory.
-        seen: A caller has got the error, so it is not logged when the Snapshot is freed.
+        error_seen: A caller has got the error, so it is not logged when the Snapshot is freed.
         gate_wait_s: How long optimizer steps have waited for the copy.
         snapshot: A weak reference to the Snapshot; None before there is one.
     """
@@ -65,30 +65,32 @@ class Copy:
         self, core: _core.Snapshot, tree: Tree, deferral: Deferral, *, shared: bool
     ) -> None:
         self.core = core
-        self.sources = tree.storages  # kept alive while the lane reads them
+        self.sources = tree.storages  # kept alive until they are copied
         self.verdict = Verdict(deferral)
         self.devices = tree.devices
         self.shared = shared
-        self.seen = False
+        self.error_seen = False
         self.gate_wait_s = 0.0
         self.snapshot: Callable[[], SnapshotLike | None] | None = None
-        self._when_settled: list[Callable[[], object]] = []  # functions to call then
+        self._when_settled: list[Callable[[], object]] = []  # functions to call
         # Empty until the copy is settled. Then the first element is the error, or None.
         self._ends: list[StillframeError | None] = []
 
     def start(self) -> None:
-        """Copy the captured storages of host memory. The lanes copy the other storages later."""
+        """Copy the captured storages of host memory. Threads copy the other storages later."""
         outlasts_call = bool(self.verdict.is_needed or self.devices)
         if outlasts_call:
-            completion.completion.start()
+            completion.thread.start()
             completion.copying[self.core.number] = self
         try:
             self.core.start(_device.streams(self.devices))
         finally:
             # `copying` keeps the sources alive until the core's notice of the end, even if Ctrl-C
             # ends this call. There is no notice if the copy has ended already.
-            if outlasts_call and self.core.wait(0)[0]:
-                completion.copying.pop(self.core.number, None)
+            if outlasts_call:
+                has_ended, _ = self.core.wait(0)
+                if has_ended:
+                    completion.copying.pop(self.core.number, None)
         self.verdict.make_steps_wait(self)
         self.settle()
 
@@ -99,7 +101,7 @@ class Copy:
         Return False if copies from devices still run. The next step then calls this again.
         """
         entered = time.perf_counter()
-        with inside():
+        with inside_call():
             if self.devices:
                 copied = self.core.gate(_device.streams(self.devices))
             else:
@@ -109,12 +111,13 @@ class Copy:
             if copied:
                 self.settle()
             else:
-                self.verdict.judge()  # now, because the step changes the version counters
+                self.verdict.judge()  # before the step, which changes the version counters
         return copied
 
     def finish(self) -> None:
-        with inside():
-            self.core.wait(None)
+        """Wait until the copy has ended, and settle it."""
+        with inside_call():
+            self.core.wait(None)  # without a limit
             self.settle()
 
     def after_copy(self) -> None:
@@ -205,7 +208,7 @@ os.register_at_fork(before=_before_fork)
 def ordinary_copy(tree: T) -> tuple[T, int, int]:
     """Copy a tree as `snapshot` does, into ordinary memory. Return the new tree, the number of its
     tensors, and the bytes of its storages."""
-    source = Tree(tree, lanes=False)  # `rebuild` copies storages on devices
+    source = Tree(tree, lanes=False)  # no lane copies; `rebuild` copies storages on devices
     offsets: list[int] = []
     end = 0
     for _, nbytes in source.sources():

@@ -69,6 +69,7 @@ def has_memory_of_its_own(process: Any) -> bool:
     """Return whether `process` is a process that was not forked."""
     if not isinstance(process, BaseProcess):
         return False
+    # Processes of the default start method have None.
     method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
     return method != "fork"
 

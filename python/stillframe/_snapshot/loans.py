@@ -78,7 +78,7 @@ class Lender:
         self.patience_s = patience_s
         # The offsets of this snapshot's storages. Other snapshots may be in the memory too.
         self._offsets = set(core.offsets())
-        self._readers: list[object] = []  # one for each process of `register_reader`
+        self._readers: list[object] = []  # a mark for each process of `register_reader`
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -87,6 +87,7 @@ class Lender:
         )
 
     def has(self, address: int) -> bool:
+        """Return whether a storage of the snapshot is at this address."""
         return address - self.begin in self._offsets
 
     def offer(self) -> resource_sharer.DupFd:
@@ -110,17 +111,17 @@ class Lender:
         def ended() -> None:
             self._readers.remove(mark)
             if not self._readers:
-                for loan in self._loans():
+                for loan in self._loans_of_this():
                     loan.withdraw()
 
         return ended
 
     def recall(self) -> None:
         """End every loan, even if processes still have tensors."""
-        for loan in self._loans():
+        for loan in self._loans_of_this():
             loan.recall()
 
-    def _loans(self) -> list[Loan]:
+    def _loans_of_this(self) -> list[Loan]:
         return [loan for loan in list(_loans) if loan.lender is self]
 
 
@@ -143,10 +144,10 @@ class Loan:
         """Answer the borrower until the channel ends; it sends one byte to ask for the memory."""
         while True:
             try:
-                message = self._channel.recv(1)
+                message = self._channel.recv(1)  # empty if the channel has ended
                 if not message or not self._lend():
                     return
-            except TimeoutError:  # after `patience_s` seconds
+            except TimeoutError:  # after `patience_s` seconds without an end
                 self._count_as_used()
             except OSError:  # the borrower was killed
                 return
@@ -164,7 +165,7 @@ class Loan:
         need this memory then raise PoolExhaustedError instead of waiting."""
         core = self.lender.core
         core.view()
-        core.will_return(False)
+        core.will_return(False)  # so nobody waits for it any more
         core.unhold()
         self._give_back = core.unview
         self._channel.settimeout(None)
@@ -257,7 +258,10 @@ def _lender_of(storage: torch.UntypedStorage) -> Lender | None:
     if storage.device.type != "cpu" or storage.nbytes() == 0:
         return None
     address = storage.data_ptr()
-    return next((each for each in list(_lenders.values()) if each.has(address)), None)
+    for lender in list(_lenders.values()):
+        if lender.has(address):
+            return lender
+    return None
 
 
 def _reduce_lender(lender: Lender) -> Any:
@@ -275,11 +279,11 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     """Pickle a tensor with its conjugate and negative bits, which torch's reducer loses."""
-    if (
-        tensor.layout is not torch.strided
-        or not (tensor.is_conj() or tensor.is_neg())
-        or not (_thread.keeps_bits or _lender_of(tensor.untyped_storage()) is not None)
-    ):
+    has_bits = tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg())
+    keeps_bits = has_bits and (
+        _thread.keeps_bits or _lender_of(tensor.untyped_storage()) is not None
+    )
+    if not keeps_bits:
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     conj, neg = tensor.is_conj(), tensor.is_neg()
     without_bits = _toggled(tensor.detach(), conj, neg)
@@ -288,6 +292,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+    """Return a view of a tensor with the given bits inverted."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor
 
@@ -338,6 +343,7 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryO
 
 
 def _storage(memory: MemoryOnLoan, offset: int, nbytes: int) -> torch.UntypedStorage:
+    """Return a storage over a part of the memory. It keeps the mapping alive."""
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
     return tensor.untyped_storage()
 

@@ -116,15 +116,16 @@ class SnapshotSave(ExternalSave):
         assert self._copied_s is not None
         taken = self._taken
         durable_after_s = time.perf_counter() - self._entered
+        call_s = min(self._call_time.seconds, durable_after_s)  # the call may not have returned
         return SaveReport(
             path=self._path,
             nbytes=nbytes,
             num_tensors=self._num_tensors,
             captured_nbytes=self._nbytes - self._deferred_nbytes,
             deferred_nbytes=self._deferred_nbytes,
-            blocked_s=min(self._call.seconds, durable_after_s),  # the call may not have returned
+            blocked_s=call_s,
             gate_wait_s=0.0 if taken is None else gate_wait_s(taken),
-            backpressure_s=self._waited_s,
+            backpressure_s=self._slot_wait_s,
             staged_after_s=self._copied_s,
             durable_after_s=durable_after_s,
             peak_pool_bytes=self._nbytes + more_pool_bytes,

@@ -25,9 +25,9 @@ import torch
 
 from stillframe import _core
 from stillframe._base import sizes
-from stillframe._base.arguments import refuse_unclear, seconds
+from stillframe._base.arguments import check_booleans, seconds
 from stillframe._base.birth import Birth
-from stillframe._base.calls import inside
+from stillframe._base.calls import inside_call
 from stillframe._base.distributed import memory_of
 from stillframe._save import completion, ordered
 from stillframe._save.api import engine_or_default
@@ -88,13 +88,10 @@ class Snapshot(Generic[T]):
         return f"<Snapshot {'released' if self._released else 'of'} {type(self._tree).__name__}>"
 
     def __del__(self) -> None:
-        copy = getattr(self, "_copy", None)
-        if (
-            copy is not None
-            and copy.error is not None
-            and not copy.seen
-            and not self._birth.foreign()
-        ):
+        copy = getattr(self, "_copy", None)  # missing if `__init__` was interrupted
+        if copy is None or copy.error is None or copy.error_seen:
+            return
+        if not self._birth.in_forked_child():
             log.error("stillframe: a snapshot failed and nobody asked: %s", copy.error)
 
     @property
@@ -108,7 +105,7 @@ class Snapshot(Generic[T]):
             ForkError: In a child of fork, where private memory does not exist.
             StillframeError: `release()` was called.
         """
-        if self._birth.foreign():
+        if self._birth.in_forked_child():
             # The fork has waited until shared memory was complete.
             if not self._shared:
                 raise ForkError(
@@ -130,14 +127,14 @@ class Snapshot(Generic[T]):
             StillframeError: A CUDA device failed. The snapshot is unusable.
             TimeoutError: `timeout` seconds passed.
         """
-        self._birth.refuse_child()
-        with inside():
+        self._birth.refuse_forked_child()
+        with inside_call():
             copied, _ = self._copy.core.wait(seconds(timeout))
             if not copied:
                 raise TimeoutError(f"the snapshot after {timeout:g} s: not copied yet")
             self._copy.settle()
         if self._copy.error is not None:
-            self._copy.seen = True
+            self._copy.error_seen = True
             self._tree = None  # the error's traceback would keep the memory
             raise self._copy.error
 
@@ -150,7 +147,7 @@ class Snapshot(Generic[T]):
         Raises:
             ForkError: In a child of fork.
         """
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         self._released = True
         self._tree = None
 
@@ -168,34 +165,35 @@ class Snapshot(Generic[T]):
             StillframeError: The memory has gone back to the pool already.
             ForkError: In a child of fork.
         """
-        self._birth.refuse_child()
+        self._birth.refuse_forked_child()
         core = self._copy.core
         if not core.hold():
             # For a spawned process, torch's pickling moved the tensors out of the pool.
             if has_memory_of_its_own(process_or_future):
                 return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
-        held = [core.unhold]
+        releases = [core.unhold]
         if self._lender is not None:
-            held.append(self._lender.register_reader())
+            releases.append(self._lender.register_reader())
         try:
-            call_at_end(process_or_future, functools.partial(_end_once, held))
+            call_at_end(process_or_future, functools.partial(_call_each_once, releases))
         except BaseException:
-            _end_once(held)
+            _call_each_once(releases)
             raise
 
     def _names(self, index: int) -> list[str]:
-        begin = self._addresses[index]
+        """Return the key paths of the tensors over the storage with this number."""
+        address = self._addresses[index]
 
-        def begins_there(node: Any) -> bool:
+        def is_over_storage(node: Any) -> bool:
+            if not isinstance(node, torch.Tensor):
+                return False
             try:
-                return isinstance(node, torch.Tensor) and (
-                    memory_of(node).untyped_storage().data_ptr() == begin
-                )
+                return bool(memory_of(node).untyped_storage().data_ptr() == address)
             except RuntimeError:  # a tensor without a storage of its own
                 return False
 
-        return [path for path, _ in paths(self._tree, begins_there)]
+        return [path for path, _ in paths(self._tree, is_over_storage)]
 
 
 def is_copied(taken: Snapshot[Any]) -> bool:
@@ -204,14 +202,14 @@ def is_copied(taken: Snapshot[Any]) -> bool:
     return copied and taken._copy.error is None
 
 
-def _end_once(held: list[Callable[[], None]]) -> None:
-    """Call the functions in `held`, each once, even if a future calls its callback twice."""
-    while held:
+def _call_each_once(functions: list[Callable[[], None]]) -> None:
+    """Call each function once, even if a future calls its callback twice."""
+    while functions:
         try:
-            end = held.pop()
-        except IndexError:
+            function = functions.pop()
+        except IndexError:  # another thread has taken the last one
             return
-        end()
+        function()
 
 
 def snapshot(
@@ -262,8 +260,8 @@ def snapshot(
     caller's current stream waits for them, and so do `.wait()` and `.tree`, but not the call. The
     storages are kept until then. Tensors on other devices are copied by torch during the call.
     """
-    refuse_unclear(overlap=overlap)
-    with inside():
+    check_booleans(overlap=overlap)
+    with inside_call():
         return _take(tree, overlap, shared, _check_shared(engine_or_default(engine), shared))
 
 
@@ -273,8 +271,9 @@ def snapshot_at_once(tree: T) -> Snapshot[T]:
     Raises:
         PoolExhaustedError: The tree does not fit into the memory that is free at the moment.
     """
-    with inside():
-        return _take(tree, False, False, engine_or_default(None), wait=False)
+    with inside_call():
+        engine = engine_or_default(None)
+        return _take(tree, overlap=False, shared=False, engine=engine, wait=False)
 
 
 def snapshot_to_write(
@@ -296,11 +295,11 @@ def snapshot_to_write(
     """
     while True:
         try:
-            with inside():
+            with inside_call():
                 used = engine_or_default(engine)
                 shared: Shared = "spawn" if limits_of(used).shared_memory else False
                 # The writer ends by itself, so other callers wait for this memory without a limit.
-                return _take(tree, overlap, shared, used, own_objects=True, patience_s=None)
+                return _take(tree, overlap, shared, used, copy_objects=True, patience_s=None)
         except PoolExhaustedError:
             if not wait_for_room():
                 raise
@@ -352,7 +351,7 @@ def gate_wait_s(taken: Snapshot[Any]) -> float:
 
 def _longest_wait_s() -> float | None:
     """Return how many seconds a call may wait for memory; None for no limit."""
-    return _INSIDE_S if ordered.is_inside() else None
+    return _INSIDE_S if ordered.is_in_external_work() else None
 
 
 def unfinished_tree(taken: Snapshot[T]) -> T | None:
@@ -372,7 +371,7 @@ def _take(
     engine: Engine,
     *,
     wait: bool = True,
-    own_objects: bool = False,
+    copy_objects: bool = False,
     patience_s: float | None = loans.PATIENCE_S,
 ) -> Snapshot[T]:
     """Take a snapshot.
@@ -380,21 +379,23 @@ def _take(
     Args:
         tree, overlap, shared, engine: See `snapshot`.
         wait: Wait for memory of the pool. With False, raise PoolExhaustedError at once.
-        own_objects: Also copy objects that are neither containers nor tensors.
+        copy_objects: Also copy objects that are neither containers nor tensors.
         patience_s: See `loans.Lender`.
     """
     engine_core = core_of(engine)
     source = Tree(tree)
-    objects = source.own_objects() if own_objects else {}
+    objects = source.copy_objects() if copy_objects else {}
     _warn_of_modules(source, objects)
     # Nothing is deferred at exit, because the completion thread no longer gives verdicts.
-    deferral = gate.defer(source, overlap=overlap and not completion.completion.is_exiting)
+    deferral = gate.defer(source, overlap=overlap and not completion.thread.is_exiting)
     try:
-        forks = shared is True
-        core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if forks else 0)
-        memory = _lease(core, source, engine, _longest_wait_s() if wait else 0.0)
+        for_forks = shared is True
+        flags = _core.SNAPSHOT_SHARED if for_forks else 0
+        core = _core.Snapshot(engine_core, source.rows, flags)
+        longest_wait_s = _longest_wait_s() if wait else 0.0
+        memory = _lease(core, source, engine, longest_wait_s)
         lender = loans.lend(core, memory, patience_s) if shared == "spawn" else None
-        copy = Copy(core, source, deferral, shared=forks)
+        copy = Copy(core, source, deferral, shared=for_forks)
         copy.start()
     except BaseException:
         deferral.close()
@@ -403,11 +404,11 @@ def _take(
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
         if copy.error is not None:
-            del memory  # the traceback would keep it
+            del memory  # the error's traceback would keep it
             raise StillframeError(str(copy.error))
     offsets = core.offsets()
     built, address = source.rebuild(memory, offsets, objects=objects)
-    taken = Snapshot(copy, built, [address + each for each in offsets], forks, lender)
+    taken = Snapshot(copy, built, [address + each for each in offsets], for_forks, lender)
     taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
     if deferral.indices:
         nbytes = [nbytes for _, nbytes in source.sources()]
@@ -431,15 +432,20 @@ def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
             )
 
 
+def _is_from_signal_handler(error: PoolExhaustedError) -> bool:
+    """Return whether a signal handler has raised the error during a call into the core. Then the
+    traceback has the handler's frame besides the caller's."""
+    traceback = error.__traceback__
+    return traceback is not None and traceback.tb_next is not None
+
+
 def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | None) -> Any:
     """Lease memory of the pool, after a wait of at most `most_s` seconds. The new tensors keep the
     returned object alive."""
     try:
         memory = core.lease(most_s)
     except PoolExhaustedError as error:
-        # With a second frame in the traceback, a signal handler has raised the error, about its own
-        # snapshot.
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        if _is_from_signal_handler(error):  # it is about a snapshot that the handler takes
             raise
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."

@@ -45,7 +45,8 @@ def _find(root: object) -> tuple[str, object]:
 def _unpicklable_parts(node: object, above: list[object]) -> Iterator[tuple[str, object]]:
     """Yield the parts of `node` that cannot be pickled and are not in `above`."""
     for suffix, part in _parts(node):
-        if not (any(part is each for each in above) or _can_be_pickled(part)):
+        is_above = any(part is each for each in above)
+        if not is_above and not _can_be_pickled(part):
             yield suffix, part
 
 

@@ -36,11 +36,11 @@ _MEMBER = struct.Struct("=QQII")  # struct sfr_member: off, nbytes, source, rese
 # A dtype with two elements in a byte. torch's shapes count bytes, the format's shapes elements.
 _PAIRS = "F4"
 # dtype: (name in the format, position in the library's order, bytes per element in torch)
-_DTYPES: dict[torch.dtype, tuple[str, int, int]] = {
-    getattr(torch, word): (name, rank, getattr(torch, word).itemsize)
-    for rank, (name, (_, word)) in enumerate(safetensors.DTYPES.items())
-    if word and hasattr(torch, word)  # an older torch may lack the newest dtypes
-}
+_DTYPES: dict[torch.dtype, tuple[str, int, int]] = {}
+for _rank, (_name, (_, _name_in_torch)) in enumerate(safetensors.DTYPES.items()):
+    _dtype = getattr(torch, _name_in_torch, None)
+    if _dtype is not None:  # an older torch may lack the newest dtypes
+        _DTYPES[_dtype] = _name, _rank, _dtype.itemsize
 
 _quoted: Callable[[str], str] = encode_basestring
 # Returns a tensor's conjugate and negative bits, or {} if neither is set. Unlike is_conj and
@@ -93,23 +93,19 @@ class Flat(Skeleton):
         """
         lanes = [(lane, device) for _, _, lane, device in SOURCE.iter_unpack(self.rows)]
         lanes.append((0, 0))  # for tensors without bytes, whose storage is -1
-        order = sorted(
-            self.members,
-            key=lambda each: (
-                lanes[each.storage] if by_lane else (),
-                -each.itemsize,
-                lanes[each.storage],
-                -each.rank,
-                each.name,
-            ),
-        )
+
+        def sort_key(each: Member) -> tuple[Any, ...]:
+            lane = lanes[each.storage]
+            by_size = -each.itemsize, lane, -each.rank, each.name
+            return (lane, *by_size) if by_lane else by_size
+
         head: list[str] = []
         if self.metadata is not None:
             pairs = (f"{_quoted(k)}:{_quoted(v)}" for k, v in self.metadata.items())
             head.append(f'"{_METADATA}":{{{",".join(pairs)}}}')
         packed = bytearray()
         begin = 0
-        for each in order:
+        for each in sorted(self.members, key=sort_key):
             end = begin + each.nbytes
             if begin % each.itemsize:
                 raise ValueError(
@@ -125,7 +121,7 @@ class Flat(Skeleton):
                 packed += _MEMBER.pack(each.offset, each.nbytes, each.storage, 0)
             begin = end
         text = f"{{{','.join(head)}}}".encode()
-        # The file begins with the header's length, a word of 8 bytes.
+        # The file begins with the header's length, a word of 8 bytes. Round up to `_ALIGN`.
         length = (8 + len(text) + _ALIGN - 1) // _ALIGN * _ALIGN - 8
         if length > safetensors.MAX_HEADER:
             raise ValueError(
@@ -160,6 +156,7 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
         rows=found.rows,
         num_tensors=len({id(tensor) for tensor in tensors.values()}),
         fallbacks=[copied_sentence(count, origin) for origin, count in found.copied.items()],
+        # `found.devices` has 0 for host memory, and n + 1 for CUDA device n.
         devices=tuple(sorted(device - 1 for device in found.devices if device)),
         members=found.members,
         metadata=metadata,
@@ -211,7 +208,7 @@ def _names_sharing_memory(tensors: dict[str, Tensor]) -> list[list[str]]:
     for names in names_of.values():
         if len(names) == 1:
             continue
-        last = -1  # where the previous tensor ends
+        last = -1  # where the previous tensor ends; none yet
         for begin, end, name in sorted((*_byte_range(tensors[name]), name) for name in names):
             if begin < last:
                 groups[-1].append(name)
@@ -261,7 +258,7 @@ class _Builder:
             )
         word, rank, itemsize = known
         device = _device.number_of_tensor(tensor)
-        if device < 0:
+        if device < 0:  # neither in host memory nor on a CUDA device
             origin = str(tensor.device)
             tensor = tensor.to("cpu")
             device = _device.number_of_tensor(tensor)
@@ -269,18 +266,20 @@ class _Builder:
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()
         nbytes, offset = tensor.numel() * itemsize, int(tensor.storage_offset()) * itemsize
-        number = self._add_storage(name, tensor, device, offset + nbytes) if nbytes else -1
+        number = -1
+        if nbytes:
+            number = self._add_storage(name, tensor, device, least_nbytes=offset + nbytes)
         shape = list(tensor.shape)
         if word == _PAIRS:
             shape = _shape_in_elements(name, shape)
         self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
 
-    def _add_storage(self, name: str, tensor: Tensor, device: int, needed: int) -> int:
+    def _add_storage(self, name: str, tensor: Tensor, device: int, least_nbytes: int) -> int:
         """Add the tensor's storage if it is new, and return its number. Raise ValueError if the
-        storage has less than `needed` bytes."""
+        storage has less than `least_nbytes` bytes."""
         storage = tensor.untyped_storage()
         address, nbytes = _device.address_of(storage), storage.nbytes()
-        if address == 0 or nbytes < needed:
+        if address == 0 or nbytes < least_nbytes:
             raise ValueError(
                 f"tensor `{name}` has no memory, or too little: it was freed or shrunk"
             )

@@ -49,6 +49,8 @@ class Stub:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    # The first item or element gives a stub a dict or list of its own.
+
     def __setitem__(self, key: Any, value: Any) -> None:
         vars(self).setdefault("items", {})[key] = value
 
@@ -107,7 +109,8 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, (set, frozenset)):
         yield from (("", value) for value in node)
     elif isinstance(node, Stub):
-        yield from (("", value) for arg in node.args for value in _flatten(arg))
+        for arg in node.args:
+            yield from (("", value) for value in _flatten(arg))
         if node.items:
             yield from children(node.items)
         yield from children(node.elements)

@@ -49,6 +49,7 @@ getstate = object.__getstate__  # returns a tensor's attributes; None if it has 
 
 
 def is_array(node: object) -> bool:
+    """Return whether a node is a NumPy array. Without the import of NumPy there is none."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(node, numpy.ndarray)
 
@@ -79,7 +80,7 @@ def _slots_of(node: object) -> list[Any]:
     return [getattr(node, name) for name in names if hasattr(node, name)]
 
 
-def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
+def opaque_object_with_tensors(parts: list[Any], opaque: Any = None) -> object | None:
     """Return an object that the walk would leave whole although it has tensors inside, or None.
 
     Such an object would bring the old tensors' memory into the new tree. The search enters
@@ -87,16 +88,16 @@ def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
 
     Args:
         parts: The parts of a tensor.
-        holder: An object around all `parts` that the walk leaves whole, if there is one.
+        opaque: An object around all `parts` that the walk leaves whole, if there is one.
     """
     # Nodes to search, each with the outermost object around it that the walk leaves whole.
-    stack: list[tuple[Any, Any]] = [(part, holder) for part in parts]
+    stack: list[tuple[Any, Any]] = [(part, opaque) for part in parts]
     seen: set[int] = set()
     while stack:
-        node, holder = stack.pop()
+        node, opaque = stack.pop()
         if isinstance(node, _WITH_BYTES):
-            if holder is not None:
-                return holder  # type: ignore[no-any-return]
+            if opaque is not None:
+                return opaque  # type: ignore[no-any-return]
             continue
         if id(node) in seen or type(node) in ATOMS or is_atom(node) or is_array(node):
             continue
@@ -105,9 +106,9 @@ def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
         if isinstance(node, _CONTAINERS):
             inner += node.values() if isinstance(node, dict) else node
         else:
-            holder = node if holder is None else holder
+            opaque = node if opaque is None else opaque
             inner += _slots_of(node)
-        stack.extend((each, holder) for each in inner)
+        stack.extend((each, opaque) for each in inner)
     return None
 
 
@@ -150,7 +151,7 @@ class Builder:
 
     Args:
         made: New objects that exist already, by the ids of the old objects. `build` adds to it.
-        firsts: For each storage, by number, a new tensor over it; None if there is none yet.
+        tensor_of: For each storage, by number, a new tensor over it; None if there is none yet.
         views: By the ids of old tensors that are views of one storage: the storage's number.
         others: By the ids of other tensors: what to make them from. The new tree has the same
             tensor if that is the old tensor itself.
@@ -162,7 +163,7 @@ class Builder:
     def __init__(
         self,
         made: dict[int, Any],
-        firsts: list[Tensor | None],
+        tensor_of: list[Tensor | None],
         views: dict[int, int],
         others: dict[int, Flattened | Reduced | Tensor],
         numbers: _core.Numbers,
@@ -171,7 +172,7 @@ class Builder:
         nbytes: Sequence[int],
     ) -> None:
         self._memo = made
-        self._firsts = firsts
+        self._tensor_of = tensor_of
         self._views = views
         self._others = others
         self._numbers = numbers
@@ -182,16 +183,17 @@ class Builder:
     # ---- storages ----
 
     def storage(self, number: int) -> UntypedStorage:
-        first = self._firsts[number]
-        if first is None:
+        """Return the new storage of this number. Make it over `memory` at the first call."""
+        tensor = self._tensor_of[number]
+        if tensor is None:
             count, dtype = self._nbytes[number], torch.uint8
             if count == 0:  # torch refuses a buffer without bytes
-                first = torch.empty(0, dtype=dtype, device="cpu")
+                tensor = torch.empty(0, dtype=dtype, device="cpu")
             else:
                 offset = self._offsets[number]
-                first = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
-            self._firsts[number] = first
-        return first.untyped_storage()
+                tensor = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+            self._tensor_of[number] = tensor
+        return tensor.untyped_storage()
 
     def _new_storage(self, old: UntypedStorage) -> UntypedStorage:
         """Return the new storage for an old one, or raise KeyError if the walk did not find it."""
@@ -210,9 +212,10 @@ class Builder:
 
     def address(self) -> int:
         """Return the address of `memory`; 0 if no new tensor has bytes."""
-        for first, offset, nbytes in zip(self._firsts, self._offsets, self._nbytes, strict=True):
-            if first is not None and nbytes:
-                return first.untyped_storage().data_ptr() - offset
+        rows = zip(self._tensor_of, self._offsets, self._nbytes, strict=True)
+        for tensor, offset, nbytes in rows:
+            if tensor is not None and nbytes:
+                return tensor.untyped_storage().data_ptr() - offset
         return 0
 
     # ---- tensors ----
@@ -251,7 +254,7 @@ class Builder:
     def _rebuild_other(self, tensor: Tensor) -> Tensor:
         """Return the new tensor for an old one that is not in `views`."""
         found = self._others.get(id(tensor))
-        if found is None:
+        if found is None:  # another thread has changed the tree
             raise RuntimeError("a tensor came into the tree while it was copied")
         if isinstance(found, Flattened):
             new = self._rebuild_flattened(found)
@@ -269,7 +272,7 @@ class Builder:
         for name, value in attributes_of(found.tensor).items():
             if name not in attributes_of(new):
                 new.__dict__[name] = self.build(value)
-        if found.tensor.requires_grad != new.requires_grad and new.is_leaf:
+        if found.tensor.requires_grad != new.requires_grad and new.is_leaf:  # only leaves allow it
             new.requires_grad_(found.tensor.requires_grad)
         return new
 
@@ -348,7 +351,7 @@ class Builder:
         parts = [self.build(value) for value in node]
         attributes = attributes_of(node)
         if not attributes and all(map(operator.is_, parts, node)):
-            return node
+            return node  # no part is new, so the same tuple will do
         if kind is tuple:
             return tuple(parts)
         try:
@@ -366,11 +369,11 @@ class Builder:
             new: Any = OrderedDict()
         elif kind is defaultdict:
             new = defaultdict(node.default_factory)
-        elif kind is set:
+        elif kind is set:  # needs none of the steps below
             new = self._memo[id(node)] = set()
             new.update([self.build(value) for value in node])
             return new
-        else:
+        else:  # a subclass: copy the object with its old parts, which are replaced below
             new = copy.copy(node)
             if type(new) is not kind or new is node:  # an unusual subclass is left whole
                 return node
@@ -390,7 +393,7 @@ class Builder:
             elif isinstance(node, deque):
                 for index, part in enumerate(parts):
                     deque.__setitem__(new, index, part)
-            else:
+            else:  # a subclass of set
                 new.clear()
                 new.update(parts)
         attributes = attributes_of(node)

@@ -44,7 +44,7 @@ _REDUCERS = (
 )
 
 # torch's functions that return the location tag of a host storage ("cpu") and of a CUDA storage
-# ("cuda:0"), in torch's order.
+# ("cuda:0"), in torch's order. The function for CUDA is a `partial` with the argument "cuda".
 _taggers = [tagger for _, tagger, _ in torch.serialization._package_registry]
 _cuda_tagger = [tagger for tagger in _taggers if getattr(tagger, "args", ()) == ("cuda",)]
 _TAGGERS = [torch.serialization._cpu_tag, *_cuda_tagger]
@@ -115,8 +115,9 @@ def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str,
         )
         numel = storage.nbytes()
     device = storage.device
-    addr = 0 if str(device) == "meta" else _device.address_of(storage)
+    addr = 0 if str(device) == "meta" else _device.address_of(storage)  # "meta" has no bytes
     number = collector.add_storage(storage, storage._cdata, _device.number_of(device), addr, dtype)
+    # A storage that was loaded under FakeTensorMode has the device of its file here.
     fake_device = getattr(obj, "_fake_device", None)
     location = str(fake_device) if fake_device is not None else _location(storage)
     return ("storage", storage_type, str(number), location, numel)
@@ -157,6 +158,7 @@ def _learn_words() -> bool:
 
 
 def _keys(*names: str) -> int:
+    """Return the bits of a set of dispatch keys, as `raw_repr` returns them."""
     sets = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names]
     return functools.reduce(operator.or_, (each.raw_repr() for each in sets))
 
@@ -273,7 +275,9 @@ def _default_location_tags() -> tuple[bool, bool]:
     """Return whether host storages and whether CUDA storages get torch's own location tags. They do
     not if other code has registered a tagger before torch's."""
     taggers = [tagger for _, tagger, _ in torch.serialization._package_registry[:2]]
-    return taggers[:1] == _TAGGERS[:1], taggers == _TAGGERS
+    is_host_default = taggers[:1] == _TAGGERS[:1]
+    are_both_default = taggers == _TAGGERS
+    return is_host_default, are_both_default
 
 
 def tree_collector() -> _core.Collector:
@@ -312,7 +316,7 @@ def build(obj: object) -> Skeleton:
     try:
         pickle = _pickle_object(obj, collector)
     except MemoryError:
-        raise
+        raise  # the search for the culprit would need memory
     except Exception as error:
         culprit.note(error, obj)
         raise

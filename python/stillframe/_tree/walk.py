@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._base.calls import no_collection
+from stillframe._base.calls import no_garbage_collection
 from stillframe._base.distributed import dtensor
 from stillframe._tree import skeleton
 from stillframe._tree.rebuild import (
@@ -49,9 +49,9 @@ from stillframe._tree.rebuild import (
     attributes_of,
     dict_of,
     getstate,
-    holder_of_tensors,
     is_array,
     is_atom,
+    opaque_object_with_tensors,
 )
 
 
@@ -92,7 +92,7 @@ class Tree:
         self._wrapped: dict[int, tuple[Any, Tensor]] = {}
         # DTensors on which users have set attributes, with these attributes.
         self._with_attributes: list[tuple[Any, dict[str, Any]]] = []
-        with torch._C.DisableTorchFunction(), no_collection():
+        with torch._C.DisableTorchFunction(), no_garbage_collection():
             self._find(root, self._collector)
             found = self._collector.finish()
         self.storages, self.numbers, self.rows, self.elsewhere, num_exact, self.devices = found
@@ -128,18 +128,21 @@ class Tree:
     def _record_dtensors(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
         """Record the DTensors among the nodes. Return the nodes that are still to be walked."""
         kind, known = self._dtensor, self._wrapped
-        inner, locals_ = [], []
+        to_walk, locals_ = [], []
         for node in nodes:
             if type(node) is not kind:
-                inner.append(node)
+                to_walk.append(node)
             elif id(node) not in known:
                 local = node._local_tensor
                 known[id(node)] = node, local
                 locals_.append(local)
-                if attributes := attributes_of(node):
+                attributes = attributes_of(node)
+                if attributes:
                     self._with_attributes.append((node, attributes))
-                    inner += collector.collect(tuple(attributes.values()))
-        return inner + collector.collect(locals_) if locals_ else inner
+                    to_walk += collector.collect(tuple(attributes.values()))
+        if locals_:
+            to_walk += collector.collect(locals_)
+        return to_walk
 
     def _record(
         self, node: Any, kind: type[Any], collector: _core.Collector
@@ -179,35 +182,35 @@ class Tree:
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
-            holder = holder_of_tensors([flattened.context], flattened.context)
-            if holder is not None:
-                raise TypeError(self._refusal(tensor, holder))
+            opaque = opaque_object_with_tensors([flattened.context], flattened.context)
+            if opaque is not None:
+                raise TypeError(self._refusal(tensor, opaque))
             self._others[key] = flattened
             # Other parts, such as the device mesh of a DTensor subclass, are not copied.
             inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
             return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
-        holder = holder_of_tensors([*reduced.args, reduced.state])
-        if holder is not None:
-            raise TypeError(self._refusal(tensor, holder))
+        opaque = opaque_object_with_tensors([*reduced.args, reduced.state])
+        if opaque is not None:
+            raise TypeError(self._refusal(tensor, opaque))
         self.reads_bytes = True
         self._others[key] = reduced
         return [*reduced.args, reduced.state]
 
-    def _refusal(self, tensor: Tensor, holder: object) -> str:
-        """Return the message about a tensor with bytes in `holder`, an object left whole."""
+    def _refusal(self, tensor: Tensor, opaque: object) -> str:
+        """Return the message about a tensor with bytes in `opaque`, an object left whole."""
         path = next((path for path, _ in paths(self._root, lambda node: node is tensor)), "")
         kind = type(tensor).__qualname__
         return (
             f"{f'{path} is' if path else 'there is'} a {kind}, whose bytes cannot be copied: they"
-            f" are in an object of class {type(holder).__qualname__} inside of it, which would keep"
+            f" are in an object of class {type(opaque).__qualname__} inside of it, which would keep"
             f" its live memory. Take the tensors out of the {kind}, or save it with async_save"
         )
 
     def _add_storage(self, storage: UntypedStorage, device: int, collector: _core.Collector) -> int:
         """Return the number of a storage, new or known; `device` is as in `_device.number_of`."""
         if device > 0 and not self._lanes:
-            device = -1
+            device = -1  # the collector then puts the storage into `elsewhere`
         return collector.add_storage(storage, storage._cdata, device, 0, torch.uint8)
 
     def _forgo_lanes(self) -> None:
@@ -220,7 +223,7 @@ class Tree:
                 self.elsewhere.append(number)
         self.devices = ()
 
-    def own_objects(self) -> dict[int, Any]:
+    def copy_objects(self) -> dict[int, Any]:
         """Return deep copies of the objects left whole, by the ids of the objects. An object that
         two of them refer to is copied once.
 
@@ -268,14 +271,15 @@ class Tree:
             torch._C.DisableTorchFunction(),
             torch.inference_mode(False),
             torch.no_grad(),
-            no_collection(),
+            no_garbage_collection(),
         ):
-            made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
+            made, tensor_of, left = collector.copies(memory, offsets, skeleton.make_tensors)
+            # C code has not made these tensors, so the builder makes them.
             self._views.update((id(tensor), number) for tensor, number in left)
             made.update(objects or {})
             nbytes = self._column(1)
             builder = Builder(
-                made, firsts, self._views, self._others, self.numbers, memory, offsets, nbytes
+                made, tensor_of, self._views, self._others, self.numbers, memory, offsets, nbytes
             )
             for number in self.elsewhere:
                 builder.copy_storage(number, self.storages[number])
@@ -301,21 +305,23 @@ class Tree:
         self._with_attributes = []
 
 
-def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the key path (``optimizer_states.0.state``) of each object for which `wanted` returns
+def paths(root: object, is_match: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Yield the key path (``optimizer_states.0.state``) of each object for which `is_match` returns
     True, and the object. An object that occurs twice has the first path.
 
-    The search enters the containers that `Tree` enters, but no attributes and no wanted object.
+    The search enters the containers that `Tree` enters, but no attributes and no matching object.
     """
     seen: set[int] = set()
     stack: list[tuple[str, Any]] = [("", root)]
     while stack:
         path, node = stack.pop()
-        if wanted(node) and id(node) not in seen:
+        if id(node) in seen:
+            continue
+        if is_match(node):
             seen.add(id(node))
             yield path.removeprefix("."), node
             continue
-        if not isinstance(node, (dict, list, tuple, set, frozenset, deque)) or id(node) in seen:
+        if not isinstance(node, (dict, list, tuple, set, frozenset, deque)):
             continue
         seen.add(id(node))
         pairs = node.items() if isinstance(node, dict) else enumerate(node)

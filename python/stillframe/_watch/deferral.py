@@ -23,8 +23,8 @@ class Sources(Protocol):
     rows: bytearray
 
 
-# The calls whose save is not launched yet: (thread, deferral), by the id of the deferral.
-calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}
+# The calls whose save is not launched yet, by the id of their deferral: (thread, deferral).
+unlaunched_calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}
 
 
 class Deferral:
@@ -53,12 +53,12 @@ class Deferral:
         self.indices: list[int] = []
         self.fallbacks: list[str] = []
         self._storages: _core.Numbers | None = None  # the numbers of all storages of the save
-        self._indices: set[int] | None = None  # `indices` as a set; made by the first `holds`
+        self._indices: set[int] | None = None  # `indices` as a set; made by the first `is_deferred`
         self._tensors: list[torch.Tensor] = []
         self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._versions: list[int] = []  # for each of `_tensors`, its version counter at the call
-        # The owners, in the order of their storages in `indices`. The number is the position after
-        # the owner's last storage.
+        # The owners, in the order of their storages in `indices`, each with the position after its
+        # last storage there.
         self._owner_ends: list[tuple[int, Owner | MemoryOwner]] = []
         self.overtaken = False
 
@@ -87,7 +87,7 @@ class Deferral:
                 owner.distrust("something other than its step changed it while it was copied")
                 return
 
-    def holds(self, identity: int) -> bool:
+    def is_deferred(self, identity: int) -> bool:
         """Return whether a storage is copied after the call; `identity` is the address of its
         StorageImpl."""
         if self._indices is None:
@@ -100,20 +100,27 @@ class Deferral:
 
     def close(self) -> None:
         """Let steps go on without waiting for the call. May be called again."""
-        calls.pop(id(self), None)
+        unlaunched_calls.pop(id(self), None)
 
-    def ask(self, sources: Sources) -> None:
+    def ask_owners(self, sources: Sources) -> None:
         """Ask every owner which storages may be deferred. Set `indices` and `fallbacks`."""
-        lists = self.indices, self._numbers, self._tensors, self._versions
-        marks = Marks(sources.numbers, sources.rows, *lists)
+        marks = Marks(
+            numbers=sources.numbers,
+            rows=sources.rows,
+            indices=self.indices,
+            storage_numbers=self._numbers,
+            tensors=self._tensors,
+            versions=self._versions,
+        )
         owners = list(ownership.living())
         for each in owners:
-            if each.unseen:  # its steps do not wait, so no other owner may defer its storages
+            # Such steps do not wait, so no other owner may defer the storages that they write.
+            if each.has_unhooked_steps:
                 each.capture_for_others()
-        for owner in (*owners, *memory_owners.known):
-            before = len(self.indices)
+        for owner in (*owners, *memory_owners.registered):
+            nr_before = len(self.indices)
             owner.defer(marks)
-            if len(self.indices) > before:
+            if len(self.indices) > nr_before:
                 self._owner_ends.append((len(self.indices), owner))
         self._storages = sources.numbers
         for each in owners:

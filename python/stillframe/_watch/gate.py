@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from stillframe._watch import ownership
-from stillframe._watch.deferral import Deferral, Sources, calls
+from stillframe._watch.deferral import Deferral, Sources, unlaunched_calls
 from stillframe._watch.steps import register_optimizer
 
 __all__ = [
@@ -81,12 +81,13 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     if not overlap:
         return deferral
     key = id(deferral)
-    calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: calls.pop(key, None)))
-    # A step that began before the entry in `calls` is active now. A later step finds the entry.
+    reference = weakref.ref(deferral, lambda _: unlaunched_calls.pop(key, None))
+    unlaunched_calls[key] = (threading.get_ident(), reference)
+    # A step that began before this entry was made is active now. A later step finds the entry.
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():
-                deferral.ask(skeleton)
+                deferral.ask_owners(skeleton)
     except BaseException:
         deferral.close()
         raise
@@ -102,9 +103,9 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
     thread made."""
     _pendings[id(pending)] = pending
     if deferral is None:
-        mine = threading.get_ident()
-        for thread, ref in reversed(calls.copy().values()):
-            if thread == mine:
+        this_thread = threading.get_ident()
+        for thread, ref in reversed(unlaunched_calls.copy().values()):
+            if thread == this_thread:
                 deferral = ref()
                 break
     if deferral is not None:
@@ -123,48 +124,51 @@ def wait() -> None:
 
     On devices the calling thread's current streams wait instead. Errors of saves are not raised.
     """
-    asked: list[Pending] = []  # saves that stay tracked although this call has waited for them
+    # Saves that stay tracked although this call has waited for them.
+    still_tracked: list[Pending] = []
     while True:
-        new = [each for each in list(_pendings.values()) if each not in asked]
+        new = [each for each in list(_pendings.values()) if each not in still_tracked]
         if not new:
             return
         for pending in new:
             if pending.gate() is False:
-                asked.append(pending)
+                still_tracked.append(pending)
             else:
                 untrack(pending)
 
 
 def anything_copied() -> bool:
     """Return whether some storage is being copied after its call, or is about to be."""
-    return bool(_deferrals or calls)
+    return bool(_deferrals or unlaunched_calls)
 
 
 def wait_for_storage(identity: int) -> None:
     """Wait as `wait` does until no save reads the memory of a storage; `identity` is the address of
     the StorageImpl."""
-    for key, (thread, _) in calls.copy().items():
-        _wait_until_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
-    for key, deferral in _deferrals.copy().items():
-        pending = _pendings.get(key)
-        if pending is not None and deferral.holds(identity) and pending.gate() is not False:
+    for call, (thread, _) in unlaunched_calls.copy().items():
+        _wait_for_call(call, thread, time.monotonic() + _CALL_TIMEOUT_S)
+    for save_id, deferral in _deferrals.copy().items():
+        pending = _pendings.get(save_id)
+        if pending is None or not deferral.is_deferred(identity):
+            continue
+        if pending.gate() is not False:  # no later step has to wait for it
             untrack(pending)
 
 
-def _wait_until_over(key: int, thread: int, end: float) -> bool:
-    """Wait until the call `key` of thread `thread` is over, but not after `end`, and not for a call
-    of this thread. Return whether it is over."""
-    mine = threading.get_ident()
-    while thread != mine and key in calls and time.monotonic() < end:
+def _wait_for_call(call: int, thread: int, end: float) -> bool:
+    """Wait until the call `call` of thread `thread` has launched its save, but not after `end`, and
+    not for a call of this thread. Return whether the save is launched."""
+    this_thread = threading.get_ident()
+    while thread != this_thread and call in unlaunched_calls and time.monotonic() < end:
         time.sleep(_CALL_POLL_S)
-    return key not in calls
+    return call not in unlaunched_calls
 
 
 def _wait_for_calls() -> None:
-    """Wait for the calls that are submitting saves."""
+    """Wait until the calls that make saves have launched them."""
     end = time.monotonic() + _CALL_TIMEOUT_S
-    for key, (thread, ref) in calls.copy().items():
-        if not _wait_until_over(key, thread, end):
+    for call, (thread, ref) in unlaunched_calls.copy().items():
+        if not _wait_for_call(call, thread, end):
             # This step runs inside the call, or the call did not end in time. The step goes on and
             # may write before the storages are copied, so the save counts as torn.
             deferral = ref()
@@ -176,7 +180,7 @@ def _wait_for_calls() -> None:
 def hold_back(optimizer: Optimizer) -> None:
     """Wait for saves, right before an optimizer's step writes. Only a signal handler or the readers
     can raise an exception."""
-    if calls:
+    if unlaunched_calls:
         _wait_for_calls()
     if _pendings:
         wait()
@@ -185,6 +189,7 @@ def hold_back(optimizer: Optimizer) -> None:
 
 
 def stepped(optimizer: Optimizer) -> None:
+    """Tell the readers that an optimizer's step has written."""
     for each in _readers:
         each.stepped(optimizer)
 
@@ -195,23 +200,26 @@ def add_readers(readers: Readers) -> None:
 
 
 def concerns(optimizer: Optimizer) -> bool:
+    """Return whether a step of the optimizer may ever have to wait for readers."""
     return any(each.concerns(optimizer) for each in _readers)
 
 
 def readers_changed() -> None:
+    """Set `must_wait` again, after a reader was added or removed."""
     global must_wait
     serials: list[str] = []
     for owner in ownership.living():
         optimizer = owner.ref()
-        if owner.unseen and optimizer is not None and concerns(optimizer):
+        if owner.has_unhooked_steps and optimizer is not None and concerns(optimizer):
             serials.append(str(owner.serial))
     must_wait = " ".join(serials)
 
 
 def forked() -> None:
+    """Forget the parent's saves, in a forked child."""
     _pendings.clear()
     _deferrals.clear()
-    calls.clear()
+    unlaunched_calls.clear()
 
 
 os.register_at_fork(after_in_child=forked)

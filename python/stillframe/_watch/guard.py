@@ -36,12 +36,12 @@ def guarded(
             try:
                 return function(subject, *args, **kwargs)
             except Exception as error:
-                if _is_of_a_handler(error):
+                if _came_from_signal_handler(error):
                     raise
                 try:
                     give_up(subject, error)
                 except Exception as second:  # `give_up` may run out of memory too
-                    if _is_of_a_handler(second):
+                    if _came_from_signal_handler(second):
                         raise
                 return None
 
@@ -50,9 +50,9 @@ def guarded(
     return guard
 
 
-def _is_of_a_handler(error: BaseException) -> bool:
-    """Return whether a signal handler raised the error, by the frames of the traceback. Handlers
-    run on the main thread only."""
+def _came_from_signal_handler(error: BaseException) -> bool:
+    """Return whether a signal handler raised the error, by the frames of the traceback."""
+    # Handlers run on the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers = {code_of(signal.getsignal(number)) for number in signal.valid_signals()}

@@ -37,7 +37,7 @@ class Marks(NamedTuple):
     def is_deferred(self, number: int) -> bool:
         """Return whether the storage with this number is marked."""
         _, _, lane, _ = SOURCE.unpack_from(self.rows, number * SOURCE.size)
-        return bool(lane)
+        return bool(lane != 0)  # captured storages have lane 0
 
 
 class MemoryOwner(Protocol):
@@ -46,12 +46,12 @@ class MemoryOwner(Protocol):
         `Observer.defer_memory_owner`."""
 
     def distrust(self, why: str) -> None:
-        """Have everything captured from now on: it was written to while a save copied it."""
+        """Defer nothing from now on: other code wrote to the memory while a save copied it."""
 
 
-known: weakref.WeakSet[MemoryOwner] = weakref.WeakSet()
+registered: weakref.WeakSet[MemoryOwner] = weakref.WeakSet()
 
 
 def register(owner: MemoryOwner) -> None:
     """Ask this owner at every save, for as long as it lives."""
-    known.add(owner)
+    registered.add(owner)

@@ -29,12 +29,12 @@ _MOVERS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(mover)
-    def moves(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def wait_and_move(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if gate.anything_copied():
             gate.wait_for_storage(self._cdata)
         return mover(self, *args, **kwargs)
 
-    return moves
+    return wait_and_move
 
 
 def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,14 +42,14 @@ def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
     def swap_tensors(*args: Any, **kwargs: Any) -> Any:
         if gate.anything_copied():
             gate.wait()
-        if any(map(_is_referred_to, (*args, *kwargs.values()))):
+        if any(map(_has_weak_references, (*args, *kwargs.values()))):
             ownership.forget_all()
         return swap(*args, **kwargs)
 
     return swap_tensors
 
 
-def _is_referred_to(tensor: Any) -> bool:
+def _has_weak_references(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and weakref.getweakrefcount(tensor) > 0
 
 

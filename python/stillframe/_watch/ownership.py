@@ -39,7 +39,7 @@ from stillframe._watch.memory_owners import Marks
 log = logging.getLogger("stillframe")
 
 _MIN_NBYTES = 4096  # smaller storages are always captured
-_MOST_EXAMINED = 64  # parameters of an optimizer that `_is_captured` looks at
+_MAX_EXAMINED = 64  # how many parameters of an optimizer `_is_captured` looks at
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
 # The thread of each running step, by id(optimizer). The entry of a step that raised stays.
@@ -88,40 +88,40 @@ class Owner:
         serial: A number that no other owner has.
         skipped_closure: A step has not called the closure that it was given. From then on the gate
             is before each step.
-        unseen: Steps may run without hooks and wait for no copy, so saves defer nothing that the
-            optimizer writes.
+        has_unhooked_steps: Steps may run without hooks and wait for no copy, so saves defer nothing
+            that the optimizer writes.
     """
 
     __slots__ = (
         "__weakref__",
-        "_examined",
+        "_examined_step",
         "_is_idle",
-        "_known",
         "_rivals",
+        "_step_is_known",
         "_steps_nested",
-        "_why",
+        "_why_distrusted",
         "closure_index",
+        "has_unhooked_steps",
         "kind",
         "observer",
         "reached_gate",
         "ref",
         "serial",
         "skipped_closure",
-        "unseen",
     )
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.serial = next(_serials)
-        self._steps_nested = 0  # steps that are running, one inside the other
-        self._known = False  # the last result of `qualifies`
+        self._steps_nested = 0  # how many steps are running, one inside the other
+        self._step_is_known = False  # the last result of `qualifies`
         self._is_idle = False  # after the last step, the observer had nothing to record or compare
-        # `_known` depends on these: the step function, and the number of registered classes.
-        self._examined: tuple[weakref.ref[Any] | None, int] = (None, 0)
+        # `_step_is_known` was found for this step function and number of registered classes.
+        self._examined_step: tuple[weakref.ref[Any] | None, int] = (None, 0)
         self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()  # other owners of its storages
-        self._why = ""  # why the optimizer is distrusted
+        self._why_distrusted = ""  # "": the optimizer is not distrusted
         self.closure_index: int | None = None
         self.skipped_closure = False
-        self.unseen = False
+        self.has_unhooked_steps = False
         self.reached_gate = True
         self.kind = type(optimizer)
         self.observer = _core.Observer(_first_owners, self.serial)
@@ -129,16 +129,17 @@ class Owner:
 
     @property
     def distrusted(self) -> bool:
-        return bool(self._why)
+        """Whether saves capture all storages of the optimizer."""
+        return bool(self._why_distrusted)
 
     def distrust(self, why: str) -> None:
         """Have saves capture all storages of the optimizer from now on; the first reason stays."""
-        self._why = self._why or why
+        self._why_distrusted = self._why_distrusted or why
 
-    def run_unseen(self, why: str) -> None:
+    def allow_unhooked_steps(self, why: str) -> None:
         """Record that steps may run without hooks, and have saves capture what such steps write."""
         self.distrust(why)
-        self.unseen = True
+        self.has_unhooked_steps = True
         self.capture_for_others()
 
     @bookkeeping
@@ -158,27 +159,31 @@ class Owner:
 
     def qualifies(self, optimizer: Optimizer) -> bool:
         """Return whether the step is known (`steps.is_known`). Set `closure_index`."""
-        own = optimizer.__dict__.get("step")  # LR schedulers put a wrapper of the step here
-        step = type(optimizer).step if own is None else own
-        examined, nr_vouched = self._examined
-        if examined is None or examined() is not step or nr_vouched != len(steps.vouched):
-            self._known = steps.is_known(type(optimizer), step)
+        # LR schedulers put a wrapper of the step into the optimizer itself.
+        wrapper = optimizer.__dict__.get("step")
+        step = type(optimizer).step if wrapper is None else wrapper
+        examined, nr_vouched = self._examined_step
+        is_same_step = examined is not None and examined() is step
+        if not is_same_step or nr_vouched != len(steps.vouched):
+            self._step_is_known = steps.is_known(type(optimizer), step)
             self.closure_index = steps.closure_index(step)
-            # A weak reference, because a bound method would keep the optimizer alive. It is dead at
-            # once for a bound method, so such a step is examined each time.
+            # A weak reference, because a bound method would keep the optimizer alive. A reference
+            # to a bound method is dead at once, so such a step is examined each time.
             try:
-                self._examined = (weakref.ref(step), len(steps.vouched))
-            except TypeError:
-                self._examined = (None, 0)
-        return self._known
+                self._examined_step = (weakref.ref(step), len(steps.vouched))
+            except TypeError:  # no weak references to this object
+                self._examined_step = (None, 0)
+        return self._step_is_known
 
     def begin(self, optimizer: Optimizer) -> None:
         """Note that a step begins."""
         # `_steps_nested` may count a step that raised, after which torch runs no post-hook. So an
         # enclosing step must also be on the stack.
-        nested = self._steps_nested > 0 and _steps_on_stack(optimizer) > 1
-        self._steps_nested = self._steps_nested + 1 if nested else 1
-        if not nested:
+        is_nested = self._steps_nested > 0 and _steps_on_stack(optimizer) > 1
+        if is_nested:
+            self._steps_nested += 1
+        else:
+            self._steps_nested = 1
             self.reached_gate = True
 
     def end(self, optimizer: Optimizer) -> bool:
@@ -191,7 +196,7 @@ class Owner:
             self.skipped_closure = True
             self.distrust("its step did not call the closure it was given")
         try:
-            if self._known and not self._why:
+            if self._step_is_known and not self._why_distrusted:
                 groups, state = optimizer.param_groups, optimizer.state
                 self._is_idle = self.observer.is_idle(groups, state)
                 if not self._is_idle:
@@ -204,7 +209,8 @@ class Owner:
         """Record samples after a step. Have saves capture storages with two owners."""
         # A torch function mode would run Python code at each read.
         with torch._C.DisableTorchFunction():
-            clashes: list[tuple[int, int]] = []  # (serial of the other owner, storage)
+            # Storages that have another owner too: (serial of that owner, storage).
+            clashes: list[tuple[int, int]] = []
             # `stepped` returns True if the observer has to find the optimizer's storages again.
             if self.observer.stepped(groups, state):
                 kind = dtensor()
@@ -233,6 +239,7 @@ class Owner:
             self._probe()
 
     def _probe(self) -> None:
+        """Start the comparisons of device storages that are due."""
         devices = self.observer.due()
         if devices:
             self.observer.probe(device.streams(devices))
@@ -251,14 +258,15 @@ class Owner:
     def why_captured(self, marks: Marks) -> str | None:
         """Return a sentence about why a save captures all storages of the optimizer. Return None if
         some are deferred, or if the save has no storage of the optimizer."""
-        if self._known and not self._why:
+        if self._step_is_known and not self._why_distrusted:
             return None
         optimizer = self.ref()
         if optimizer is None or not self._is_captured(optimizer, marks):
             return None
         name = steps.name_of(self.kind)
-        if self._why:
-            return f"what belongs to a {name} was copied during the call, since {self._why}"
+        if self._why_distrusted:
+            why = self._why_distrusted
+            return f"what belongs to a {name} was copied during the call, since {why}"
         return (
             f"what belongs to a {name} was copied during the call, since its step is not known: if"
             " it calls the closure first, and nothing but the step writes parameters and state, say"
@@ -269,12 +277,14 @@ class Owner:
         """Return whether the save captures the optimizer's storages, by the first large parameter
         in the save. Return False if none is found."""
         params = (p for group in optimizer.param_groups for p in group["params"])
-        for p in map(memory_of, itertools.islice(params, _MOST_EXAMINED)):
-            if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
-                storage = p.untyped_storage()
-                number = marks.numbers.get(storage._cdata)
-                if number is not None and storage.nbytes() > _MIN_NBYTES:
-                    return not marks.is_deferred(number)
+        for memory in map(memory_of, itertools.islice(params, _MAX_EXAMINED)):
+            is_plain = type(memory) in (torch.Tensor, torch.nn.Parameter)
+            if not is_plain or memory.layout is not torch.strided:
+                continue
+            storage = memory.untyped_storage()
+            number = marks.numbers.get(storage._cdata)
+            if number is not None and storage.nbytes() > _MIN_NBYTES:
+                return not marks.is_deferred(number)
         return False
 
     def release_rivals(self) -> None:
@@ -301,15 +311,16 @@ class _OwnerRemoval:
 
 
 def _steps_on_stack(optimizer: Optimizer) -> int:
-    return sum(
-        1
-        for frame in stack(sys._getframe(1))
-        if frame.f_code in step_codes and frame.f_locals.get("self") is optimizer
-    )
+    """Return how many steps of the optimizer are running on this thread."""
+    nr_steps = 0
+    for frame in stack(sys._getframe(1)):
+        if frame.f_code in step_codes and frame.f_locals.get("self") is optimizer:
+            nr_steps += 1
+    return nr_steps
 
 
 @bookkeeping
-def _loaded(optimizer: Optimizer) -> None:
+def _after_load_state_dict(optimizer: Optimizer) -> None:
     """Forget everything learned about an optimizer after its ``load_state_dict``."""
     owner = find(optimizer)
     if owner is not None:
@@ -330,7 +341,7 @@ def find_or_make(optimizer: Optimizer) -> Owner:
         _owners[id(optimizer)] = owner
         # An optimizer made without Optimizer.__init__ may lack these hooks.
         if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
-            optimizer.register_load_state_dict_post_hook(_loaded)
+            optimizer.register_load_state_dict_post_hook(_after_load_state_dict)
     return owner
 
 
@@ -364,9 +375,9 @@ def active() -> bool:
     # thread counts only while a step is on the stack. A mark of another thread counts as long as
     # that thread lives: reading its stack is not safe, because in CPython 3.11 two callers of
     # sys._current_frames may deadlock.
-    own = threading.current_thread()
+    this_thread = threading.current_thread()
     for thread in list(_active.values()):
-        if thread is not own:
+        if thread is not this_thread:
             if thread.is_alive():
                 return True
         elif any(map(_may_step, stack(sys._getframe()))):

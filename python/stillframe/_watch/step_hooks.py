@@ -71,7 +71,7 @@ def _gated_closure(
     return gated
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
 @bookkeeping
@@ -85,9 +85,10 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     owner.begin(optimizer)
     if _device.capturing():
         # A captured graph can be replayed, and then changes everything without running a hook.
-        owner.run_unseen("its step was captured in a CUDA graph")
+        owner.allow_unhooked_steps("its step was captured in a CUDA graph")
     calls_closure = owner.qualifies(optimizer) and not owner.skipped_closure
-    if calls_closure and (len(args) > 1 or kwargs):  # args[0] is the optimizer
+    has_arguments = len(args) > 1 or kwargs  # args[0] is the optimizer
+    if calls_closure and has_arguments:
         arguments = _with_gated_closure(optimizer, owner, args, kwargs)
         if arguments is not None:
             return arguments
@@ -116,7 +117,9 @@ def _with_gated_closure(
 def _end(optimizer: Optimizer) -> bool:
     """End a step; return False inside another step of the optimizer."""
     owner = ownership.find(optimizer)
-    return owner is None or owner.end(optimizer)
+    if owner is None:
+        return True
+    return owner.end(optimizer)
 
 
 @eager
@@ -144,7 +147,7 @@ def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            if _end(self) is not False:
+            if _end(self) is not False:  # None if the bookkeeping failed
                 ownership.leave(self)
 
     ownership.step_codes.add(writing.__code__)
@@ -183,7 +186,7 @@ def _step_begins(
 @eager
 def _step_ends(optimizer: Optimizer) -> None:
     """Do the work of `_after_step`, outside compiled graphs."""
-    if _end(optimizer) is not False:
+    if _end(optimizer) is not False:  # None if the bookkeeping failed
         ownership.leave(optimizer)
     gate.stepped(optimizer)
     _core.trace_step_ends(optimizer)
@@ -196,7 +199,7 @@ def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
     The compiler treats the answer as a constant. It traces again for another optimizer, or when
     `must_wait` (`gate.must_wait`) has changed.
     """
-    if not _has_to_be_whole() or gate.concerns(optimizer):
+    if not _is_tracing_one_graph() or gate.concerns(optimizer):
         return False
     _capture_all_of(optimizer)
     gate.hold_back(optimizer)
@@ -207,7 +210,7 @@ def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
 _is_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _has_to_be_whole() -> bool:
+def _is_tracing_one_graph() -> bool:
     """Return whether torch.compile is tracing now with fullgraph=True."""
     compiler = sys.modules.get("torch._dynamo.symbolic_convert")
     try:
@@ -220,7 +223,7 @@ def _has_to_be_whole() -> bool:
 @bookkeeping
 def _capture_all_of(optimizer: Optimizer) -> None:
     """Have saves capture everything that an optimizer with a compiled step writes."""
-    ownership.find_or_make(optimizer).run_unseen(
+    ownership.find_or_make(optimizer).allow_unhooked_steps(
         "its step is compiled with fullgraph=True, so that nothing in it can wait for a copy"
     )
 

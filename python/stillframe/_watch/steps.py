@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 # The code of torch's wrapper that runs a step's hooks and then the step.
 HOOKED = Optimizer.profile_hook_step(lambda *_: None).__code__
-_MAX_LAYERS = 32  # wrappers around a step; more of them mean a cycle
+_MAX_WRAPPERS = 32  # wrappers around a step; more of them mean a cycle
 _VARARGS = 0x04  # inspect.CO_VARARGS
 
 vouched: set[Any] = set()  # the step functions of registered classes
@@ -43,6 +43,7 @@ class Package:
 
     def is_tried(self, version: str) -> bool:
         """Return whether a version is one of those that were read and tried."""
+        # With the dots, "1.4" matches 1.4.2 but not 1.40.
         return any(f"{version}.".startswith(f"{tried}.") for tried in self.versions)
 
 
@@ -50,10 +51,10 @@ def _load(path: Path) -> dict[str, Package]:
     """Return the listed packages, by the name that is imported."""
     return {
         name: Package(
-            table["distribution"],
-            tuple(table["versions"]),
-            {module: tuple(names.split()) for module, names in table["classes"].items()},
-            tuple(table.get("writers", ())),
+            distribution=table["distribution"],
+            versions=tuple(table["versions"]),
+            classes={module: tuple(names.split()) for module, names in table["classes"].items()},
+            writers=tuple(table.get("writers", ())),
         )
         for name, table in tomllib.loads(path.read_text()).items()
     }
@@ -87,7 +88,7 @@ def register_optimizer(optimizer_class: type[Optimizer]) -> None:
         )
     layers = _layers(optimizer_class.step)
     if layers:
-        vouched.add(layers[0])
+        vouched.add(layers[0])  # the outermost wrapper, or the step itself
 
 
 def _name(instance: object) -> str:
@@ -98,22 +99,25 @@ def _layers(step: Any) -> list[Any]:
     """Return a step's function and its wrappers inside torch's hooks, outermost first. Wrappers
     outside the hooks run before the pre-hook or after the post-hook, and are left out."""
     layers: list[Any] = []
-    inside = False
-    for _ in range(_MAX_LAYERS):
+    is_inside_hooks = False
+    for _ in range(_MAX_WRAPPERS):
         if step is None:
             break
-        step = getattr(step, "__func__", step)
-        if not inside and getattr(step, "__code__", None) is HOOKED:
-            inside = True
+        step = getattr(step, "__func__", step)  # the function of a bound method
+        if not is_inside_hooks and getattr(step, "__code__", None) is HOOKED:
+            is_inside_hooks = True
             layers.clear()
         else:
             layers.append(step)
-        inner = getattr(step, "__wrapped__", None)
-        step = inner if inner is not None else getattr(step, "_torchdynamo_orig_callable", None)
+        wrapped = getattr(step, "__wrapped__", None)
+        if wrapped is None:  # perhaps a compiled step
+            wrapped = getattr(step, "_torchdynamo_orig_callable", None)
+        step = wrapped
     return layers
 
 
-def _module(function: Any) -> str:
+def _module_of(function: Any) -> str:
+    """Return the name of the module that defines a function; "" if it is unknown."""
     # A wrapper's own module is in its globals: functools.wraps copies `__module__`.
     name = getattr(function, "__globals__", {}).get("__name__", "")
     return name if isinstance(name, str) else ""
@@ -132,8 +136,8 @@ def is_known(kind: type[Any], step: Any) -> bool:
     if layers[0] in vouched:
         return True
     wrappers = layers[:-1]
-    defined_in = _module(layers[-1])
-    if not all(_module(wrapper).startswith("torch.") for wrapper in wrappers):
+    defined_in = _module_of(layers[-1])
+    if not all(_module_of(wrapper).startswith("torch.") for wrapper in wrappers):
         return False
     return defined_in.startswith("torch.optim.") or _is_listed(kind, defined_in, layers[0])
 
@@ -161,7 +165,8 @@ def _package_of(kind: type[Any]) -> Package | None:
 
 
 def writers(kind: type[Any]) -> list[str]:
-    """Return the methods other than `step` in which a class writes, if the class is listed."""
+    """Return the names of the methods other than `step` in which a listed class writes. Return []
+    for other classes."""
     package = _package_of(kind)
     if package is None or kind.__qualname__ not in package.classes.get(kind.__module__, ()):
         return []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from stillframe._base import calls as _depth
-from stillframe._base.calls import inside, no_collection
+from stillframe._base.calls import inside_call, no_garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -56,16 +56,16 @@ def interrupted_everywhere(function: Any) -> int:
             sys.settrace(None)
         if line.left > 0:
             return number - 1
-        with inside() as nested:
+        with inside_call() as nested:
             assert not nested, f"line {number}"
-        with no_collection():
+        with no_garbage_collection():
             assert not gc.isenabled()
         assert gc.isenabled(), f"line {number}"
 
 
 def test_interrupted_call_is_no_longer_counted():
     def call() -> None:
-        with inside() as nested:
+        with inside_call() as nested:
             assert not nested
             str(nested)
 
@@ -74,7 +74,7 @@ def test_interrupted_call_is_no_longer_counted():
 
 def test_garbage_collection_is_enabled_again_after_an_interrupt():
     def call() -> None:
-        with no_collection():
+        with no_garbage_collection():
             str(gc.isenabled())
 
     assert interrupted_everywhere(call) >= 8
@@ -82,14 +82,14 @@ def test_garbage_collection_is_enabled_again_after_an_interrupt():
 
 def test_call_inside_another_counts_as_nested_and_a_later_one_does_not():
     def inner() -> bool:
-        with inside() as nested:
+        with inside_call() as nested:
             return nested
 
     assert not inner()
-    with inside() as outer:
+    with inside_call() as outer:
         assert not outer
         assert inner()
-        with inside() as same_frame:
+        with inside_call() as same_frame:
             assert same_frame
         assert inner()
     assert not inner()
@@ -100,10 +100,10 @@ def test_call_inside_another_counts_as_nested_and_a_later_one_does_not():
 def test_garbage_collection_is_restored_after_a_call(was_on):
     if not was_on:
         gc.disable()
-    with no_collection():
+    with no_garbage_collection():
         assert not gc.isenabled()
-        with no_collection():
+        with no_garbage_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled() == was_on
-    assert _depth._frames.no_collection == []
+    assert _depth._frames.no_garbage_collection == []

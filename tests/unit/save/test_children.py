@@ -175,8 +175,8 @@ def test_callback_of_a_childs_last_save_reaches_a_queue(tmp_path):
 THREADS = """
 def work():
     def later():
-        from stillframe._save.completion import completion
-        while not completion.is_exiting:  # the child's work has returned
+        from stillframe._save import completion
+        while not completion.thread.is_exiting:  # the child's work has returned
             time.sleep(0.01)
         save("late")
         enter(fault("rename"))

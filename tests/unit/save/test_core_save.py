@@ -140,7 +140,7 @@ def test_times_of_a_report_count_from_the_calls_entry():
 def test_blocked_s_ends_with_a_save_that_ends_within_its_call():
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     assert 1000 <= save._report_of(FACTS).blocked_s < 2000
-    save._call.end()
+    save._call_time.end()
     assert save._report_of(FACTS).blocked_s == save._report_of(FACTS).blocked_s
 
 

@@ -193,7 +193,7 @@ def test_default_engine_can_be_configured_again_after_its_close():
     try:
         default.configure({"pool_bytes": "32MiB"})
         first = default.get()
-        default.given = True  # as if default_engine() had returned it
+        default.was_returned = True  # as if default_engine() had returned it
         with pytest.raises(stillframe.StillframeError, match="too late"):
             default.configure({"pool_bytes": "48MiB"})
         first.close()

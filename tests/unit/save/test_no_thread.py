@@ -66,7 +66,7 @@ def test_first_save_without_a_thread_raises_and_the_exit_takes_the_notices(monke
     monkeypatch.setattr(
         completion, "_take_notices", lambda: takers.append(threading.current_thread())
     )
-    of_a_new_process = completion._Completion()
+    of_a_new_process = completion._CompletionThread()
     with no_thread_of_python(), pytest.raises(BlockingIOError, match=SAYS):
         of_a_new_process.start()
     of_a_new_process.stop()

@@ -119,7 +119,7 @@ def test_cancelled_work_is_dropped_before_it_runs():
 
 
 def test_work_is_refused_once_the_exit_has_begun_on_another_thread(monkeypatch):
-    monkeypatch.setattr(completion.completion, "_exiting", threading.Thread())
+    monkeypatch.setattr(completion.thread, "_exit_thread", threading.Thread())
     with pytest.raises(StillframeError, match="the interpreter is exiting"):
         ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)
     assert not ordered._worker._waiting and _core.log_drain(LONG_S)

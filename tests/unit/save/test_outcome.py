@@ -30,7 +30,8 @@ def test_ended_save_has_its_outcome(monkeypatch):
         def append(self, end: Any) -> None:
             assert not outcome.settled
             super().append(end)
-            seen.append((outcome.settled, outcome.report, outcome.error, outcome.take_unseen()))
+            uncollected = outcome.take_uncollected()
+            seen.append((outcome.settled, outcome.report, outcome.error, uncollected))
 
     monkeypatch.setattr(outcome, "_ends", Watched())
     outcome.settle(None, error)
@@ -127,8 +128,8 @@ def test_future_already_done_is_left_unchanged():
 
 @pytest.mark.parametrize("over", [False, True])
 def test_error_dropped_during_exit_is_logged_after_the_last_print(over, monkeypatch, caplog):
-    monkeypatch.setattr(completion.completion, "_exiting", threading.current_thread())
-    monkeypatch.setattr(completion.completion, "is_over", over)
+    monkeypatch.setattr(completion.thread, "_exit_thread", threading.current_thread())
+    monkeypatch.setattr(completion.thread, "drain_is_over", over)
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no space"))
     del outcome

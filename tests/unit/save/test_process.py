@@ -256,7 +256,7 @@ def test_unresponsive_file_system_is_named_at_exit_and_can_be_left(tmp_path):
     process = start(
         """
         stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
-        at_exit._QUIET_S = at_exit._GIVEN_UP_S = 0.3
+        at_exit._QUIET_S = at_exit._CANCEL_S = 0.3
         stillframe._core.log_tune(10**8)
         hold(slow("rename", 600))
         stillframe.async_save({"w": torch.full((10,), 3.0)}, "a.pt")
@@ -503,8 +503,9 @@ def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_pat
         tmp_path,
     )
     refused = "StillframeError('the interpreter is exiting: no more saves and removes')"
+    waited = "StillframeError('the engine is closed')"  # the call waited for a slot meanwhile
     assert done.returncode == 0, done.stderr
-    assert done.stderr in (refused, "")
+    assert done.stderr in (refused, waited, "")
     assert whole(tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt")["w"].shape == (100_000,)
 
@@ -514,7 +515,7 @@ def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path):
         """
         errors, syncs = [], held("fdatasync")
         def work():
-            while not at_exit.completion.completion.draining:
+            while not at_exit.completion.thread.is_draining:
                 time.sleep(0.001)
             try:
                 stillframe.async_save(STATE, "late.pt")

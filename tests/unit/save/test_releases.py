@@ -30,7 +30,9 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def is_quiet() -> bool:
     """Return whether no step of any thread would have to wait."""
-    return not (gate.calls or gate._pendings or gate._deferrals or gate.anything_copied())
+    return not (
+        gate.unlaunched_calls or gate._pendings or gate._deferrals or gate.anything_copied()
+    )
 
 
 def test_refused_save_is_neither_waited_for_nor_kept(tmp_path, trained):

@@ -21,7 +21,7 @@ def only_loan_of(taken: stillframe.Snapshot[Any]) -> loans.Loan:
     """Return the only loan of this lender; loans of other tests may still be ending."""
     lender = loans._lender_of(taken.tree["w"].untyped_storage())
     assert lender is not None
-    (loan,) = lender._loans()
+    (loan,) = lender._loans_of_this()
     return loan
 
 

@@ -210,7 +210,7 @@ def test_torn_copy_known_only_to_its_tensors_is_logged(made, caplog):
 def snapshot_over(**copy: Any) -> Any:
     """Return a snapshot over a fake copy with these attributes."""
     made: Any = SimpleNamespace(
-        core=Core(), error=None, seen=False, settle=lambda: None, **{**copy, "is_fake": True}
+        core=Core(), error=None, error_seen=False, settle=lambda: None, **{**copy, "is_fake": True}
     )
     return Snapshot(made, {"a": 1}, [], False)
 
@@ -219,9 +219,9 @@ def test_uncollected_snapshot_error_is_logged_once(caplog):
     error = stillframe.StillframeError("torn")
     for seen, foreign in ((True, False), (False, True)):
         snapshot = snapshot_over()
-        snapshot._copy.error, snapshot._copy.seen = error, seen
+        snapshot._copy.error, snapshot._copy.error_seen = error, seen
         if foreign:
-            snapshot._birth = SimpleNamespace(foreign=lambda: True)
+            snapshot._birth = SimpleNamespace(in_forked_child=lambda: True)
         del snapshot
     assert caplog.text == ""
     snapshot = snapshot_over()
@@ -252,7 +252,7 @@ def test_failed_snapshot_raises_and_its_error_counts_as_collected():
     copy.settle = settle
     with pytest.raises(stillframe.StillframeError, match="torn"):
         snapshot.wait()
-    assert snapshot._copy.seen and snapshot._tree is None
+    assert snapshot._copy.error_seen and snapshot._tree is None
 
 
 def test_future_that_calls_back_twice_ends_only_its_hold():
@@ -289,7 +289,7 @@ def test_a_forked_child_reads_what_is_shared_and_nothing_else():
     private, shared = snapshot_over(), snapshot_over()
     shared._shared = True
     for each in (private, shared):
-        each._birth = SimpleNamespace(foreign=lambda: True)
+        each._birth = SimpleNamespace(in_forked_child=lambda: True)
     assert shared.tree == {"a": 1}
     with pytest.raises(stillframe.ForkError, match="shared=True"):
         _ = private.tree
@@ -307,7 +307,7 @@ def test_refused_snapshot_delays_no_step_of_another_thread():
                 {**state_of(model, optimizer), "big": torch.ones(MIB)}, overlap=True, engine=small
             )
         assert refused.tb is not None
-        assert not gate.calls and not is_used(small)
+        assert not gate.unlaunched_calls and not is_used(small)
 
 
 def test_a_snapshot_is_a_use_of_its_engine_and_keeps_no_source(engine):
