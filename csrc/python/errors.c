@@ -99,9 +99,9 @@ PyObject *sfr_py_none_or_raise(PyObject *object, int rc)
 	Py_RETURN_NONE;
 }
 
-PyObject *sfr_py_true_unless(PyObject *object, int rc, int no)
+PyObject *sfr_py_bool_or_raise(PyObject *object, int rc, int false_code)
 {
-	if (rc != 0 && rc != no)
+	if (rc != 0 && rc != false_code)
 		return sfr_py_raise(sfr_py_state_of(object), rc);
 	return PyBool_FromLong(rc == 0);
 }

@@ -110,8 +110,8 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 
 /* Returns None for 0, or raises as sfr_py_raise. `object` is the method's `self`. */
 PyObject *sfr_py_none_or_raise(PyObject *object, int rc);
-/* Returns True for 0 and False for the code `no`, or raises as sfr_py_raise. */
-PyObject *sfr_py_true_unless(PyObject *object, int rc, int no);
+/* Returns True for 0 and False for `false_code`, or raises as sfr_py_raise. */
+PyObject *sfr_py_bool_or_raise(PyObject *object, int rc, int false_code);
 /* Makes a str of a text of the core. Bytes that are not UTF-8 are replaced. */
 PyObject *sfr_py_text(const char *text);
 /* Converts a Python int to *out. */
@@ -147,7 +147,7 @@ static inline void sfr_py_prefetch(uintptr_t address)
 }
 
 /* Each of these files has a function sfr_py_add_*, which adds the file's types and functions to the
- * module. sfr_py_add_reader also calls sfr_py_add_file and sfr_py_add_restore. */
+ * module. */
 /* clang-format off */
 #define SFR_PY_FILES(X)                                                                            \
 	X(engine) X(slot) X(folder) X(ticket) X(piece) X(parts) X(snapshot) X(memory) X(onload) X(path) \
@@ -157,6 +157,7 @@ static inline void sfr_py_prefetch(uintptr_t address)
 #define X(name) int sfr_py_add_##name(PyObject *module);
 SFR_PY_FILES(X)
 #undef X
+/* not in the list, because sfr_py_add_reader calls them */
 int sfr_py_add_file(PyObject *module);
 int sfr_py_add_restore(PyObject *module);
 

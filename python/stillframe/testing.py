@@ -291,7 +291,8 @@ _real_address_of = torch.UntypedStorage.data_ptr
 
 
 def _number_on_device(device: torch.device) -> int:
-    """Return 1, the number of CUDA device 0, for the host; other devices have their own number."""
+    """Return the number of CUDA device 0, which is 1, for the host, and the usual number for any
+    other device."""
     return 1 if device.type == "cpu" else _REAL_NUMBER_OF(device)
 
 
@@ -307,7 +308,7 @@ def _device_address(storage: torch.UntypedStorage) -> int:
 _OBSERVER_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "is_cpu": lambda tensor: False,
     "device_index": lambda tensor: 0,
-    "is_shared": lambda storage: True,
+    "is_shared": lambda storage: True,  # as for every storage on a CUDA device
     "data_ptr": _device_address,
 }
 _originals: list[tuple[Any, str, Any]] = []  # (module, name, original) of each replaced function
@@ -362,7 +363,7 @@ def _replace_functions() -> None:
     """Replace every function that says where a tensor is. `_originals` keeps the originals."""
     for_skeleton = _skeleton_replacements()
     tree_dtypes = skeleton._whole_dtypes()
-    replacements: list[tuple[Any, str, Any]] = [
+    replacements: list[tuple[Any, str, Any]] = [  # (module, name, replacement)
         (skeleton, "_types", skeleton._make_types(**for_skeleton)),
         (skeleton, "_tree_types", skeleton._make_types(dtypes=tree_dtypes, **for_skeleton)),
         (_device, "number_of", _number_on_device),

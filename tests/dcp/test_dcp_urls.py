@@ -556,7 +556,7 @@ def test_missing_and_truncated_files_are_named(memory):
     with pytest.raises(CheckpointException, match=f"w2 is damaged: .* ends at {len(data) - 10}"):
         found(state(0, 3))
     memory.rm(name)
-    with pytest.raises(CheckpointException, match=f"{name} is missing: it holds w0, and 2 more"):
+    with pytest.raises(CheckpointException, match=f"{name} is missing: it holds w0 and 2 more"):
         found(state(0, 3))
 
 

@@ -11,7 +11,7 @@ from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import rotation
 from stillframe._lightning.rotation import Rotation
 from stillframe._lightning.work import Failed, Work, is_failure
-from stillframe._lightning.wrapped import Inner
+from stillframe._lightning.wrapped import WrappedIO
 from stillframe._save import ordered
 from stillframe._save.engine import is_closed
 from stillframe._save.handle import SaveHandle
@@ -123,7 +123,7 @@ def test_target_of_a_link_stays_at_the_end(files, file, tmp_path):
 
 
 def test_wrapped_remove_is_delayed_while_a_link_points_to_the_file(lit, file, tmp_path):
-    inner = Inner(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
+    inner = WrappedIO(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
     files = Rotation(lambda file: inner, durable=True, failed=refuse)
     old, newer, link = (
         file("old.ckpt"),

@@ -84,7 +84,7 @@ def test_save_waits_for_the_memory_of_a_wrapped_save(pkg, tmp_path):
 def test_snapshot_inside_a_wrapped_save_does_not_wait_forever_for_its_own_memory(
     pkg, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("stillframe._snapshot.snapshot._INSIDE_S", 0.05)
+    monkeypatch.setattr("stillframe._snapshot.snapshot._EXTERNAL_WORK_WAIT_S", 0.05)
 
     class Snapping(pkg.TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -409,7 +409,7 @@ def test_wrapped_save_outside_training_is_complete_on_return(lit, tmp_path):
     run.fit(lit.Model(), loader())
     run.save_checkpoint(tmp_path / "a.ckpt", storage_options={"a": 1})
     assert load(tmp_path / "a.ckpt")["global_step"] == 8
-    assert run.strategy.checkpoint_io._checkpoints.writers.inner.io.options == {"a": 1}
+    assert run.strategy.checkpoint_io._checkpoints.writers.wrapped_io.io.options == {"a": 1}
     with pytest.raises(OSError, match="full"):
         run.save_checkpoint(tmp_path / "fail.ckpt")
 
@@ -439,7 +439,7 @@ def test_remote_paths_go_to_the_wrapped_checkpoint_io(lit):
     plugin.remove_checkpoint(path)
     assert not plugin._checkpoints.will_exist(path, is_there)
     plugin.teardown()
-    whats = [call[0] for call in plugin._checkpoints.writers.inner.io.calls]
+    whats = [call[0] for call in plugin._checkpoints.writers.wrapped_io.io.calls]
     assert whats == ["save", "load", "remove", "teardown"]
     assert not is_there(path)
 

@@ -38,7 +38,7 @@ def test_group_without_bytes_takes_no_memory(either, engine):
         ticket = offloader.offload([torch.zeros(0, 3), torch.zeros(0)])
         # no entry is left, because nothing would remove it
         assert dict(completion.copying) == before
-        assert ticket.done() and ticket._leaving.is_over and ticket.nbytes == 0
+        assert ticket.done() and ticket._copies.is_over and ticket.nbytes == 0
         assert [each.shape for each in offloader.onload(ticket)] == [(0, 3), (0,)]
 
 

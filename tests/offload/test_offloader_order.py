@@ -92,7 +92,7 @@ def test_offload_waits_for_the_current_stream(fake, engine, monkeypatch):
         stream = fake.stream()
         monkeypatch.setattr(_device, "current_stream", current)
         ticket = offloader.offload(group(1))
-        assert ticket._leaving.stream == (0, stream)
+        assert ticket._copies.stream == (0, stream)
         back = offloader.onload(ticket)
         offloader.wait_read()  # the calling thread is not that stream, so it may read now
         assert same(back, group(1))

@@ -400,8 +400,16 @@ def server(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve
     monkeypatch.setattr(obstore_client, "LONGEST_PAUSE_S", 0.01)
     stores._kept.clear()
     yield s3_server
+    wait_for_cleaning()
     stores._kept.clear()
     s3_server.reset()
+
+
+def wait_for_cleaning() -> None:
+    """Wait until unfinished uploads have been aborted."""
+    for thread in threading.enumerate():
+        if thread.name == "sf-clean":
+            thread.join()
 
 
 @pytest.fixture

@@ -11,17 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import stillframe
+from fix_store import wait_for_cleaning
 from fix_waits import eventually
 from stillframe._remote import obstore_client, store, stores
 
 MIB = 1 << 20
-
-
-def wait_for_cleaning():
-    """Wait until unfinished uploads have been aborted."""
-    for thread in threading.enumerate():
-        if thread.name == "sf-clean":
-            thread.join()
 
 
 @pytest.fixture(params=["s3", "memory", "local"])
@@ -183,17 +177,17 @@ def test_directory_is_cleaned_once_for_each_suffix(run, monkeypatch):
 
 
 def test_upload_of_a_killed_process_is_aborted_after_a_day(server, caplog):
-    server.leave_upload("run/killed.pt", 25)
-    server.leave_upload("run/%20 ü&.pt", 25)
-    others = {"run/young.pt": 23, "run/backup.tar": 99, "run/other/a.pt": 99, "elsewhere.pt": 99}
+    server.leave_upload("kills/killed.pt", 25)
+    server.leave_upload("kills/%20 ü&.pt", 25)
+    others = {"kills/young.pt": 23, "kills/backup.tar": 99, "kills/other/a.pt": 99, "a.pt": 99}
     for key, age_h in others.items():
         server.leave_upload(key, age_h)
-    opened, key = stores.open_store(server.url("run/b.pt"))
+    opened, key = stores.open_store(server.url("kills/b.pt"))
     with caplog.at_level("INFO", "stillframe"):
         opened.put(key, [b"bytes"])
         wait_for_cleaning()
     assert server.unfinished_uploads() == sorted(others)
-    assert "aborted an upload to s3://bkt/run/killed.pt" in caplog.text
+    assert "aborted an upload to s3://bkt/kills/killed.pt" in caplog.text
 
 
 def test_uploads_beside_an_object_in_the_bucket_itself_are_aborted(server):

@@ -28,9 +28,9 @@ static uint64_t member_key(const struct sfr_save_desc *desc, uint32_t member)
 /* Returns 0; -EINVAL if the header is empty or a member is not within its source; or -EFBIG. */
 static int check_members(const struct sfr_save_desc *desc)
 {
-	uint64_t total = desc->skeleton_len;
+	uint64_t total = desc->skeleton_len; /* of the header */
 
-	if (total == 0 || desc->nr_members == UINT32_MAX)
+	if (total == 0 || desc->nr_members == UINT32_MAX) /* there is one entry more than members */
 		return -EINVAL;
 	for (uint32_t i = 0; i < desc->nr_members; i++) {
 		const struct sfr_member *member = &desc->members[i];
@@ -82,6 +82,7 @@ static void add_entry(struct sfr__image *img, const char *src, uint64_t nbytes, 
  * last member. */
 static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
+	/* the upper half of a key is the lane (sfr__extent_key) */
 	uint64_t *total = key >> 32 == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes;
 	uint64_t off = desc->skeleton_len;
 	/* keys of two adjacent members; the header, before the first member, has key 0 */
@@ -106,7 +107,7 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
 			*total += member->nbytes;
 		}
 		off += member->nbytes;
-		if (img->len < off)
+		if (img->len < off) /* a call for another key may have set it already */
 			img->len = off;
 	}
 }
@@ -121,8 +122,8 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 
 	extent->off = first->data_off / SFR_PAGE * SFR_PAGE;
 	extent->len = sfr__round_up(last->data_off + last->nbytes, SFR_PAGE) - extent->off;
-	/* If the first page begins with bytes of another extent, these count as the header of the
-	 * first entry. That header is copied from the zeros in img->glue. */
+	/* If the first page begins with bytes of another extent, this extent's block gets zeros
+	 * instead: as the header of its first entry, copied from img->glue. */
 	first->hdr_off = extent->off;
 	extent->first_block =
 		extent == img->extents ? 0 : extent[-1].first_block + extent[-1].nr_blocks;
@@ -130,6 +131,7 @@ static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 	if (nr_blocks > UINT32_MAX - extent->first_block)
 		return -EFBIG;
 	extent->nr_blocks = (uint32_t)nr_blocks;
+	/* bytes of another extent precede; several short extents may share one page, listed once */
 	if (first->data_off != extent->off && !sfr__image_is_edge(img, extent->off))
 		img->edges[img->nr_edges++] = extent->off;
 	return 0;
@@ -167,10 +169,11 @@ int sfr__image_init_flat(struct sfr__image *img, const struct sfr_save_desc *des
 	if (rc != 0)
 		return rc;
 	nr_extents = count_extents(desc);
+	/* + 1: the header */
 	img->entries = sfr_sys.calloc((size_t)desc->nr_members + 1, sizeof(*img->entries));
 	img->extents = sfr_sys.calloc(nr_extents, sizeof(*img->extents));
 	img->edges = sfr_sys.calloc(nr_extents, sizeof(*img->edges));
-	img->glue = sfr_sys.calloc(1, SFR_PAGE);
+	img->glue = sfr_sys.calloc(1, SFR_PAGE); /* a page of zeros, used by end_extent */
 	if (img->entries == NULL || img->extents == NULL || img->edges == NULL ||
 	    img->glue == NULL) {
 		rc = -ENOMEM;

@@ -200,9 +200,9 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 		struct sfr__extent *extent = &img->extents[img->nr_extents];
 
 		extent->off = img->len;
-		extent->lane = (uint32_t)(key >> 32);
+		extent->lane = (uint32_t)(key >> 32); /* see sfr__extent_key */
 		extent->device = (uint32_t)key;
-		if (key != 0) /* the first extent already has the records */
+		if (key != 0) /* the extent of key 0 begins with the records added above */
 			extent->first_entry = img->nr_entries;
 		add_storages(img, desc, key);
 		rc = end_extent(img, extent);
@@ -258,7 +258,7 @@ static const struct sfr__extent *extent_of_block(const struct sfr__extent *first
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__extent *extent,
 			      uint32_t blk)
 {
-	extent = extent_of_block(extent, &blk);
+	extent = extent_of_block(extent, &blk); /* from here on, blk counts in this extent */
 	return extent->off + blk * img->block_bytes;
 }
 
@@ -267,7 +267,7 @@ size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__exte
 {
 	uint64_t left;
 
-	extent = extent_of_block(extent, &blk);
+	extent = extent_of_block(extent, &blk); /* from here on, blk counts in this extent */
 	left = extent->len - blk * img->block_bytes;
 	return (size_t)(left < img->block_bytes ? left : img->block_bytes);
 }
@@ -285,7 +285,7 @@ void sfr__image_unshared_pages(const struct sfr__image *img, const struct sfr__e
 {
 	*from = sfr__image_block_off(img, extent, blk);
 	*to = *from + sfr__image_block_len(img, extent, blk);
-	if (sfr__image_is_edge(img, *from))
+	if (sfr__image_is_edge(img, *from)) /* shared with the extent before it in the file */
 		*from += SFR_PAGE;
 	if (*from < *to && sfr__image_is_edge(img, *to - SFR_PAGE))
 		*to -= SFR_PAGE;
@@ -296,6 +296,7 @@ static uint32_t entry_at(const struct sfr__image *img, const struct sfr__extent 
 			 uint64_t off)
 {
 	const uint32_t first = extent->first_entry;
+	/* the first entry that begins after `off` */
 	const uint64_t next = sfr__lower_bound(i, first + 1, first + extent->nr_entries,
 					       img->entries[i].hdr_off <= off);
 
@@ -354,9 +355,9 @@ bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
 		end = extent->off + extent->len;
 	}
 	if (end > it->end)
-		end = it->end;
+		end = it->end; /* the next block has the rest */
 	seg->entry = it->entry;
-	seg->off = it->off - begin;
+	seg->off = it->off - begin; /* above 0 if an earlier block has the beginning */
 	seg->pos = (size_t)((it->off - extent->off) % it->img->block_bytes);
 	seg->len = (size_t)(end - it->off);
 	it->off = end;

@@ -23,7 +23,7 @@ struct sfr__entry {
 	uint64_t nbytes;   /* length of the data */
 	uint64_t hdr_off;  /* offset of the local header in the file */
 	uint64_t data_off; /* offset of the data; in torch's format a multiple of SFR_ALIGN */
-	int64_t source;    /* index in sfr_save_desc.sources; -1: the data are no source */
+	int64_t source;    /* index in sfr_save_desc.sources; -1: not from a source */
 	uint32_t crc;      /* CRC-32 of the first crc_len bytes; guarded by the engine's mutex */
 	uint32_t desc_len; /* length of the descriptor: 16, or 24 with zip64 */
 	uint64_t crc_len;  /* equals nbytes when crc is final; guarded by the engine's mutex */
@@ -37,8 +37,8 @@ struct sfr__extent {
 	uint32_t lane, device;            /* as in struct sfr_source */
 	uint32_t first_entry, nr_entries; /* its entries in image.entries */
 	uint32_t first_block, nr_blocks;  /* its blocks, numbered through the whole image */
-	/* entries and blocks of this extent and of the later extents with the same lane and device,
-	 * which only flat files have */
+	/* counts of this extent and all later extents of its lane and device; only in flat files a
+	 * lane and device may have several extents */
 	uint32_t nr_lane_entries, nr_lane_blocks;
 	/* for parts: the source's memory from which this extent is written in place; else NULL */
 	const char *direct_src;

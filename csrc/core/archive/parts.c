@@ -14,9 +14,9 @@
  *             ^ 4096 in the file and in memory
  *
  * If a source has the same offset modulo 4096 in the file and in memory, its whole pages become an
- * extent of their own, which is written in place. Fewer than DIRECT_MIN bytes go through a buffer.
- * Extents start and end at multiples of 4096. The last extent is padded with zeros, which are cut
- * off the file. */
+ * extent of their own, which is written in place. If they have fewer than DIRECT_MIN bytes, they go
+ * through a buffer like all other bytes. Extents start and end at multiples of 4096. The last
+ * extent is padded with zeros, which are cut off the file. */
 #include <errno.h>
 #include <string.h>
 
@@ -37,19 +37,18 @@ struct sfr_parts {
 	int rc;       /* the first error */
 };
 
-/* Makes room for `more` items after the first `nr` items of an array. An item has `size` bytes.
- * *capacity counts items. Returns the array, possibly moved. Returns NULL if there is no memory;
- * `items` then stays valid. */
-static void *grow(void *items, size_t nr, size_t *capacity, size_t more, size_t size)
+/* Makes room for `nr_more` items after the first `nr_items` of an array. *capacity counts items.
+ * Returns the array, possibly moved. Returns NULL without memory; `items` then stays valid. */
+static void *grow(void *items, size_t nr_items, size_t *capacity, size_t nr_more, size_t item_size)
 {
 	size_t new_capacity = *capacity == 0 ? 64 : *capacity;
 	void *larger;
 
-	if (items != NULL && nr + more <= *capacity)
+	if (items != NULL && nr_items + nr_more <= *capacity)
 		return items;
-	while (new_capacity < nr + more)
+	while (new_capacity < nr_items + nr_more)
 		new_capacity *= 2;
-	larger = sfr_sys.realloc(items, new_capacity * size);
+	larger = sfr_sys.realloc(items, new_capacity * item_size);
 	if (larger != NULL)
 		*capacity = new_capacity;
 	return larger;
@@ -71,6 +70,7 @@ static int append_entry(struct sfr_parts *p)
 	if (entries == NULL)
 		return sfr__parts_fail(p, -ENOMEM);
 	p->entries = entries;
+	/* the entry's glue will begin here; it has no source yet (-1) */
 	p->entries[p->nr_entries++] = (struct sfr__entry){
 		.hdr_off = p->len, .data_off = p->len, .source = -1, .glue_at = p->glue_len
 	};
@@ -112,8 +112,8 @@ uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
 	return (uint32_t)p->nr_entries - 1; /* the last entry has no source yet */
 }
 
-/* Adds room for `len` bytes of glue to the last entry. Returns the address to which the caller must
- * write them, or NULL after an error, which is in p->rc. */
+/* Adds `len` bytes to the glue of the last entry (the bytes before its source). Returns the address
+ * to which the caller must write them, or NULL after an error, which is in p->rc. */
 static char *add_glue(struct sfr_parts *p, size_t len)
 {
 	char *glue, *at;
@@ -124,7 +124,7 @@ static char *add_glue(struct sfr_parts *p, size_t len)
 		(void)sfr__parts_fail(p, -EFBIG);
 		return NULL;
 	}
-	glue = grow(p->glue, p->glue_len, &p->glue_capacity, len, 1);
+	glue = grow(p->glue, p->glue_len, &p->glue_capacity, len, 1); /* an item is one byte */
 	if (glue == NULL) {
 		(void)sfr__parts_fail(p, -ENOMEM);
 		return NULL;
@@ -198,11 +198,11 @@ int sfr_parts_crc(struct sfr_parts *p, uint32_t source)
  * file that the data fill. */
 static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 {
-	const uint64_t end = e->data_off + e->nbytes;
+	const uint64_t data_end = e->data_off + e->nbytes;
 	const bool same_offset = (e->data_off - (uint64_t)(uintptr_t)e->src) % SFR_PAGE == 0;
 
 	*from = sfr__round_up(e->data_off, SFR_PAGE);
-	*to = end / SFR_PAGE * SFR_PAGE;
+	*to = data_end / SFR_PAGE * SFR_PAGE;
 	return same_offset && *from < *to && *to - *from >= DIRECT_MIN;
 }
 
@@ -248,9 +248,9 @@ static int add_extents(struct sfr__image *img)
 
 		if (!is_direct(e, &from, &to))
 			continue;
-		if (off < from)
+		if (off < from) /* the bytes before it, through a buffer (NULL) */
 			rc = add_extent(img, from, first, i, NULL);
-		if (rc == 0)
+		if (rc == 0) /* its whole pages, in place */
 			rc = add_extent(img, to, i, i, e->src + (from - e->data_off));
 		off = to;
 		first = i;
@@ -269,13 +269,13 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes, .has_crcs = true };
-	/* An image without glue would count as one in torch's format. So a byte of glue is added,
-	 * which allocates p->glue, and removed again. */
+	/* If p->glue stayed NULL, the image would count as one in torch's format. So a byte of glue
+	 * is added, which allocates p->glue, and is removed again below. */
 	if (rc == 0 && add_glue(p, 1) == NULL)
 		rc = p->rc;
 	if (rc != 0)
 		return rc;
-	p->glue_len--;
+	p->glue_len--; /* removes the byte that add_glue has added */
 	p->len--;
 	p->entries[p->nr_entries - 1].data_off = p->len;
 	/* one extent for each source in place, one for the bytes before it, and one for the end */
@@ -316,7 +316,7 @@ bool sfr__image_crc_fields_known(const struct sfr__image *img, uint64_t off, siz
 		const struct sfr__entry *e = &img->entries[img->crc_fields[i].entry];
 
 		if (img->crc_fields[i].off >= off + len)
-			break;
+			break; /* the fields are in ascending order */
 		if (e->crc_len != e->nbytes)
 			return false; /* the CRC is not final */
 	}
@@ -326,13 +326,13 @@ bool sfr__image_crc_fields_known(const struct sfr__image *img, uint64_t off, siz
 void sfr__image_put_crc_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst)
 {
 	for (uint32_t i = first_field_after(img, off); i < img->nr_crc_fields; i++) {
-		uint64_t at = img->crc_fields[i].off;
+		uint64_t field_off = img->crc_fields[i].off;
 		const char *crc = (const char *)&img->entries[img->crc_fields[i].entry].crc;
 
-		if (at >= off + len)
-			break;
+		if (field_off >= off + len)
+			break; /* the fields are in ascending order */
 		for (unsigned byte = 0; byte < SFR__CRC_FIELD_LEN; byte++)
-			if (at + byte >= off && at + byte < off + len)
-				dst[at + byte - off] = crc[byte];
+			if (field_off + byte >= off && field_off + byte < off + len)
+				dst[field_off + byte - off] = crc[byte];
 	}
 }

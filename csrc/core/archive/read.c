@@ -46,7 +46,7 @@
 #define END64_LEN 56u     /* bytes of the zip64 end record */
 #define EXTRA_HEAD_LEN 4u /* bytes of an extra field before its contents: tag and length */
 #define TAG_ZIP64 1u
-/* The attribute of a directory. torch reads nothing from such a record into a tensor's memory. */
+/* The attribute of a directory. torch's reader copies no data of a record that has it. */
 #define DOS_DIRECTORY 0x10u
 /* The flags that are accepted. Bit 3: a descriptor follows. Bit 11: names are UTF-8. Bits 1 and 2:
  * the level of compression. */
@@ -71,16 +71,16 @@ static uint64_t le64(const unsigned char *p)
 
 size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len)
 {
-	const size_t reach = len < SFR__UNZIP_END_REACH ? len : SFR__UNZIP_END_REACH;
+	const size_t search_len = len < SFR__UNZIP_END_REACH ? len : SFR__UNZIP_END_REACH;
 
-	for (size_t back = END_LEN; back <= reach; back++)
-		if (le32(tail + len - back) == SIG_END)
-			return back - END_LEN;
+	for (size_t from_end = END_LEN; from_end <= search_len; from_end++)
+		if (le32(tail + len - from_end) == SIG_END)
+			return from_end - END_LEN;
 	return SIZE_MAX;
 }
 
-/* These two return whether a field of the old end record has the value of the zip64 end record, or
- * refers to it by the largest value. */
+/* Return whether a field of the old end record agrees with the zip64 end record: it has the same
+ * value, or the largest value, which means that only the zip64 end record has the value. */
 static bool agrees16(uint16_t old, uint64_t value)
 {
 	return old == value || old == MAX16;
@@ -98,8 +98,8 @@ static const char *read_end64(const unsigned char *end64, struct sfr__unzip_end 
 	static const char damaged[] = "its zip64 end record is damaged";
 	const unsigned char *locator = end64 + END64_LEN;
 	const uint64_t end64_off = le64(locator + 8);
-	const uint64_t rest_len = le64(end64 + 4); /* of the record, after its first 12 bytes */
-	/* the numbers of disks are 0, and the count of disks is 1 */
+	const uint64_t rest_len = le64(end64 + 4); /* without the record's first 12 bytes */
+	/* each number of a disk is 0, and there is one disk in all: the file is not split */
 	const bool one_disk = le32(locator + 4) == 0 && le32(locator + 16) == 1 &&
 			      le32(end64 + 16) == 0 && le32(end64 + 20) == 0;
 
@@ -118,31 +118,31 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 			   struct sfr__unzip_end *end)
 {
 	static const char damaged[] = "its end record is damaged";
-	const size_t trailing = sfr__unzip_trailing_bytes(tail, len);
-	const unsigned char *last; /* the old end record */
+	const size_t nr_trailing = sfr__unzip_trailing_bytes(tail, len); /* after the end record */
+	const unsigned char *old_end; /* the end record that is not zip64's */
 	uint16_t nr_records, comment_len, this_disk, dir_disk;
 	uint32_t dir_len, dir_off;
 	uint64_t dir_end;
 
-	if (trailing == SIZE_MAX)
+	if (nr_trailing == SIZE_MAX)
 		return "it is truncated: it does not end in a zip end record";
-	len -= trailing;
-	last = tail + len - END_LEN;
-	end->len = file_len - trailing;
-	this_disk = le16(last + 4);
-	dir_disk = le16(last + 6);
-	comment_len = le16(last + 20);
-	/* A comment longer than the rest of the file shows that the file is truncated. It may be
-	 * shorter, because torch's reader ignores its length. */
-	if (comment_len > trailing || this_disk != 0 || dir_disk != 0)
+	len -= nr_trailing;
+	old_end = tail + len - END_LEN;
+	end->len = file_len - nr_trailing;
+	this_disk = le16(old_end + 4);
+	dir_disk = le16(old_end + 6);
+	comment_len = le16(old_end + 20);
+	/* A comment that would end after the end of the file shows that the file is truncated. But
+	 * bytes after the comment are accepted, because torch's reader accepts them. */
+	if (comment_len > nr_trailing || this_disk != 0 || dir_disk != 0)
 		return damaged;
-	if (le16(last + 8) != le16(last + 10)) /* records on this disk, and in all */
+	if (le16(old_end + 8) != le16(old_end + 10)) /* records on this disk, and in all */
 		return damaged;
-	nr_records = le16(last + 10);
-	dir_len = le32(last + 12);
-	dir_off = le32(last + 16);
+	nr_records = le16(old_end + 10);
+	dir_len = le32(old_end + 12);
+	dir_off = le32(old_end + 16);
 
-	if (len >= SFR__UNZIP_TAIL_LEN && le32(last - LOCATOR_LEN) == SIG_LOCATOR) {
+	if (len >= SFR__UNZIP_TAIL_LEN && le32(old_end - LOCATOR_LEN) == SIG_LOCATOR) {
 		const char *wrong = read_end64(tail + len - SFR__UNZIP_TAIL_LEN, end);
 
 		if (wrong != NULL)
@@ -217,8 +217,8 @@ static bool find_zip64(const unsigned char *extra, size_t len, const unsigned ch
 	return true;
 }
 
-/* If *value is 0xffffffff, replaces it by the next number of the zip64 field, which is at *field.
- * *left is the length of the field's rest. Returns false if no number is left. */
+/* If *value is 0xffffffff, replaces it by the number at *field, and moves *field to the next number
+ * of the zip64 field. *left counts the bytes left in the field. Returns false if there are none. */
 static bool widen_from_zip64(uint64_t *value, const unsigned char **field, size_t *left)
 {
 	if (*value != MAX32)
@@ -301,31 +301,32 @@ const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip
 const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
 				   size_t extra_len, const struct sfr__unzip_record *rec)
 {
-	static const char wrong[] = "its zip64 sizes in the local header are not the directory's";
+	static const char mismatch[] =
+		"its zip64 sizes in the local header are not the directory's";
 	const bool has_desc = (rec->flags & SFR__UNZIP_HAS_DESC) != 0;
-	const uint64_t all[3] = { rec->unpacked_len, rec->packed_len, rec->hdr_off };
-	const uint64_t *expected = all; /* the number that comes next in the field */
+	const uint64_t dir_numbers[3] = { rec->unpacked_len, rec->packed_len, rec->hdr_off };
+	const uint64_t *expected = dir_numbers; /* what the number at `field` must be */
 	const uint32_t packed_len = le32(fixed + 18), unpacked_len = le32(fixed + 22);
 	const unsigned char *field;
 	size_t len;
 
 	if (!find_zip64(extra, extra_len, &field, &len))
 		return "its extra fields in the local header are damaged";
-	/* 0xffffffff in the header means that the size is in the zip64 field, unless the record
-	 * really has this size. A zip64 field that has sizes has both: 16 bytes. */
+	/* A size of 0xffffffff means that both sizes are in the zip64 field (16 bytes), unless the
+	 * record really has this size. */
 	if (len < 16 && ((packed_len == MAX32 && rec->packed_len != MAX32) ||
 			 (unpacked_len == MAX32 && rec->unpacked_len != MAX32)))
-		return wrong;
+		return mismatch;
 	if (field == NULL)
 		return NULL;
 	if (len == 8) /* torch writes only the offset if both sizes are below 4 GiB */
-		expected = &all[2];
+		expected = &dir_numbers[2]; /* the offset */
 	else if (len != 16 && len != 24)
-		return wrong;
-	/* each number agrees, or is 0 because a descriptor follows */
+		return mismatch;
+	/* each number equals the directory's, or is 0 because the descriptor has it */
 	for (; len != 0; field += 8, len -= 8, expected++)
 		if (le64(field) != *expected && (le64(field) != 0 || !has_desc))
-			return wrong;
+			return mismatch;
 	return NULL;
 }
 

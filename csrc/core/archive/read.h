@@ -50,16 +50,17 @@ size_t sfr__unzip_trailing_bytes(const unsigned char *tail, size_t len);
  * SFR__UNZIP_TAIL_LEN and the bytes after the end record, or the whole file if that is shorter. */
 const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
 			   struct sfr__unzip_end *end);
-/* Check a record of the central directory and fill *rec. The first function gets the fixed part of
- * SFR__UNZIP_CENTRAL_LEN bytes, the second the extra fields of rec->extra_len bytes. Lengths and
- * hdr_off are final only after the second. */
+/* Check a record of the central directory and fill *rec. Return NULL, or a text about the damage.
+ * The first function gets the record's fixed part, SFR__UNZIP_CENTRAL_LEN bytes; the second gets
+ * its extra fields, rec->extra_len bytes. Lengths and hdr_off are final only after the second. */
 const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
 const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
 				     const struct sfr__unzip_end *end);
 /* Checks a record's name, of rec->name_len bytes. rec->unpacked_len must be final. */
 const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
-/* Compares the fixed part of a local header, SFR__UNZIP_LOCAL_LEN bytes, with the directory. In the
- * file the name follows, of rec->name_len bytes, and then the extra fields, of *extra_len bytes. */
+/* Compares the fixed part of a local header, SFR__UNZIP_LOCAL_LEN bytes, with the directory. After
+ * it the file has rec->name_len bytes of name, then *extra_len bytes of extra fields. Returns NULL,
+ * or a text about the damage, like the other functions. */
 const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
 			     size_t *extra_len);
 /* Compares the zip64 sizes in a local header's extra fields with the directory. */

@@ -16,10 +16,10 @@
 #include "archive/parts.h"
 #include "archive/write.h"
 
-#define ALIGN_MIN (UINT64_C(1) << 20) /* bytes */
+#define ALIGN_MIN (UINT64_C(1) << 20) /* bytes from which data are aligned for writing in place */
 #define MAX_DIMS 64u                  /* more than torch supports */
 #define STORAGE_MAX 64u               /* length of the name of a storage type */
-/* Bytes of the longest pickle. A size and a stride take at most 10 bytes each. */
+/* No pickle has more bytes: size and stride of a dimension take at most 20. */
 #define PICKLE_MAX (512u + 24u * MAX_DIMS)
 #define DESC_MAX 24u /* bytes of the longest descriptor */
 
@@ -200,7 +200,7 @@ static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 
 	a->hdr_off[i] = used;
 	a->crc[i] = sfr_crc32(0, a->data[i], a->nbytes[i]);
-	at += sfr__zip_put_local(at, records[i].name, a->nbytes[i], 0);
+	at += sfr__zip_put_local(at, records[i].name, a->nbytes[i], 0); /* 0: no padding */
 	memcpy(at, a->data[i], a->nbytes[i]);
 	at += a->nbytes[i];
 	at += sfr__zip_put_desc(at, a->crc[i], a->nbytes[i]);
@@ -231,26 +231,28 @@ static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct
 }
 
 /* Adds everything after the data. `begin` is the offset of the archive in the file, `source` the
- * number of the tensor's source. The source's CRC is filled into two fields later.
- * Returns 0, or the parts' first error. */
+ * number of the tensor's source. The descriptor and the directory get the CRC 0, which the source's
+ * CRC replaces later. Returns 0, or the parts' first error. */
 static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t begin,
 		    uint32_t source)
 {
 	char tail[(NR_RECORDS + 1) * SFR__ZIP_CENTRAL_MAX + DESC_MAX + SFR__ZIP_END_LEN];
-	uint64_t off = sfr_parts_len(parts), central;
+	uint64_t off = sfr_parts_len(parts); /* of the tail in the file */
+	uint64_t dir_off;                    /* of the directory in the tail */
 	size_t used = sfr__zip_put_desc(tail, 0, a->nbytes[TENSOR]);
 
-	central = used;
+	dir_off = used;
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used += sfr__zip_put_central(tail + used, records[i].name, a->crc[i], a->nbytes[i],
 					     a->hdr_off[i]);
-	/* sfr_parts_bytes below also returns an error of these two calls */
+	/* errors of these two calls stay in `parts`, so sfr_parts_bytes below returns them */
 	(void)sfr__parts_add_crc_field(parts, off + SFR__ZIP_DESC_CRC, source);
 	(void)sfr__parts_add_crc_field(parts, off + used + SFR__ZIP_CENTRAL_CRC, source);
 	used += sfr__zip_put_central(tail + used, DATA_NAME, 0, a->nbytes[TENSOR],
 				     a->hdr_off[TENSOR]);
-	used += sfr__zip_put_end(tail + used, NR_RECORDS + 1, off + central - begin,
-				 used - central);
+	/* the end record has the directory's offset in the archive */
+	used += sfr__zip_put_end(tail + used, NR_RECORDS + 1, off + dir_off - begin,
+				 used - dir_off);
 	return sfr_parts_bytes(parts, tail, used);
 }
 

@@ -8,8 +8,8 @@
  *     the data. If the CRC were in the header, an entry's first block could be written only after
  *     the entry's last byte was copied, and a small pool would hang.
  *   - Sizes and offsets of 0xffffffff and more (sfr_limits.zip64_bytes) go to a zip64 extra
- *     field. An entry with such a size or offset has the long descriptor of 24 bytes. Unlike
- *     torch's, its local header then has both sizes in the zip64 field, as the format requires.
+ *     field. An entry with such a size or offset has the long descriptor of 24 bytes. Its local
+ *     header has both sizes in the zip64 field, as the format requires; torch may omit one.
  *   - An extra field "FB", filled with 'Z', aligns the data.
  *   - There are always zip64 end records. A number that does not fit into the old end record is
  *     0xffff or 0xffffffff there.
@@ -64,7 +64,7 @@ uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off
 {
 	const bool zip64 = needs_zip64(nbytes) || needs_zip64(hdr_off);
 
-	/* EXTRA_HEAD_LEN: the field "FB" without its padding */
+	/* EXTRA_HEAD_LEN: the extra field "FB" without the bytes that align the data */
 	return LOCAL_LEN + name_len + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
 }
 
@@ -100,19 +100,19 @@ static bool tail_is_zip64(const struct sfr__image *img)
 	return img->tail_off + SFR_PAGE > sfr_limits.zip64_bytes;
 }
 
-/* Returns the length of the tail without its zeros. Sets *dir_len to the length of the central
- * directory. */
+/* Returns the length of the tail without its zeros: the record .data/serialization_id (the id), the
+ * central directory, and the end records. Sets *dir_len to the length of the directory. */
 static uint64_t tail_used(const struct sfr__image *img, uint64_t *dir_len)
 {
 	bool zip64 = tail_is_zip64(img);
-	uint64_t id_header = LOCAL_LEN + ID_NAME_LEN + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
-	uint64_t id_desc = zip64 ? DESC64_LEN : DESC_LEN;
+	uint64_t id_header_len = LOCAL_LEN + ID_NAME_LEN + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
+	uint64_t id_desc_len = zip64 ? DESC64_LEN : DESC_LEN;
 
-	/* false: the size of the id always fits into 32 bits */
+	/* the directory has a record of the id, too; false: the id's length fits into 32 bits */
 	*dir_len = CENTRAL_LEN + ID_NAME_LEN + central_zip64_len(false, zip64);
 	for (uint32_t i = 0; i < img->nr_entries; i++)
 		*dir_len += central_len(&img->entries[i]);
-	return id_header + ID_LEN + id_desc + *dir_len + END_LEN;
+	return id_header_len + ID_LEN + id_desc_len + *dir_len + END_LEN;
 }
 
 uint64_t sfr__zip_tail_len(const struct sfr__image *img)
@@ -160,7 +160,7 @@ static void put32_max(struct cursor *out, uint64_t value)
 	put32(out, needs_zip64(value) ? MAX32 : value);
 }
 
-/* Writes a local header. Its "FB" field has `pad` bytes after the field's tag and length. */
+/* Writes a local header. Its last extra field, "FB", is `pad` bytes of padding for the data. */
 static void put_local(struct cursor *out, const char *name, uint64_t nbytes, bool zip64, size_t pad)
 {
 	size_t name_len = strlen(name);
@@ -182,7 +182,7 @@ static void put_local(struct cursor *out, const char *name, uint64_t nbytes, boo
 		put64(out, nbytes); /* size */
 		put64(out, nbytes); /* packed size */
 	}
-	put(out, "FB", 2);
+	put(out, "FB", 2); /* the tag of the padding */
 	put16(out, pad);
 	memset(out->at, 'Z', pad);
 	out->at += pad;
@@ -237,36 +237,35 @@ static void put_central(struct cursor *out, const char *name, uint32_t crc, uint
 		put64(out, hdr_off);
 }
 
-/* Writes the three end records: the zip64 one, its locator and the old one. The directory has `nr`
- * records and `size` bytes. */
-static void put_end(struct cursor *out, uint64_t nr, uint64_t central_off, uint64_t size)
+/* Writes the three end records: the zip64 end record, its locator, and the old end record. */
+static void put_end(struct cursor *out, uint64_t nr_records, uint64_t dir_off, uint64_t dir_len)
 {
-	uint64_t end_off = central_off + size;
-	uint64_t short_nr = nr < sfr_limits.zip64_records ? nr : MAX16;
+	uint64_t end64_off = dir_off + dir_len; /* the zip64 end record follows the directory */
+	uint64_t old_nr_records = nr_records < sfr_limits.zip64_records ? nr_records : MAX16;
 
 	put32(out, 0x06064b50); /* zip64 end record */
-	put64(out, 56 - 12);    /* length of the rest of this record */
+	put64(out, 56 - 12);    /* length of this record without its first 12 bytes */
 	put16(out, 0x031e);     /* version made by, as torch writes it */
 	put16(out, 45);         /* version needed: 4.5 for zip64 */
 	put32(out, 0);          /* this disk */
 	put32(out, 0);          /* disk with the directory */
-	put64(out, nr);         /* records on this disk */
-	put64(out, nr);         /* records in all */
-	put64(out, size);
-	put64(out, central_off);
+	put64(out, nr_records); /* on this disk */
+	put64(out, nr_records); /* in all */
+	put64(out, dir_len);
+	put64(out, dir_off);
 
 	put32(out, 0x07064b50); /* locator of the zip64 end record */
 	put32(out, 0);          /* disk */
-	put64(out, end_off);
+	put64(out, end64_off);
 	put32(out, 1); /* number of disks */
 
-	put32(out, 0x06054b50); /* old end record */
-	put16(out, 0);          /* this disk */
-	put16(out, 0);          /* disk with the directory */
-	put16(out, short_nr);   /* records on this disk */
-	put16(out, short_nr);   /* records in all */
-	put32_max(out, size);
-	put32_max(out, central_off);
+	put32(out, 0x06054b50);     /* old end record */
+	put16(out, 0);              /* this disk */
+	put16(out, 0);              /* disk with the directory */
+	put16(out, old_nr_records); /* on this disk */
+	put16(out, old_nr_records); /* in all */
+	put32_max(out, dir_len);
+	put32_max(out, dir_off);
 	put16(out, 0); /* length of the comment */
 }
 
@@ -325,17 +324,17 @@ size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t 
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
-size_t sfr__zip_put_end(void *dst, uint64_t nr, uint64_t central_off, uint64_t size)
+size_t sfr__zip_put_end(void *dst, uint64_t nr_records, uint64_t dir_off, uint64_t dir_len)
 {
 	struct cursor out = { dst };
 
-	put_end(&out, nr, central_off, size);
+	put_end(&out, nr_records, dir_off, dir_len);
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
 /* ---- tail ---------------------------------------------------------------- */
 
-/* Returns the FNV-1a hash of the bytes hashed so far and these. */
+/* Extends `hash`, the FNV-1a hash of earlier bytes, by `len` bytes. Returns the new hash. */
 static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
 {
 	const unsigned char *byte = src;
@@ -373,7 +372,7 @@ static void make_id(const struct sfr__image *img, char id[ID_LEN])
 void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 {
 	uint64_t dir_len, used = tail_used(img, &dir_len);
-	uint64_t pad = img->tail_len - used; /* zeros before the id's header */
+	uint64_t pad = img->tail_len - used; /* zeros before the record of the id */
 	bool zip64 = tail_is_zip64(img);
 	struct cursor out = { (unsigned char *)dst + pad };
 	char id[ID_LEN];
@@ -391,6 +390,6 @@ void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 		put_central(&out, e->name, e->crc, e->nbytes, e->hdr_off, needs_zip64(e->hdr_off));
 	}
 	put_central(&out, ID_NAME, crc, ID_LEN, img->tail_off + pad, zip64);
-	/* 1: the record of the id */
+	/* + 1: the record of the id is not in img->entries */
 	put_end(&out, UINT64_C(1) + img->nr_entries, img->len - END_LEN - dir_len, dir_len);
 }

@@ -16,13 +16,13 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img);
 
 /* For archives within a file (tensor.c). Each function writes one zip record to `dst` and returns
  * the record's length. Offsets count from the start of the archive.
- *   pad                    bytes of padding that align the data
- *   nr, central_off, size  of the directory: number of records, offset, length */
+ *   pad                           bytes of padding that align the data
+ *   nr_records, dir_off, dir_len  the directory's number of records, offset and length */
 size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t pad);
 size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes);
 size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t nbytes,
 			    uint64_t hdr_off);
-size_t sfr__zip_put_end(void *dst, uint64_t nr, uint64_t central_off, uint64_t size);
+size_t sfr__zip_put_end(void *dst, uint64_t nr_records, uint64_t dir_off, uint64_t dir_len);
 /* bytes of the longest records, without padding, for names below 32 bytes */
 #define SFR__ZIP_LOCAL_MAX 128u
 #define SFR__ZIP_CENTRAL_MAX 128u

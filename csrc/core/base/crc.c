@@ -31,10 +31,10 @@
  *
  * Why the powers are x^(distance + 32) and x^(distance - 32):
  *   - The first half of a word must be multiplied by x^(distance + 64), the second by x^distance.
- *   - Bit i of a 64-bit operand is x^(63-i). So a 32-bit remainder r, shifted left by one, is
- *     r * x^31.
- *   - The product comes out one bit too low in its 128 bits, which is another factor x. So the
- *     instruction multiplies by r * x^32. */
+ *   - Bit i of the instruction's 64-bit operand is x^(63-i). So a 32-bit remainder r, shifted left
+ *     by one bit, acts as the factor r * x^31.
+ *   - The product is one bit too low in its 128 bits, which is another factor x. So the instruction
+ *     multiplies by r * x^32, and the power in r must be lower by 32. */
 #include <string.h>
 
 #include "sfr/crc.h"
@@ -50,7 +50,7 @@
 
 enum { STREAM_FROM = 2048 }; /* bytes; shorter copies do not use streaming stores */
 
-/* slices[k][b]: the state after byte b and then k zero bytes, if it was 0 before. */
+/* slices[k][b]: the state after byte b and then k zero bytes, starting from state 0. */
 static uint32_t slices[8][256];
 /* powers[n] = x^(2^n) mod P. 32 entries suffice, because x^(2^32) mod P is x again. */
 static uint32_t powers[32];
@@ -107,9 +107,11 @@ PCLMUL static inline __m128i load(const unsigned char *p)
 	return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-/* Folds `word` into the word `later`. `k` has the factors for their distance. */
+/* Folds `word` into `later`, a later word of the message. `k` has the factors for the distance
+ * between the two. */
 PCLMUL static inline __m128i fold(__m128i word, __m128i k, __m128i later)
 {
+	/* 0x00 multiplies the first halves of both operands, 0x11 the second halves */
 	__m128i first_half = _mm_clmulepi64_si128(word, k, 0x00);
 	__m128i second_half = _mm_clmulepi64_si128(word, k, 0x11);
 
@@ -131,8 +133,8 @@ PCLMUL static uint32_t finish(__m128i word, const unsigned char *p, size_t len)
 
 PCLMUL static uint32_t state_pclmul(uint32_t state, const unsigned char *p, size_t len)
 {
-	__m128i k = factors(FOLD_512);
-	__m128i a, b, c, d; /* one word each */
+	__m128i k = factors(FOLD_512); /* 512 bits: the distance between two rounds */
+	__m128i a, b, c, d;            /* four neighbouring words */
 
 	if (len < 64)
 		return state_portable(state, p, len);
@@ -147,7 +149,7 @@ PCLMUL static uint32_t state_pclmul(uint32_t state, const unsigned char *p, size
 		c = fold(c, k, load(p + 32));
 		d = fold(d, k, load(p + 48));
 	}
-	k = factors(FOLD_128);
+	k = factors(FOLD_128); /* 128 bits: from a word to its neighbour */
 	return finish(fold(fold(fold(a, k, b), k, c), k, d), p, len);
 }
 
@@ -193,8 +195,8 @@ VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32
 									  size_t len,
 									  unsigned char *to)
 {
-	__m512i k = factors_wide(FOLD_2048);
-	__m512i a, b, c, d; /* four words each */
+	__m512i k = factors_wide(FOLD_2048); /* 2048 bits: the distance between two rounds */
+	__m512i a, b, c, d;                  /* four words each */
 	__m128i last;
 
 #define TO(n) (to != NULL ? to + (n) : NULL)
@@ -210,7 +212,7 @@ VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32
 		c = fold_wide(c, k, load_copy(p + 128, TO(128)));
 		d = fold_wide(d, k, load_copy(p + 192, TO(192)));
 	}
-	k = factors_wide(FOLD_512);
+	k = factors_wide(FOLD_512); /* 512 bits: from `a` to `b`, and so on */
 	a = fold_wide(fold_wide(fold_wide(a, k, b), k, c), k, d);
 	for (; len >= 64; p += 64, to = TO(64), len -= 64)
 		a = fold_wide(a, k, load_copy(p, TO(0)));
@@ -293,7 +295,7 @@ static uint32_t copy_pclmul(uint32_t crc, void *dst, const void *src, size_t len
 
 static uint32_t copy_vpclmul(uint32_t crc, void *dst, const void *src, size_t len)
 {
-	if (len < STREAM_FROM || (uintptr_t)dst % 64 != 0)
+	if (len < STREAM_FROM || (uintptr_t)dst % 64 != 0) /* a streaming store must be aligned */
 		return copy_by_chunks(crc, dst, src, len, crc32_vpclmul);
 	return ~state_vpclmul_copy(~crc, dst, src, len);
 }
@@ -307,10 +309,10 @@ static const struct sfr__crc_impl impls[] = {
 #endif
 };
 
-/* Index in `impls` of the fastest implementation for this CPU. The CPU supports all before it. */
+/* Index in `impls` of the fastest one for this CPU. The CPU supports all up to it. */
 static size_t best;
 
-/* Returns a * b mod P. Each round of the loop multiplies `b` by x. */
+/* Returns a * b mod P for two polynomials. Each round of the loop multiplies `b` by x. */
 static uint32_t multiply(uint32_t a, uint32_t b)
 {
 	uint32_t product = 0;
@@ -343,10 +345,10 @@ __attribute__((constructor)) static void crc_init(void)
 #if defined(__x86_64__)
 	__builtin_cpu_init();
 	if (__builtin_cpu_supports("pclmul")) {
-		best = 1;
+		best = 1; /* pclmulqdq */
 		if (__builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f") &&
 		    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-			best = 2;
+			best = 2; /* vpclmulqdq */
 	}
 #endif
 }
@@ -363,8 +365,8 @@ uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len)
 	return impls[best].copy(crc, dst, src, len);
 }
 
-/* Appending B multiplies A's share of the remainder by x^(8 * len_b). The inversions of both CRCs
- * cancel out. */
+/* The remainder of A followed by B is that of A multiplied by x^(8 * len_b), plus that of B. Both
+ * CRCs are inverted, but the inversions cancel out. */
 uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 {
 	uint32_t shift = X0;

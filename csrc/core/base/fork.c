@@ -50,12 +50,12 @@
 
 #define NR_FDS 4096         /* entries of the table of descriptors */
 #define OPEN_WAIT_S 1       /* the longest that forks and opens wait for each other */
-#define OPENING INT_MIN     /* the descriptor's number is not known yet */
-#define CLOSING_MARK SIGURG /* any signal would do */
+#define OPENING INT_MIN     /* the code of an entry whose descriptor is not known yet */
+#define CLOSING_MARK SIGURG /* F_SETSIG of a file that is being closed; any signal would do */
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
 static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* signals that a count became 0 */
-/* guarded by fork_mu: the number of OPENING entries, and of forks that wait until it is 0 */
+/* guarded by fork_mu: how many entries are OPENING, and how many forks wait for these */
 static unsigned nr_opening, nr_forking;
 static struct {
 	/* FREE: 0; OPENING: the constant; OPEN: fd + 1; CLOSING or CLOSED: -(fd + 1) */
@@ -74,11 +74,11 @@ void sfr__fork_hook_add(struct sfr__fork_hook *hook)
 	hooks = hook;
 }
 
-/* Waits until *nr is 0, or until the time `until`. Its clock is CLOCK_REALTIME, because fork_cv is
- * statically initialised. */
-static void wait_for_zero_locked(const unsigned *nr, const struct timespec *until)
+/* Waits until *count is 0, or until the time `until` of CLOCK_REALTIME: fork_cv uses this clock,
+ * because it is statically initialised. */
+static void wait_for_zero_locked(const unsigned *count, const struct timespec *until)
 {
-	while (*nr != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
+	while (*count != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
 		;
 }
 
@@ -120,7 +120,7 @@ static void after_in_child(void)
 			code = 0;   /* the child cannot close it, because its number is not known */
 		fd = abs(code) - 1; /* the code is fd + 1 or -(fd + 1) */
 		must_close = code > 0;
-		if (code < 0) /* is this still the file that the parent was closing? */
+		if (code < 0) /* fd may be another file by now, without the mark */
 			must_close = fcntl(fd, F_GETSIG) == CLOSING_MARK;
 		/* not sfr_sys.close: a test's wrapper may wait, which a fork handler must not */
 		if (must_close)
@@ -170,9 +170,9 @@ static int find_free_entry_locked(void)
 		int code = atomic_load(&table[i].code);
 
 		if (code == 0)
-			return i;
+			return i; /* FREE */
 		if (code < 0 && code != OPENING && atomic_load(&table[i].closed))
-			return i;
+			return i; /* CLOSED */
 	}
 	return -1;
 }
@@ -243,10 +243,11 @@ int sfr__fd_close(int fd)
 {
 	int index = find_open_entry(fd), rc;
 
-	/* marks the file for after_in_child; without the mark a child keeps it open: no harm */
+	/* The mark tells after_in_child that fd is still this file. A failure does no harm: a child
+	 * only keeps the file open. */
 	(void)fcntl(fd, F_SETSIG, CLOSING_MARK);
 	if (index >= 0)
-		atomic_store(&table[index].code, -(fd + 1));
+		atomic_store(&table[index].code, -(fd + 1)); /* CLOSING */
 	rc = sfr_sys.close(fd) < 0 ? -errno : 0;
 	if (index >= 0)
 		atomic_store(&table[index].closed, true);

@@ -123,7 +123,7 @@ struct slot {
 
 static struct slot slots[NR_SLOTS];
 static _Atomic uint64_t counts[NR_CALLS]; /* calls of each entry since the last clear */
-static _Atomic uint64_t hits;             /* of these, calls on which a fault acted */
+static _Atomic uint64_t hits;             /* calls on which a fault acted, since the last clear */
 static _Atomic uint64_t nr_faults;        /* faults ever set; gives each its number */
 static struct sfr_sys real;               /* the former table; valid while installed */
 static bool installed;
@@ -153,8 +153,8 @@ static void wait_until_removed(const struct slot *s, unsigned call, uint64_t num
  * this call counts the call. Of several that are due, only the first acts. */
 static struct effect apply_faults(enum call call)
 {
-	struct effect effect = { 0, -1 };
-	const struct slot *acting = NULL; /* the slot whose fault acts */
+	struct effect effect = { .err = 0, .limit = -1 }; /* no failure, no limit */
+	const struct slot *acting = NULL;                 /* the slot whose fault acts */
 	/* copies of that slot's fields */
 	uint64_t delay_ns = 0, number = 0;
 	unsigned acting_call = CALL_NONE;
@@ -271,9 +271,10 @@ static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 	if (limited_len == 0 && len)
 		return 0; /* the fault lets nothing be written */
 	put = real.pwrite(fd, buf, limited_len, off);
-	/* An O_DIRECT descriptor refuses a partial block. Then only whole blocks are written, but
-	 * limited_len is returned, as if a device had given up in the middle of a block. */
 	if (put < 0 && errno == EINVAL && limited_len < len) {
+		/* The descriptor has O_DIRECT and refuses the partial block. So only whole blocks
+		 * are written, but limited_len is returned, as if a device had stopped within a
+		 * block. */
 		put = whole_len ? real.pwrite(fd, buf, whole_len, off) : 0;
 		if (put == (ssize_t)whole_len)
 			put = (ssize_t)limited_len;
@@ -377,7 +378,7 @@ int sfr_inject_drop(const struct sfr_fault *fault)
 
 	for (int i = 0; i < NR_SLOTS && call != CALL_NONE; i++) {
 		struct slot *s = &slots[i];
-		unsigned expected = call;
+		unsigned expected = call; /* only a fault of this call is removed */
 
 		if (atomic_load(&s->nth) == fault->nth &&
 		    atomic_load(&s->sticky) == (fault->sticky != 0) &&

@@ -28,7 +28,7 @@ void sfr__lock_check_acquire(enum sfr__lock_rank rank)
 
 void sfr__lock_check_release(enum sfr__lock_rank rank)
 {
-	if (!(held >> rank & 1))
+	if (!(held >> rank & 1)) /* the thread does not hold it */
 		abort_test("given up", rank);
 	held &= ~(1u << rank);
 }

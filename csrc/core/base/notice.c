@@ -46,8 +46,7 @@ void sfr__notice_text(const char *format, ...)
 	sfr__notice_post(notice);
 }
 
-/* Copies the notice to *out, which takes over its reference. Frees a notice of text. Any other
- * notice is embedded in a ticket or snapshot. */
+/* Copies the notice to *out, which takes over the notice's reference. */
 static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 {
 	out->what = notice->what;
@@ -55,7 +54,7 @@ static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 	out->ticket = notice->ticket;
 	out->snapshot = notice->snapshot;
 	(void)snprintf(out->text, sizeof(out->text), "%s", notice->text ? notice->text : "");
-	if (notice->what == SFR_NOTICE_TEXT) {
+	if (notice->what == SFR_NOTICE_TEXT) { /* others are embedded in a ticket or snapshot */
 		sfr_sys.free(notice->text);
 		sfr_sys.free(notice);
 	}

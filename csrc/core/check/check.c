@@ -117,18 +117,19 @@ static int make_windows(struct sfr_check *c)
 			      smaller_of(len, WINDOW_BYTES), DIR_CHUNK_BYTES);
 	if (rc != 0)
 		return rc;
+	/* a short file is read through the page cache, even with SFR_CHECK_DIRECT */
 	if (uses_threads(c) && (c->flags & SFR_CHECK_DIRECT) != 0)
 		way = SFR__WAY_DISK;
 	return sfr__window_init(&c->body_window, c->fd, c->base, way, smaller_of(len, body_bytes),
 				chunk_bytes);
 }
 
-/* Finds the end of the archive. Sets *wrong to damage of the end records, or to NULL. Returns as a
- * step does. If c->state is DONE afterwards, the check has ended, and *wrong is not used. */
+/* Finds the end of the archive. Sets *wrong to damage of the end records, or to NULL. Returns 0,
+ * SFR_EAGAIN or -errno. Afterwards c->state is DONE if the file was changed meanwhile. */
 static int find_archive_end(struct sfr_check *c, const char **wrong)
 {
 	/* first assume that nothing follows the end record, then read as far back as torch does */
-	static const uint32_t tails[] = { SFR__UNZIP_TAIL_LEN, SFR__UNZIP_TAIL_MAX };
+	static const uint32_t tail_lens[] = { SFR__UNZIP_TAIL_LEN, SFR__UNZIP_TAIL_MAX };
 	struct sfr_check_result *r = &c->result;
 	const unsigned char *bytes;
 	size_t len = 0;
@@ -137,7 +138,7 @@ static int find_archive_end(struct sfr_check *c, const char **wrong)
 	for (size_t i = 0; i < 2; i++) {
 		int rc;
 
-		len = smaller_of(r->nbytes, tails[i]);
+		len = smaller_of(r->nbytes, tail_lens[i]);
 		rc = sfr__window_get(&c->dir_window, r->nbytes - len, len, r->nbytes, &bytes, NULL);
 		if (rc != 0)
 			return sfr__check_unreadable(c, rc);
@@ -155,7 +156,7 @@ static int start_check(struct sfr_check *c)
 	const unsigned char *bytes;
 	const char *wrong;
 	struct stat st;
-	bool are_long; /* the records, on average */
+	bool records_are_long;
 	size_t len;
 	int rc;
 
@@ -195,8 +196,9 @@ static int start_check(struct sfr_check *c)
 	if (wrong != NULL)
 		return sfr__check_fatal(c, wrong);
 	r->nr_records = c->end.nr_records;
-	are_long = c->end.dir_off / LONG_RECORD_BYTES >= c->end.nr_records;
-	if ((c->flags & SFR_CHECK_LATER) != 0 && are_long)
+	/* reading the headers of long records would slow the load that follows (see the head) */
+	records_are_long = c->end.dir_off / LONG_RECORD_BYTES >= c->end.nr_records;
+	if ((c->flags & SFR_CHECK_LATER) != 0 && records_are_long)
 		c->flags |= SFR_CHECK_DIRECTORY;
 	r->headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	c->dir_pos = c->end.dir_off;
@@ -257,26 +259,26 @@ static int check_sums(struct sfr_check *c)
 static int reread_name(struct sfr_check *c, uint64_t off)
 {
 	size_t len = SFR__UNZIP_CENTRAL_LEN;
-	const unsigned char *fixed;
-	int rc = sfr__window_get(&c->dir_window, off, len, sfr__check_dir_end(c), &fixed, NULL);
+	const unsigned char *entry;
+	int rc = sfr__window_get(&c->dir_window, off, len, sfr__check_dir_end(c), &entry, NULL);
 
 	if (rc != 0)
 		return rc;
 	/* the record was valid before, but the file may have been changed since */
-	if (sfr__unzip_central(fixed, &c->rec) != NULL ||
+	if (sfr__unzip_central(entry, &c->rec) != NULL ||
 	    c->rec.name_len > sfr__check_dir_end(c) - off - len)
 		return SFR_ECORRUPT;
 	len += c->rec.name_len;
-	rc = sfr__window_get(&c->dir_window, off, len, sfr__check_dir_end(c), &fixed, NULL);
+	rc = sfr__window_get(&c->dir_window, off, len, sfr__check_dir_end(c), &entry, NULL);
 	if (rc != 0)
 		return rc;
-	memcpy(c->name, fixed + SFR__UNZIP_CENTRAL_LEN, c->rec.name_len);
+	memcpy(c->name, entry + SFR__UNZIP_CENTRAL_LEN, c->rec.name_len);
 	c->name[c->rec.name_len] = '\0';
 	return 0;
 }
 
 /* Compares the names of the directory records at two offsets. If they are equal, the second record
- * is bad. Returns as a step does. */
+ * is bad. Returns 0, SFR_EAGAIN or -errno. */
 static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 {
 	char first_name[sizeof(c->name)];

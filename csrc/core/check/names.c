@@ -107,12 +107,13 @@ bool sfr__names_find(const struct sfr__names *names, const char *name, size_t le
 		     uint64_t *offset)
 {
 	const uint64_t hash = hash_name((const unsigned char *)name, len);
-	uint64_t from = sfr__lower_bound(i, *pos, names->nr, names->entries[i].hash < hash);
+	/* the first name from index *pos on whose hash is not lower */
+	uint64_t index = sfr__lower_bound(i, *pos, names->nr, names->entries[i].hash < hash);
 
-	if (from == names->nr || names->entries[from].hash != hash)
+	if (index == names->nr || names->entries[index].hash != hash)
 		return false;
-	*offset = names->entries[from].offset;
-	*pos = from + 1;
+	*offset = names->entries[index].offset;
+	*pos = index + 1; /* where the caller's next search begins */
 	return true;
 }
 

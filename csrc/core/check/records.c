@@ -53,55 +53,57 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 static int read_central(struct sfr_check *c, const char **wrong)
 {
 	static const char short_dir[] = "its directory ends in the middle of a record";
-	const unsigned char *fixed, *name;
+	const unsigned char *entry, *name;
 	uint64_t left = sfr__check_dir_end(c) - c->dir_pos;
-	const char *broken;
+	const char *damage;
 	size_t len;
 	int rc;
 
 	if (left < SFR__UNZIP_CENTRAL_LEN)
 		return sfr__check_fatal(c, short_dir);
 	rc = sfr__window_get(&c->dir_window, c->dir_pos, SFR__UNZIP_CENTRAL_LEN,
-			     sfr__check_dir_end(c), &fixed, NULL);
+			     sfr__check_dir_end(c), &entry, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	broken = sfr__unzip_central(fixed, &c->rec);
-	if (broken != NULL)
-		return sfr__check_fatal(c, broken);
+	damage = sfr__unzip_central(entry, &c->rec);
+	if (damage != NULL)
+		return sfr__check_fatal(c, damage);
 	len = (size_t)SFR__UNZIP_CENTRAL_LEN + c->rec.name_len + c->rec.extra_len +
 	      c->rec.comment_len;
 	if (len > left)
 		return sfr__check_fatal(c, short_dir);
-	rc = sfr__window_get(&c->dir_window, c->dir_pos, len, sfr__check_dir_end(c), &fixed, NULL);
+	/* again, now with its name, extra fields and comment */
+	rc = sfr__window_get(&c->dir_window, c->dir_pos, len, sfr__check_dir_end(c), &entry, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	name = fixed + SFR__UNZIP_CENTRAL_LEN;
+	name = entry + SFR__UNZIP_CENTRAL_LEN;
 	rc = sfr__names_add(&c->names, name, c->rec.name_len, c->dir_pos);
 	if (rc != 0)
 		return rc;
 	c->dir_pos += len;
-	broken = sfr__unzip_central_extra(name + c->rec.name_len, &c->rec, &c->end);
+	damage = sfr__unzip_central_extra(name + c->rec.name_len, &c->rec, &c->end);
 	*wrong = take_name(c, name);
 	if (*wrong == NULL) /* damage of the name is reported first */
-		*wrong = broken;
+		*wrong = damage;
 	return 0;
 }
 
 static const char overlaps[] = "it overlaps another record or is out of order";
 static const char reaches_beyond[] = "it reaches beyond the data of the file";
 
-/* Returns whether the current record overlaps an earlier record. The first record is out of order
- * if it does not begin at the start of the archive. */
+/* Returns whether the current record overlaps an earlier one, or is the first (c->names has only
+ * its name) and does not begin at the start of the archive. */
 static bool is_out_of_order(const struct sfr_check *c)
 {
 	return c->rec.hdr_off < c->body_pos || (c->names.nr == 1 && c->rec.hdr_off != 0);
 }
 
 /* Checks, without reading the local header, that the record ends before the directory. Sets
- * c->rec_end to the lowest possible end, because extra fields of the local header are not known. */
+ * c->rec_end to the end that the record has if its local header has no extra fields. */
 static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 {
-	/* without the name; not after the directory's start, as sfr__unzip_central_extra checks */
+	/* The record's end if its name were empty. sfr__unzip_central_extra has checked that it is
+	 * not after the directory's start. */
 	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL_LEN + c->rec.packed_len;
 
 	if (is_out_of_order(c))
@@ -117,7 +119,7 @@ static int read_local(struct sfr_check *c, const char **wrong)
 {
 	const uint64_t limit = c->end.dir_off; /* data ends where the directory begins */
 	const struct sfr__unzip_record *rec = &c->rec;
-	const unsigned char *fixed, *name;
+	const unsigned char *header, *name;
 	size_t extra_len, len;
 	int rc;
 
@@ -125,13 +127,13 @@ static int read_local(struct sfr_check *c, const char **wrong)
 		*wrong = overlaps;
 		return 0;
 	}
-	rc = sfr__window_get(&c->body_window, rec->hdr_off, SFR__UNZIP_LOCAL_LEN, limit, &fixed,
+	rc = sfr__window_get(&c->body_window, rec->hdr_off, SFR__UNZIP_LOCAL_LEN, limit, &header,
 			     NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
 	/* even if this header is damaged, the next record cannot begin before its end */
 	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL_LEN;
-	*wrong = sfr__unzip_local(fixed, rec, &extra_len);
+	*wrong = sfr__unzip_local(header, rec, &extra_len);
 	if (*wrong != NULL)
 		return 0;
 	len = SFR__UNZIP_LOCAL_LEN + rec->name_len + extra_len;
@@ -140,15 +142,15 @@ static int read_local(struct sfr_check *c, const char **wrong)
 		return 0;
 	}
 	/* now the header with its name and extra fields */
-	rc = sfr__window_get(&c->body_window, rec->hdr_off, len, limit, &fixed, NULL);
+	rc = sfr__window_get(&c->body_window, rec->hdr_off, len, limit, &header, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	name = fixed + SFR__UNZIP_LOCAL_LEN;
+	name = header + SFR__UNZIP_LOCAL_LEN;
 	if (memcmp(name, c->name, rec->name_len) != 0) {
 		*wrong = "its name in the local header is another one";
 		return 0;
 	}
-	*wrong = sfr__unzip_local_extra(fixed, name + rec->name_len, extra_len, rec);
+	*wrong = sfr__unzip_local_extra(header, name + rec->name_len, extra_len, rec);
 	c->data_off = rec->hdr_off + len;
 	return 0;
 }
@@ -173,9 +175,9 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
-/* Returns whether a step has found no error, no damage that ends the check, and no damage of the
- * record. */
-static bool is_good_so_far(const struct sfr_check *c, int rc, const char *wrong)
+/* Returns whether the check of the current record goes on: there was no error (`rc`), no damage of
+ * the record (`wrong`), and no damage that ended the check (c->state would be DONE). */
+static bool goes_on(const struct sfr_check *c, int rc, const char *wrong)
 {
 	return rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL;
 }
@@ -189,20 +191,20 @@ static int read_record(struct sfr_check *c)
 	const char *wrong = NULL;
 	int rc = read_central(c, &wrong);
 
-	if (is_good_so_far(c, rc, wrong) && !reads_headers)
+	if (goes_on(c, rc, wrong) && !reads_headers)
 		find_end_by_directory(c, &wrong);
-	if (is_good_so_far(c, rc, wrong) && reads_headers)
+	if (goes_on(c, rc, wrong) && reads_headers)
 		rc = read_local(c, &wrong);
-	if (is_good_so_far(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
+	if (goes_on(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
 	    c->rec.method == SFR__UNZIP_STORED) {
 		c->data_done = 0;
 		c->crc = 0;
 		c->state = SFR__CHECK_BYTES; /* the next step */
 		return 0;
 	}
-	if (is_good_so_far(c, rc, wrong) && reads_headers)
+	if (goes_on(c, rc, wrong) && reads_headers)
 		rc = read_desc(c, &wrong);
-	if (rc != 0 || c->state != SFR__CHECK_RECORD)
+	if (rc != 0 || c->state != SFR__CHECK_RECORD) /* an error, or the check has ended */
 		return rc;
 	if (wrong != NULL)
 		return sfr__check_bad_record(c, wrong);
@@ -270,7 +272,7 @@ int sfr__check_record_bytes(struct sfr_check *c)
 	}
 	/* all data are read: check the descriptor and the CRC */
 	rc = read_desc(c, &wrong);
-	if (rc != 0 || c->state != SFR__CHECK_BYTES)
+	if (rc != 0 || c->state != SFR__CHECK_BYTES) /* an error, or the check has ended */
 		return rc;
 	c->state = SFR__CHECK_RECORD;
 	/* With torch's compute_crc32=False all stated CRCs are 0, and the bytes cannot be

@@ -41,7 +41,7 @@ static int take_result(struct sfr_check *c)
 
 	*r = c->dir_check->result;
 	r->headers = true;
-	r->nr_unchecked = 0;
+	r->nr_unchecked = 0; /* counted again below, now that the CRCs of the bytes are known */
 	for (uint64_t i = 0; i < listing->nr; i++) {
 		const struct sfr__listed *listed = &listing->records[i];
 		bool unchecked;

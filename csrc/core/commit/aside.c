@@ -88,8 +88,8 @@ bool sfr__log_may_overtake_locked(const struct sfr__log_entry *e, uint64_t now)
 			continue;
 		if (sfr__log_concerns(front, e->key))
 			return false;
-		/* An entry in progress is overtaken only if it hangs. An entry that is not in
-		 * progress waits for those in front of it, which this loop has checked. */
+		/* An entry that is in progress and does not hang ends soon: wait for it. Other
+		 * entries may be overtaken, because they hang or wait for an entry that does. */
 		if (is_in_progress(front) && !fs_hangs_locked(front->fs, now))
 			return false;
 	}

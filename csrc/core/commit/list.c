@@ -31,27 +31,28 @@ bool sfr__log_concerns(const struct sfr__log_entry *e, const char *key)
 {
 	const size_t len = strlen(e->key), key_len = strlen(key);
 	const bool key_is_directory = key_len > 0 && key[key_len - 1] == '/';
-	const size_t len_to_compare = len < key_len ? key_len - 1 : key_len;
-	const bool covers_contents = e->ops->makes_directory || !e->ops->creates;
+	/* e->key may be the directory itself, without the slash at the end of `key` */
+	const size_t directory_len = len < key_len ? key_len - 1 : key_len;
+	const bool is_remove = !e->ops->creates;
+	const bool covers_contents = e->ops->makes_directory || is_remove;
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	/* the entry is in the directory, or is the directory: then its key lacks the slash */
-	if (key_is_directory && strncmp(e->key, key, len_to_compare) == 0)
-		return true;
-	/* `key` is in the entry's directory */
+	if (key_is_directory && strncmp(e->key, key, directory_len) == 0)
+		return true; /* the entry's name is the directory or in it */
+	/* whether `key` is in the directory that the entry makes or removes */
 	return covers_contents && strncmp(e->key, key, len) == 0 && key[len] == '/';
 }
 
 struct sfr__log_entry *sfr__log_last_concerning_locked(const char *key,
 						       const struct sfr__log_entry *end)
 {
-	struct sfr__log_entry *found = NULL;
+	struct sfr__log_entry *last = NULL;
 
 	for (struct sfr__log_entry *e = sfr__log.entries.head; e != end; e = e->next)
 		if (sfr__log_concerns(e, key))
-			found = e;
-	return found;
+			last = e;
+	return last;
 }
 
 uint64_t sfr__log_close_seq(void)
@@ -69,6 +70,7 @@ int sfr_log_exists(const char *key)
 	/* a failed save leaves its name unchanged, so the entry before it decides */
 	while (e && e->ops->creates && e->state == SFR__LOG_FAILED)
 		e = sfr__log_last_concerning_locked(key, e);
+	/* 0: it is removed; 1: it is made; 2: the save of a directory above it decides */
 	if (e && !e->ops->creates)
 		answer = 0;
 	else if (e)
@@ -84,12 +86,12 @@ int sfr_log_drain(uint64_t *seq, uint64_t slice_ns)
 
 	sfr__lock(&sfr__log.mu);
 	rc = sfr__log_init_locked();
-	if (*seq == 0)
+	if (*seq == 0) /* the first call: wait for all entries of now */
 		*seq = sfr__log.last_seq;
 	while (sfr__log.done_seq < *seq && rc == 0)
 		rc = sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, deadline);
 	if (sfr__log.done_seq >= *seq)
-		rc = 0;
+		rc = 0; /* even if the last entry has ended just at the deadline */
 	sfr__unlock(&sfr__log.mu);
 	return rc;
 }

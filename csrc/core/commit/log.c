@@ -312,8 +312,8 @@ int sfr__log_take_work(uint64_t slice_ns, uint64_t *number, bool *last_save_ok)
 			*last_save_ok = !sfr__log.last_save_failed;
 			break;
 		}
-		if (sfr__log.nr_stops != nr_stops && !e) /* sfr_log_stop was called meanwhile */
-			rc = SFR_ECLOSED;
+		if (sfr__log.nr_stops != nr_stops && !e)
+			rc = SFR_ECLOSED; /* sfr_log_stop was called, and the log is empty */
 		else
 			rc = sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, deadline);
 	}

@@ -23,9 +23,9 @@ struct sfr__log_ops {
 	/* Called when the log does not use the entry any more, so that it can be freed. Called on a
 	 * thread of the log, without the log's lock. */
 	void (*release)(struct sfr__log_entry *entry);
-	/* Returns the time (sfr__now_ns) since which the writers of a save that is not ready have
-	 * been waiting for its file system, or 0 if they are not waiting. Called with the log's
-	 * lock; takes no lock. NULL: the entry has no writers. */
+	/* Returns when the writers of a save that is not ready began to wait for its file system
+	 * (a time of sfr__now_ns), or 0 if they are not waiting. Called with the log's lock; takes
+	 * no lock. NULL: the entry has no writers. */
 	uint64_t (*fs_wait_since)(const struct sfr__log_entry *entry);
 };
 

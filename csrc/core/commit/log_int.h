@@ -24,7 +24,7 @@ struct sfr__log {
 	bool has_ended_thread;  /* `ended_thread` is set */
 	pthread_t ended_thread; /* the thread that ended last; it is not joined yet */
 	uint64_t nr_reserved;   /* reservations (sfr__log_reserve) not used or given up yet */
-	uint64_t nr_stops;      /* calls of sfr_log_stop: a new one ends sfr__log_take_work */
+	uint64_t nr_stops;      /* calls of sfr_log_stop; a new one also ends sfr__log_take_work */
 	bool last_save_failed;  /* the save that left the list last has failed */
 };
 extern struct sfr__log sfr__log;

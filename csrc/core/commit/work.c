@@ -38,6 +38,7 @@ static void drop_logs_ref(struct sfr__log_entry *entry)
 
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out)
 {
+	/* without `run`, because code outside the core does the work */
 	static const struct sfr__log_ops ops[] = {
 		[SFR_WORK_SAVE] = { .creates = true, .is_save = true, .release = drop_logs_ref },
 		[SFR_WORK_REMOVE] = { .release = drop_logs_ref },

@@ -60,7 +60,7 @@ void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
 	sfr__unlock(&lane->mu);
 }
 
-/* `unsupported` is lane->no_batches or lane->no_row_batches. */
+/* Returns whether to try batches. `unsupported`: &lane->no_batches or &lane->no_row_batches. */
 static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 {
 	return sfr__under(&lane->mu, !*unsupported);
@@ -68,8 +68,8 @@ static bool can_batch(struct sfr__cuda_lane *lane, const bool *unsupported)
 
 /* ---- contiguous copies -------------------------------------------------------- */
 
-/* Queues all copies with one call. Returns false if they must be queued one by one; sets *err after
- * any other failure. */
+/* Queues all copies with one call. Returns false if the driver has no such call or refuses it: the
+ * copies must then be queued one by one. Returns true otherwise, with *err set after a failure. */
 static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, struct sfr_err *err)
 {
@@ -90,7 +90,7 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 		return true;
 	/* Some of the copies may be queued already. Queueing them again is harmless. */
 	if (note_refusal(lane, rc, &lane->no_batches))
-		return false;
+		return false; /* the caller queues them one by one */
 	(void)sfr__cuda_note_failure(lane, "cuMemcpyBatchAsync", rc, err);
 	return true;
 }
@@ -99,7 +99,8 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 static void copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, bool batched, struct sfr_err *err)
 {
-	const char *call = lane->way == SFR__CUDA_OUT ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync";
+	const char *call =
+		lane->direction == SFR__CUDA_OUT ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync";
 	CUresult rc = CUDA_SUCCESS;
 
 	if (nr > 1 && batched && copy_batch(lane, dst, src, len, nr, err))
@@ -107,7 +108,7 @@ static void copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++) {
 		void *host;
 
-		if (lane->way == SFR__CUDA_OUT) {
+		if (lane->direction == SFR__CUDA_OUT) {
 			host = (void *)(uintptr_t)dst[i];
 			rc = lane->cu->copy(host, src[i], len[i], lane->stream);
 		} else {
@@ -145,25 +146,25 @@ static size_t partition_by_size(struct sfr__cuda_batch *batch)
 
 int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len)
 {
-	/* `room` changes last, when all three arrays have grown */
-	if (batch->nr == batch->room) {
-		size_t new_room = batch->room ? batch->room * 2 : 64;
-		CUdeviceptr *dsts = sfr_sys.realloc(batch->dst, new_room * sizeof(*dsts));
+	/* `capacity` changes last, when all three arrays have grown */
+	if (batch->nr == batch->capacity) {
+		size_t new_capacity = batch->capacity ? batch->capacity * 2 : 64;
+		CUdeviceptr *dsts = sfr_sys.realloc(batch->dst, new_capacity * sizeof(*dsts));
 		CUdeviceptr *srcs;
 		size_t *lens;
 
 		if (!dsts)
 			return -ENOMEM;
 		batch->dst = dsts;
-		srcs = sfr_sys.realloc(batch->src, new_room * sizeof(*srcs));
+		srcs = sfr_sys.realloc(batch->src, new_capacity * sizeof(*srcs));
 		if (!srcs)
 			return -ENOMEM;
 		batch->src = srcs;
-		lens = sfr_sys.realloc(batch->len, new_room * sizeof(*lens));
+		lens = sfr_sys.realloc(batch->len, new_capacity * sizeof(*lens));
 		if (!lens)
 			return -ENOMEM;
 		batch->len = lens;
-		batch->room = new_room;
+		batch->capacity = new_capacity;
 	}
 	batch->dst[batch->nr] = dst;
 	batch->src[batch->nr] = src;
@@ -210,17 +211,17 @@ static CUresult copy_rows_batch(const struct sfr__cuda *cu, CUstream stream,
 	for (size_t at = 0, step; at < nr && rc == CUDA_SUCCESS; at += step) {
 		step = nr - at < ROWS_AT_A_TIME ? nr - at : ROWS_AT_A_TIME;
 		for (size_t i = 0; i < step; i++) {
-			const struct sfr__cuda_rows *each = &rows[at + i];
+			const struct sfr__cuda_rows *from = &rows[at + i];
 
 			copies[i] = (struct sfr__cu_copy_3d){
 				.src = { .type = SFR__CU_OPERAND_POINTER,
-					 .ptr = each->src,
-					 .row_len = each->pitch },
+					 .ptr = from->src,
+					 .row_len = from->pitch },
 				.dst = { .type = SFR__CU_OPERAND_POINTER,
-					 .ptr = (CUdeviceptr)(uintptr_t)each->dst,
+					 .ptr = (CUdeviceptr)(uintptr_t)from->dst,
 					 .row_len = dst_pitch },
-				.width = each->width,
-				.height = each->nr,
+				.width = from->width,
+				.height = from->nr,
 				.depth = 1,
 				.src_access_order = SFR__CU_ORDER_STREAM,
 				.flags = SFR__CU_PREFER_OVERLAP,

@@ -49,16 +49,16 @@ void sfr__cuda_tune(uint64_t portion_bytes, uint64_t nr_in_flight)
 void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane)
 {
 	sfr__lock(&lane->mu);
-	while (lane->queueing)
+	while (lane->turn_taken)
 		(void)sfr__cond_wait(&lane->cv_wait, &lane->mu, SFR_FOREVER);
-	lane->queueing = true;
+	lane->turn_taken = true;
 	sfr__unlock(&lane->mu);
 }
 
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
 {
 	sfr__lock(&lane->mu);
-	lane->queueing = false;
+	lane->turn_taken = false;
 	pthread_cond_broadcast(&lane->cv_wait);
 	sfr__unlock(&lane->mu);
 }

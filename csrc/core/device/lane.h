@@ -59,14 +59,14 @@ struct sfr__cuda_timer {
 };
 
 /* The direction of a lane's copies. A device can copy out and in at the same time. */
-enum sfr__cuda_way { SFR__CUDA_OUT, SFR__CUDA_IN };
+enum sfr__cuda_direction { SFR__CUDA_OUT, SFR__CUDA_IN };
 
 struct sfr__cuda_lane {
 	struct sfr__cuda_lane *next; /* in the engine's list; guarded by lanes->mu */
 
 	/* constant */
 	uint32_t device;
-	enum sfr__cuda_way way;
+	enum sfr__cuda_direction direction;
 	const struct sfr__cuda *cu;
 	CUcontext context;
 	CUstream stream;
@@ -76,12 +76,13 @@ struct sfr__cuda_lane {
 
 	pthread_cond_t cv;      /* wakes the thread */
 	pthread_cond_t cv_wait; /* wakes threads that wait for the turn, or for copies */
-	bool queueing;          /* a thread has the turn */
+	bool turn_taken;        /* a thread has the turn to queue */
 
 	SFR__QUEUE(struct sfr__cuda_portion) in_flight; /* portions in the order of the stream */
 	uint64_t nr_in_flight;                          /* portions */
 	SFR__QUEUE(struct sfr__task) tasks;             /* to be run by the thread */
-	uint64_t rush_seq; /* the gate waits for the saves up to this sequence number */
+	/* the gate waits for the saves up to this number, so their copies are not throttled */
+	uint64_t rush_seq;
 
 	/* kept for reuse */
 	struct sfr__cuda_portion *free_portions;
@@ -107,8 +108,9 @@ struct sfr__cuda_lanes {
 void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes);
 /* Gets or makes the device's lane for a direction. The engine owns the lane. Returns 0, SFR_ECLOSED
  * after sfr__cuda_lanes_stop, or -errno with the reason in `why`. */
-int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
-		       struct sfr__cuda_lane **out, char *why, size_t why_len);
+int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device,
+		       enum sfr__cuda_direction direction, struct sfr__cuda_lane **out, char *why,
+		       size_t why_len);
 /* Waits for all tasks and portions, and ends the lanes. A second call does nothing. */
 void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
@@ -148,8 +150,8 @@ void *sfr__cuda_lane_main(void *lane);
  * thread that has the turn queues work on the lane's stream. It holds no lock meanwhile. */
 void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
-/* Called in a turn. Records an event after the queued copies and puts the portion in flight. If the
- * event fails, sets *err and still puts the portion in flight, because the copies may run. */
+/* Records an event after the queued copies and puts the portion in flight. If the event fails, sets
+ * *err and still puts the portion in flight, because the copies may run. Only in a turn. */
 void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
 			    struct sfr_err *err);
 /* Called on the lane's thread. Removes the portions whose copies have completed, and calls
@@ -164,12 +166,12 @@ bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq);
 /* Gives the lane's thread a task, which may block. */
 void sfr__cuda_push_task(struct sfr__cuda_lane *lane, struct sfr__task *task);
 
-/* ---- copies.c; called in a turn ---- */
+/* ---- copies.c; the caller has the lane's turn ---- */
 /* A growing list of copies to queue together. All zero is an empty list. */
 struct sfr__cuda_batch {
 	CUdeviceptr *dst, *src; /* addresses, on the device or the host */
 	size_t *len;            /* bytes */
-	size_t nr, room;        /* copies in the list, and how many the arrays can hold */
+	size_t nr, capacity;    /* copies in the list, and how many the arrays can hold */
 };
 /* Returns 0 or -ENOMEM. */
 int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len);

@@ -53,7 +53,9 @@ static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 	if (ret < 0)
 		return ret;
 	(void)snprintf(name, sizeof(name),
-		       lane->way == SFR__CUDA_OUT ? "sfr-cuda%u" : "sfr-onload%u", lane->device);
+		       lane->direction == SFR__CUDA_OUT ? "sfr-cuda%u" : "sfr-onload%u",
+		       lane->device);
+	/* SFR__PROMPT: an optimizer step may wait for the thread, so its sleeps must end on time */
 	ret = sfr__thread_start(&lane->thread, name, SFR__PROMPT, sfr__cuda_lane_main, lane);
 	if (ret < 0)
 		(void)snprintf(why, why_len, "device %u: no thread for its lane", lane->device);
@@ -61,8 +63,8 @@ static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 }
 
 /* Makes a lane with its thread running. Returns 0, or -errno with the reason in `why`. */
-static int make_lane(uint32_t device, enum sfr__cuda_way way, struct sfr__cuda_lane **out,
-		     char *why, size_t why_len)
+static int make_lane(uint32_t device, enum sfr__cuda_direction direction,
+		     struct sfr__cuda_lane **out, char *why, size_t why_len)
 {
 	struct sfr__cuda_lane *lane = sfr_sys.calloc(1, sizeof(*lane));
 	int rc;
@@ -71,7 +73,7 @@ static int make_lane(uint32_t device, enum sfr__cuda_way way, struct sfr__cuda_l
 		return -ENOMEM;
 	sfr__mutex_init(&lane->mu, SFR__LOCK_LANE);
 	lane->device = device;
-	lane->way = way;
+	lane->direction = direction;
 	rc = sfr__cond_init(&lane->cv);
 	if (rc == 0) {
 		rc = sfr__cond_init(&lane->cv_wait);
@@ -106,42 +108,44 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 
 /* Sets *out to the lane, or to NULL if there is none yet. Returns 0 or SFR_ECLOSED. */
 static int find_lane_locked(const struct sfr__cuda_lanes *lanes, uint32_t device,
-			    enum sfr__cuda_way way, struct sfr__cuda_lane **out)
+			    enum sfr__cuda_direction direction, struct sfr__cuda_lane **out)
 {
 	*out = NULL;
 	if (lanes->stopped)
 		return SFR_ECLOSED;
 	for (struct sfr__cuda_lane *lane = lanes->head; lane; lane = lane->next)
-		if (lane->device == device && lane->way == way)
+		if (lane->device == device && lane->direction == direction)
 			*out = lane;
 	return 0;
 }
 
-int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
-		       struct sfr__cuda_lane **out, char *why, size_t why_len)
+int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device,
+		       enum sfr__cuda_direction direction, struct sfr__cuda_lane **out, char *why,
+		       size_t why_len)
 {
-	struct sfr__cuda_lane *made = NULL;
+	struct sfr__cuda_lane *new_lane = NULL;
 	int rc;
 
 	sfr__lock(&lanes->mu);
-	rc = find_lane_locked(lanes, device, way, out);
+	rc = find_lane_locked(lanes, device, direction, out);
 	sfr__unlock(&lanes->mu);
 	if (rc < 0 || *out)
 		return rc;
-	rc = make_lane(device, way, &made, why, why_len);
+	rc = make_lane(device, direction, &new_lane, why, why_len);
 	if (rc < 0)
 		return rc;
 	sfr__lock(&lanes->mu);
-	rc = find_lane_locked(lanes, device, way, out); /* another thread may have been first */
+	/* another thread may have been first */
+	rc = find_lane_locked(lanes, device, direction, out);
 	if (rc == 0 && !*out) {
-		made->next = lanes->head;
-		lanes->head = *out = made;
-		made = NULL;
+		new_lane->next = lanes->head;
+		lanes->head = *out = new_lane;
+		new_lane = NULL;
 	}
 	sfr__unlock(&lanes->mu);
-	if (made) {
-		stop_lane(made);
-		free_lane(made);
+	if (new_lane) { /* not needed */
+		stop_lane(new_lane);
+		free_lane(new_lane);
 	}
 	return rc;
 }

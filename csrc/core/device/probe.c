@@ -49,7 +49,7 @@ struct sfr_probe {
 	CUevent done;                 /* on the prober's stream, after the copies */
 	struct sfr__cuda_store store; /* the lines of the first round, then those of the second */
 	struct sfr__cuda_rows *rows;  /* the copies to queue */
-	uint32_t room, nr;            /* storages that fit, and storages of the current round */
+	uint32_t capacity, nr;        /* storages that the memory is for; storages of this round */
 	bool in_flight;               /* copies were queued and may not have completed */
 };
 
@@ -78,8 +78,8 @@ static void close_prober(struct prober *prober, const char *call, CUresult rc)
 	sfr__cuda_explain(prober->cu, prober->device, call, rc, text, sizeof(text));
 	/* at the process's end the driver is deinitialised: no news for the user */
 	if (first && (int)rc != CUDA_ERROR_DEINITIALIZED)
-		sfr__notice_text("%s: what is not known to change in steps only is copied in the "
-				 "call from now on",
+		sfr__notice_text("%s: from now on, saves copy during the call every tensor that is "
+				 "not yet known to change only in optimizer steps",
 				 text);
 }
 
@@ -107,7 +107,7 @@ static struct prober *find_prober_locked(uint32_t device)
 /* Gets or makes the device's prober. Returns 0 or -errno. */
 static int get_prober(uint32_t device, struct prober **out)
 {
-	struct prober *made;
+	struct prober *new_prober;
 	int rc;
 
 	sfr__lock(&probers.mu);
@@ -115,28 +115,28 @@ static int get_prober(uint32_t device, struct prober **out)
 	sfr__unlock(&probers.mu);
 	if (*out)
 		return 0;
-	made = sfr_sys.calloc(1, sizeof(*made));
-	if (!made)
+	new_prober = sfr_sys.calloc(1, sizeof(*new_prober));
+	if (!new_prober)
 		return -ENOMEM;
-	made->device = device;
-	made->fork_generation = sfr_fork_generation();
-	rc = open_prober(made);
+	new_prober->device = device;
+	new_prober->fork_generation = sfr_fork_generation();
+	rc = open_prober(new_prober);
 	if (rc < 0) {
-		sfr_sys.free(made);
+		sfr_sys.free(new_prober);
 		return rc;
 	}
 	sfr__lock(&probers.mu);
 	*out = find_prober_locked(device);
 	if (!*out) {
-		made->next = probers.head;
-		probers.head = *out = made;
-		made = NULL;
+		new_prober->next = probers.head;
+		probers.head = *out = new_prober;
+		new_prober = NULL;
 	}
 	sfr__unlock(&probers.mu);
-	if (made) { /* another thread was first; the stream of `made` has no work */
-		(void)made->cu->stream_free(made->stream);
-		sfr__cuda_release(made->cu, device);
-		sfr_sys.free(made);
+	if (new_prober) { /* another thread was first; the stream of `new_prober` has no work */
+		(void)new_prober->cu->stream_free(new_prober->stream);
+		sfr__cuda_release(new_prober->cu, device);
+		sfr_sys.free(new_prober);
 	}
 	return 0;
 }
@@ -264,11 +264,11 @@ static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 		rc = cu->event_new(&probe->ready, CU_EVENT_DISABLE_TIMING);
 	if (rc == CUDA_SUCCESS && !probe->done)
 		rc = cu->event_new(&probe->done, CU_EVENT_DISABLE_TIMING);
-	if (rc != CUDA_SUCCESS || nr <= probe->room)
+	if (rc != CUDA_SUCCESS || nr <= probe->capacity)
 		return rc; /* a failure, or there is enough memory already */
 	sfr__cuda_store_free(cu, &probe->store);
 	sfr_sys.free(probe->rows);
-	probe->room = 0;
+	probe->capacity = 0;
 	probe->rows = sfr_sys.malloc(nr * sizeof(*probe->rows));
 	if (!probe->rows || sfr__cuda_store_new(cu, NR_ROUNDS * (size_t)nr * NR_LINES * LINE_LEN,
 						&probe->store) < 0)
@@ -276,14 +276,14 @@ static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
 	/* Queueing a copy to pageable memory would wait for the device. */
 	if (!probe->store.pinned)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	probe->room = nr;
+	probe->capacity = nr;
 	return CUDA_SUCCESS;
 }
 
-/* Returns the memory for the lines of storage `i`. `again`: those of the second round. */
-static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
+/* Returns the memory for the lines of storage `i` that are copied in the first or second round. */
+static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool second_round)
 {
-	const size_t first = again ? probe->room : 0;
+	const size_t first = second_round ? probe->capacity : 0;
 
 	return (char *)probe->store.mem + (first + i) * NR_LINES * LINE_LEN;
 }
@@ -291,7 +291,7 @@ static char *lines_of(const struct sfr_probe *probe, uint32_t i, bool again)
 /* Sets up one copy for each storage that is long enough: its first, middle and last line, as rows
  * at equal distances. Returns the number of copies. */
 static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_range *ranges,
-			    uint32_t nr, bool again)
+			    uint32_t nr, bool second_round)
 {
 	uint32_t nr_rows = 0;
 
@@ -299,7 +299,7 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 		if (ranges[i].nbytes < NR_LINES * LINE_LEN)
 			continue;
 		probe->rows[nr_rows++] = (struct sfr__cuda_rows){
-			.dst = lines_of(probe, i, again),
+			.dst = lines_of(probe, i, second_round),
 			.src = ranges[i].addr,
 			.width = LINE_LEN,
 			.nr = NR_LINES,
@@ -309,7 +309,7 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 	return nr_rows;
 }
 
-/* Queues the copies in one call if the driver accepts that. */
+/* Queues the copies in one call (batched), or one by one if the driver refuses that. */
 static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *rows, uint32_t nr)
 {
 	CUresult rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE_LEN, true);
@@ -338,9 +338,9 @@ static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t 
 	return rc;
 }
 
-/* Queues one round of copies. `again`: the second round. Returns what sfr_probe_copy returns. */
+/* Queues the first or second round of copies. Returns what sfr_probe_copy returns. */
 static int probe_once(struct sfr_probe *probe, CUstream stream,
-		      const struct sfr_probe_range *ranges, uint32_t nr, bool again)
+		      const struct sfr_probe_range *ranges, uint32_t nr, bool second_round)
 {
 	struct prober *prober = probe->prober;
 	CUresult rc = CUDA_SUCCESS;
@@ -349,14 +349,15 @@ static int probe_once(struct sfr_probe *probe, CUstream stream,
 	if (sfr__cuda_is_capturing(prober->cu, stream))
 		return SFR_ECAPTURING;
 	free_tombstones(prober);
-	if (!again) {
+	/* the second round uses the memory and the events of the first */
+	if (!second_round) {
 		if (!query_probe(probe)) /* the memory is still being written */
 			return SFR_EBUSY;
 		rc = allocate_probe(probe, nr);
 	}
 	if (rc == CUDA_SUCCESS) {
 		probe->nr = nr;
-		nr_rows = set_up_rows(probe, ranges, nr, again);
+		nr_rows = set_up_rows(probe, ranges, nr, second_round);
 		if (nr_rows > 0)
 			rc = queue_copies(probe, stream, nr_rows);
 	}
@@ -409,6 +410,8 @@ int sfr_probe_done(struct sfr_probe *probe)
 
 int sfr_probe_same(const struct sfr_probe *probe, uint32_t i)
 {
-	return memcmp(lines_of(probe, i, false), lines_of(probe, i, true), NR_LINES * LINE_LEN) ==
-	       0;
+	const char *first = lines_of(probe, i, false);
+	const char *second = lines_of(probe, i, true);
+
+	return memcmp(first, second, NR_LINES * LINE_LEN) == 0;
 }

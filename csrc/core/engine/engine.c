@@ -176,7 +176,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	while (must_close_wait_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
 	if (!must_close_wait_locked(engine))
-		rc = 0;
+		rc = 0; /* even if the last save has ended just at the deadline */
 	if (rc == 0 && engine->close_seq == 0)
 		engine->close_seq = sfr__log_close_seq();
 	sfr__unlock(&engine->mu);
@@ -212,9 +212,9 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	sfr__lock(&engine->mu);
 	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
-	for (const struct sfr__flight *each = engine->flights; each; each = each->next) {
-		nr_save_blocks += each->blocks_held;
-		if (!each->excluded_from_stats)
+	for (const struct sfr__flight *flight = engine->flights; flight; flight = flight->next) {
+		nr_save_blocks += flight->blocks_held;
+		if (!flight->excluded_from_stats)
 			out->saves_in_flight++;
 	}
 	out->saves_total = engine->nr_saves;
@@ -321,6 +321,7 @@ int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 	if (!slot)
 		return -ENOMEM;
 	sfr__lock(&engine->mu);
+	/* false: the save counts against max_in_flight */
 	rc = sfr__engine_admit_locked(engine, false, flags, deadline_ns, &over_limit);
 	if (rc == 0)
 		sfr__engine_enter_locked(engine, &slot->flight);

@@ -49,10 +49,10 @@ uint32_t sfr__engine_nr_unlaunched_locked(const struct sfr_engine *engine, bool 
 {
 	uint32_t nr = 0;
 
-	for (const struct sfr__flight *each = engine->flights; each; each = each->next) {
-		const bool is_own = pthread_equal(each->caller, pthread_self());
+	for (const struct sfr__flight *flight = engine->flights; flight; flight = flight->next) {
+		const bool is_own = pthread_equal(flight->caller, pthread_self());
 
-		if (is_own && each->in_call && (each->uses_pool || !only_pool_users))
+		if (is_own && flight->in_call && (flight->uses_pool || !only_pool_users))
 			nr++;
 	}
 	return nr;
@@ -77,11 +77,12 @@ int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t
 			return SFR_ECLOSED;
 		if (is_slot_free_locked(engine, unordered))
 			return 0;
-		/* The slot may never become free while this thread waits: it has a slot itself. */
+		/* This thread has a slot of its own, which stays taken while the thread waits. So
+		 * it would perhaps wait forever. */
 		would_deadlock = !unordered && sfr__engine_nr_unlaunched_locked(engine, false) > 0;
 		*over_limit = would_deadlock || (flags & SFR_SAVE_NESTED) != 0;
 		if (*over_limit)
-			return 0;
+			return 0; /* admits the save beyond max_in_flight */
 		if (flags & SFR_SAVE_NO_WAIT)
 			return SFR_EBUSY;
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);

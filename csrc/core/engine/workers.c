@@ -121,9 +121,10 @@ static void serve(struct worker *worker)
 		work = next_work_locked(worker);
 		if (work && work->step_locked(work, may_wait))
 			continue;
-		/* There is no work, or its step could do nothing now. */
+		/* There is no work, or its step could do nothing now. Copiers may leave work
+		 * undone, because the thread that waits for it does it, too. */
 		if (engine->stopping && (!work || worker->kind == COPIER))
-			break; /* copiers may leave work: the call that copies ends it alone */
+			break;
 		/* The step has released the mutex. If other work is the first now, try that. */
 		if (is_idle_locked(worker) && next_work_locked(worker) == work)
 			(void)sfr__cond_wait(worker->cv, &engine->mu, SFR_FOREVER);
@@ -165,7 +166,7 @@ void sfr__copiers_start_locked(struct sfr_engine *engine)
 		(void)snprintf(name, sizeof(name), "sfr-copier%u", i);
 		if (sfr__thread_start(&engine->copiers[i], name, SFR__AWAITED, copier_main,
 				      engine) < 0)
-			return;
+			return; /* fewer copiers only make large copies slower */
 		engine->nr_copiers++;
 	}
 }

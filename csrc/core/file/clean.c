@@ -26,7 +26,7 @@ static void remove_directory(const struct cleaning *cleaning, const char *path)
 	struct sfr_err err = { .index = -1 };
 
 	if (sfr__dir_sync(cleaning->path) == 0)
-		(void)sfr__file_remove(path, NULL, &err);
+		(void)sfr__file_remove(path, NULL, &err); /* NULL: nobody watches its progress */
 }
 
 /* Puts back a directory that was moved aside, or removes it if its former name is in use. */

@@ -1,4 +1,4 @@
-/* Directories: paths of entries, names, syncing. */
+/* Helpers for directories: make the path of an entry, visit the names, sync. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>

@@ -249,16 +249,16 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 		begin_call(f);
 		put = sfr_sys.pwrite(f->fd, bytes, chunk_len, (off_t)off);
-		code = put < 0 ? -errno : -EIO; /* -EIO: nothing was written, without an error */
+		code = put < 0 ? -errno : -EIO; /* -EIO: used if the kernel reports no error */
 		end_call(f);
-		if (put == 0 || (put < 0 && code != -EINTR))
+		if (put == 0 || (put < 0 && code != -EINTR)) /* it wrote nothing, or failed */
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
 		if (put < 0)
 			done = 0; /* interrupted by a signal */
 		else if ((size_t)put == chunk_len)
 			done = chunk_len;
 		else
-			done = count_written(f, (size_t)put);
+			done = count_written(f, (size_t)put); /* less than a page may count as 0 */
 		stalled = done ? 0 : stalled + 1;
 		if (stalled == SFR__EINTR_TRIES)
 			return fail(err, code, SFR_PHASE_WRITE, "no progress");
@@ -322,8 +322,9 @@ static int check_destination(const struct sfr__file *f)
 	return S_ISDIR(st.st_mode) ? -EISDIR : -EINVAL;
 }
 
-/* Returns -ESTALE if the path leads to another directory than at the open, because the opened one,
- * with the new file, is removed soon. Else 0. Both are on one file system, so inodes suffice. */
+/* Returns 0, or -ESTALE if the path leads to another directory than at the open: then the opened
+ * directory, with the new file in it, is probably being removed. Inode numbers tell the two
+ * directories apart, because both are on one file system. */
 static int check_directory(const struct sfr__file *f)
 {
 	struct stat opened, at_path;
@@ -387,7 +388,7 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 
 void sfr__file_fini(struct sfr__file *f)
 {
-	/* A forked child must not remove its parent's temporary, and its descriptors are closed. */
+	/* In a forked child the temporary is the parent's, and the descriptors are closed. */
 	bool ours = f->state != SFR__FILE_NONE && f->fork_generation == sfr_fork_generation();
 
 	begin_call(f);

@@ -57,7 +57,7 @@ struct sfr_folder {
 	struct sfr__tmp tmp;                        /* the lock file */
 	char temporary_name[SFR__TMP_NAME_LEN + 2]; /* the temporary directory: tmp.name + ".d" */
 	char *temporary_path;                       /* NULL before sfr_folder_open */
-	char *aside_name; /* hidden name of the old directory after step 4a; else NULL */
+	char *aside_name; /* hidden name of the old directory once it was moved aside; else NULL */
 };
 
 /* Changes the state after a failed step, and sets *err. Returns `code`. */
@@ -168,14 +168,13 @@ static int fail_walk(struct walk *w, int code, const char *path)
 	return code;
 }
 
-/* Returns 0 or -errno. Other programs write to the directory too, so the file may be gone, which is
- * no error, or unreadable. */
+/* Returns 0 or -errno; 0 also if another program has removed the file. */
 static int sync_file(const char *path)
 {
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
 	int fd = sfr__fd_open(path, O_RDONLY | flags, 0), rc;
 
-	if (fd == -EACCES)
+	if (fd == -EACCES) /* unreadable; a descriptor for writing can be synced, too */
 		fd = sfr__fd_open(path, O_WRONLY | flags, 0);
 	if (fd < 0)
 		return fd == -ENOENT ? 0 : fd;
@@ -299,7 +298,7 @@ static bool means_no_exchange(int code)
 }
 
 /* Does steps 4a and 4b: moves the old directory aside and renames the new one. Returns 0 or -errno.
- * After an error *note may be a constant sentence about it. */
+ * After an error *note may be set to a constant text that explains the error. */
 static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 {
 	size_t len = strlen(f->tmp.name) + sizeof(".old-") + strlen(f->name);
@@ -321,8 +320,8 @@ static int replace_with_two_renames(struct sfr_folder *f, const char **note)
 	return rc;
 }
 
-/* Does step 4: exchanges the new directory with the destination, or renames it if there is none.
- * Returns 0 or -errno. After an error *note may be a constant sentence about it. */
+/* Does step 4: exchanges the new directory with the destination, or renames the new one if there is
+ * no destination. Returns 0 or -errno, and sets *note like the function above. */
 static int exchange_or_rename(struct sfr_folder *f, const char **note)
 {
 	struct stat st;
@@ -381,8 +380,8 @@ int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
 
 	if (f->fork_generation != sfr_fork_generation() || f->state == CLEARED)
 		return 0;
-	/* The temporary name is that of the new directory before a commit; after an exchange, that
-	 * of the old one. PLACED: the old directory stays until the parent is synced. */
+	/* Before a commit the new directory has the temporary name; after an exchange, the old one.
+	 * In the state PLACED the old directory stays, because the parent is not synced. */
 	if (f->temporary_path && f->state != PLACED)
 		rc = remove_hidden(f, f->temporary_name, err);
 	if (f->aside_name && f->state == DONE) {

@@ -73,6 +73,7 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 			keep_error(w, -errno);
 		return;
 	}
+	/* only files and directories can be temporaries */
 	may_stay = name && !w->removes_live && (S_ISREG(st.st_mode) || S_ISDIR(st.st_mode));
 	if (may_stay && sfr__tmp_may_be_live(path, name)) {
 		w->kept_any = true;
@@ -151,7 +152,7 @@ static int remove_if_metadata(void *arg, const char *name)
 {
 	struct visit *visit = arg;
 
-	/* Data files count too: an earlier remove of their metadata may not be on the disk yet. */
+	/* Data files alone also mean DCP: their metadata is removed, but perhaps only in memory. */
 	visit->is_dcp = visit->is_dcp || is_metadata_file(name) || is_data_file(name);
 	return is_metadata_file(name) ? unlink_in(visit->dir, name) : 0;
 }
@@ -172,8 +173,9 @@ static bool remove_metadata(struct walk *w, const char *dir)
 	return rc == 0;
 }
 
-/* Visits the directory at the head of the list: removes its files at the first visit, the empty
- * directory at the second. If it is not empty then, scans it again, up to MAX_SCANS times. */
+/* Visits the directory at the head of the list. The first visit removes its files; the second, when
+ * its subdirectories are gone, removes the directory. If the directory is still not empty, scans it
+ * again, up to MAX_SCANS times. */
 static void step_directory(struct walk *w)
 {
 	struct node *node = w->todo;
@@ -182,7 +184,7 @@ static void step_directory(struct walk *w)
 		node->nr_scans = 1;
 		if (remove_metadata(w, node->path))
 			remove_contents(w, node->path);
-		return; /* subdirectories now on the list come first */
+		return; /* its subdirectories are before it on the list */
 	}
 	while (sfr_sys.rmdir(node->path) < 0) {
 		const int code = -errno;
@@ -212,7 +214,7 @@ static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 	struct sfr_err walk_err = { .index = -1 };
 
 	walk->err = &walk_err;
-	remove_one(walk, path, NULL);
+	remove_one(walk, path, NULL); /* NULL: the tree itself is removed even if it is live */
 	while (walk->todo)
 		step_directory(walk);
 	if (walk_err.code)

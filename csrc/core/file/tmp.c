@@ -19,14 +19,14 @@
  *
  *   .stillframe-...tmp            the lock
  *   .stillframe-...tmp.d          the new directory; once exchanged, the old one
- *   .stillframe-...tmp.old-NAME   the old directory NAME, where nothing can be exchanged
+ *   .stillframe-...tmp.old-NAME   the old directory NAME, if names cannot be exchanged
  *
  * Between a writer's open and its flock, a cleaner in another process may take the lock and unlink
  * the file. So each side checks again once it has the lock:
  *
- *   writer    open(O_EXCL)  flock  links > 0 and path is this inode?  no: another name
- *   cleaner   open          flock  links > 0 and path is this inode?  no: leave it
- *                                                                     yes: unlink
+ *   writer    open(O_EXCL)  flock  links > 0 and path is this inode?  no: tries another name
+ *   cleaner   open          flock  links > 0 and path is this inode?  no: leaves the file alone
+ *                                                                     yes: unlinks the file
  *
  * A process never uses a name twice, so the cleaner unlinks exactly the file that it has locked.
  *
@@ -105,7 +105,7 @@ bool sfr__tmp_get_boot_id(char boot_id[BOOT_LEN + 1])
 			return false;
 		}
 		sfr__lock(&temps.mu);
-		memcpy(temps.boot_id, boot_id, BOOT_LEN); /* the byte after these is 0 */
+		memcpy(temps.boot_id, boot_id, BOOT_LEN); /* the last byte of temps.boot_id is 0 */
 		atomic_store(&temps.boot_known, true);
 		sfr__unlock(&temps.mu);
 	}
@@ -115,7 +115,7 @@ bool sfr__tmp_get_boot_id(char boot_id[BOOT_LEN + 1])
 	return true;
 }
 
-/* Parses `rest`, the end of the name after ".tmp". Returns false if it is not a temporary's. */
+/* Parses `rest`, what follows ".tmp" in a name. Returns false if the name is not a temporary's. */
 static bool parse_kind(const char *rest, struct sfr__tmp_name *out)
 {
 	if (strncmp(rest, OLD_ENDING, sizeof(OLD_ENDING) - 1) == 0) {
@@ -247,7 +247,7 @@ enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int 
 	else if (sfr_sys.fstat(fd, &st) < 0)
 		rc = -errno;
 	else
-		rc = S_ISREG(st.st_mode) ? 0 : -ENOENT;
+		rc = S_ISREG(st.st_mode) ? 0 : -ENOENT; /* only regular files are locks */
 	if (rc == 0)
 		rc = try_lock(fd);
 	if (rc == 0)
@@ -282,7 +282,7 @@ bool sfr__tmp_mark_reported(const char *path)
 	sfr__lock(&temps.mu);
 	for (unsigned i = 0; i < temps.nr_reported && is_new; i++)
 		is_new = temps.reported[i] != hash;
-	is_new = is_new && temps.nr_reported < MAX_REPORTED;
+	is_new = is_new && temps.nr_reported < MAX_REPORTED; /* a full table ends the reports */
 	if (is_new)
 		temps.reported[temps.nr_reported++] = hash;
 	sfr__unlock(&temps.mu);
@@ -309,7 +309,7 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 		return false;
 	if (sfr__tmp_is_ours(&parsed))
 		return true;
-	/* the path up to and with ".tmp" is that of the lock file */
+	/* the path up to and including ".tmp" is that of the lock file */
 	len = strlen(path) - strlen(name) + parsed.lock_name_len;
 	if (len >= sizeof(lock_path))
 		return true; /* too long to be examined */
@@ -366,7 +366,8 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 	(void)sfr__tmp_get_boot_id(boot_id); /* "noboot" is good enough for a name */
 	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
 		rc = try_name(dir, boot_id, tmp, fd_out, &phase);
-	if (rc == SFR_EAGAIN) /* every name was in use, or cleaners took the files */
+	/* the last name was in use (OPEN), or cleaners locked or removed the files (LOCK) */
+	if (rc == SFR_EAGAIN)
 		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;
 	if (rc < 0)
 		sfr__err_set(err, rc, phase, "the temporary file next to the destination");

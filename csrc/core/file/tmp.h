@@ -19,7 +19,7 @@ struct sfr__tmp_name {
 	intmax_t pid; /* the writer's process */
 	uint64_t serial;
 	enum sfr__tmp_kind kind;
-	size_t lock_name_len;    /* the lock file's name is the name up to and with ".tmp" */
+	size_t lock_name_len;    /* the lock file's name: this name up to and including ".tmp" */
 	const char *former_name; /* of a directory that was moved aside; else "" */
 };
 

@@ -81,9 +81,9 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 		pool->nr_owned++;
 	if (sfr__block_is_owned(from))
 		pool->nr_owned--;
-	sfr__pool_uncount_locked(pool, block);
+	sfr__pool_uncount_if_whole_locked(pool, block);
 	block->state = to;
-	sfr__pool_count_locked(pool, block);
+	sfr__pool_count_if_whole_locked(pool, block);
 	if (sfr__block_is_owned(to))
 		return; /* an owned block is in no list */
 	if (to == SFR__BLOCK_RETIRED) {
@@ -111,9 +111,9 @@ void sfr__pool_set_committed_locked(struct sfr__pool *pool, struct sfr__block *b
 		pool->leased_bytes += nbytes - block->committed;
 	if (block->state == SFR__BLOCK_RETIRED)
 		pool->retired_bytes += nbytes - block->committed;
-	sfr__pool_uncount_locked(pool, block);
+	sfr__pool_uncount_if_whole_locked(pool, block);
 	block->committed = nbytes;
-	sfr__pool_count_locked(pool, block);
+	sfr__pool_count_if_whole_locked(pool, block);
 }
 
 struct sfr__block *sfr__pool_take_unused_locked(struct sfr__pool *pool)

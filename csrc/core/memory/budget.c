@@ -16,14 +16,14 @@
 static _Atomic uint64_t sum_of_caps;   /* the caps of default pools */
 static _Atomic uint64_t sum_of_memory; /* the memory of all pools */
 
-/* Returns the pages of a sum, or 0 if they were counted in another generation. */
-static uint64_t pages_of(uint64_t sum, uint64_t generation)
+/* Returns the pages of a sum, or 0 if they were counted in another fork generation. */
+static uint64_t pages_if_counted_in(uint64_t sum, uint64_t generation)
 {
 	return sum >> PAGES_BITS == generation ? sum & PAGES_MASK : 0;
 }
 
 /* Returns the fork generation, cut to the bits that a sum has for it. */
-static uint64_t this_generation(void)
+static uint64_t this_fork_generation(void)
 {
 	return sfr_fork_generation() & (UINT64_MAX >> PAGES_BITS);
 }
@@ -31,11 +31,11 @@ static uint64_t this_generation(void)
 /* Adds bytes to a sum. A negative number wraps within the low bits, and so subtracts. */
 static void add_bytes(_Atomic uint64_t *sum, int64_t bytes)
 {
-	uint64_t generation = this_generation(), old = atomic_load(sum), new;
+	uint64_t generation = this_fork_generation(), old = atomic_load(sum), new;
 	int64_t pages = bytes / (int64_t)SFR_PAGE;
 
 	do
-		new = ((pages_of(old, generation) + (uint64_t)pages) & PAGES_MASK) |
+		new = ((pages_if_counted_in(old, generation) + (uint64_t)pages) & PAGES_MASK) |
 		      generation << PAGES_BITS;
 	while (!atomic_compare_exchange_weak(sum, &old, new));
 }
@@ -54,11 +54,11 @@ static uint64_t default_cap(const struct sfr_engine_opts *opts, uint64_t taken)
 
 uint64_t sfr__budget_take(const struct sfr_engine_opts *opts)
 {
-	uint64_t generation = this_generation(), old = atomic_load(&sum_of_caps), new, bytes;
+	uint64_t generation = this_fork_generation(), old = atomic_load(&sum_of_caps), new, bytes;
 	uint64_t pages_taken;
 
 	do {
-		pages_taken = pages_of(old, generation);
+		pages_taken = pages_if_counted_in(old, generation);
 		bytes = default_cap(opts, pages_taken * SFR_PAGE);
 		new = (pages_taken + bytes / SFR_PAGE) | generation << PAGES_BITS;
 	} while (!atomic_compare_exchange_weak(&sum_of_caps, &old, new));
@@ -77,5 +77,5 @@ void sfr__budget_add_memory(int64_t bytes)
 
 uint64_t sfr_pools_hold(void)
 {
-	return pages_of(atomic_load(&sum_of_memory), this_generation()) * SFR_PAGE;
+	return pages_if_counted_in(atomic_load(&sum_of_memory), this_fork_generation()) * SFR_PAGE;
 }

@@ -93,10 +93,10 @@ static void collect_blocks_to_warm_locked(struct sfr__pool *pool, struct sfr__li
 	}
 }
 
-/* Called by sfr__pool_grow_all for each block: frees it. */
+/* Called by sfr__pool_grow_all for each block: makes it FREE, or RESERVED without memory. */
 static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
-	(void)rc; /* a failure needs nothing: the block keeps the memory that it had */
+	(void)rc; /* after a failure, too, the block keeps the memory that it had */
 	pool->nr_returned++;
 	sfr__pool_disown_locked(pool, block);
 }
@@ -114,15 +114,15 @@ static int by_index(const void *a, const void *b)
 /* Pins the free blocks that have all their memory, each row of adjacent blocks in one call. */
 static void pin_free_blocks(struct sfr__pool *pool)
 {
-	struct sfr__block **found = sfr_sys.malloc(pool->nr_blocks * sizeof(struct sfr__block *));
+	struct sfr__block **to_pin = sfr_sys.malloc(pool->nr_blocks * sizeof(struct sfr__block *));
 	struct sfr__cuda_scope scope;
 	struct sfr__block **at = &pool->whole.head, *block;
 	uint32_t nr = 0;
 
-	if (found == NULL)
+	if (to_pin == NULL)
 		return; /* each block is pinned at its first use instead */
 	if (sfr__cuda_enter(&scope, pool->pin.cu, pool->pin.context) != CUDA_SUCCESS) {
-		sfr_sys.free(found);
+		sfr_sys.free(to_pin);
 		return;
 	}
 	sfr__lock(&pool->mu);
@@ -134,20 +134,20 @@ static void pin_free_blocks(struct sfr__pool *pool)
 		*at = block->next;
 		/* no other thread may use the block while it is pinned */
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
-		found[nr++] = block;
+		to_pin[nr++] = block;
 	}
 	sfr__unlock(&pool->mu);
-	qsort(found, nr, sizeof(*found), by_index);
+	qsort(to_pin, nr, sizeof(*to_pin), by_index);
 	for (uint32_t i = 0, len; i < nr; i += len) {
-		len = sfr__pool_row_len(found + i, nr - i);
-		sfr__pool_pin_blocks(pool, found + i, len);
+		len = sfr__pool_row_len(to_pin + i, nr - i);
+		sfr__pool_pin_blocks(pool, to_pin + i, len);
 	}
 	sfr__cuda_leave(&scope);
 	sfr__lock(&pool->mu);
 	for (uint32_t i = 0; i < nr; i++)
-		sfr__pool_move_locked(pool, found[i], SFR__BLOCK_FREE);
+		sfr__pool_move_locked(pool, to_pin[i], SFR__BLOCK_FREE);
 	sfr__unlock(&pool->mu);
-	sfr_sys.free(found);
+	sfr_sys.free(to_pin);
 }
 
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)

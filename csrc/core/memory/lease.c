@@ -49,12 +49,12 @@ static void wake_waiters_locked(struct sfr__pool *pool)
 		(void)pthread_cond_broadcast(&pool->cv); /* cannot fail on our own object */
 }
 
-/* Takes the blocks of the placed items for the lease. A block becomes GROWING if it needs other or
- * more memory, and LEASED otherwise. */
+/* Takes for the lease the blocks in which place.c has placed items: of each gap, the bytes [begin,
+ * used_end). A block becomes GROWING if it needs other or more memory, and LEASED otherwise. */
 static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placement *placement,
 			       struct sfr__lease *lease)
 {
-	uint32_t end = 0; /* the index after the lease's last block */
+	uint32_t end = 0; /* the index after the lease's last block in the pool */
 
 	lease->nr_runs = lease->nr_blocks = 0;
 	for (uint32_t g = 0; g < placement->nr_gaps; g++) {
@@ -62,8 +62,8 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 
 		if (gap->used_end != gap->begin) /* items were placed in this gap */
 			lease->runs[lease->nr_runs++] = (struct sfr__run_of_blocks){
-				(uint32_t)(gap->begin / pool->block_bytes),
-				gap->used_end - gap->begin
+				.first = (uint32_t)(gap->begin / pool->block_bytes),
+				.len = gap->used_end - gap->begin,
 			};
 	}
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -80,8 +80,8 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 			     !sfr__pin_is_foreign(block);
 
 		sfr__pool_move_locked(pool, block, ready ? SFR__BLOCK_LEASED : SFR__BLOCK_GROWING);
-		/* blocks that a user holds do not count: saves cannot use them */
-		sfr__pool_uncount_locked(pool, block);
+		/* not counted again: saves cannot use a block that a user holds */
+		sfr__pool_uncount_if_whole_locked(pool, block);
 		block->user_held = true;
 		lease->nr_blocks++;
 	}
@@ -93,6 +93,7 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 	wake_waiters_locked(pool);
 }
 
+/* Sets whether only a user can give the lease's blocks back. */
 static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -103,9 +104,9 @@ static void set_held_locked(struct sfr__pool *pool, const struct sfr__lease *lea
 			pool->nr_user_held++;
 		if (!held && block->user_held)
 			pool->nr_user_held--;
-		sfr__pool_uncount_locked(pool, block);
+		sfr__pool_uncount_if_whole_locked(pool, block);
 		block->user_held = held;
-		sfr__pool_count_locked(pool, block);
+		sfr__pool_count_if_whole_locked(pool, block);
 	}
 	wake_waiters_locked(pool);
 }
@@ -168,7 +169,7 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
 		if (block->state != SFR__BLOCK_GROWING || rc != 0)
-			continue;
+			continue; /* the block has its memory, or an earlier one got none */
 		if (sfr__pin_is_foreign(block))
 			rc = return_to_range_locked(pool, block);
 		block->target_bytes = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
@@ -194,26 +195,27 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 }
 
 /* Waits until this request is first in the queue and there is room, and takes the room. Returns 0,
- * SFR_EAGAIN or SFR_EEXHAUSTED. sfr__pool_may_retry_locked explains `failed_at`. */
+ * SFR_EAGAIN or SFR_EEXHAUSTED. `returned_at_failure`: see sfr__pool_may_retry_locked. */
 static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *placement,
 				uint32_t nr_blocked_saves, uint64_t deadline_ns,
-				const uint64_t *failed_at, struct sfr__lease *lease)
+				const uint64_t *returned_at_failure, struct sfr__lease *lease)
 {
-	struct sfr__waiter me = { .seq = UINT64_MAX };
-	bool timed_out = deadline_ns == 0; /* there is no time left to wait */
+	struct sfr__waiter me = { .seq = UINT64_MAX }; /* after the requests of all saves */
+	bool timed_out = deadline_ns == 0;             /* there is no time left to wait */
 	int rc;
 
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
 		bool keep_one_free = pool->nr_saves > nr_blocked_saves;
 
-		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, failed_at) &&
+		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, returned_at_failure) &&
 		    sfr__pool_place_locked(pool, placement, false, keep_one_free)) {
 			take_placed_locked(pool, placement, lease);
 			rc = 0;
 			break;
 		}
-		/* waiting cannot help if the items do not fit outside held leases */
+		/* Waiting cannot help if the items do not fit into all blocks outside held leases
+		 * (after_wait is true), even without a block kept free (keep_one_free is false). */
 		if (!sfr__pool_place_locked(pool, placement, true, false)) {
 			rc = SFR_EEXHAUSTED;
 			break;
@@ -231,16 +233,16 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 		    uint32_t nr_blocked_saves, uint64_t slice_ns, char **addrs,
 		    struct sfr__lease *out)
 {
-	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned_before;
+	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), nr_returned_before;
 	struct sfr__placement placement = { .lens = lens, .nr = nr, .addrs = addrs };
 	const uint32_t nr_gaps_max = pool->nr_blocks / 2 + 1; /* if every second block is in use */
-	const uint64_t *failed_at = NULL;
+	const uint64_t *returned_at_failure = NULL;
 	struct sfr__lease lease = { .whole = whole };
 	int rc;
 
 	*out = (struct sfr__lease){ 0 };
 	for (uint32_t i = 0; i < nr; i++) {
-		/* such items do not fit into any pool; the sum must not overflow */
+		/* no pool is that large; without this limit the sum could overflow */
 		if (lens[i] > UINT64_MAX / 4 || placement.total > UINT64_MAX / 4)
 			return SFR_EEXHAUSTED;
 		placement.total += sfr__round_up(lens[i], SFR_ALIGN);
@@ -253,17 +255,17 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 	sfr__lock(&pool->mu);
 	for (;;) {
 		rc = wait_for_room_locked(pool, &placement, nr_blocked_saves, deadline_ns,
-					  failed_at, &lease);
+					  returned_at_failure, &lease);
 		if (rc != 0)
 			break;
-		returned_before = pool->nr_returned;
+		nr_returned_before = pool->nr_returned;
 		rc = grow_lease_locked(pool, &lease);
 		if (rc == 0)
 			break;
 		/* Give up if only users can return a block, and none has returned meanwhile. */
-		if (pool->nr_owned == pool->nr_user_held && pool->nr_returned == returned_before)
+		if (pool->nr_owned == pool->nr_user_held && pool->nr_returned == nr_returned_before)
 			break;
-		failed_at = &returned_before;
+		returned_at_failure = &nr_returned_before;
 	}
 	sfr__unlock(&pool->mu);
 	if (rc != 0)
@@ -348,19 +350,19 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	uint64_t off = (uint64_t)(mem - pool->range.base);
 	uint32_t i = (uint32_t)(off / pool->block_bytes);
 	const struct sfr__block *first = &pool->blocks[i];
-	uint64_t end = (i + 1) * pool->block_bytes; /* of the span: at first, of its first block */
+	uint64_t span_end = (i + 1) * pool->block_bytes; /* grows block by block */
 
 	*pinned = sfr__pin_is_pinned(first);
-	while (end < off + len) {
-		const struct sfr__block *next = &pool->blocks[end / pool->block_bytes];
+	while (span_end < off + len) {
+		const struct sfr__block *next = &pool->blocks[span_end / pool->block_bytes];
 
 		if (*pinned && next->region != first->region)
 			break; /* one copy must not touch two regions */
 		if (!*pinned && sfr__pin_is_pinned(next))
-			break;
-		end += pool->block_bytes;
+			break; /* the span is not pinned, but the next block is */
+		span_end += pool->block_bytes;
 	}
-	return end - off < len ? (size_t)(end - off) : len;
+	return span_end - off < len ? (size_t)(span_end - off) : len;
 }
 
 int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared)

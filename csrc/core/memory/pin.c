@@ -43,9 +43,9 @@ struct sfr__region {
 	char *pool_addr; /* the first block's address in the pool; not `mem` if ALLOCATED */
 	enum pin_way way;
 	uint32_t nr_blocks;
-	uint32_t nr_in_trim; /* its blocks that a running trim owns; guarded by pin->mu */
+	uint32_t nr_in_list; /* its blocks in the list of sfr__pin_drop; guarded by pin->mu */
 	bool never_release;  /* one of its blocks is retired; guarded by pin->mu */
-	bool released;       /* by the driver, during a trim */
+	bool released;       /* by the driver, in sfr__pin_drop */
 };
 
 void sfr__pin_init(struct sfr__pin *pin)
@@ -85,7 +85,7 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 /* ---- notes ---------------------------------------------------------------- */
 
 /* Logs `text` and keeps it for reports, unless a fallback at least as bad was noted before. */
-static void note_fallback(struct sfr__pin *pin, enum pin_way way, const char *text)
+static void log_fallback(struct sfr__pin *pin, enum pin_way way, const char *text)
 {
 	bool noted;
 
@@ -106,11 +106,11 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why)
 
 	(void)snprintf(text, sizeof(text),
 		       "Staging memory stays pageable, and copies are slow: %.90s.", why);
-	note_fallback(pin, PAGEABLE, text);
+	log_fallback(pin, PAGEABLE, text);
 }
 
-/* Notes that `call` failed with `rc`, so that the blocks are pinned by `way`. */
-static void note_failure(struct sfr__pin *pin, enum pin_way way, CUresult rc, const char *call)
+/* Notes that `call` failed with `rc`, so that the blocks are now pinned in the worse `way`. */
+static void note_fallback_to(struct sfr__pin *pin, enum pin_way way, CUresult rc, const char *call)
 {
 	static const char *const fallbacks[] = {
 		[REGISTERED] = "it is registered in smaller regions",
@@ -122,7 +122,7 @@ static void note_failure(struct sfr__pin *pin, enum pin_way way, CUresult rc, co
 
 	sfr__cuda_explain(pin->cu, pin->device, call, rc, what, sizeof(what));
 	(void)snprintf(text, sizeof(text), "Staging memory: %s; %s.", what, fallbacks[way]);
-	note_fallback(pin, way, text);
+	log_fallback(pin, way, text);
 }
 
 void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
@@ -201,10 +201,10 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	if (rc == CUDA_SUCCESS)
 		return;
 	if (in_place) { /* no region, so a later attempt can do better */
-		note_failure(pin, PAGEABLE, rc, "cuMemHostRegister");
+		note_fallback_to(pin, PAGEABLE, rc, "cuMemHostRegister");
 		return;
 	}
-	note_failure(pin, ALLOCATED, rc, "cuMemHostRegister");
+	note_fallback_to(pin, ALLOCATED, rc, "cuMemHostRegister");
 	rc = pin->cu->host_alloc(&mem, (size_t)block_bytes, CU_MEMHOSTALLOC_PORTABLE);
 	if (rc == CUDA_SUCCESS) {
 		block->region = add_region(pin, ALLOCATED, mem, block->mem, 1);
@@ -216,7 +216,7 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 		(void)release_memory(pin, ALLOCATED, mem);
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
-	note_failure(pin, PAGEABLE, rc, "cuMemHostAlloc");
+	note_fallback_to(pin, PAGEABLE, rc, "cuMemHostAlloc");
 	/* The block gets a region all the same, so that later leases do not try again. A trim
 	 * removes this region. */
 	block->region = add_region(pin, PAGEABLE, block->mem, block->mem, 1);
@@ -227,25 +227,26 @@ static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 		     uint64_t block_bytes, bool in_place)
 {
 	uint64_t nr_per_region_max = REGION_BYTES_MAX / block_bytes;
-	uint32_t at = 0, nr_per_region = nr;
+	uint32_t next = 0, nr_per_region = nr;
 
 	if (nr_per_region_max < nr)
 		nr_per_region = nr_per_region_max > 1 ? (uint32_t)nr_per_region_max : 1;
-	while (at < nr) {
-		uint32_t len = nr_per_region < nr - at ? nr_per_region : nr - at;
+	while (next < nr) {
+		uint32_t len = nr_per_region < nr - next ? nr_per_region : nr - next;
 		CUresult rc;
 
 		if (len <= 1) {
-			pin_one(pin, blocks[at++], block_bytes, in_place);
+			pin_one(pin, blocks[next++], block_bytes, in_place);
 			continue;
 		}
-		rc = register_blocks(pin, blocks + at, len, block_bytes);
+		rc = register_blocks(pin, blocks + next, len, block_bytes);
 		if (rc == CUDA_SUCCESS) {
-			at += len;
+			next += len;
 			continue;
 		}
 		nr_per_region = len / 2;
-		note_failure(pin, nr_per_region > 1 ? REGISTERED : ALONE, rc, "cuMemHostRegister");
+		note_fallback_to(pin, nr_per_region > 1 ? REGISTERED : ALONE, rc,
+				 "cuMemHostRegister");
 	}
 }
 
@@ -297,20 +298,20 @@ static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struc
 
 	for (struct sfr__block *b = list; b; b = b->next)
 		if (b->region)
-			b->region->nr_in_trim++;
+			b->region->nr_in_list++;
 	for (struct sfr__block *b = list; b; b = b->next) {
 		struct sfr__region *region = b->region;
 
-		if (!region || region->nr_in_trim != region->nr_blocks)
+		if (!region || region->nr_in_list != region->nr_blocks)
 			continue;
 		unlink_locked(pin, region);
 		region->next = taken;
 		taken = region;
-		region->nr_in_trim = 0; /* so that its next block does not take it again */
+		region->nr_in_list = 0; /* so that its next block in the list is skipped */
 	}
 	for (struct sfr__block *b = list; b; b = b->next)
 		if (b->region)
-			b->region->nr_in_trim = 0;
+			b->region->nr_in_list = 0;
 	return taken;
 }
 
@@ -334,7 +335,7 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 	for (struct sfr__block *b = list; b; b = b->next) {
 		if (!b->region || !b->region->released)
 			continue;
-		if (b->region->way == ALLOCATED)
+		if (b->region->way == ALLOCATED) /* b->mem was the driver's memory */
 			b->mem = b->region->pool_addr;
 		b->region = NULL;
 	}

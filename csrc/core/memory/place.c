@@ -109,21 +109,21 @@ static uint64_t nr_blocks_used(const struct sfr__pool *pool, const struct sfr__p
 bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement *placement,
 			    bool after_wait, bool keep_one_free)
 {
-	uint64_t nr = sfr__round_up(placement->total, pool->block_bytes) / pool->block_bytes;
+	uint64_t nr_needed = sfr__round_up(placement->total, pool->block_bytes) / pool->block_bytes;
 	uint64_t nr_usable = nr_usable_locked(pool, after_wait);
 	uint64_t nr_kept_free = keep_one_free ? 1 : 0;
 	uint32_t first = 0; /* if all items are empty */
 
-	if (nr + nr_kept_free > nr_usable)
+	if (nr_needed + nr_kept_free > nr_usable)
 		return false;
-	if (nr != 0)
-		first = find_window_locked(pool, nr, after_wait);
+	if (nr_needed != 0)
+		first = find_window_locked(pool, nr_needed, after_wait);
 	if (first < pool->nr_blocks) { /* there is a window */
 		uint64_t begin = first * pool->block_bytes;
 
 		placement->nr_gaps = 1;
 		placement->gaps[0] =
-			(struct sfr__gap){ begin, begin, begin + nr * pool->block_bytes };
+			(struct sfr__gap){ begin, begin, begin + nr_needed * pool->block_bytes };
 		return fill_gaps(pool, placement);
 	}
 	find_gaps_locked(pool, after_wait, placement);

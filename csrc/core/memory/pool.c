@@ -98,6 +98,7 @@ static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 	if (block == NULL)
 		block = sfr__pool_pop(&pool->partial);
 	if (block != NULL) {
+		/* a block without memory is not ready, even if nothing is needed */
 		bool ready = block->committed >= need && block->committed != 0;
 
 		sfr__pool_move_locked(pool, block, ready ? SFR__BLOCK_LEASED : SFR__BLOCK_GROWING);
@@ -129,9 +130,9 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 }
 
 /* Waits to be first in the queue and takes a block. Returns 0, SFR_EAGAIN, SFR_EEXHAUSTED or
- * -ENOMEM, as sfr__pool_get does. sfr__pool_may_retry_locked explains `failed_at`. */
+ * -ENOMEM, as sfr__pool_get does. `returned_at_failure`: see sfr__pool_may_retry_locked. */
 static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t need,
-				 uint64_t deadline_ns, const uint64_t *failed_at,
+				 uint64_t deadline_ns, const uint64_t *returned_at_failure,
 				 struct sfr__block **out)
 {
 	struct sfr__waiter me = { .seq = seq };
@@ -141,7 +142,7 @@ static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t ne
 	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
 		*out = NULL;
-		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, failed_at))
+		if (pool->waiters == &me && sfr__pool_may_retry_locked(pool, returned_at_failure))
 			*out = take_block_locked(pool, need);
 		all_retired = pool->nr_retired == pool->nr_blocks;
 		/* users hold all blocks that are not retired: waiting is no use */
@@ -162,8 +163,9 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		  struct sfr__block **out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns);
-	uint64_t returned_before;         /* nr_returned before the last commit */
-	const uint64_t *failed_at = NULL; /* &returned_before if the last commit failed */
+	uint64_t nr_returned_before; /* pool->nr_returned before the last commit */
+	/* &nr_returned_before if the last commit failed */
+	const uint64_t *returned_at_failure = NULL;
 	struct sfr__block *block;
 	int rc;
 
@@ -176,10 +178,11 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	for (;;) {
 		size_t target_bytes = sfr__pool_memory_for(pool, need);
 
-		rc = wait_for_block_locked(pool, seq, need, deadline_ns, failed_at, &block);
+		rc = wait_for_block_locked(pool, seq, need, deadline_ns, returned_at_failure,
+					   &block);
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
-		returned_before = pool->nr_returned;
+		nr_returned_before = pool->nr_returned;
 		/* no whole block was free: writers are to make more of them */
 		if (sfr__pool_fills_block(pool, need)) {
 			sfr__pool_raise_target_locked(pool);
@@ -197,9 +200,9 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		}
 		sfr__pool_disown_locked(pool, block);
 		/* Give up if only users can return a block, and none has returned meanwhile. */
-		if (pool->nr_owned == pool->nr_user_held && pool->nr_returned == returned_before)
+		if (pool->nr_owned == pool->nr_user_held && pool->nr_returned == nr_returned_before)
 			break;
-		failed_at = &returned_before;
+		returned_at_failure = &nr_returned_before;
 	}
 	sfr__unlock(&pool->mu);
 	if (rc == 0)

@@ -88,10 +88,10 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
 void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
 /* Makes whole blocks that the pool lacks. A writer calls this after each block that it has written.
- * `nr_left` more calls follow for this save, and each can make a block. So if the pool lacks n
- * blocks, this call makes n - nr_left. It makes none while a thread waits for a block, nor, after
- * the system has refused memory, until the next save begins. */
-void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left);
+ * `nr_later_calls` more calls follow for this save, and each can make a block. So this call makes
+ * only the blocks that the pool lacks beyond nr_later_calls. It makes none while a thread waits for
+ * a block, nor, after the system has refused memory, until the next save begins. */
+void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_later_calls);
 /* Makes one whole block that the pool lacks. Returns false if the pool lacks none, or if a thread
  * waits for a block. */
 bool sfr__pool_make_block(struct sfr__pool *pool);

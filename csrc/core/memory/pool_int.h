@@ -38,9 +38,9 @@ struct sfr__pool {
 	uint32_t nr_retired;
 	uint32_t nr_saves;        /* saves that still need blocks (sfr__pool_join) */
 	uint32_t nr_whole_useful; /* whole blocks that these saves could use together */
-	/* how many whole blocks to make ahead of need, counting those that there are; 0: none */
+	/* how many whole blocks the pool should have; missing ones are made ahead of need */
 	uint32_t nr_whole_target;
-	uint32_t nr_whole_for_saves; /* blocks for which sfr__block_is_whole_for_saves */
+	uint32_t nr_whole_for_saves; /* whole blocks that are not retired or held by a user */
 	uint32_t nr_whole_growing;   /* blocks that threads are making whole */
 	uint32_t nr_user_held;       /* owned blocks that only a user can return */
 	uint64_t nr_returned; /* how often blocks came back; a change is a reason to try again */
@@ -120,20 +120,22 @@ void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
 struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL: the list is empty */
 /* Removes the blocks that have become owned from a list. */
 void sfr__pool_remove_owned(struct sfr__list *list);
-/* Returns whether pool->nr_whole_for_saves counts the block. Code that changes one of these fields
- * calls sfr__pool_uncount_locked before and sfr__pool_count_locked after the change. */
+/* Returns whether pool->nr_whole_for_saves counts the block. Code that changes `committed`,
+ * `user_held` or `state` calls the first function below before the change, the second after it. */
 static inline bool sfr__block_is_whole_for_saves(const struct sfr__pool *pool,
 						 const struct sfr__block *block)
 {
 	return block->committed == pool->block_bytes && !block->user_held &&
 	       block->state != SFR__BLOCK_RETIRED;
 }
-static inline void sfr__pool_uncount_locked(struct sfr__pool *pool, const struct sfr__block *block)
+static inline void sfr__pool_uncount_if_whole_locked(struct sfr__pool *pool,
+						     const struct sfr__block *block)
 {
 	if (sfr__block_is_whole_for_saves(pool, block))
 		pool->nr_whole_for_saves--;
 }
-static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct sfr__block *block)
+static inline void sfr__pool_count_if_whole_locked(struct sfr__pool *pool,
+						   const struct sfr__block *block)
 {
 	if (sfr__block_is_whole_for_saves(pool, block))
 		pool->nr_whole_for_saves++;
@@ -158,13 +160,13 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
  * may take blocks. */
 void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
-/* Returns whether a waiting thread should try to take blocks. `failed_at` is NULL at the first try.
- * After a try for which the system had no memory, *failed_at is nr_returned at that try. The thread
- * tries again when a block has returned since, or when only users can still return one. */
+/* Returns whether a waiting thread should try to take blocks. `returned_at_failure` is NULL before
+ * the first try. If a try fails because the system has no memory, it points to nr_returned at that
+ * try. The thread tries again when a block has returned since, or if only users can return one. */
 static inline bool sfr__pool_may_retry_locked(const struct sfr__pool *pool,
-					      const uint64_t *failed_at)
+					      const uint64_t *returned_at_failure)
 {
-	return failed_at == NULL || *failed_at != pool->nr_returned ||
+	return returned_at_failure == NULL || *returned_at_failure != pool->nr_returned ||
 	       pool->nr_owned == pool->nr_user_held;
 }
 

@@ -36,7 +36,7 @@ static void raise_target_to_locked(struct sfr__pool *pool, uint32_t nr)
 
 void sfr__pool_raise_target_locked(struct sfr__pool *pool)
 {
-	/* 0: after a trim or a refusal of the system, nothing is made until the next save begins */
+	/* 0: after a trim, or if memory was refused, no block is made until the next save begins */
 	if (pool->nr_whole_target != 0)
 		raise_target_to_locked(pool, pool->nr_whole_useful);
 }
@@ -61,13 +61,15 @@ void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole)
 }
 
 /* Takes a block without memory and makes it GROWING. Returns NULL if a thread waits for a block, or
- * if the pool lacks at most `nr_left` whole blocks. */
-static struct sfr__block *take_block_to_grow_locked(struct sfr__pool *pool, uint32_t nr_left)
+ * if later calls, each of which makes one block, are enough for the blocks that the pool lacks. */
+static struct sfr__block *take_block_to_grow_locked(struct sfr__pool *pool, uint32_t nr_later_calls)
 {
+	/* how many whole blocks there will be if this call makes none */
+	uint32_t nr_expected = pool->nr_whole_for_saves + pool->nr_whole_growing + nr_later_calls;
 	struct sfr__block *block;
 
 	if (pool->waiters != NULL || !sfr__pool_lacks_whole_locked(pool) ||
-	    pool->nr_whole_for_saves + pool->nr_whole_growing + nr_left >= pool->nr_whole_target)
+	    nr_expected >= pool->nr_whole_target)
 		return NULL;
 	block = sfr__pool_pop(&pool->reserved);
 	if (block == NULL)
@@ -79,10 +81,10 @@ static struct sfr__block *take_block_to_grow_locked(struct sfr__pool *pool, uint
 
 /* Makes one block whole, and releases the mutex meanwhile. Returns false if no block is to be made
  * whole. Returns true even if the system had no memory. */
-static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
+static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_later_calls)
 {
 	const size_t len = (size_t)pool->block_bytes;
-	struct sfr__block *block = take_block_to_grow_locked(pool, nr_left);
+	struct sfr__block *block = take_block_to_grow_locked(pool, nr_later_calls);
 	int rc;
 
 	if (block == NULL)
@@ -93,7 +95,7 @@ static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 	pool->nr_whole_growing--;
 	if (rc == 0) {
 		sfr__pool_set_committed_locked(pool, block, len);
-		pool->nr_returned++;
+		pool->nr_returned++; /* a thread that found no memory may try again */
 	} else {
 		pool->nr_whole_target = 0; /* give up until the next save */
 	}
@@ -103,13 +105,13 @@ static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_left)
 
 bool sfr__pool_make_block(struct sfr__pool *pool)
 {
-	return sfr__under(&pool->mu, make_block_locked(pool, 0));
+	return sfr__under(&pool->mu, make_block_locked(pool, 0)); /* no later calls */
 }
 
-void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left)
+void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_later_calls)
 {
 	sfr__lock(&pool->mu);
-	while (make_block_locked(pool, nr_left))
+	while (make_block_locked(pool, nr_later_calls))
 		;
 	sfr__unlock(&pool->mu);
 }

@@ -216,7 +216,7 @@ static bool order_stream(struct sfr_onload *onload, const struct sfr_stream *str
 	if (sfr__transfer_is_over(&onload->transfer)) /* always so without a lane */
 		return true;
 	entered = sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS;
-	/* measures the first wait, unless the stream is capturing: a capture records no timer */
+	/* Measure the first wait. While a stream captures a graph, no time can be measured. */
 	timed = entered && !onload->ordered && !sfr__cuda_is_capturing(lane->cu, cu_stream);
 	if (timed)
 		sfr__cuda_timer_begin(lane, &onload->waiting, cu_stream);

@@ -204,7 +204,7 @@ int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, 
 	if (rc == 0)
 		rc = sfr__write_all(f->fd, bytes, len, off, &written);
 	sfr__lock(&sfr__arrivals.mu);
-	if (rc < 0) /* also -EINVAL */
+	if (rc < 0) /* also after -EINVAL: the bytes that readers wait for would never come */
 		fail_locked(f);
 	else
 		arrived_locked(f, off / f->chunk_bytes);
@@ -269,6 +269,7 @@ void sfr_arrivals_end(struct sfr_arrivals *group)
 	group->ended = true;
 	(void)pthread_cond_broadcast(&sfr__arrivals.has_requests);
 	sfr__unlock(&sfr__arrivals.mu);
+	/* 0: any file of the group */
 	while ((f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, 0))) != NULL)
 		sfr__arriving_drop(f);
 }

@@ -145,17 +145,17 @@ void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len)
 void sfr__arriving_will_read(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t off,
 			     uint64_t end)
 {
-	uint64_t i, last;
+	uint64_t i, chunks_end;
 
 	if (sfr__arrivals_are_parents(f->fork_generation) || end <= off)
 		return;
-	last = find_chunks(f, off, end - off, &i);
-	if (last > i + SFR_ARRIVALS_WINDOW)
-		last = i + SFR_ARRIVALS_WINDOW;
+	chunks_end = find_chunks(f, off, end - off, &i); /* chunks [i, chunks_end) */
+	if (chunks_end > i + SFR_ARRIVALS_WINDOW)
+		chunks_end = i + SFR_ARRIVALS_WINDOW;
 	sfr__lock(&sfr__arrivals.mu);
 	if (f->group == NULL) /* closed: request nothing */
-		last = i;
-	for (; i < last; i++)
+		chunks_end = i;
+	for (; i < chunks_end; i++)
 		/* skip chunks that the reader has read completely */
 		if (bytes_read == NULL || bytes_read[i] != sfr__chunk_len(f, i))
 			request_locked(f, i);

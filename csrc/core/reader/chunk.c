@@ -127,20 +127,20 @@ static bool check_descriptor(const struct chunk *chunk, uint64_t i)
 	/* The header tells where the descriptor is, but another thread may not have checked the
 	 * header yet. If the header is wrong, that is reported instead. */
 	header_rc = check_header(chunk, i);
-	if (header_rc != 0)
-		return header_rc > 0;
+	if (header_rc != 0) /* 1: the damage is listed, and the reading goes on */
+		return header_rc == 1;
 	return sfr__reader_damaged(chunk->r, i, off, wrong);
 }
 
 /* ---- the bytes ------------------------------------------------------------------ */
 
-/* Hands the bytes of record units->index to the client, and adds their number and CRC to `units`.
- * Returns as the client's `put` does. */
-static int hand_to_client(const struct chunk *chunk, struct sfr__record_units *units)
+/* Hands the bytes of record fragment->index that are in the chunk to the client, and adds their
+ * number and CRC to the fragment. Returns as the client's `put` does. */
+static int hand_to_client(const struct chunk *chunk, struct sfr__record_fragment *fragment)
 {
 	const struct sfr_reader *r = chunk->r;
-	const uint64_t data_off = r->records[units->index].data_off;
-	const uint64_t data_end = sfr__reader_data_end(r, units->index);
+	const uint64_t data_off = r->records[fragment->index].data_off;
+	const uint64_t data_end = sfr__reader_data_end(r, fragment->index);
 	/* the record's bytes in the chunk are [from, to) of the file */
 	const uint64_t from = data_off > chunk->off ? data_off : chunk->off;
 	const uint64_t to = data_end < chunk->end ? data_end : chunk->end;
@@ -151,45 +151,46 @@ static int hand_to_client(const struct chunk *chunk, struct sfr__record_units *u
 	if (from >= to)
 		return 0;
 	if (r->client != NULL)
-		rc = r->client->put(r->self, chunk->buffer, units->index, from - data_off, bytes,
-				    (size_t)(to - from), needs_crc ? &units->crc : NULL);
+		rc = r->client->put(r->self, chunk->buffer, fragment->index, from - data_off, bytes,
+				    (size_t)(to - from), needs_crc ? &fragment->crc : NULL);
 	else if (needs_crc)
-		units->crc = sfr_crc32(0, bytes, (size_t)(to - from));
-	units->nr_units += to - from;
-	/* combined with zeros for the record's bytes after the chunk */
-	units->crc = sfr_crc32_combine(units->crc, 0, data_end - to);
+		fragment->crc = sfr_crc32(0, bytes, (size_t)(to - from));
+	fragment->nr_read += to - from;
+	/* The CRC as if zeros followed, up to the end of the record. The XOR of such CRCs is the
+	 * record's CRC. */
+	fragment->crc = sfr_crc32_combine(fragment->crc, 0, data_end - to);
 	return rc;
 }
 
 /* Checks the header and the descriptor of record `i` if they begin in the chunk, and hands its
- * bytes to the client. If the client still needs the buffer, the units are counted later. Returns
+ * bytes to the client. If the client still needs the buffer, the fragment is counted later. Returns
  * false if the reading ends. */
 static bool check_record(const struct chunk *chunk, uint64_t i)
 {
 	const bool has_descriptor = (chunk->r->listed[i].flags & SFR__UNZIP_HAS_DESC) != 0;
 	const bool bare = (chunk->r->flags & SFR__READER_BARE) != 0;
-	struct sfr__record_units units = { .index = i };
+	struct sfr__record_fragment fragment = { .index = i };
 	int rc;
 
 	if (!bare && contains(chunk, chunk->r->listed[i].hdr_off)) {
 		if (check_header(chunk, i) < 0)
 			return false;
-		units.nr_units++;
+		fragment.nr_read++; /* the header counts as one byte */
 	}
-	rc = hand_to_client(chunk, &units);
+	rc = hand_to_client(chunk, &fragment);
 	if (rc < 0)
 		return false;
 	if (has_descriptor && contains(chunk, sfr__reader_data_end(chunk->r, i))) {
 		if (!check_descriptor(chunk, i))
 			return false;
-		units.nr_units++;
+		fragment.nr_read++; /* so does the descriptor */
 	}
 	if (rc == SFR__READER_NEEDS_BUFFER) {
-		rc = sfr__reader_defer_units(chunk->buffer, &units);
+		rc = sfr__reader_defer_fragment(chunk->buffer, &fragment);
 		if (rc < 0)
 			sfr__reader_fail(chunk->r, rc, i, chunk->off, NULL);
-	} else if (units.nr_units != 0) {
-		sfr__reader_count_units(chunk->r, &units);
+	} else if (fragment.nr_read != 0) {
+		sfr__reader_count_fragment(chunk->r, &fragment);
 	}
 	return rc >= 0;
 }

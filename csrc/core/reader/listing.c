@@ -39,7 +39,7 @@ int sfr__listing_add(struct sfr__listing *listing, const struct sfr__unzip_recor
 
 	if (rec->method != SFR__UNZIP_STORED || listing->nr == RECORDS_MAX ||
 	    listing->names_len + rec->name_len > NAMES_BYTES_MAX) {
-		listing->incomplete = true;
+		listing->incomplete = true; /* no error: the caller does without the list */
 		return 0;
 	}
 	rc = grow_array(&records, sizeof(*listing->records), &listing->cap, listing->nr + 1);

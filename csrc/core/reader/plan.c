@@ -155,8 +155,8 @@ static int plan_bare(struct sfr_reader *r)
 
 		if (listed->hdr_off > next_start || listed->len > next_start - listed->hdr_off)
 			return -EINVAL;
-		record->data_off = listed->hdr_off;
-		record->units_left = listed->len;
+		record->data_off = listed->hdr_off; /* there is no header */
+		record->nr_unread = listed->len;
 		if (listed->len == 0) { /* there is nothing to read */
 			atomic_store(&record->good, true);
 			r->nr_good++; /* needs no lock: no thread runs yet */
@@ -196,11 +196,11 @@ static int plan_archive(struct sfr_reader *r)
 			return -EOPNOTSUPP; /* the data do not fit */
 		if (record->data_off - listed->hdr_off > SFR__READER_HEADER_MAX)
 			return -EOPNOTSUPP; /* the header is too long */
-		/* a unit for each byte of data, one for the header, one for the descriptor */
-		record->units_left = listed->len + 1;
+		/* the header and the descriptor count as one byte each */
+		record->nr_unread = listed->len + 1;
 		if ((listed->flags & SFR__UNZIP_HAS_DESC) == 0)
 			continue;
-		record->units_left++;
+		record->nr_unread++;
 		if (sfr__reader_data_end(r, i) == next_start)
 			return -EOPNOTSUPP; /* no room for its descriptor */
 	}

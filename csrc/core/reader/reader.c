@@ -22,11 +22,11 @@
  *
  * The owner of a buffer that the client has lent. A device still reads from it after the put:
  *
- *     reader --put returned LATER, send--> client --finish--> reader
+ *     reader --put returned NEEDS_BUFFER, send--> client --finish--> reader
  *
  * A record. Its header, data and descriptor may come in any order and from several threads:
  *
- *     TO COME --its last unit is counted, CRC right--> GOOD
+ *     TO COME --all of it is read, CRC right--> GOOD
  *        |
  *        +--header, descriptor, CRC wrong; reading failed--> the reader has failed, for good
  *
@@ -86,24 +86,29 @@ static bool find_chunk_locked(struct sfr_reader *r, struct chunk *chunk)
 	}
 }
 
-/* Waits until the client has finished with a buffer, and counts its pending units. Does nothing if
- * the buffer is the reader's own (nr_buffers is 1): no client needs such a buffer after a put. */
+/* Returns whether the client lends the buffers. Only such a buffer can be needed after a put. */
+static bool buffers_are_lent(const struct sfr_reader *r)
+{
+	return r->nr_buffers > 1;
+}
+
+/* Waits until the client has finished with a buffer, and counts its pending fragments. */
 static void finish_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
-	if (r->nr_buffers == 1)
+	if (!buffers_are_lent(r))
 		return;
 	if (r->client->finish(r->self, buffer) < 0)
-		buffer->nr_pending = 0; /* the reader has failed: these records are never good */
+		buffer->nr_pending = 0; /* the reader has failed: their records are never good */
 	sfr__reader_count_pending(r, buffer);
 }
 
 static void finish_buffers(struct sfr__reader_thread *thread)
 {
-	/* from the buffer that was sent first: it is used next */
+	/* in the order in which they were sent: the next buffer to use was sent first */
 	for (unsigned i = 0; i < thread->r->nr_buffers; i++) {
-		unsigned number = (thread->next_buffer + i) % thread->r->nr_buffers;
+		unsigned index = (thread->next_buffer + i) % thread->r->nr_buffers;
 
-		finish_buffer(thread->r, &thread->buffers[number]);
+		finish_buffer(thread->r, &thread->buffers[index]);
 	}
 }
 
@@ -130,6 +135,7 @@ static bool take_chunk(struct sfr__reader_thread *thread, struct chunk *chunk)
 	}
 	if (found) {
 		r->next_off = chunk->off + chunk->len;
+		/* announce all that may be read now: bytes of a remote file are then fetched */
 		chunk->announce_end = r->end;
 		if (r->nr_allowed < r->nr)
 			chunk->announce_end = r->listed[r->nr_allowed].hdr_off;
@@ -160,7 +166,7 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 	finish_buffer(r, buffer);
 	thread->next_buffer = (thread->next_buffer + 1) % r->nr_buffers;
 	if (buffer->mem == NULL)
-		return false; /* the memory is lost, and the reader has failed */
+		return false; /* its memory is lost to a dead device; the reader has failed */
 	sfr__source_will_read(&r->source, chunk->off, chunk->announce_end);
 	do
 		rc = sfr__source_read(&r->source, buffer->mem, chunk->len, chunk->off);
@@ -174,7 +180,7 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 	}
 	sfr__reader_read_chunk(thread, buffer, chunk->off, chunk->len, chunk->first_rec,
 			       chunk->end_rec);
-	if (r->nr_buffers > 1 && r->client->send(r->self, buffer) < 0)
+	if (buffers_are_lent(r) && r->client->send(r->self, buffer) < 0)
 		buffer->nr_pending = 0; /* the reader has failed */
 	sfr__lock(&r->mu);
 	r->bytes_read += chunk->len;
@@ -198,9 +204,9 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 {
 	const struct sfr_reader *r = thread->r;
 
-	/* In a child: the parent's thread may have been changing the buffers at the fork. */
+	/* A child leaves the buffers alone: the parent may have been changing them at the fork. */
 	for (unsigned i = 0; i < r->nr_buffers && !is_child; i++) {
-		if (r->nr_buffers > 1)
+		if (buffers_are_lent(r))
 			r->client->take_back(r->self, &thread->buffers[i]);
 		sfr_sys.free(thread->buffers[i].pending);
 	}
@@ -212,7 +218,7 @@ static void free_thread(struct sfr__reader_thread *thread, bool is_child)
 static int give_memory(struct sfr__reader_thread *thread)
 {
 	const struct sfr_reader *r = thread->r;
-	const bool lent = r->nr_buffers > 1;
+	const bool lent = buffers_are_lent(r);
 	const size_t own_bytes = lent ? 0 : r->chunk_bytes; /* for the reader's own buffer */
 	/* SFR_PAGE more, because the memory is used from its first whole page on */
 	char *mem = sfr_sys.malloc(own_bytes + SFR__READER_HEADER_MAX + SFR_PAGE);
@@ -230,7 +236,7 @@ static int give_memory(struct sfr__reader_thread *thread)
 	return 0;
 }
 
-/* Returns 0 or -errno. */
+/* Starts a thread at the caller's priority (SFR__AWAITED). Returns 0 or -errno. */
 static int start_thread(struct sfr_reader *r)
 {
 	struct sfr__reader_thread *thread = &r->threads[r->nr_threads];
@@ -325,7 +331,7 @@ int sfr_reader_allow(struct sfr_reader *r, uint64_t nr)
 	sfr__unlock(&r->mu);
 	if (r->nr_threads != 0)
 		return 0;
-	if (r->client != NULL && r->client->lend != NULL)
+	if (r->client != NULL && r->client->lend != NULL) /* the client lends buffers */
 		r->nr_buffers = SFR__READER_BUFFERS;
 	while (r->nr_threads < SFR__READER_THREADS && r->nr_threads < nr_chunks && rc == 0)
 		rc = start_thread(r);
@@ -352,12 +358,12 @@ static int check_wait_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index < r->nr && atomic_load(&r->records[index].good))
 		return 0;
-	if (index >= r->nr && r->nr_good == r->nr)
+	if (index >= r->nr && r->nr_good == r->nr) /* a wait for all records */
 		return 0;
 	if (r->failure.code != 0)
 		return r->failure.code;
 	if (!is_within_reach_locked(r, index))
-		return SFR_EUNPLACED;
+		return SFR_EUNPLACED; /* the wait would never end */
 	return SFR_EAGAIN;
 }
 
@@ -388,8 +394,8 @@ const char *sfr__reader_damage(const struct sfr_reader *r, uint64_t index, bool 
 {
 	const struct sfr__reader_record *record = &r->records[index];
 
-	/* the CRCs may differ without damage only if the archive states none, that is 0
-	 * (verdict.c) */
+	/* If the CRCs differ without damage, the archive states none (0), and no bytes were
+	 * compared. */
 	*unchecked = record->damage == NULL && record->crc != r->listed[index].crc;
 	return record->damage;
 }

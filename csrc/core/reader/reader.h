@@ -29,20 +29,20 @@
 
 struct sfr_reader;
 
-/* A part of a record that was read, counted in units. Each byte of data is a unit, and so are the
- * header and the descriptor. A record is complete when all its units are counted. */
-struct sfr__record_units {
-	uint64_t index; /* index of the record */
-	uint64_t nr_units;
-	uint32_t crc; /* of this part, combined with zeros for the record's bytes after it */
+/* The fragment of a record that is in one chunk. A record is complete when its data, its header and
+ * its descriptor are read. */
+struct sfr__record_fragment {
+	uint64_t index;   /* index of the record */
+	uint64_t nr_read; /* bytes of data, plus 1 for the header, and 1 for the descriptor */
+	uint32_t crc;     /* of these bytes of data and of zeros for the record's later bytes */
 };
 
 /* Memory for one chunk of the file. */
 struct sfr__buffer {
 	char *mem;       /* page aligned; NULL: lost, because a dead device may still use it */
 	unsigned number; /* below SFR__READER_THREADS * SFR__READER_BUFFERS */
-	/* the parts in the buffer; they are counted when the client has finished with the buffer */
-	struct sfr__record_units *pending;
+	/* fragments in the buffer, to be counted when the client has finished with the buffer */
+	struct sfr__record_fragment *pending;
 	size_t nr_pending, pending_cap;
 };
 

@@ -13,11 +13,13 @@
 
 /* A record, as the reader knows it. */
 struct sfr__reader_record {
-	uint64_t data_off;   /* constant */
-	uint64_t units_left; /* units that are not counted yet; guarded by mu */
-	uint32_t crc;        /* of the counted bytes; guarded by mu */
-	atomic_bool good;    /* complete, and without SFR__READER_LIST_DAMAGE also correct */
-	const char *damage;  /* the first damage, with SFR__READER_LIST_DAMAGE; guarded by mu */
+	uint64_t data_off; /* constant */
+	/* bytes of data to read, plus 1 for the header, and 1 for the descriptor if there is one;
+	 * guarded by mu */
+	uint64_t nr_unread;
+	uint32_t crc;       /* XOR of the CRCs of the fragments read so far; guarded by mu */
+	atomic_bool good;   /* complete, and without SFR__READER_LIST_DAMAGE also correct */
+	const char *damage; /* the first damage, with SFR__READER_LIST_DAMAGE; guarded by mu */
 };
 
 struct sfr__reader_thread {
@@ -80,7 +82,7 @@ static inline uint64_t sfr__reader_data_end(const struct sfr_reader *r, uint64_t
 	return r->records[i].data_off + r->listed[i].len;
 }
 
-/* plan.c: sets `data_off` and `units_left` of all records. Returns 0 or an error of
+/* plan.c: sets `data_off` and `nr_unread` of all records. Returns 0 or an error of
  * sfr__reader_new. */
 int sfr__reader_plan(struct sfr_reader *r);
 
@@ -93,13 +95,14 @@ void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffe
 /* Reports damage to record `i` at offset `off`. Returns true if the reading goes on, which it does
  * with SFR__READER_LIST_DAMAGE. Otherwise the reader fails. */
 bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong);
-/* Subtracts units from their record's `units_left`. If none is left, the record becomes good, or
+/* Counts a fragment of a record as read. If all of the record is read, the record becomes good, or
  * the reader fails if the CRC is wrong. */
-void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_units *units);
-/* Adds units to buffer->pending, to be counted when the client has finished with the buffer.
+void sfr__reader_count_fragment(struct sfr_reader *r, const struct sfr__record_fragment *fragment);
+/* Adds a fragment to buffer->pending, to be counted when the client has finished with the buffer.
  * Returns 0 or -ENOMEM. */
-int sfr__reader_defer_units(struct sfr__buffer *buffer, const struct sfr__record_units *units);
-/* Counts a buffer's pending units, and empties buffer->pending. */
+int sfr__reader_defer_fragment(struct sfr__buffer *buffer,
+			       const struct sfr__record_fragment *fragment);
+/* Counts the fragments in buffer->pending, and empties that list. */
 void sfr__reader_count_pending(struct sfr_reader *r, struct sfr__buffer *buffer);
 
 #endif

@@ -70,8 +70,11 @@ void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__wa
 	s->arriving = sfr__arriving_get(fd);
 	if (s->arriving != NULL)
 		s->bytes_read = sfr__arriving_new_counts(s->arriving);
-	if (s->arriving != NULL || way == SFR__WAY_CACHE || base % SFR_PAGE != 0 ||
-	    sfr_fork_init() < 0)
+	if (s->arriving != NULL || way == SFR__WAY_CACHE)
+		return;
+	if (base % SFR_PAGE != 0) /* direct reads begin at whole pages */
+		return;
+	if (sfr_fork_init() < 0) /* without a fork handler, a child would keep direct_fd */
 		return;
 	s->fork_generation = sfr_fork_generation();
 	s->direct_fd = open_direct(fd);
@@ -106,7 +109,7 @@ static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_
 		ssize_t n;
 
 		direct = direct && done % SFR_PAGE == 0; /* a short read may end within a page */
-		if (direct) /* whole pages; fewer bytes are read at the end of the file */
+		if (direct) /* whole pages, which `buf` has room for; the file may end earlier */
 			want = (size_t)sfr__round_up(want, SFR_PAGE);
 		n = sfr_sys.pread(direct ? direct_fd : s->fd, buf + done, want,
 				  (off_t)(s->base + off + done));
@@ -149,14 +152,15 @@ static size_t cached_run(const unsigned char *in_cache, size_t first, size_t nr)
 static size_t pages_of_next_read(const unsigned char *in_cache, size_t first, size_t nr,
 				 bool *cached)
 {
-	size_t run = cached_run(in_cache, first, nr), end = first;
+	size_t nr_cached = cached_run(in_cache, first, nr), end = first;
 
-	*cached = run >= CACHED_RUN_MIN || run == nr - first;
+	*cached = nr_cached >= CACHED_RUN_MIN || nr_cached == nr - first;
 	if (*cached)
-		return run;
-	while (end < nr && run < CACHED_RUN_MIN) {
-		end += run + 1; /* a run that is too short, and the uncached page after it */
-		run = cached_run(in_cache, end, nr);
+		return nr_cached;
+	/* a read from the disk, up to the next row of cached pages that is long enough */
+	while (end < nr && nr_cached < CACHED_RUN_MIN) {
+		end += nr_cached + 1; /* a row that is too short, and the uncached page after it */
+		nr_cached = cached_run(in_cache, end, nr);
 	}
 	return (end < nr ? end : nr) - first;
 }
@@ -198,8 +202,9 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 
 	if (direct_fd < 0)
 		return read_cached(s, buf, len, off);
+	/* with SFR__WAY_DISK, or if it is not known what is cached: all from the disk */
 	if (nr > NR_PAGES || !find_cached(s, s->base + off, len, in_cache))
-		return read_all(s, direct_fd, buf, len, off); /* SFR__WAY_DISK, for example */
+		return read_all(s, direct_fd, buf, len, off);
 	/* one read for each row of cached pages, and one for the pages between them */
 	for (size_t at = 0; at < nr && rc == 0;) {
 		bool cached;

@@ -1,4 +1,4 @@
-/* Records what a reader's threads find: units that were read, damage, and the first failure. */
+/* Records what a reader's threads find: bytes that were read, damage, and the first failure. */
 #include <errno.h>
 
 #include "reader/reader_int.h"
@@ -28,30 +28,31 @@ bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const c
 	return true;
 }
 
-void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_units *units)
+void sfr__reader_count_fragment(struct sfr_reader *r, const struct sfr__record_fragment *fragment)
 {
 	static const char wrong_bytes[] = "its bytes do not match their CRC";
-	struct sfr__reader_record *record = &r->records[units->index];
-	const uint32_t crc = r->listed[units->index].crc;
+	struct sfr__reader_record *record = &r->records[fragment->index];
+	const uint32_t crc = r->listed[fragment->index].crc;
 	/* With torch's compute_crc32=False all stated CRCs are 0, and bytes cannot be checked. */
 	const bool can_check = (r->flags & SFR__READER_CRCS) != 0 && crc != 0;
 	bool wrong;
 
 	sfr__lock(&r->mu);
-	record->units_left -= units->nr_units;
-	record->crc ^= units->crc;
-	wrong = can_check && record->crc != crc && record->units_left == 0;
+	record->nr_unread -= fragment->nr_read;
+	record->crc ^= fragment->crc; /* the CRC of the whole record, once all is read */
+	wrong = can_check && record->crc != crc && record->nr_unread == 0;
 	if (wrong && (r->flags & SFR__READER_LIST_DAMAGE) == 0) {
 		sfr__unlock(&r->mu);
-		sfr__reader_fail(r, SFR_ECORRUPT, units->index, record->data_off, wrong_bytes);
+		sfr__reader_fail(r, SFR_ECORRUPT, fragment->index, record->data_off, wrong_bytes);
 		return;
 	}
 	if (wrong && record->damage == NULL)
 		record->damage = wrong_bytes;
-	if (record->units_left == 0) {
+	if (record->nr_unread == 0) {
 		atomic_store(&record->good, true);
 		r->nr_good++;
-		if (units->index == r->awaited_index || r->nr_good == r->nr) /* the caller waits */
+		/* wake the caller, which waits for one record or for all */
+		if (fragment->index == r->awaited_index || r->nr_good == r->nr)
 			(void)pthread_cond_broadcast(&r->progress);
 	}
 	sfr__unlock(&r->mu);
@@ -60,15 +61,16 @@ void sfr__reader_count_units(struct sfr_reader *r, const struct sfr__record_unit
 void sfr__reader_count_pending(struct sfr_reader *r, struct sfr__buffer *buffer)
 {
 	for (size_t i = 0; i < buffer->nr_pending; i++)
-		sfr__reader_count_units(r, &buffer->pending[i]);
+		sfr__reader_count_fragment(r, &buffer->pending[i]);
 	buffer->nr_pending = 0;
 }
 
-int sfr__reader_defer_units(struct sfr__buffer *buffer, const struct sfr__record_units *units)
+int sfr__reader_defer_fragment(struct sfr__buffer *buffer,
+			       const struct sfr__record_fragment *fragment)
 {
 	if (buffer->nr_pending == buffer->pending_cap) {
 		const size_t cap = buffer->pending_cap == 0 ? 64 : 2 * buffer->pending_cap;
-		struct sfr__record_units *pending =
+		struct sfr__record_fragment *pending =
 			sfr_sys.realloc(buffer->pending, cap * sizeof(*buffer->pending));
 
 		if (pending == NULL)
@@ -76,6 +78,6 @@ int sfr__reader_defer_units(struct sfr__buffer *buffer, const struct sfr__record
 		buffer->pending = pending;
 		buffer->pending_cap = cap;
 	}
-	buffer->pending[buffer->nr_pending++] = *units;
+	buffer->pending[buffer->nr_pending++] = *fragment;
 	return 0;
 }

@@ -135,7 +135,7 @@ static int finish(void *self, struct sfr__buffer *buffer)
 
 /* ---- for the caller ----------------------------------------------------------- */
 
-/* Returns the index in r->devices, or nr_devices if the device is not there. */
+/* Returns the device's index in r->devices, or nr_devices if it was not prepared. */
 static unsigned find_device(const struct sfr_restore *r, uint32_t device)
 {
 	unsigned k = 0;
@@ -145,31 +145,31 @@ static unsigned find_device(const struct sfr_restore *r, uint32_t device)
 	return k;
 }
 
-int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, char *why,
+int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
 		       size_t why_len)
 {
 	struct sfr__transfer tr = { .ops = &ops };
-	const unsigned k = find_device(r, number);
+	const unsigned index = find_device(r, device);
 	int rc;
 
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
-	if (k == SFR__RESTORE_DEVICES)
+	if (index == SFR__RESTORE_DEVICES)
 		return -EOPNOTSUPP; /* too many devices */
-	if (k == r->nr_devices && sfr__reader_runs(r->reader))
+	if (index == r->nr_devices && sfr__reader_runs(r->reader))
 		return -EOPNOTSUPP; /* a new device, but the reader already has its buffers */
 	/* This transfer only makes the lane wait for the caller's stream (E). */
-	rc = sfr__transfer_begin(&tr, &r->lanes, number, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
+	rc = sfr__transfer_begin(&tr, &r->lanes, device, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
 	if (tr.lane)
 		sfr__transfer_end(&tr);
 	(void)snprintf(why, why_len, "%s", tr.err.note);
 	if (rc == 0)
 		rc = tr.err.code;
-	if (rc < 0 || k < r->nr_devices) /* an error, or a device that was prepared before */
+	if (rc < 0 || index < r->nr_devices) /* an error, or a device that was prepared before */
 		return rc;
-	if (k == 0) /* the first device */
-		r->lane = tr.lane;
-	r->devices[r->nr_devices++] = number;
+	if (index == 0)
+		r->lane = tr.lane; /* the first device's lane, for enter_first_context */
+	r->devices[r->nr_devices++] = device;
 	r->client.lend = lend;
 	r->client.take_back = take_back;
 	r->client.send = send_chunk;
@@ -180,5 +180,5 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem)
 {
 	r->destinations[index].mem = (char *)(uintptr_t)mem;
-	r->destinations[index].device = find_device(r, device) + 1;
+	r->destinations[index].device = find_device(r, device) + 1; /* 0 is host memory */
 }

@@ -18,18 +18,20 @@
 #include "restore/restore_int.h"
 #include "base/base.h"
 
-/* Memory of at least this many bytes is mostly new, and sfr__populate saves its page faults. */
+/* Destinations of at least this many bytes are mostly memory that nobody has touched yet. There
+ * sfr__populate saves page faults. */
 #define POPULATE_BYTES_MIN (256u << 10)
 
-/* The reader's client function `put` (struct sfr__reader_client). */
-static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t at,
+/* The reader's client function `put` (struct sfr__reader_client): takes `len` bytes, which are at
+ * offset `off` of the record. `crc` is NULL if no CRC is wanted. */
+static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t off,
 	       const char *bytes, size_t len, uint32_t *crc)
 {
 	struct sfr_restore *r = self;
 	const struct sfr__destination *dest = &r->destinations[index];
-	char *to = dest->mem == NULL ? NULL : dest->mem + at;
+	char *to = dest->mem == NULL ? NULL : dest->mem + off;
 
-	if (to == NULL || dest->device != 0) {
+	if (to == NULL || dest->device != 0) { /* 0 is host memory */
 		if (crc != NULL)
 			*crc = sfr_crc32(0, bytes, len);
 		if (to == NULL) /* no destination: the bytes are only checked */
@@ -67,6 +69,7 @@ static int make_reader(struct sfr_restore *r, int fd, uint64_t end, unsigned fla
 		.listing = r->listing,
 		.fd = fd,
 		.end = end,
+		/* CACHE: only the page cache. EITHER: the disk for bytes that it does not have. */
 		.way = (flags & SFR_RESTORE_SHARED) != 0 ? SFR__WAY_CACHE : SFR__WAY_EITHER,
 		.client = &r->client,
 		.self = r,

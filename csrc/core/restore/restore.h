@@ -1,11 +1,12 @@
 /* Reads a checkpoint's records back, each to its own destination, and checks them on the way. See
  * restore.c.
  *
- *     sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check);    run it; it is ok
+ *     sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check);
+ *     ...                                              run the check; go on if the file is good
  *     sfr_restore_new(check, fd, SFR_RESTORE_VERIFY, &restore);
  *     for (i = 0; i < sfr_restore_nr(restore); i++)
  *             sfr_restore_into(restore, i, memory of sfr_restore_nbytes(restore, i) bytes);
- *     sfr_reader_allow(sfr_restore_reader(restore), i);
+ *     sfr_reader_allow(sfr_restore_reader(restore), i);      all `i` records may be read now
  *     while ((rc = sfr_reader_wait(sfr_restore_reader(restore), index, slice_ns)) == SFR_EAGAIN)
  *             ...;
  *     sfr_restore_free(restore);
@@ -27,9 +28,9 @@ struct sfr_restore;
 /* other processes read the file, too: use the page cache, so that it is read from the disk once */
 #define SFR_RESTORE_SHARED 2u
 
-/* Makes a restore of a file that was checked with SFR_CHECK_KEEP. Takes the check over: the restore
- * owns it, and after a failure it is freed, except after SFR_EAGAIN. `fd` stays the caller's and
- * must stay open. Returns 0, or:
+/* Makes a restore of a file that was checked with SFR_CHECK_KEEP. The restore owns the check from
+ * then on. A failure frees the check, except SFR_EAGAIN. `fd` stays the caller's and must stay
+ * open. Returns 0, or:
  *
  *   SFR_EAGAIN        bytes of the file are still on their way: call again with the same check
  *   -EOPNOTSUPP       the check found damage, the list of records is incomplete (listing.h), or
@@ -57,12 +58,12 @@ uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t 
  * stays the caller's. The restore may write to it until a wait for the record has returned 0, or
  * the restore is freed. */
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
-/* Prepares a device, before the first sfr_reader_allow. `stream` is the caller's current stream on
- * the device. The restore writes to destinations that are set after this call only when the
- * stream's present work has ended. May be called again for the same device, at any time. Returns 0,
- * or:
+/* Prepares a device for destinations. The first call for a device comes before the first
+ * sfr_reader_allow; more calls for it may come at any time. `stream` is the caller's current stream
+ * on the device. Copies to destinations that are set after the call wait until the stream's present
+ * work has ended. Returns 0, or:
  *
- *   -EOPNOTSUPP       too many devices, or sfr_reader_allow was called before
+ *   -EOPNOTSUPP       too many devices, or a new device after sfr_reader_allow
  *   -ENODEV, -EIO     `why` gets a sentence
  *   SFR_EFORK, SFR_ECAPTURING */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,

@@ -17,7 +17,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 {
 	struct sfr_engine *engine = t->engine;
 	uint64_t deadline = sfr__deadline(slice_ns);
-	bool on_host = false, failing;
+	bool host_must_wait = false, failing;
 	int rc;
 
 	if (sfr__ticket_is_foreign(t))
@@ -34,7 +34,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 	rc = sfr__host_wait_locked(&t->staging.deferred.copy, deadline, is_gate_open, t);
 	failing = sfr__ticket_failing_locked(t);
 	sfr__unlock(&engine->mu);
-	if (rc < 0 || failing)
+	if (rc < 0 || failing) /* the step need not wait for a failing save: its rc is 0 */
 		return rc;
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
 		struct sfr__device_state *dev = &t->staging.devices[i];
@@ -44,7 +44,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 			continue; /* the capture made the stream wait for the captured copies */
 		stream = sfr__stream_of(streams, nr_streams, dev->device);
 		if (!sfr__transfer_gate(&dev->transfer, stream))
-			on_host = true;
+			host_must_wait = true;
 	}
-	return on_host ? sfr__ticket_wait(t, SFR_WAIT_COPIED, deadline) : 0;
+	return host_must_wait ? sfr__ticket_wait(t, SFR_WAIT_COPIED, deadline) : 0;
 }

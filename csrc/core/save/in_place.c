@@ -125,6 +125,7 @@ static void fill_buffer(struct sfr_ticket *t, const struct sfr__job *job)
 			continue;
 		}
 		sfr__prefetch_entry(t, seg.entry + 2); /* the next entry was prefetched before */
+		/* copies the bytes, and computes their CRC from 0 on */
 		crc = sfr_sys.lane_copy(0, job->mem + seg.pos, src, seg.len);
 		(void)sfr__add_crc(t, &seg, crc);
 	}

@@ -86,6 +86,7 @@ void sfr__requeue_streamed_locked(struct sfr_ticket *t)
 		if (!job->in_stream)
 			continue;
 		job->in_stream = false;
+		/* The writer sees that the save is failing, and only releases the memory. */
 		sfr__task_push_locked(t->engine, &job->task);
 	}
 }
@@ -98,7 +99,8 @@ bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc
 	uint64_t nbytes_after = entry->nbytes - seg->off - seg->len;
 	bool is_complete;
 
-	crc = sfr_crc32_combine(crc, 0, nbytes_after); /* shifts the CRC */
+	/* Shift the CRC to the segment's position in the entry: shifted CRCs can be XORed. */
+	crc = sfr_crc32_combine(crc, 0, nbytes_after);
 	sfr__lock(&t->engine->mu);
 	entry->crc ^= crc;
 	entry->crc_len += seg->len;

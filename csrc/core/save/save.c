@@ -39,7 +39,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	atomic_init(&t->refs, 1);
 	t->fork_generation = engine->fork_generation;
 	t->engine = engine;
-	/* sfr_save_admit sets up this copy, but another thread may wait for it before that. */
+	/* Another thread may wait for this copy before sfr_save_admit sets it up. */
 	t->staging.deferred.copy.engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
@@ -109,7 +109,7 @@ static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc
 
 	t->plan.in_place = parts != NULL;
 	t->flight.uses_pool = parts == NULL;
-	/* A save of several files counts once in the statistics: only its file of parts counts. */
+	/* A larger save of several unordered files counts once: as its file of parts. */
 	t->flight.excluded_from_stats = t->flight.unordered && parts == NULL;
 	if (parts != NULL)
 		return sfr__image_init_parts(&t->plan.img, parts,
@@ -204,7 +204,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
-		rc = sfr__log_reserve(); /* for sfr_save_launch; sfr_save_abandon returns it */
+		rc = sfr__log_reserve(); /* sfr_save_launch uses it, sfr_save_abandon gives it up */
 	if (rc == 0) {
 		if (!t->plan.in_place) {
 			t->plan.nr_whole = count_whole_blocks(t);
@@ -219,8 +219,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		sfr_ticket_get(t); /* the engine's reference */
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
-		/* If sfr_save_begin has failed, or the save was cancelled before, only now can the
-		 * state change to ENDING. */
+		/* The save may have failed or been cancelled while it was NEW. Its state changes to
+		 * ENDING now. */
 		if (sfr__ticket_failing_locked(t))
 			sfr__ticket_fail_locked(t, &t->err);
 	}
@@ -251,7 +251,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == 0 && !t->staging.capture_done)
 		rc = sfr__device_states_capture(t, slice_ns);
-	if (rc == 0 && !is_stream)
+	if (rc == 0 && !is_stream) /* a stream has copied them above */
 		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc; /* any other error is recorded in the ticket */
@@ -295,8 +295,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 			/* Deferred extents come last, so here nothing is deferred. Then no copy can
 			 * be torn, and nobody calls sfr_save_confirm. */
 			t->facts.torn_check_done = true;
-			/* Copies on devices may still run; with in_place, writers read the
-			 * sources. */
+			/* Devices may still copy, and with in_place writers read the sources. */
 			t->facts.copied = t->staging.nr_devices == 0 && !t->plan.in_place;
 		}
 		if (t->plan.in_place)

@@ -53,20 +53,20 @@ static int64_t check_block(struct sfr__device_state *dev, const struct sfr__exte
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
-	int64_t torn = -1;
+	int64_t torn_source = -1;
 
 	sfr__seg_iter_init(&it, &t->plan.img, extent, blk);
-	while (torn < 0 && sfr__seg_next(&it, &seg)) {
+	while (torn_source < 0 && sfr__seg_next(&it, &seg)) {
 		const char *staged = block->mem + seg.pos;
 
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
-		torn = sfr__check_copied(t, &dev->transfer.samples, seg.entry, seg.off, staged,
-					 seg.len);
-		if (torn < 0 && t->staging.check_crcs)
-			torn = sfr__check_crc(t, seg.entry, seg.off, staged, seg.len);
+		torn_source = sfr__check_copied(t, &dev->transfer.samples, seg.entry, seg.off,
+						staged, seg.len);
+		if (torn_source < 0 && t->staging.check_crcs)
+			torn_source = sfr__check_crc(t, seg.entry, seg.off, staged, seg.len);
 	}
-	return torn;
+	return torn_source;
 }
 
 /* Called when a block is copied (ok), or when the device has died before (!ok). */
@@ -75,23 +75,24 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr_err err = { .index = -1 };
-	int64_t torn = -1;
+	int64_t torn_source = -1;
 
 	if (ok && extent == dev->deferred)
-		torn = check_block(dev, extent, blk, block);
-	if (torn >= 0) {
+		torn_source = check_block(dev, extent, blk, block);
+	if (torn_source >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
-		err.index = torn;
+		err.index = torn_source;
 	}
 	sfr__lock(&t->engine->mu);
-	if (torn >= 0)
+	if (torn_source >= 0)
 		sfr__ticket_fail_locked(t, &err);
 	if (ok)
-		sfr__push_block_locked(t, extent, blk, block, false);
+		sfr__push_block_locked(t, extent, blk, block, false); /* without CRCs */
 	else
 		t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
-	/* Retired last: a thread that finds no block left must find the save's error set. */
+	/* The dead device may still write to the block. Retire it after the save's error is set: a
+	 * thread that finds no usable block then also finds the error. */
 	if (!ok)
 		sfr__pool_retire(t->engine->pool, block);
 }
@@ -130,15 +131,16 @@ static void drop_portion(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 static void transfer_over(struct sfr__transfer *tr)
 {
 	struct sfr_ticket *t = state_of(tr)->ticket;
-	char note[sizeof(t->report.fallback[0])] = "";
+	/* a sentence if the driver has refused batches of copies, else "" */
+	char copies_note[sizeof(t->report.fallback[0])] = "";
 
-	sfr__cuda_copies_note(tr->lane, note, sizeof(note));
+	sfr__cuda_copies_note(tr->lane, copies_note, sizeof(copies_note));
 	sfr__lock(&t->engine->mu);
 	t->work.nr_transfers--;
 	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->report.fallback[SFR_FALLBACK_PAGEABLE],
 		      sizeof(t->report.fallback[0]));
-	if (note[0])
-		memcpy(t->report.fallback[SFR_FALLBACK_COPIES], note, sizeof(note));
+	if (copies_note[0])
+		memcpy(t->report.fallback[SFR_FALLBACK_COPIES], copies_note, sizeof(copies_note));
 	sfr__ticket_copies_ended_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);
@@ -152,7 +154,7 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done,
 
 /* Leases a block for the device to write to, and registers it with the driver if possible. Returns
  * as sfr__pool_get. The registration takes time, also in the call, but only at a block's first use.
- * Without it every copy would block the calling thread until it has run. */
+ * A copy to an unregistered block would stop the calling thread until the copy has run. */
 static int lease_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
 		       uint32_t blk, uint64_t slice_ns, struct sfr__block **block)
 {
@@ -185,7 +187,7 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	struct sfr__seg seg;
 	unsigned nr_blocks = 1; /* in the portion, with this block */
 
-	if (!sfr__transfer_portion(tr)) { /* no memory: the error is in tr->err */
+	if (!sfr__transfer_portion(tr)) { /* no memory for a portion: the error is in tr->err */
 		sfr__ticket_put_block(t, block);
 		return;
 	}
@@ -212,6 +214,7 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 		nr_blocks++;
 	*end = block;
 	block->next = NULL;
+	/* A throttled transfer sends small portions: at most one block's copies. */
 	if (tr->throttled || nr_blocks == MAX_BLOCKS_PER_PORTION || tr->err.code)
 		sfr__transfer_send(tr);
 }
@@ -224,7 +227,7 @@ static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *ex
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__block *block;
 	uint64_t start;
-	int rc = lease_block(dev, extent, *blk, 0, &block);
+	int rc = lease_block(dev, extent, *blk, 0, &block); /* 0: does not wait */
 
 	if (rc == SFR_EAGAIN) {
 		/* No block is free. Send the copies: blocks may become free only when they are
@@ -253,7 +256,8 @@ static void compute_check_crcs(struct sfr__device_state *dev)
 	const struct sfr__extent *extent = dev->deferred;
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_ticket *t = dev->ticket;
-	struct sfr__sampled *sources = sfr__extent_sources(t, extent); /* NULL: no memory */
+	struct sfr__sampled *sources = sfr__extent_sources(t, extent);
+	/* false if there is no memory, also for `sources` */
 	bool ok = sfr__transfer_get_store(tr, sources, extent->nr_lane_entries);
 	uint64_t len;
 
@@ -296,7 +300,7 @@ int sfr__device_states_new(struct sfr_ticket *t)
 		struct sfr__device_state *dev = t->staging.devices;
 
 		if (extent->device == 0)
-			continue;
+			continue; /* in host memory; n means device n - 1 */
 		/* find the state of this device, or the first free one */
 		while (dev < t->staging.devices + t->staging.nr_devices &&
 		       dev->device != extent->device - 1)
@@ -339,13 +343,14 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 		sfr__transfer_leave(tr);
 		if (!err.code)
 			err = tr->err; /* the first error counts */
+		/* without a lane the device cannot be used, and tr->err says why */
 		if (tr->lane != NULL)
 			nr_begun++;
 	}
 	sfr__lock(&t->engine->mu);
 	t->work.nr_transfers = t->work.nr_queueing = nr_begun;
 	if (err.code)
-		sfr__ticket_fail_locked(t, &err); /* the state changes at admission */
+		sfr__ticket_fail_locked(t, &err); /* the state stays NEW until admission */
 	sfr__unlock(&t->engine->mu);
 	return 0;
 }
@@ -374,7 +379,7 @@ static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 	dev->samples_taken = true;
 	if (dev->deferred && t->staging.check_crcs)
 		compute_check_crcs(dev);
-	if (dev->deferred && !tr->err.code)
+	if (dev->deferred && !tr->err.code) /* the sum is a seed: other lines each time */
 		sfr__transfer_sample(tr, sfr__extent_sources(t, dev->deferred),
 				     dev->deferred->nr_lane_entries, t->seq + t->report.created_ns);
 	sfr__transfer_mark_captured(tr);
@@ -424,7 +429,7 @@ void sfr__device_states_launch(struct sfr_ticket *t)
 		struct sfr__device_state *dev = &t->staging.devices[i];
 
 		if (!dev->transfer.lane)
-			continue;
+			continue; /* sfr_save_begin has begun no transfer */
 		if (!is_failing && dev->deferred && !sfr__cuda_is_dead(dev->transfer.lane))
 			sfr__cuda_push_task(dev->transfer.lane, &dev->task);
 		else
@@ -451,11 +456,11 @@ static void stage_deferred(struct sfr__task *task)
 			break;
 		tr->throttled = !sfr__cuda_is_rushed(lane, t->seq);
 		if (tr->throttled)
-			sfr__cuda_throttle(lane, t->seq);
+			sfr__cuda_throttle(lane, t->seq); /* waits until few copies are in flight */
 		else
-			sfr__cuda_poll(lane);
-		/* The wait for a block is short: only this thread, when it polls, notices completed
-		 * copies, after which their blocks become free. */
+			sfr__cuda_poll(lane); /* frees blocks of completed copies */
+		/* The wait for a block is short, because this thread must poll: that makes the
+		 * blocks of completed copies free. */
 		if (!sfr__transfer_died(tr))
 			rc = fill_next(dev, dev->deferred, &blk, POLL_NS);
 	}

@@ -74,11 +74,12 @@ int64_t sfr__check_crc(struct sfr_ticket *t, uint32_t entry, uint64_t off, const
 		       size_t len)
 {
 	const struct sfr__entry *checked = &t->plan.img.entries[entry];
+	/* The array has a CRC at the call for each entry, and behind these the copies' CRCs. */
 	uint32_t *copy_crc = &t->staging.check_crcs[t->plan.img.nr_entries + entry];
 
 	*copy_crc = sfr_crc32(*copy_crc, staged, len);
 	if (off + len != checked->nbytes || *copy_crc == t->staging.check_crcs[entry])
-		return -1; /* more bytes follow, or the CRC is that of the call */
+		return -1; /* not torn so far: more bytes follow, or the CRCs are equal */
 	return checked->source;
 }
 
@@ -123,7 +124,7 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 		return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst,
 					 seg->len);
 	}
-	crc = sfr_sys.lane_copy(0, dst, src, seg->len);
+	crc = sfr_sys.lane_copy(0, dst, src, seg->len); /* copies, and computes the CRC from 0 on */
 	if (is_sole_user) {
 		entry->crc = crc;
 		entry->crc_len = seg->len;
@@ -175,8 +176,9 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 
 	sfr__ticket_count_block_locked(t);
 	job->block = leased;
-	/* Set in advance: copy_chunk then computes the CRC. Captured bytes, and bytes that a thread
-	 * waits for, leave it to a writer, unless copy_data compares it with check_crcs. */
+	/* Decides in advance whether copy_chunk computes the CRCs, or a writer does it later.
+	 * Copies in the call, or for which a thread waits, leave it to the writer. But check_crcs
+	 * can only be compared while deferred bytes are copied. */
 	job->crc_done = copy->is_deferred && (t->engine->nr_waiters == 0 || t->staging.check_crcs);
 }
 
@@ -189,7 +191,7 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	struct sfr_ticket *t = extent_copy->ticket;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
-	int64_t torn = -1, found;
+	int64_t first_torn = -1, torn_source; /* indices of sources; -1: not torn */
 	bool is_sole_user;
 	uint64_t from;
 
@@ -207,11 +209,11 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 		}
 		sfr__prefetch_entry(t, seg.entry + 2); /* the next entry was prefetched before */
 		is_sole_user = contains_entry(&t->plan.img.entries[seg.entry], from, it.end);
-		found = copy_data(t, &seg, dst, is_sole_user, job->crc_done);
-		if (torn < 0)
-			torn = found;
+		torn_source = copy_data(t, &seg, dst, is_sole_user, job->crc_done);
+		if (first_torn < 0)
+			first_torn = torn_source;
 	}
-	return torn;
+	return first_torn;
 }
 
 static bool is_failing_locked(struct sfr__host_copy *copy)
@@ -271,7 +273,7 @@ static void copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t
 		(struct sfr__host_copy){ .engine = t->engine,
 					 .ops = &ops,
 					 .nr_blocks = extent ? extent->nr_lane_blocks : 0,
-					 .seq = t->seq,
+					 .seq = t->seq, /* saves get blocks in this order */
 					 .number = t->number };
 }
 

@@ -42,7 +42,7 @@ static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	*piece = (struct sfr_piece){ .off = t->plan.img.len, .owner = t };
 	t->stream.ended = true;
-	t->facts.synced = true;
+	t->facts.synced = true; /* there is no file to sync */
 	t->work.nr_jobs++;
 }
 
@@ -123,7 +123,8 @@ int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *p
 
 void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 {
-	/* The owner of an edge page, and of the empty piece at the end, is the ticket. */
+	/* The owner is the job whose memory it is. For an edge page, and for the empty piece at
+	 * the end, it is the ticket. */
 	struct sfr__job *job = piece->owner != t ? piece->owner : NULL;
 
 	if (piece->owner == NULL || sfr__ticket_is_foreign(t))

@@ -6,20 +6,20 @@
 #include "sfr/stream.h"
 #include "save/jobs.h"
 
-/* Returns whether the image's blocks are numbered in the order of the file, so that a save of it
- * can be a stream. */
+/* Returns whether the image can be saved as a stream: its blocks are numbered in the order of the
+ * file. */
 bool sfr__stream_is_possible(const struct sfr__image *img);
-/* Waits until a block may be leased. Returns 0, or SFR_EAGAIN after slice_ns or if the save
- * fails. */
+/* Waits until a block may be leased. Returns 0. Returns SFR_EAGAIN if that takes longer than
+ * slice_ns, or if the save fails. */
 int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *extent, uint32_t blk,
 			    uint64_t slice_ns);
 /* Returns whether a block may be leased now: in a stream, if it is the next block in the order of
  * the file. Other saves may always lease. */
 bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__extent *extent,
 				  uint32_t blk);
-/* Puts a job with final bytes into the stream. Returns true if the stream now owns the job. Returns
- * false if the save is failing, or if the stream needs no bytes of the job: they are all in edge
- * pages, or the tail is empty. */
+/* Puts a job, whose bytes do not change any more, into the stream. Returns true if the stream now
+ * owns the job. Returns false if the save is failing, or if the stream needs no bytes of the job:
+ * they are all in edge pages, or the tail is empty. */
 bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job);
 /* Sets [*from, *to) to the range of the file that this job provides alone: its block without edge
  * pages. The range is empty if *from >= *to. */

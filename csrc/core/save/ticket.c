@@ -25,8 +25,8 @@
  *   ENDING -> FAILED         sfr__ticket_finish            CLEAN has run; any other error
  *
  * Invariants
- *   1. The first error is kept. With an error the state goes to ENDING; a NEW save goes there when
- *      it is admitted.
+ *   1. The first error is kept, and changes the state to ENDING. If the state is NEW, it changes
+ *      when the save is admitted.
  *   2. Only the thread that has a block gives it back, after its copy and its write. So a failed
  *      save gives memory back only after a running copy into it has ended.
  *   3. Writing the tail and the sync do not wait for the check for torn copies (sfr_save_confirm).
@@ -319,6 +319,7 @@ int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *stage
 	if (sfr__ticket_is_foreign(t))
 		return SFR_EFORK;
 	*state = t->state;
+	/* ENDING is before DURABLE in the enum, but its saves have failed. */
 	*staged = *state >= SFR_STAGED && *state <= SFR_DURABLE && *state != SFR_ENDING;
 	return 0;
 }

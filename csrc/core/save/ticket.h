@@ -38,10 +38,11 @@ struct sfr__save_facts {
 	bool launched;        /* sfr_save_launch was called */
 	bool abandoned;       /* sfr_save_abandon was called */
 	bool tail_queued;     /* the TAIL job was queued */
-	bool synced;          /* the file is synced; for a stream: the caller has taken the end */
+	bool synced;          /* the file is synced; for a stream: its last piece was taken */
 	bool torn_check_done; /* sfr_save_confirm was called, or nothing is deferred */
 	atomic_bool copied;   /* every source is copied; also read without the lock */
-	/* written to the file; for a stream: blocks put into it, bytes that the caller gave back */
+	/* Written to the file. For a stream: blocks that writers have put into it, and bytes that
+	 * its caller has sent and given back. */
 	uint32_t blocks_written;
 	_Atomic uint64_t written_nbytes; /* also read without the lock */
 };

@@ -16,9 +16,9 @@ int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 		return 1;
 	if (what == SFR_WAIT_COPIED)
 		return t->facts.copied;
-	if (what == SFR_WAIT_STAGED)
+	if (what == SFR_WAIT_STAGED) /* ENDING, before DURABLE in the enum: the save has failed */
 		return state >= SFR_STAGED && state < SFR_DURABLE && state != SFR_ENDING;
-	return 0;
+	return 0; /* SFR_WAIT_ENDED: it is not over */
 }
 
 int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns)
@@ -26,7 +26,8 @@ int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t dead
 	int rc = 0;
 
 	sfr__lock(&t->engine->mu);
-	if (what == SFR_WAIT_COPIED && deadline_ns != 0) /* helps to copy; `rc` is found below */
+	/* Helps to copy. The result does not matter: the loop waits for what is left. */
+	if (what == SFR_WAIT_COPIED && deadline_ns != 0)
 		(void)sfr__host_wait_locked(&t->staging.deferred.copy, deadline_ns, is_copied, t);
 	while (!sfr__ticket_reached_locked(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline_ns);

@@ -84,8 +84,9 @@ static void add_block_crcs(struct sfr_ticket *t, struct sfr__job *job)
 	job->crc_done = true;
 }
 
-/* Returns whether the CRCs of all descriptors in a block are complete. Checks only the first entry:
- * it may have begun in an earlier block, and the other entries begin in this block. */
+/* Returns whether the CRCs of all descriptors in a block are complete. Checks only the first entry,
+ * which may have begun in an earlier block. The CRCs of the others were computed with this block,
+ * because they begin in it. */
 static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struct sfr__job *job)
 {
 	const struct sfr__entry *entry;
@@ -152,7 +153,7 @@ static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 		return true;
 	/* job->mem is set already if the block was parked before */
 	if (t->plan.in_place && job->mem == NULL && sfr__in_place_prepare(t, job, err) < 0)
-		return true;
+		return true; /* not parked; *err is set */
 	if (!job->crc_done)
 		add_block_crcs(t, job);
 	return park_unless_known(t, job);
@@ -172,7 +173,7 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 		nr_left = t->plan.nr_blocks - t->work.blocks_returned;
 		sfr__unlock(&engine->mu);
 		sfr__pool_put(engine->pool, job->block);
-		if (!sfr__ticket_failing(t)) /* make memory for blocks to come, if it is missing */
+		if (!sfr__ticket_failing(t)) /* may make memory for the blocks to come */
 			sfr__pool_keep_pace(engine->pool, nr_left);
 	} else {
 		sfr__in_place_release(job);
@@ -184,16 +185,16 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 static void copy_to_edge_page(struct sfr_ticket *t, const struct sfr__job *job, uint64_t page,
 			      char *edge)
 {
-	uint64_t off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
+	uint64_t block_off = sfr__image_block_off(&t->plan.img, job->extent, job->blk);
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
 	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
-	it.off = page;
+	it.off = page; /* walk only over the segments in the page, not in the whole block */
 	it.end = page + SFR_PAGE;
 	while (sfr__seg_next(&it, &seg))
 		if (seg.kind == SFR__SEG_DATA)
-			memcpy(edge + (off + seg.pos - page), job->mem + seg.pos, seg.len);
+			memcpy(edge + (block_off + seg.pos - page), job->mem + seg.pos, seg.len);
 }
 
 /* Copies the block's bytes to all edge pages that it contains. */

@@ -18,15 +18,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How many chunks are fetched ahead of a reader. While more chunks are in memory, chunks that were
- * read to the end are freed. */
+/* How many chunks are fetched ahead of a reader. While more chunks than this are in memory, those
+ * that were read completely are freed. */
 #define SFR_ARRIVALS_WINDOW 8u
 
 struct sfr_arrivals; /* a group of files that the same threads fetch */
 
 /* Bytes of a file that a reader waits for. */
 struct sfr_wanted {
-	uint64_t number;   /* the file, as sfr_arrivals_open numbered it */
+	uint64_t number;   /* identifies the file; sfr_arrivals_open has returned it */
 	uint64_t off, len; /* the range in the file */
 };
 
@@ -34,9 +34,9 @@ int sfr_arrivals_new(struct sfr_arrivals **out); /* 0 or -ENOMEM */
 /* Makes a file of `len` bytes, fetched `chunk` bytes at a time (whole pages). *number identifies
  * it. Returns a descriptor, which the group closes, or -errno, SFR_EFORK or SFR_ECLOSED. */
 int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, uint64_t *number);
-/* Waits until a reader needs bytes that no thread is fetching. After 0 the caller must fetch these
- * bytes, and call sfr_arrivals_put or sfr_arrivals_fail. Returns 0, SFR_EAGAIN, SFR_EFORK, or
- * SFR_ECLOSED when the group has ended. */
+/* Waits until a reader needs bytes that no thread is fetching. Returns 0 if a reader does: then the
+ * caller must fetch them, and call sfr_arrivals_put or sfr_arrivals_fail. Else returns SFR_EAGAIN,
+ * SFR_EFORK, or SFR_ECLOSED when the group has ended. */
 int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_wanted *out);
 /* Hands over the bytes that sfr_arrivals_next has asked for. Returns 0, or:
  *

@@ -15,8 +15,9 @@ struct sfr_engine_opts {
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* 1: other processes can map the pool (sfr_snapshot_file) */
 	uint32_t nr_copiers;    /* threads that help with a copy while a call or a step waits */
-	/* All default pools of the process share budget_bytes. The cap of a new one is the rest: at
-	 * most most_bytes, at least one block. It is halved until the system accepts it. */
+	/* All default pools of the process share budget_bytes. A new one gets what is left of them
+	 * as its cap: at most most_bytes, at least one block, and halved until the system accepts
+	 * it. */
 	uint64_t budget_bytes, most_bytes;
 };
 
@@ -25,7 +26,7 @@ struct sfr_stats {
 	uint64_t committed_bytes; /* memory that the pool has obtained from the system */
 	uint64_t leased_bytes;    /* of committed_bytes: what saves and snapshots have now */
 	uint64_t save_bytes;      /* of leased_bytes: what saves have */
-	uint64_t retired_bytes;   /* never used again: a dead device may still write to it */
+	uint64_t retired_bytes;   /* never used again: a failed device may still write to it */
 	/* a save of several files, or to a store, counts once */
 	uint64_t saves_in_flight, saves_total;
 };
@@ -40,7 +41,7 @@ uint64_t sfr_pools_hold(void);
  *   -ENOMEM, -errno  of memfd_create and others */
 int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out);
 /* Waits for the engine's saves and for the process's removes, then stops the threads and frees the
- * pool. Returns 0, SFR_EAGAIN or SFR_EFORK. From the first call on new saves fail.
+ * pool. Returns 0, SFR_EAGAIN or SFR_EFORK. New saves fail as soon as this was called once.
  *
  * Does not wait for a save that the calling thread is still capturing, because a signal handler may
  * call this function. Threads and pool then stay until the last such save has ended. */
@@ -65,8 +66,8 @@ struct sfr_slot;
  * save. Returns 0, SFR_EAGAIN, SFR_EBUSY (with NO_WAIT), SFR_ECLOSED, SFR_EFORK or -ENOMEM. */
 int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 		  struct sfr_slot **out);
-/* Records that the call that took the slot is over. From now on sfr_engine_close waits for the slot
- * even on the thread that took it. */
+/* Records that the user's call that took the slot is over. From now on sfr_engine_close waits for
+ * the slot even on the thread that took it. */
 void sfr_slot_launched(struct sfr_slot *slot);
 /* Gives the slot back. May be called again; does nothing in a forked child. */
 void sfr_slot_give_back(struct sfr_slot *slot);
@@ -74,8 +75,8 @@ void sfr_slot_give_back(struct sfr_slot *slot);
 bool sfr_slot_is_over(struct sfr_slot *slot);
 void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; accepts NULL */
 
-/* Describes the CUDA driver and dead devices in `text` of `len` bytes. Loads the driver but does
- * not initialise it. Returns 0 or SFR_EFORK. */
+/* Writes a description of the CUDA driver, and of devices that have failed for good, to `text` of
+ * `len` bytes. Loads the driver but does not initialise it. Returns 0 or SFR_EFORK. */
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
 
 #endif

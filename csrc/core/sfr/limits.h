@@ -11,13 +11,13 @@
 struct sfr_limits {
 	/* The writer uses zip64 fields from this size or offset on; at least 4096. */
 	uint64_t zip64_bytes;
-	/* From this number of records on, the writer puts it only into the zip64 record; >= 1. */
+	/* The writer puts a record count of this or more only into the zip64 end record; >= 1. */
 	uint64_t zip64_records;
 	/* Bytes that a reading thread reads with one call; whole pages, 4096 to 1 MiB. */
 	uint64_t reader_chunk_bytes;
-	/* The same for a check that reads without threads. */
+	/* Bytes that a check without threads reads with one call; the same range. */
 	uint64_t check_chunk_bytes;
-	/* A check of a file of at least this length reads on threads. */
+	/* A check of a file of at least this length starts threads that read ahead. */
 	uint64_t ahead_bytes;
 };
 

@@ -7,20 +7,20 @@
 
 /* Appends a remove of `key`: the real path of the parent directory, a slash, and the last
  * component. A directory is removed with its contents. The remove runs when every save submitted
- * before it has ended. It is dropped if the last of these saves did not become durable or, without
- * SFR_SAVE_DURABLE, was not renamed. Returns 0 or -errno. *seq_out, unless NULL, gets the entry's
- * sequence number. */
+ * before it has ended. The remove is dropped if the last of these saves has failed: a save with
+ * SFR_SAVE_DURABLE must be durable, any other must be renamed. Returns 0 or -errno. *seq_out gets
+ * the entry's sequence number, unless it is NULL. */
 int sfr_log_remove(const char *key, uint64_t *seq_out);
 /* Says whether `key` will exist once the log is empty:
  *
  *   1   yes: a save of the name is pending
  *   0   no: a remove of the name, or of a directory above it, is pending
- *   2   the pending save of a directory above the name decides
+ *   2   a save of a directory above the name is pending: its contents decide
  *  -1   no entry concerns the name: ask the file system */
 int sfr_log_exists(const char *key);
 /* A load of `key`. Its file is opened after every earlier save and remove of `key` has ended, and
- * before any later one takes effect. A key that ends in a slash names a directory: the load then
- * also waits for the saves and removes of everything in the directory. */
+ * before any later save or remove takes effect. A key that ends in a slash names a directory: the
+ * load then also waits for the saves and removes of everything in the directory. */
 struct sfr_log_load;
 /* Submits a load. Returns 0 or -errno. */
 int sfr_log_load_new(const char *key, struct sfr_log_load **out);
@@ -31,8 +31,8 @@ int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out)
  * descriptor over. */
 void sfr_log_load_free(struct sfr_log_load *load);
 
-/* Waits until everything submitted before the first call has ended. The first call finds *seq 0 and
- * sets it; further calls with that value resume the wait. Returns 0 or SFR_EAGAIN. */
+/* Waits until everything submitted before the first call has ended. *seq must be 0 for the first
+ * call, which sets it. Calls with the same *seq resume the wait. Returns 0 or SFR_EAGAIN. */
 int sfr_log_drain(uint64_t *seq, uint64_t slice_ns);
 /* Returns how many saves and removes have not ended. */
 uint64_t sfr_log_pending(void);
@@ -48,8 +48,8 @@ int sfr_log_stop(void);
 
 /* ---- external work in the log's order (commit/work.c) ---- */
 
-/* An entry whose work is done outside the core: a link, or a save or remove by other code. At the
- * head of the log, everything submitted before it has ended. The entry stays there until
+/* An entry whose work is done outside the core: a link, or a save or remove by other code. When the
+ * entry is at the head of the log, everything submitted before it has ended. It stays there until
  * sfr_log_work_end, so nothing submitted after it takes effect. Loads and sfr_log_exists treat the
  * entry like a save or a remove. */
 enum sfr_work_kind {

@@ -16,8 +16,8 @@ int sfr_probe_new(uint32_t device, struct sfr_probe **out);
 /* Frees a probe at any time; accepts NULL. */
 void sfr_probe_free(struct sfr_probe *probe);
 /* Queues the copies after the work on `stream`, a stream of the probe's device. The stream's later
- * work waits for the copies. `again`: these are the second copies. Their ranges are those of the
- * first, in the same order, with nbytes = 0 for storages to be left out. Returns 0, or:
+ * work waits for the copies. `again` nonzero: these are the second copies, and `ranges` must be
+ * those of the first copies in the same order; nbytes 0 leaves a storage out. Returns 0, or:
  *
  *   SFR_EBUSY   another thread is probing, or the previous copies have not completed
  *   -EIO        the probe never works again

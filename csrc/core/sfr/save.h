@@ -26,7 +26,7 @@ struct sfr_save_desc {
 	/* data.pkl, or the header of a flat file; valid until the save is staged or has ended */
 	const void *skeleton;
 	uint64_t skeleton_len;
-	/* the array is copied in the call; its memory must stay valid as long as the skeleton */
+	/* the array is copied in the call; the sources' memory must stay valid like the skeleton */
 	const struct sfr_source *sources;
 	uint32_t nr_sources;
 	uint32_t flags; /* SFR_SAVE_* */
@@ -46,8 +46,8 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
  * failure is stored in the ticket, and the save fails once it is admitted. */
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams);
 /* Takes one of the engine's max_in_flight slots and has a writer open the file. Returns 0,
- * SFR_EAGAIN, SFR_EBUSY (with SFR_SAVE_NO_WAIT) or SFR_ECLOSED. If another thread may be waiting
- * for the save, the caller abandons the save after a failure. */
+ * SFR_EAGAIN, SFR_EBUSY (with SFR_SAVE_NO_WAIT) or SFR_ECLOSED. After a failure the caller must
+ * abandon the save if another thread may be waiting for it. */
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
 /* Copies the captured sources and takes samples of the deferred ones. Returns 0, or:
  *
@@ -73,14 +73,14 @@ int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_n
 /* Returns 1 if the save has reached that point, else 0. For a failing save the result may stay 0
  * until the save has ended. Takes no lock, because Python calls it under the interpreter lock. */
 int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
-/* The gate of the next step, which may then change the sources. Waits until the sources in host
- * memory are copied. For devices it makes the given streams of the calling thread wait for the
- * copies. There the host waits only while blocks are missing, while a stream captures a graph, or
- * if a device has no stream in the list. Returns 0, or SFR_EAGAIN: call again. */
+/* The gate: after it an optimizer step may change the sources. Waits until the sources in host
+ * memory are copied. Makes the given streams of the calling thread wait for the copies from
+ * devices; the caller itself waits for these only while blocks are missing, while a stream captures
+ * a graph, or if a device has no stream in the list. Returns 0, or SFR_EAGAIN: call again. */
 int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
 		  uint64_t slice_ns);
-/* Reports whether version counters show that a source changed before it was copied. `torn_index` is
- * the index of such a source, which fails the save with SFR_ETORN, or -1. Called after
+/* Gives the save the verdict of the version counters. `torn_index` is the index of a source that
+ * changed before it was copied: the save then fails with SFR_ETORN. -1: none changed. Called after
  * SFR_WAIT_COPIED or sfr_save_gate. Returns 0 the first time, later SFR_ESTATE. */
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
 /* Returns 1 if the save ends as cancelled, 0 if it is too late, or SFR_EFORK. A save may be

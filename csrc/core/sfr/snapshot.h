@@ -33,24 +33,24 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
  *   SFR_EEXHAUSTED   other snapshots hold too much
  *   SFR_ECLOSED, -errno */
 int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns);
-/* Sets the caller's current stream on each device that has sources. Called before
+/* Says which stream of each device that has sources is the caller's current one. Called before
  * sfr_snapshot_start. Returns 0, or SFR_ESTATE if a device has no stream in the list. */
 int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			 uint32_t nr_streams);
-/* Copies the captured sources, takes samples of the deferred ones and hands these to the lane.
- * Lanes copy all sources on devices: the call only queues the copies, and the caller's stream waits
- * for the captured ones. Deferred sources and sources on devices must stay valid until
- * sfr_snapshot_wait has returned 0. Returns 0, -errno, or SFR_ECAPTURING if a stream is capturing a
- * graph.
+/* Copies the captured sources in host memory. Takes samples of the deferred sources, which a lane
+ * copies later. The call only queues the copies of sources on devices, and the caller's stream
+ * waits for those of captured sources. Deferred sources and sources on devices must stay valid
+ * until sfr_snapshot_wait has returned 0. Returns 0, -errno, or SFR_ECAPTURING if a stream is
+ * capturing a graph.
  *
- * After a failure, copies from devices may still run, but no others. sfr_snapshot_wait then waits
- * for their end, and sfr_snapshot_error gives the error. */
+ * After a failure only copies from devices may still run. sfr_snapshot_wait then waits until they
+ * have ended, and sfr_snapshot_error gives the error. */
 int sfr_snapshot_start(struct sfr_snapshot *s);
-/* Waits until every byte is copied, or until the copy was given up because nobody can read it.
- * *torn is the index of a source that changed meanwhile, or -1. Returns 0 or SFR_EAGAIN. A slice of
- * zero takes no lock. */
+/* Waits until every byte is copied, or until copying has stopped because the memory has no view or
+ * hold left. *torn is the index of a source that changed before it was copied, or -1. Returns 0
+ * or SFR_EAGAIN. A slice of zero takes no lock. */
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn);
-/* The gate of the next step, like sfr_save_gate. Returns 0 or SFR_EAGAIN. */
+/* The gate, like sfr_save_gate: after it a step may change the sources. Returns 0 or SFR_EAGAIN. */
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
 		      uint64_t slice_ns);
 /* Sets *out to the error of a device, with code 0 if there is none. Final after
@@ -72,12 +72,12 @@ int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
-/* `yes`: all views end by themselves, so the memory will return to the pool. A save or snapshot
- * that needs the memory then waits instead of failing with SFR_EEXHAUSTED. 0: revokes that. */
+/* Says whether (`yes` 1 or 0) all views will end by themselves. If so, a save or snapshot that
+ * needs the memory waits for its return to the pool, instead of failing with SFR_EEXHAUSTED. */
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* Returns 1 while the memory is leased, else 0; or SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
-/* With SFR_SNAPSHOT_LEAVES, returns the time that the device took for the copies; else 0. */
+/* Returns how long the device took for the copies; 0 without SFR_SNAPSHOT_LEAVES. */
 uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s);
 uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, unique in the process */
 void sfr_snapshot_get(struct sfr_snapshot *s);

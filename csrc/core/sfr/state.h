@@ -11,7 +11,7 @@
 	X(SFR_WRITING, "writing")    /* every block written; tail and sync */                      \
 	X(SFR_READY, "writing")      /* synced; waits for the head of the log */                   \
 	X(SFR_COMMITTING, "writing") /* being renamed: can no longer be cancelled */               \
-	X(SFR_ENDING, "writing")     /* failed or cancelled; its running copies and writes end */  \
+	X(SFR_ENDING, "writing")     /* failed or cancelled; some copies or writes still run */    \
 	X(SFR_DURABLE, "durable")                                                                  \
 	X(SFR_FAILED, "failed")                                                                    \
 	X(SFR_CANCELLED, "cancelled")

@@ -16,7 +16,7 @@ struct sfr_piece {
 };
 
 /* Takes the next piece of a save with SFR_SAVE_STREAM. One thread at a time calls it, from
- * sfr_save_new on. After the end, further calls return the end again; it is given back only once.
+ * sfr_save_new on. After the last piece every call returns the end; it is given back only once.
  * Returns 0, or:
  *
  *   SFR_EAGAIN   there was no piece within the slice, or the save is not admitted

@@ -21,7 +21,7 @@ struct sfr__snapshot_device {
 	struct sfr_snapshot *snapshot; /* constant */
 	uint32_t device;               /* constant; the driver's number, from 0 on */
 	CUstream stream;               /* the caller's current stream */
-	int64_t torn;                  /* index of a torn source, or -1; used by the lane only */
+	int64_t torn_source;           /* index of a torn source, or -1; used by the lane only */
 };
 
 static struct sfr__snapshot_device *device_of(struct sfr__transfer *tr)
@@ -52,15 +52,16 @@ static void queue_copies(struct sfr__snapshot_device *dev)
 {
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_snapshot *s = dev->snapshot;
-	struct sfr__sampled *sampled;
-	uint32_t nr;
+	struct sfr__sampled *sampled; /* the deferred sources; NULL: no memory */
+	uint32_t nr_sampled;
 
 	if (sfr__transfer_prepare_pin(tr, s->engine->pool))
 		sfr__lot_pin(s);
 	tr->timed = s->is_offload; /* for sfr_snapshot_copying_ns */
 	add_sources(dev, true);
-	sampled = sfr__snapshot_sampled(s, dev->device + 1, &nr);
-	sfr__transfer_sample(tr, sampled, nr, sfr__now_ns());
+	sampled = sfr__snapshot_sampled(s, dev->device + 1, &nr_sampled);
+	/* Frees `sampled`. The time is the seed that decides which cache lines are sampled. */
+	sfr__transfer_sample(tr, sampled, nr_sampled, sfr__now_ns());
 	if (!s->is_offload)
 		sfr__transfer_mark_captured(tr);
 	add_sources(dev, false);
@@ -74,7 +75,7 @@ static int start_device(struct sfr__snapshot_device *dev, struct sfr_err *err)
 	int rc = sfr__transfer_begin(tr, &s->engine->cuda_lanes, dev->device, SFR__CUDA_OUT,
 				     dev->stream);
 
-	if (tr->lane) {
+	if (tr->lane) { /* else nothing was begun: `rc` or tr->err says why */
 		sfr__snapshot_copy_begins(s);
 		if (!tr->err.code)
 			queue_copies(dev);
@@ -104,7 +105,8 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 
 	(void)portion; /* a snapshot's transfer has only one */
 	if (ok)
-		dev->torn = sfr__snapshot_compare(dev->snapshot, dev->device + 1, &tr->samples);
+		dev->torn_source =
+			sfr__snapshot_compare(dev->snapshot, dev->device + 1, &tr->samples);
 	else
 		sfr__snapshot_retire_memory(dev->snapshot);
 }
@@ -119,7 +121,7 @@ static void transfer_over(struct sfr__transfer *tr)
 		/* `why` needs no lock: it is constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	atomic_fetch_add_explicit(&s->copying_ns, tr->copying.ns, memory_order_relaxed);
-	sfr__snapshot_copy_ended(s, dev->torn, &err); /* may free the snapshot */
+	sfr__snapshot_copy_ended(s, dev->torn_source, &err); /* may free the snapshot */
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .over = transfer_over };
@@ -127,13 +129,13 @@ static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .ove
 bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
 				uint32_t nr)
 {
-	bool all = true;
+	bool all_will_wait = true; /* every stream waits for the copies of its device */
 
 	for (uint32_t i = 0; i < s->nr_devices; i++)
 		if (!sfr__transfer_gate(&s->devices[i].transfer,
 					sfr__stream_of(streams, nr, s->devices[i].device)))
-			all = false;
-	return all;
+			all_will_wait = false;
+	return all_will_wait;
 }
 
 void sfr__snapshot_pin(struct sfr_snapshot *s)
@@ -145,7 +147,7 @@ void sfr__snapshot_pin(struct sfr_snapshot *s)
 		return;
 	if (sfr__cuda_enter(&scope, pin->cu, pin->context) == CUDA_SUCCESS)
 		sfr__lot_pin(s);
-	sfr__cuda_leave(&scope);
+	sfr__cuda_leave(&scope); /* needed after a failure, too */
 }
 
 int sfr__snapshot_devices_new(struct sfr_snapshot *s)
@@ -156,7 +158,7 @@ int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 		uint32_t device = s->sources[i].device, k = 0;
 
 		if (device == 0 || s->sources[i].nbytes == 0)
-			continue;
+			continue; /* in host memory (0; n is device n - 1), or empty */
 		while (k < nr && s->devices[k].device != device - 1)
 			k++;
 		if (k < nr)
@@ -167,7 +169,7 @@ int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 			return -ENOMEM;
 		s->devices = more;
 		s->devices[nr++] = (struct sfr__snapshot_device){
-			.transfer.ops = &ops, .snapshot = s, .device = device - 1, .torn = -1
+			.transfer.ops = &ops, .snapshot = s, .device = device - 1, .torn_source = -1
 		};
 	}
 	s->nr_devices = nr;

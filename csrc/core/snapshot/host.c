@@ -51,8 +51,8 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	struct sfr_snapshot *s = set->snapshot;
 	const uint64_t chunk_end = off + len;
 	uint64_t at = off;
-	int64_t torn = -1;
-	/* the first source that ends after the beginning of the chunk */
+	int64_t first_torn = -1; /* index of a source; -1: none is torn */
+	/* Binary search, in which the macro declares k: the first source that ends after `off`. */
 	uint32_t i = (uint32_t)sfr__lower_bound(k, 0, s->nr_sources, set->starts[k + 1] <= at);
 
 	(void)blk;
@@ -60,20 +60,20 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	for (; at < chunk_end; i++) {
 		const uint64_t source_end = set->starts[i + 1];
 		uint64_t end = source_end < chunk_end ? source_end : chunk_end;
-		int64_t found;
+		int64_t torn_source;
 
 		if (end == at)
 			continue; /* the source is not in this set, or is empty */
-		/* Prefetch the next source if it is in this set. */
+		/* Prefetch the next source if it has bytes in this set. */
 		if (i + 1 < s->nr_sources && set->starts[i + 2] > source_end)
 			sfr__host_prefetch(sfr__bytes_of(&s->sources[i + 1]),
 					   s->sources[i + 1].nbytes);
-		found = copy_range(s, i, at - set->starts[i], (size_t)(end - at), hurried);
-		if (torn < 0)
-			torn = found;
+		torn_source = copy_range(s, i, at - set->starts[i], (size_t)(end - at), hurried);
+		if (first_torn < 0)
+			first_torn = torn_source;
 		at = end;
 	}
-	return torn;
+	return first_torn;
 }
 
 static bool is_failing_locked(struct sfr__host_copy *copy)
@@ -86,8 +86,8 @@ static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 	struct sfr_snapshot *s = host_set_of(copy)->snapshot;
 
 	(void)code; /* always SFR_ETORN */
-	if (s->torn < 0 || source < s->torn)
-		s->torn = source;
+	if (s->torn_source < 0 || source < s->torn_source)
+		s->torn_source = source;
 }
 
 static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
@@ -98,6 +98,7 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 
 static void copy_has_ended(struct sfr__host_copy *copy)
 {
+	/* -1 and NULL: fail_locked has recorded any torn source, and there is no other error */
 	sfr__snapshot_copy_ended(host_set_of(copy)->snapshot, -1, NULL);
 }
 
@@ -155,7 +156,8 @@ void sfr__host_sets_free(struct sfr_snapshot *s)
 	sfr_sys.free(s->deferred.starts);
 }
 
-/* Makes the leased memory the memory of the set's block, and all its bytes still to be copied. */
+/* Prepares the set's block for copying: its memory is the leased memory, and none of its bytes are
+ * copied yet. */
 static void set_destination(struct sfr__host_set *set)
 {
 	set->block = (struct sfr__host_block){ .mem = set->snapshot->base,

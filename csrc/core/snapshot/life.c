@@ -19,14 +19,14 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 
 /* Gives the memory back if it has no users and no copy is running. Unlocks the engine's mutex,
  * which the caller holds. */
-static void return_if_unused_and_unlock(struct sfr_snapshot *s)
+static void return_memory_if_unused_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = NULL;
 	bool gives_back = false;
 
-	/* Only views make the memory held: copies and holds end by themselves. */
+	/* No view keeps the memory any more. Copies and holds end by themselves. */
 	if (s->nr_views == 0 && s->lot)
-		sfr__lot_set_held_locked(s, false);
+		sfr__lot_set_view_held_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
 		s->abandoned = true; /* a running copy stops */
 		gives_back = s->state != SFR__SNAPSHOT_COPYING && s->lot;
@@ -53,13 +53,14 @@ void sfr__snapshot_retire_memory(struct sfr_snapshot *s)
 	sfr__unlock(&s->engine->mu);
 }
 
-void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err)
+void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn_source,
+			      const struct sfr_err *err)
 {
 	struct sfr_engine *engine = s->engine;
 
 	sfr__lock(&engine->mu);
-	if (s->torn < 0)
-		s->torn = torn;
+	if (s->torn_source < 0) /* the first torn source counts */
+		s->torn_source = torn_source;
 	if (err && err->code && !s->err.code)
 		s->err = *err;
 	s->nr_copying--;
@@ -69,7 +70,7 @@ void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct
 	}
 	engine->nr_copying_snapshots--;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
-	return_if_unused_and_unlock(s);
+	return_memory_if_unused_and_unlock(s);
 	sfr__notice_post(&s->notice); /* takes over the reference of the copying threads */
 }
 
@@ -99,7 +100,7 @@ static void remove_user(struct sfr_snapshot *s, uint32_t *count)
 		return;
 	sfr__lock(&s->engine->mu);
 	--*count;
-	return_if_unused_and_unlock(s);
+	return_memory_if_unused_and_unlock(s);
 }
 
 int sfr_snapshot_view(struct sfr_snapshot *s)
@@ -117,8 +118,8 @@ void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
 	if (sfr__snapshot_is_foreign(s))
 		return;
 	sfr__lock(&s->engine->mu);
-	if (s->lot) /* the memory is held unless it will be returned without help of a user */
-		sfr__lot_set_held_locked(s, !yes && s->nr_views > 0);
+	if (s->lot) /* `yes`: the views will end without the help of a user */
+		sfr__lot_set_view_held_locked(s, !yes && s->nr_views > 0);
 	sfr__unlock(&s->engine->mu);
 }
 

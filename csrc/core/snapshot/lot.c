@@ -9,8 +9,9 @@
  *
  * A range is not used again before the whole block is free, so one count of users is enough.
  *
- * While a user of a lot is held (sfr__lot_set_held_locked), the lot's lease in the pool is held. A
- * lot is retired if a copy for one of its users may never end. A retired lot gets no new users. */
+ * While a view holds the memory of a snapshot in the lot (sfr__lot_set_view_held_locked), the lot's
+ * lease in the pool is held, too. A lot is retired if a copy for one of its users may never end. A
+ * retired lot gets no new users. */
 #include <errno.h>
 
 #include "snapshot/snapshot.h"
@@ -24,9 +25,9 @@ struct sfr__lot {
 	atomic_bool pinning;     /* a thread is pinning the lot, or has pinned it */
 
 	/* guarded by engine->mu */
-	uint64_t used;     /* bytes of a common lot that were given to snapshots so far */
-	uint32_t nr_users; /* snapshots with memory in the lot */
-	uint32_t nr_held;  /* how many of them have `held` set */
+	uint64_t used;         /* bytes of a common lot that were given to snapshots so far */
+	uint32_t nr_users;     /* snapshots with memory in the lot */
+	uint32_t nr_view_held; /* how many of them have `view_held` set */
 };
 
 /* Returns the sum of the lengths, or UINT64_MAX if it is larger than any memory. */
@@ -54,7 +55,7 @@ static void add_user_locked(struct sfr_snapshot *s, struct sfr__lot *lot)
 {
 	s->lot = lot;
 	lot->nr_users++;
-	sfr__lot_set_held_locked(s, true);
+	sfr__lot_set_view_held_locked(s, true);
 }
 
 /* Gives the snapshot the next `total` bytes of the common lot `lot`: lens[i] bytes for source i.
@@ -96,7 +97,8 @@ static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool is_common
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(pool, &lot->lease, true);
 		if (rc < 0) {
-			/* Undo a part that was shared. If that fails, it only costs memory. */
+			/* Some blocks may be shared already: stop sharing them. If that fails,
+			 * children inherit these blocks, which only costs memory. */
 			(void)sfr__pool_share(pool, &lot->lease, false);
 			sfr__pool_unlease(pool, &lot->lease);
 		}
@@ -117,13 +119,13 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_block
 	const uint64_t total = sum_of(lens, s->nr_sources);
 	const bool small = is_small(s, total);
 	struct sfr__lot *lot;
-	bool found;
+	bool got_range;
 	int rc;
 
 	sfr__lock(&engine->mu);
-	found = small && take_range_locked(s, lens, total, engine->common_lot);
+	got_range = small && take_range_locked(s, lens, total, engine->common_lot);
 	sfr__unlock(&engine->mu);
-	if (found)
+	if (got_range)
 		return 0;
 	rc = make_lot(s, lens, small, nr_blocked_saves, slice_ns, &lot);
 	if (rc < 0)
@@ -141,20 +143,21 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_block
 
 /* ---- using a lot ---- */
 
-void sfr__lot_set_held_locked(struct sfr_snapshot *s, bool held)
+/* The lot's lease is held in the pool while any snapshot in the lot is held by a view. */
+void sfr__lot_set_view_held_locked(struct sfr_snapshot *s, bool view_held)
 {
 	struct sfr__lot *lot = s->lot;
 
-	if (s->held == held)
+	if (s->view_held == view_held)
 		return;
-	s->held = held;
-	if (held) {
-		lot->nr_held++;
-		if (lot->nr_held == 1)
+	s->view_held = view_held;
+	if (view_held) {
+		lot->nr_view_held++;
+		if (lot->nr_view_held == 1)
 			sfr__pool_hold(s->engine->pool, &lot->lease, true);
 	} else {
-		lot->nr_held--;
-		if (lot->nr_held == 0)
+		lot->nr_view_held--;
+		if (lot->nr_view_held == 0)
 			sfr__pool_hold(s->engine->pool, &lot->lease, false);
 	}
 }
@@ -168,19 +171,20 @@ void sfr__lot_pin(const struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 
-	/* Another thread pins the lot, or has done so. There is no need to wait for it: copies to
-	 * memory that is not pinned are only slower. */
+	/* Returns if another thread is pinning the lot, or has pinned it. Waiting for that thread
+	 * is not necessary: copies to memory that is not pinned are only slower. */
 	if (atomic_exchange_explicit(&lot->pinning, true, memory_order_acq_rel))
 		return;
 	if (!sfr__pool_pin_lease(s->engine->pool, &lot->lease)) /* a later call tries again */
 		atomic_store_explicit(&lot->pinning, false, memory_order_release);
 }
 
+/* Returns the lot, which the caller frees, if it has no users left; else NULL. */
 struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = s->lot;
 
-	sfr__lot_set_held_locked(s, false);
+	sfr__lot_set_view_held_locked(s, false);
 	s->lot = NULL;
 	lot->nr_users--;
 	if (lot->nr_users > 0)

@@ -53,7 +53,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 	s->shared = (flags & SFR_SNAPSHOT_SHARED) != 0;
 	s->is_offload = (flags & SFR_SNAPSHOT_LEAVES) != 0;
 	s->nr_sources = nr_sources;
-	s->torn = -1;
+	s->torn_source = -1;
 	s->notice = (struct sfr__notice){
 		.number = atomic_fetch_add_explicit(&nr_snapshots, 1, memory_order_relaxed) + 1,
 		.snapshot = s,
@@ -115,7 +115,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	lens = sfr_sys.malloc(((size_t)s->nr_sources + 1) * sizeof(*lens));
 	if (!lens)
 		return -ENOMEM;
-	for (uint32_t i = 0; i < s->nr_sources; i++)
+	for (uint32_t i = 0; i < s->nr_sources; i++) /* copies of an offload are aligned */
 		lens[i] = s->is_offload ? sfr__round_up(s->sources[i].nbytes, SFR_COPY_ALIGN) :
 					  s->sources[i].nbytes;
 	sfr__lock(&engine->mu);
@@ -164,7 +164,8 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 static int take_samples(struct sfr_snapshot *s)
 {
 	uint32_t nr;
-	struct sfr__sampled *sampled = sfr__snapshot_sampled(s, 0, &nr);
+	struct sfr__sampled *sampled = sfr__snapshot_sampled(s, 0, &nr); /* 0: host memory */
+	/* the time is the seed that decides which cache lines are sampled */
 	int rc = sampled ? sfr__samples_take(&s->samples, sampled, nr, sfr__now_ns()) : -ENOMEM;
 
 	sfr_sys.free(sampled);
@@ -219,26 +220,27 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	}
 	sfr__unlock(&engine->mu);
 	if (!in_background) {
-		/* There was an error, or nothing is deferred, or the engine is closing. A closing
-		 * engine may have no threads, and sources on devices cannot be copied without
-		 * them. */
+		/* After an error nothing is copied. Otherwise nothing needs other threads, or the
+		 * engine is closing and may have no threads. This thread can copy host memory
+		 * without them, but not from devices. */
 		if (rc == 0 && s->nr_devices)
 			rc = SFR_ECLOSED;
 		if (rc == 0)
-			sfr__snapshot_copy_now(s, true);
+			sfr__snapshot_copy_now(s, true); /* true: deferred sources, too */
 		set_copied(s);
 		return rc;
 	}
 	/* Devices come first: they copy while the host copies. */
 	rc = sfr__snapshot_devices_start(s, &err);
-	sfr__snapshot_copy_now(s, false);
+	sfr__snapshot_copy_now(s, false); /* false: only captured sources */
 	if (nr_deferred) {
 		sfr__lock(&engine->mu);
 		s->nr_copying++;
 		sfr__snapshot_defer_locked(s);
 		sfr__unlock(&engine->mu);
 	}
-	sfr__snapshot_copy_ended(s, -1, &err); /* this call */
+	/* This call's own copies have ended. Captured sources cannot be torn (-1). */
+	sfr__snapshot_copy_ended(s, -1, &err);
 	return rc < 0 ? rc : err.code;
 }
 
@@ -267,7 +269,7 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	must_wait = !sfr__snapshot_devices_gate(s, streams, nr_streams) ||
-		    sfr__snapshot_nr_deferred(s, 0) > 0;
+		    sfr__snapshot_nr_deferred(s, 0) > 0; /* 0: host memory */
 	sfr__lock(&s->engine->mu);
 	rc = must_wait ? wait_locked(s, slice_ns, deadline) : 0;
 	sfr__unlock(&s->engine->mu);
@@ -299,13 +301,13 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	if (slice_ns == 0) { /* the caller holds Python's interpreter lock, so take no lock */
 		if (s->state == SFR__SNAPSHOT_COPYING)
 			return SFR_EAGAIN;
-		*torn = s->torn;
+		*torn = s->torn_source;
 		return 0;
 	}
 	sfr__lock(&s->engine->mu);
 	rc = wait_locked(s, slice_ns, deadline);
 	if (rc == 0)
-		*torn = s->torn;
+		*torn = s->torn_source;
 	sfr__unlock(&s->engine->mu);
 	return rc;
 }

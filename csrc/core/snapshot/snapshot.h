@@ -26,7 +26,7 @@ struct sfr__host_set {
 
 	/* constant */
 	struct sfr_snapshot *snapshot;
-	uint64_t *starts; /* the offset of each source in the block, and at the end its length */
+	uint64_t *starts; /* offset of each source in the block; last item: the block's length */
 };
 
 struct sfr_snapshot {
@@ -48,11 +48,11 @@ struct sfr_snapshot {
 	/* guarded by engine->mu */
 	_Atomic enum sfr__snapshot_state state; /* may be read without the lock */
 	struct sfr__lot *lot;        /* the memory; NULL: not leased yet, or given back */
-	bool held;                   /* only a user can make the memory free, by releasing a view */
+	bool view_held;              /* the memory is free only after a user releases a view */
 	bool abandoned;              /* the memory has no users any more, so copying stops */
 	uint32_t nr_views, nr_holds; /* the users of the memory (snapshot.c) */
 	uint32_t nr_copying;         /* threads and devices that still copy */
-	int64_t torn;                /* index of a torn source, or -1; final once COPIED */
+	int64_t torn_source;         /* index of a torn source, or -1; final once COPIED */
 	struct sfr_err err;          /* the first error of a device; final once COPIED */
 	_Atomic uint64_t copying_ns; /* device time of the copies; only with is_offload */
 
@@ -74,15 +74,15 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 }
 
 /* ---- lot.c ---- */
-/* Leases lens[i] bytes for the copy of each source i, and sets s->copies. The memory is then held.
- * With SFR_SNAPSHOT_LEAVES every length is a multiple of SFR_COPY_ALIGN. `nr_blocked_saves` is the
- * number of saves in flight that cannot go on before this call returns. Waits for memory, and
- * returns errors, like sfr__pool_lease. */
+/* Leases lens[i] bytes for the copy of each source i, and sets s->copies. The memory is then held
+ * by a view. With SFR_SNAPSHOT_LEAVES every length is a multiple of SFR_COPY_ALIGN.
+ * `nr_blocked_saves` is the number of saves in flight that cannot go on before this call returns.
+ * Waits for memory, and returns errors, like sfr__pool_lease. */
 int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_blocked_saves,
 		 uint64_t slice_ns);
-/* Sets whether the snapshot's memory is *held*: only a user can make it free, by releasing a view.
- * Memory that is not held becomes free by itself, when a copy or a process ends. Idempotent. */
-void sfr__lot_set_held_locked(struct sfr_snapshot *s, bool held);
+/* Sets whether a view holds the snapshot's memory: then only the view's user can make it free.
+ * Other memory becomes free by itself, when a copy or a process ends. Idempotent. */
+void sfr__lot_set_view_held_locked(struct sfr_snapshot *s, bool view_held);
 /* Marks the memory so that it is never used again: a dead device may still write to it. */
 void sfr__lot_retire_locked(struct sfr_snapshot *s);
 /* Pins the memory as far as possible. A driver context must be current. The memory must not be
@@ -100,10 +100,11 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 unsigned sfr__snapshot_nr_transitions(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
 /* Increments nr_copying, for a thread or a device that begins to copy. */
 void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
-/* Decrements nr_copying, for a thread or a device that has ended its copies. `torn` is the index of
- * a torn source, or -1. `err` may be NULL. When nothing copies any more, sets the state to COPIED.
- * Then the snapshot may be freed. */
-void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
+/* Decrements nr_copying, for a thread or a device that has ended its copies. `torn_source` is an
+ * index, or -1 if no source is torn. `err` may be NULL: no error. When nothing copies any more,
+ * sets the state to COPIED. Then the snapshot may be freed. */
+void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn_source,
+			      const struct sfr_err *err);
 /* Retires the memory after a device has died, because its copies may never end. */
 void sfr__snapshot_retire_memory(struct sfr_snapshot *s);
 

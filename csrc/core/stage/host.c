@@ -99,14 +99,15 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 {
 	const uint32_t blk = copy->blk;
 	struct sfr__host_block *block = next_block(copy);
-	size_t all = copy->ops->block_len(copy, blk);
-	size_t off = block->begun, rest = all - off;
+	size_t block_len = copy->ops->block_len(copy, blk);
+	size_t off = block->handed_out, rest = block_len - off;
 	size_t len = rest < tuned.chunk ? rest : tuned.chunk;
+	/* whether a thread waits for the copy */
 	bool hurried = !copy->is_deferred || copy->engine->nr_waiters != 0;
 	int64_t torn; /* index of a torn source, or -1 */
 
-	block->begun += len; /* this thread takes the chunk */
-	if (block->begun == all)
+	block->handed_out += len; /* this thread takes the chunk */
+	if (block->handed_out == block_len)
 		copy->blk++; /* the next chunks are in the next block */
 	copy->nr_copying++;
 	sfr__unlock(&copy->engine->mu);
@@ -180,9 +181,9 @@ static bool step_locked(struct sfr__shared *work, bool may_wait)
 		if (rc < 0 && rc != SFR_EAGAIN)
 			copy->ops->fail_locked(copy, rc, -1);
 	}
-	/* sfr__host_copy_now itself ends a copy that is not deferred */
+	/* a copy that is not deferred is ended by the call that makes it (sfr__host_copy_now) */
 	if (!copy->is_deferred || !end_if_over_locked(copy))
-		return has_chunks;
+		return has_chunks; /* if there were chunks, something was done above */
 	copy->is_deferred = false;
 	sfr__unlock(&engine->mu);
 	copy->ops->over(copy); /* the owner may free the copy from here on */

@@ -4,7 +4,7 @@
  *
  *     blk ---------------------------v
  *     block    [filled]   [filled]   [.XXX..........]   [no memory yet]     X: being copied
- *                                         ^ begun
+ *                                         ^ handed_out
  *
  * These threads take chunks:
  *
@@ -29,9 +29,9 @@
 
 /* One block of a copy. Guarded by engine->mu; mem is constant once it is set. */
 struct sfr__host_block {
-	char *mem;    /* NULL: no memory yet */
-	size_t begun; /* bytes handed out */
-	size_t left;  /* bytes not copied yet */
+	char *mem;         /* NULL: no memory yet */
+	size_t handed_out; /* bytes in chunks that threads have taken */
+	size_t left;       /* bytes not copied yet */
 };
 
 struct sfr__host_copy;

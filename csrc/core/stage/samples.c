@@ -17,8 +17,8 @@ static uint64_t next_random(uint64_t *random)
 /* ---- in host memory ---- */
 
 /* Returns which line is the i-th of n samples, in a source of nr_lines lines. The first line, the
- * last and (if n is odd) the middle one are sampled. Each other sample is a random line of its n-th
- * of the source, so that no stride of writes is missed every time. */
+ * last and (if n is odd) the middle one are sampled. The source is divided into n stretches. Each
+ * other sample is a random line of its stretch, so that writes at regular distances are found. */
 static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
 	const uint64_t middle = nr_lines / 2;
@@ -44,11 +44,11 @@ static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *ran
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most)
 {
 	const uint64_t half = most / 2;
-	uint64_t even = nr_sources ? half / nr_sources : 0, by_bytes = 0;
+	uint64_t equal_part = nr_sources ? half / nr_sources : 0, part_by_bytes = 0;
 
 	if (nr_sources < half && total != 0) /* else each source just gets one sample */
-		by_bytes = (uint64_t)((double)half * ((double)nbytes / (double)total));
-	return even + by_bytes > 1 ? even + by_bytes : 1;
+		part_by_bytes = (uint64_t)((double)half * ((double)nbytes / (double)total));
+	return equal_part + part_by_bytes > 1 ? equal_part + part_by_bytes : 1;
 }
 
 static uint64_t total_bytes_of(const struct sfr__sampled *sources, uint32_t nr)
@@ -60,13 +60,14 @@ static uint64_t total_bytes_of(const struct sfr__sampled *sources, uint32_t nr)
 	return total;
 }
 
+/* Returns the most samples that these sources in host memory can have. */
 static uint64_t most_samples_of(const struct sfr__sampled *sources, uint32_t nr, uint64_t total)
 {
-	uint64_t all = 0;
+	uint64_t nr_samples = 0;
 
 	for (uint32_t i = 0; i < nr; i++)
-		all += sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
-	return all;
+		nr_samples += sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
+	return nr_samples;
 }
 
 uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__sampled *source,
@@ -140,14 +141,16 @@ void sfr__samples_free(struct sfr__samples *samples)
 bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint64_t off,
 			const char *staged, size_t len)
 {
-	const struct sfr__sample *s = samples->items, *end = s + samples->nr;
+	const struct sfr__sample *items = samples->items, *items_end = items + samples->nr;
 	const uint64_t off_end = off + len;
-
 	/* binary search: skip the samples that end before the range begins */
-	s += sfr__lower_bound(k, 0, samples->nr,
-			      s[k].entry < entry ||
-				      (s[k].entry == entry && s[k].off + s[k].len <= off));
-	for (; s < end && s->entry == entry && s->off < off_end; s++) {
+	const struct sfr__sample *s =
+		items +
+		sfr__lower_bound(k, 0, samples->nr,
+				 items[k].entry < entry || (items[k].entry == entry &&
+							    items[k].off + items[k].len <= off));
+
+	for (; s < items_end && s->entry == entry && s->off < off_end; s++) {
 		/* the bytes [from, to) of the source are in the range and in the sample */
 		const uint64_t sample_end = s->off + s->len;
 		uint64_t from = s->off > off ? s->off : off;
@@ -177,19 +180,19 @@ uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t share)
 	return share > least ? share : least;
 }
 
-/* Returns the number of rows of a source. The number is reduced at random, so that no stride of
- * writes is missed every time. It is made odd, so that one row is in the middle. Only a source
- * longer than MOST_PITCH may get more rows than its share. */
+/* Returns how many rows of a source to sample: `share` or fewer. The number is reduced at random:
+ * rows then vary from save to save, and no regular writes are missed every time. It is made odd, so
+ * that one row is in the middle. Only a source longer than MOST_PITCH may get more than `share`. */
 static uint64_t rows_of(uint64_t nbytes, uint64_t share, uint64_t *random)
 {
-	const uint64_t most = nbytes / SFR__SAMPLE_LEN, least = least_rows_of(nbytes);
-	const uint64_t any = next_random(random);
-	uint64_t n = share < most ? share : most;
+	const uint64_t nr_lines = nbytes / SFR__SAMPLE_LEN, nr_rows_min = least_rows_of(nbytes);
+	const uint64_t random_number = next_random(random);
+	uint64_t n = share < nr_lines ? share : nr_lines;
 
 	if (n > 8)
-		n -= any % (n / 4); /* up to a quarter less */
+		n -= random_number % (n / 4); /* up to a quarter less */
 	if (nbytes > MOST_PITCH)
-		n = n > least ? n : least;
+		n = n > nr_rows_min ? n : nr_rows_min;
 	else if (n > 2 && n % 2 == 0)
 		n--;
 	return n > 1 ? n : 1;
@@ -201,19 +204,19 @@ uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr
 	const uint64_t nbytes = source->nbytes;
 	uint64_t len = nbytes < SFR__SAMPLE_LEN ? nbytes : SFR__SAMPLE_LEN;
 	uint64_t n = rows_of(nbytes, share, random);
-	uint64_t off = 0; /* offset of the first row */
+	uint64_t first_off = 0; /* offset of the first row */
 
 	*pitch = 0;
 	if (nbytes == 0)
 		return 0;
-	if (n == 1) /* at a random offset; rows_of has advanced *random */
-		off = (*random >> 33) % (nbytes - len + 1);
+	if (n == 1) /* one row at a random offset; rows_of has advanced *random */
+		first_off = (*random >> 33) % (nbytes - len + 1);
 	else
 		*pitch = (nbytes - len) / (n - 1);
 	for (uint64_t i = 0; i < n; i++)
 		items[i] = (struct sfr__sample){ .entry = source->entry,
 						 .len = (uint32_t)len,
-						 .off = off + i * *pitch };
+						 .off = first_off + i * *pitch };
 	return (uint32_t)n;
 }
 
@@ -242,8 +245,9 @@ size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__
 		uint64_t pitch;
 		uint32_t n = sfr__samples_choose_rows_of(first, &sources[i], share, &seed, &pitch);
 
-		if (n == 0)
+		if (n == 0) /* the source is empty */
 			continue;
+		/* one copy of n rows */
 		rows[nr_rows++] = (struct sfr__cuda_rows){ .dst = first->bytes,
 							   .src = sources[i].addr + first->off,
 							   .width = first->len,

@@ -59,15 +59,15 @@ bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint
 
 /* ---- for tests ---- */
 
-/* Returns a source's share of `most` samples, at least one. `total`: the bytes of all nr_sources
- * sources. */
+/* Returns how many of `most` samples a source of `nbytes` bytes gets, at least one. `total`: the
+ * bytes of all nr_sources sources. */
 uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most);
 /* Chooses at most `most` samples of one source in host memory. Fills in `items` without their
  * bytes. Advances the random number *random. Returns the number of items. */
 uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__sampled *source,
 				   uint64_t most, uint64_t *random);
-/* Does the same for a source on a device. `share`: the source's share of all rows. Sets *pitch to
- * the number of bytes between the beginnings of two rows. */
+/* Does the same for a source on a device, whose samples are rows. `share`: how many rows
+ * sfr__samples_share gives the source. Sets *pitch to the bytes from one row to the next. */
 uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr__sampled *source,
 				     uint64_t share, uint64_t *random, uint64_t *pitch);
 /* Returns the most rows that sfr__samples_choose_rows_of can choose. */

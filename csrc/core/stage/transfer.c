@@ -37,8 +37,8 @@ static void drop_user(struct sfr__transfer *tr)
 		return;
 	/* nr_users stays 1 until the end, so that a client that waits does not free the transfer */
 	sfr__cuda_store_put(lane, &tr->store);
-	(void)sfr__cuda_timer_read(lane,
-				   &tr->copying); /* returns true, because the copies have ended */
+	/* returns true, because the copies have ended */
+	(void)sfr__cuda_timer_read(lane, &tr->copying);
 	sfr__lock(&lane->mu);
 	drop_staged_locked(tr);
 	tr->nr_users = 0; /* a client without `over` may free the transfer from here on */
@@ -115,27 +115,27 @@ static void make_stream_wait(struct sfr__transfer *tr, CUstream stream, CUevent 
 }
 
 int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
-		       enum sfr__cuda_way way)
+		       enum sfr__cuda_direction direction)
 {
 	struct sfr__cuda_lane *lane;
 	char why[160] = "";
-	int rc = sfr__cuda_lane_get(lanes, device, way, &lane, why, sizeof(why));
+	int rc = sfr__cuda_lane_get(lanes, device, direction, &lane, why, sizeof(why));
 
 	tr->err.index = -1;
 	if (rc == 0) {
 		tr->lane = lane;
 		tr->nr_users = 1;
-	} else if (rc != SFR_ECLOSED) { /* the caller finds no lane, and the error in tr->err */
+	} else if (rc != SFR_ECLOSED) {
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, why);
-		rc = 0;
+		rc = 0; /* the caller sees that tr->lane is NULL, and reads tr->err */
 	}
 	return rc;
 }
 
 int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
-			enum sfr__cuda_way way, CUstream stream)
+			enum sfr__cuda_direction direction, CUstream stream)
 {
-	int rc = sfr__transfer_open(tr, lanes, device, way);
+	int rc = sfr__transfer_open(tr, lanes, device, direction);
 	struct sfr__cuda_lane *lane = tr->lane;
 
 	if (!lane || !sfr__transfer_enter(tr))
@@ -166,7 +166,7 @@ struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr)
 	return tr->portion;
 }
 
-/* Queues the copies that were added. Called in a turn. */
+/* Queues the copies that were added. The caller has the lane's turn. */
 static void queue_added(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -180,12 +180,13 @@ static void queue_added(struct sfr__transfer *tr)
 			sfr__cuda_batch_copy(lane, &tr->unpinned, false, &tr->err);
 		if (tr->timed)
 			sfr__cuda_timer_end(lane, &tr->copying, lane->stream);
-		tr->timed = false;
+		tr->timed = false; /* later copies are not measured */
 	}
 	tr->pinned.nr = tr->unpinned.nr = 0;
 }
 
-/* Puts the portion in flight, after all copies that are queued so far. Called in a turn. */
+/* Puts the portion in flight, after all copies that are queued so far. The caller has the lane's
+ * turn. */
 static void launch_portion(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
@@ -246,9 +247,10 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
 		       bool pinned)
 {
 	for (uint64_t done = 0, step; done < len && !tr->err.code; done += step) {
-		const uint64_t most = sfr__cuda_portion_bytes;
-		/* a portion that send_some could not send is full, and gets as many bytes again */
-		const uint64_t room = most > tr->bytes ? most - tr->bytes : most;
+		const uint64_t portion_bytes = sfr__cuda_portion_bytes;
+		/* a full portion that send_some could not send gets as many bytes again */
+		const uint64_t room =
+			portion_bytes > tr->bytes ? portion_bytes - tr->bytes : portion_bytes;
 
 		step = len - done;
 		if (tr->throttled && step > room)
@@ -259,7 +261,7 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
 					src + done, (size_t)step) < 0)
 			sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
 		tr->bytes += step;
-		if (tr->throttled && tr->bytes >= most)
+		if (tr->throttled && tr->bytes >= portion_bytes)
 			send_some(tr);
 	}
 }
@@ -279,7 +281,8 @@ void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *
 			      uint64_t src, uint64_t len)
 {
 	/* whichever of the two is in host memory */
-	const char *host = (const char *)(uintptr_t)(tr->lane->way == SFR__CUDA_OUT ? dst : src);
+	const char *host =
+		(const char *)(uintptr_t)(tr->lane->direction == SFR__CUDA_OUT ? dst : src);
 
 	for (uint64_t off = 0, step; off < len; off += step) {
 		bool pinned = true; /* memory outside the pool is pinned by its owner */
@@ -396,40 +399,40 @@ void sfr__transfer_end(struct sfr__transfer *tr)
 static bool insert_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent event)
 {
 	struct sfr__cuda_scope scope;
-	bool done;
+	bool inserted;
 
 	if (sfr__cuda_enter(&scope, lane->cu, lane->context) != CUDA_SUCCESS)
 		return false;
-	done = !sfr__cuda_is_capturing(lane->cu, stream) &&
-	       lane->cu->stream_wait(stream, event, 0) == CUDA_SUCCESS;
+	inserted = !sfr__cuda_is_capturing(lane->cu, stream) &&
+		   lane->cu->stream_wait(stream, event, 0) == CUDA_SUCCESS;
 	sfr__cuda_leave(&scope);
-	return done;
+	return inserted;
 }
 
 bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 	CUevent event = NULL;
-	bool done;
+	bool host_may_go_on;
 
 	if (!lane)
 		return true;
 	sfr__lock(&lane->mu);
-	done = tr->nr_users == 0 || lane->dead; /* nothing to wait for */
-	if (!done && stream)
+	host_may_go_on = tr->nr_users == 0 || lane->dead; /* nothing to wait for */
+	if (!host_may_go_on && stream)
 		event = tr->staged;
 	if (event)
 		tr->nr_waits++; /* keeps the event from being reused meanwhile */
 	sfr__unlock(&lane->mu);
 	if (!event)
-		return done;
-	done = insert_wait(lane, (CUstream)(uintptr_t)stream->handle, event);
+		return host_may_go_on;
+	host_may_go_on = insert_wait(lane, (CUstream)(uintptr_t)stream->handle, event);
 	sfr__lock(&lane->mu);
 	tr->nr_waits--;
 	if (tr->nr_users == 0)
 		drop_staged_locked(tr);
 	sfr__unlock(&lane->mu);
-	return done;
+	return host_may_go_on;
 }
 
 const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,

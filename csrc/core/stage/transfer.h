@@ -86,12 +86,12 @@ struct sfr__transfer {
  * or 0. After 0 the caller calls sfr__transfer_end if tr->lane is set; otherwise tr->err says what
  * failed. */
 int sfr__transfer_open(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
-		       enum sfr__cuda_way way);
+		       enum sfr__cuda_direction direction);
 /* Does the same, enters the context on this thread, and makes the lane's stream wait for the
  * caller's (E). If the caller's stream is captured into a graph, returns SFR_ECAPTURING and leaves
  * tr->lane NULL. */
 int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes, uint32_t device,
-			enum sfr__cuda_way way, CUstream stream);
+			enum sfr__cuda_direction direction, CUstream stream);
 /* Returns whether all copies have ended, or none was begun. Takes no lock. */
 static inline bool sfr__transfer_is_over(const struct sfr__transfer *tr)
 {

@@ -37,7 +37,7 @@ static size_t put_end(const struct sfr__document *doc, char *text)
 
 void sfr__document_flush(struct sfr__document *doc)
 {
-	size_t end_len, done, all;
+	size_t end_len, written, write_len;
 	uint64_t file_end = doc->off + doc->end_len;
 	int rc;
 
@@ -45,10 +45,10 @@ void sfr__document_flush(struct sfr__document *doc)
 		goto out;
 	/* sfr__document_begin has left room for the closing text. */
 	end_len = put_end(doc, doc->text + doc->len);
-	all = doc->len + end_len;
-	rc = sfr__write_all(doc->fd, doc->text, all, doc->off, &done);
+	write_len = doc->len + end_len;
+	rc = sfr__write_all(doc->fd, doc->text, write_len, doc->off, &written);
 	if (rc == 0) {
-		doc->off += doc->len;
+		doc->off += doc->len; /* the next write replaces the closing text */
 		doc->end_len = end_len;
 		goto out;
 	}
@@ -57,14 +57,15 @@ void sfr__document_flush(struct sfr__document *doc)
 	doc->nr_dropped += doc->nr_unwritten;
 	if (doc->off == 0)
 		goto out; /* not even the head was written */
-	/* Only existing bytes are overwritten, so this works on a full disk. */
+	/* Write the closing text again, and spaces over the rest of the failed write. Only existing
+	 * bytes are overwritten, so this works on a full disk. */
 	end_len = put_end(doc, doc->text);
-	if (doc->off + done > file_end)
-		file_end = doc->off + done; /* the failed write made the file longer */
+	if (doc->off + written > file_end)
+		file_end = doc->off + written; /* the failed write has made the file longer */
 	while (doc->off + end_len < file_end && end_len < TEXT_BYTES)
 		doc->text[end_len++] = ' ';
 	/* the result is not needed, because doc->error is set already */
-	(void)sfr__write_all(doc->fd, doc->text, end_len, doc->off, &done);
+	(void)sfr__write_all(doc->fd, doc->text, end_len, doc->off, &written);
 out:
 	doc->len = 0;
 	doc->nr_unwritten = 0;
@@ -129,7 +130,7 @@ void sfr__document_escape(const char *in, size_t max, char *out)
 			*out++ = '\\';
 			*out++ = (char)*s++;
 		} else if (*s < 0x20 || *s == 0x7f) {
-			out += snprintf(out, 7, "\\u%04x", *s++);
+			out += snprintf(out, 7, "\\u%04x", *s++); /* 6 bytes and a final zero */
 		} else {
 			memcpy(out, s, len);
 			out += len;

@@ -14,7 +14,7 @@ struct sfr__document {
 	uint64_t nr_dropped;   /* lost events */
 	uint64_t nr_unwritten; /* events in `text` */
 	int error;             /* the file's first error: 0 or -errno; later events are lost */
-	char *text;            /* added, but not written yet */
+	char *text;            /* buffer for text that is not written yet */
 	size_t len;            /* bytes in `text` */
 };
 

@@ -9,15 +9,15 @@
 
 #include "trace/events.h"
 
-/* Added to a thread's number for the row of its steps. The kernel's numbers end at 2^22. */
+/* The row of a thread's steps has the thread's tid plus this as its tid. Linux's tids are lower. */
 #define STEPS_TID (UINT64_C(1) << 22)
 
 static const struct {
 	const char *name, *category;
-	const char *number; /* what an event's `number` counts; NULL: nothing */
+	const char *unit; /* what an event's `number` counts; NULL: nothing */
 } kinds[] = {
-#define X(kind, kind_name, kind_category, kind_number)                                             \
-	[kind] = { .name = (kind_name), .category = (kind_category), .number = (kind_number) },
+#define X(kind, kind_name, kind_category, kind_unit)                                               \
+	[kind] = { .name = (kind_name), .category = (kind_category), .unit = (kind_unit) },
 	SFR_TRACE_LIST(X)
 #undef X
 };
@@ -38,9 +38,10 @@ static struct json_time json_time(uint64_t ns)
 
 void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order)
 {
-	char escaped[6 * 64 + 1]; /* an escaped byte has at most 6 characters */
+	enum { MAX_LEN = 64 };         /* the rest of a longer name is cut off */
+	char escaped[6 * MAX_LEN + 1]; /* an escaped byte has at most 6 characters */
 
-	sfr__document_escape(name, 64, escaped);
+	sfr__document_escape(name, MAX_LEN, escaped);
 	sfr__document_add(doc,
 			  ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%" PRIu64
 			  ",\"args\":{\"name\":\"%s\"}}",
@@ -68,20 +69,20 @@ static int order_of(const struct sfr__ring *ring)
 	return ring->tid == (uint64_t)getpid() ? ORDER_MAIN_THREAD : ORDER_OTHER_THREADS;
 }
 
-/* Names a thread's row, and with `steps` also the row of its steps. Each row is named once in a
- * trace. */
-static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bool steps)
+/* Names a thread's row and, with `with_steps`, the row of its steps. Rows that this trace has named
+ * already are skipped. */
+static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bool with_steps)
 {
 	const bool is_main = ring->tid == (uint64_t)getpid();
 	char name[64] = "training steps";
 
-	if (ring->named_in != tl->number) {
-		ring->named_in = tl->number;
+	if (ring->row_named_in != tl->number) {
+		ring->row_named_in = tl->number;
 		sfr__trace_row(tl->doc, ring->tid, is_main ? "main thread" : ring->name,
 			       order_of(ring));
 	}
-	if (steps && ring->steps_named_in != tl->number) {
-		ring->steps_named_in = tl->number;
+	if (with_steps && ring->steps_row_named_in != tl->number) {
+		ring->steps_row_named_in = tl->number;
 		if (!is_main)
 			(void)snprintf(name, sizeof(name), "training steps (thread %" PRIu64 ")",
 				       ring->tid);
@@ -92,19 +93,20 @@ static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bo
 /* Begins the arguments of an event; the caller adds the closing brace. */
 static void add_args(struct sfr__document *doc, const struct sfr__trace_event *event)
 {
-	const char *number = kinds[event->kind].number;
+	const char *unit = kinds[event->kind].unit;
 
 	sfr__document_add(doc, ",\"args\":{");
 	if (event->save)
-		sfr__document_add(doc, "\"save\":%" PRIu64 "%s", event->save, number ? "," : "");
-	if (number)
-		sfr__document_add(doc, "\"%s\":%" PRIu64, number, event->number);
+		sfr__document_add(doc, "\"save\":%" PRIu64 "%s", event->save, unit ? "," : "");
+	if (unit)
+		sfr__document_add(doc, "\"%s\":%" PRIu64, unit, event->number);
 }
 
 /* Adds a save as an asynchronous event, a begin and an end, because its work is in several rows. */
 static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 		     const struct sfr__trace_event *event)
 {
+	/* a save may have begun before the trace: then the event begins with the trace */
 	uint64_t start = event->start_ns > tl->start_ns ? event->start_ns : tl->start_ns;
 	char name[6 * sizeof(event->name) + 1];
 
@@ -162,11 +164,11 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	for (int i = 0; i < SFR__RING_EVENTS && (event = sfr__ring_peek(ring)); i++) {
 		/* A save that was running when the trace began belongs to the trace. */
 		uint64_t time_ns = event->kind == SFR_TRACE_SAVE ? event->end_ns : event->start_ns;
-		bool early = time_ns < tl->start_ns; /* from before this trace */
+		bool is_older = time_ns < tl->start_ns; /* than this trace: only removed */
 
-		if (!early && tl->doc->error) {
+		if (!is_older && tl->doc->error) {
 			tl->doc->nr_dropped++;
-		} else if (!early) {
+		} else if (!is_older) {
 			sfr__document_begin(tl->doc);
 			name_rows(tl, ring, is_step(event));
 			tl->doc->nr_events++;
@@ -178,7 +180,7 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	if (dropped == ring->dropped_seen)
 		return;
 	sfr__document_begin(tl->doc);
-	name_rows(tl, ring, false);
+	name_rows(tl, ring, false); /* false: the row of its steps is not needed */
 	sfr__document_add(tl->doc,
 			  ",\n{\"name\":\"%" PRIu64
 			  " events dropped\",\"cat\":\"trace\",\"ph\":\"i\",\"s\":\"t\","

@@ -130,11 +130,11 @@ struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64
 		return span;
 	ring = get_ring();
 	if (ring) {
-		span.outer_save = ring->save;
+		span.outer_save = ring->save; /* sfr__span_record restores it */
 		if (save)
-			ring->save = save;
+			ring->save = save; /* the spans within this one belong to the same save */
 		else
-			span.save = ring->save;
+			span.save = ring->save; /* the enclosing span's save */
 	}
 	span.start_ns = sfr__now_ns(); /* last, so that making the ring is not included */
 	return span;
@@ -200,10 +200,10 @@ static int find_step(const struct sfr__ring *ring, uint64_t optimizer)
 
 static void begin_step(struct sfr__ring *ring, uint64_t optimizer)
 {
-	const int at = find_step(ring, optimizer);
+	const int index = find_step(ring, optimizer);
 
-	if (at >= 0)
-		ring->nr_steps = (uint32_t)at; /* drop the step, which raised an exception */
+	if (index >= 0)
+		ring->nr_steps = (uint32_t)index; /* drop the open step: it raised an exception */
 	if (ring->nr_steps == SFR__MAX_STEPS)
 		return; /* nested too deep: not recorded */
 	ring->steps[ring->nr_steps].optimizer = optimizer;
@@ -214,12 +214,12 @@ static void begin_step(struct sfr__ring *ring, uint64_t optimizer)
 static void end_step(struct sfr__ring *ring, uint64_t optimizer)
 {
 	struct sfr__trace_event event = { .end_ns = sfr__now_ns() };
-	const int at = find_step(ring, optimizer);
+	const int index = find_step(ring, optimizer);
 
-	if (at < 0)
+	if (index < 0)
 		return; /* the step began before the trace */
-	ring->nr_steps = (uint32_t)at;
-	if (at == 0) { /* the outermost step also ends a step of the training */
+	ring->nr_steps = (uint32_t)index;
+	if (index == 0) { /* a training step: from the end of the previous step to this end */
 		event.kind = SFR_TRACE_STEP;
 		event.start_ns = ring->last_step_ns ? ring->last_step_ns : ring->steps[0].start_ns;
 		event.number = ++ring->step_number;
@@ -227,24 +227,24 @@ static void end_step(struct sfr__ring *ring, uint64_t optimizer)
 		ring->last_step_ns = event.end_ns;
 	}
 	event.kind = SFR_TRACE_OPTIMIZER;
-	event.start_ns = ring->steps[at].start_ns;
+	event.start_ns = ring->steps[index].start_ns;
 	put_event(ring, &event);
 }
 
 void sfr_trace_step(uint64_t optimizer, bool ended)
 {
-	uint32_t trace = atomic_load_explicit(&sfr__trace_on, memory_order_relaxed);
+	uint32_t trace_number = atomic_load_explicit(&sfr__trace_on, memory_order_relaxed);
 	struct sfr__ring *ring;
 
-	if (!trace)
+	if (!trace_number)
 		return;
 	ring = get_ring();
 	if (!ring) {
 		put_event(NULL, NULL); /* without a ring, only counts a lost event */
 		return;
 	}
-	if (ring->steps_in != trace) { /* the first step in this trace */
-		ring->steps_in = trace;
+	if (ring->steps_trace != trace_number) { /* the first step in this trace */
+		ring->steps_trace = trace_number;
 		ring->nr_steps = 0;
 		ring->step_number = ring->last_step_ns = 0;
 	}
@@ -256,7 +256,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 
 /* ---- reading ---- */
 
-void sfr__rings_begin(uint32_t number)
+void sfr__rings_begin(uint32_t trace_number)
 {
 	sfr__lock(&registry.mu);
 	registry.reading = true;
@@ -269,7 +269,7 @@ void sfr__rings_begin(uint32_t number)
 	}
 	atomic_store_explicit(&lost, 0, memory_order_relaxed);
 	sfr__unlock(&registry.mu);
-	atomic_store_explicit(&sfr__trace_on, number, memory_order_release);
+	atomic_store_explicit(&sfr__trace_on, trace_number, memory_order_release);
 }
 
 void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg)

@@ -7,10 +7,10 @@
 struct sfr__trace_event {
 	uint64_t start_ns, end_ns;
 	uint64_t save;   /* number of the save's ticket, or 0 */
-	uint64_t number; /* see SFR_TRACE_LIST */
-	uint16_t kind;   /* enum sfr_trace_kind */
-	uint16_t state;  /* SAVE: enum sfr_state */
-	char name[28];   /* SAVE: the file's name in UTF-8, perhaps shortened */
+	uint64_t number; /* a count, of bytes for example: see SFR_TRACE_LIST */
+	uint16_t kind;   /* enum sfr_trace_kind; only SFR_TRACE_SAVE uses the last two fields */
+	uint16_t state;  /* enum sfr_state */
+	char name[28];   /* the file's name in UTF-8, perhaps shortened */
 };
 
 enum {
@@ -29,9 +29,9 @@ struct sfr__ring {
 	_Atomic uint64_t dropped; /* events that this trace lost because the ring was full */
 
 	/* used only by the reader */
-	uint32_t named_in;       /* number of the last trace that has named the thread's row */
-	uint32_t steps_named_in; /* the same for the row of the thread's steps */
-	uint64_t dropped_seen;   /* dropped events that the document reports */
+	uint32_t row_named_in;       /* number of the last trace that has named the thread's row */
+	uint32_t steps_row_named_in; /* the same for the row of the thread's steps */
+	uint64_t dropped_seen;       /* dropped events that the document reports */
 
 	/* used only by the thread */
 	uint64_t save; /* number of the save of the innermost open span that has one */
@@ -39,15 +39,15 @@ struct sfr__ring {
 		uint64_t optimizer, start_ns;
 	} steps[SFR__MAX_STEPS]; /* optimizer steps in progress, the outermost first */
 	uint32_t nr_steps;
-	uint32_t steps_in;     /* number of the trace to which the steps belong */
+	uint32_t steps_trace;  /* number of the trace to which the steps belong */
 	uint64_t step_number;  /* how many training steps have ended */
 	uint64_t last_step_ns; /* when the last one ended */
 
 	struct sfr__trace_event events[SFR__RING_EVENTS];
 };
 
-/* Begins trace `number`: drops the events of earlier traces, and turns recording on. */
-void sfr__rings_begin(uint32_t number);
+/* Begins a trace: drops the events of earlier traces, and turns recording on. */
+void sfr__rings_begin(uint32_t trace_number);
 /* Calls `read` for every ring, without a lock. One reader at a time. */
 void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg);
 /* Frees the rings of ended threads if all their events are read. With `last`, frees them also if

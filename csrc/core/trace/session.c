@@ -21,7 +21,7 @@ static struct {
 	enum session_state state;
 	pthread_t thread;
 	uint32_t number; /* number of this process's last trace */
-	/* the next three are used by the thread, or while it does not run */
+	/* of the trace that is being written */
 	uint64_t start_ns;
 	uint64_t nr_lost_seen; /* lost events (sfr__rings_lost) that the document has counted */
 	struct sfr__document doc;

@@ -15,10 +15,10 @@
 #include "sfr/state.h"
 #include "base/base.h"
 
-/* The kinds of spans: X(constant, name in the timeline, category, what `number` counts). */
+/* The kinds of spans: X(constant, name in the timeline, category, unit: what `number` counts). */
 #define SFR_TRACE_LIST(X)                                                                          \
-	X(SFR_TRACE_SAVE, "save", "save", "bytes")         /* from the call to its end */          \
-	X(SFR_TRACE_STEP, "step", "train", "number")       /* between two steps' ends */           \
+	X(SFR_TRACE_SAVE, "save", "save", "bytes")         /* from the call to the save's end */   \
+	X(SFR_TRACE_STEP, "step", "train", "number")       /* from one step's end to the next */   \
 	X(SFR_TRACE_OPTIMIZER, "optimizer", "train", NULL) /* one step, the gate included */       \
 	X(SFR_TRACE_CALL, "async_save", "call", "tensors") /* the whole call */                    \
 	X(SFR_TRACE_PLAN, "plan", "call", "tensors")       /* path, pickle, owners, layout */      \
@@ -40,7 +40,7 @@
 	X(SFR_TRACE_REMOVE, "remove", "commit", NULL)
 
 enum sfr_trace_kind {
-#define X(kind, name, category, number) kind,
+#define X(kind, name, category, unit) kind,
 	SFR_TRACE_LIST(X)
 #undef X
 		SFR_NR_TRACE_KINDS
@@ -64,8 +64,8 @@ int sfr_trace_start(const char *path);
  * not in the file. Callable from any thread. Returns 0, or SFR_ESTATE if no trace is being
  * written. */
 int sfr_trace_stop(struct sfr_trace_result *out);
-/* Names the row of the thread whose number in the kernel is `tid`. Does nothing when no trace is
- * being written. */
+/* Names the timeline's row of the thread with the kernel's number `tid`. Does nothing when no trace
+ * is being written. */
 void sfr_trace_name_thread(uint64_t tid, const char *name);
 
 /* ---- recording (ring.c) ---- */
@@ -91,7 +91,7 @@ struct sfr__span {
 	uint64_t start_ns;   /* 0: not recorded */
 	uint64_t save;       /* number of the save */
 	uint64_t outer_save; /* number of the enclosing span's save */
-	uint64_t number;     /* see SFR_TRACE_LIST */
+	uint64_t number;     /* a count, of bytes for example: see SFR_TRACE_LIST */
 	enum sfr_trace_kind kind;
 };
 struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64_t number);
@@ -113,7 +113,8 @@ static inline void sfr__span_end(struct sfr__span *span)
 }
 
 /* Records a span from here to the end of the scope. `save` is the ticket's number, or 0 for the
- * save of the enclosing span. Must not be used in a scope that a goto enters. */
+ * save of the enclosing span; SFR_TRACE_LIST says what `number` counts. Must not be used in a scope
+ * that a goto enters. */
 #define SFR__TRACE(kind, save, number) SFR__TRACE_AT(kind, save, number, __LINE__)
 #define SFR__TRACE_AT(kind, save, number, line) SFR__TRACE_AS(kind, save, number, line)
 #define SFR__TRACE_AS(kind, save, number, line)                                                    \

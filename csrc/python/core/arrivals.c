@@ -5,7 +5,7 @@
 
 struct sfr_py_arrivals {
 	PyObject_HEAD
-	struct sfr_arrivals *group;
+	struct sfr_arrivals *arrivals;
 };
 
 static PyObject *arrivals_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -19,22 +19,22 @@ static PyObject *arrivals_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 	self = (struct sfr_py_arrivals *)sfr_py_alloc(type);
 	if (self == NULL)
 		return NULL;
-	rc = sfr_arrivals_new(&self->group);
+	rc = sfr_arrivals_new(&self->arrivals);
 	if (rc == 0)
 		return (PyObject *)self;
 	Py_DECREF(self);
 	return sfr_py_raise(PyType_GetModuleState(type), rc);
 }
 
-static struct sfr_arrivals *group_of(PyObject *object)
+static struct sfr_arrivals *arrivals_of(PyObject *object)
 {
-	return ((struct sfr_py_arrivals *)object)->group;
+	return ((struct sfr_py_arrivals *)object)->arrivals;
 }
 
 static void arrivals_dealloc(PyObject *object)
 {
 	Py_BEGIN_ALLOW_THREADS
-	sfr_arrivals_free(group_of(object));
+	sfr_arrivals_free(arrivals_of(object));
 	Py_END_ALLOW_THREADS
 	sfr_py_free(object);
 }
@@ -47,7 +47,7 @@ static PyObject *arrivals_open(PyObject *object, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "KK:open", &len, &chunk))
 		return NULL;
-	fd = sfr_py_unlocked(sfr_arrivals_open(group_of(object), len, chunk, &number));
+	fd = sfr_py_unlocked(sfr_arrivals_open(arrivals_of(object), len, chunk, &number));
 	if (fd < 0)
 		return sfr_py_raise_os(sfr_py_state_of(object), fd);
 	return Py_BuildValue("(Ki)", (unsigned long long)number, fd);
@@ -57,7 +57,7 @@ static PyObject *arrivals_next(PyObject *object, PyObject *unused)
 {
 	struct sfr_wanted range;
 	/* Waits without a limit: this is not the main thread, so signals need not end the wait. */
-	int rc = sfr_py_unlocked(sfr_arrivals_next(group_of(object), SFR_FOREVER, &range));
+	int rc = sfr_py_unlocked(sfr_arrivals_next(arrivals_of(object), SFR_FOREVER, &range));
 
 	if (rc == SFR_ECLOSED) /* end() was called */
 		Py_RETURN_NONE;
@@ -76,7 +76,7 @@ static PyObject *arrivals_put(PyObject *object, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "KKy*:put", &number, &off, &data))
 		return NULL;
-	rc = sfr_py_unlocked(sfr_arrivals_put(group_of(object), number, off, data.buf,
+	rc = sfr_py_unlocked(sfr_arrivals_put(arrivals_of(object), number, off, data.buf,
 					      (size_t)data.len));
 	PyBuffer_Release(&data);
 	if (rc < 0 && rc != SFR_ECLOSED) /* SFR_ECLOSED: nobody needs the bytes any more */
@@ -86,22 +86,22 @@ static PyObject *arrivals_put(PyObject *object, PyObject *args)
 
 static PyObject *arrivals_fail(PyObject *object, PyObject *number)
 {
-	uint64_t value;
+	uint64_t file_number;
 
-	if (sfr_py_u64(number, &value) < 0)
+	if (sfr_py_u64(number, &file_number) < 0)
 		return NULL;
-	sfr_arrivals_fail(group_of(object), value);
+	sfr_arrivals_fail(arrivals_of(object), file_number);
 	Py_RETURN_NONE;
 }
 
 static PyObject *arrivals_close(PyObject *object, PyObject *number)
 {
-	uint64_t value;
+	uint64_t file_number;
 
-	if (sfr_py_u64(number, &value) < 0)
+	if (sfr_py_u64(number, &file_number) < 0)
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
-	sfr_arrivals_close(group_of(object), value);
+	sfr_arrivals_close(arrivals_of(object), file_number);
 	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }
@@ -109,7 +109,7 @@ static PyObject *arrivals_close(PyObject *object, PyObject *number)
 static PyObject *arrivals_end(PyObject *object, PyObject *unused)
 {
 	Py_BEGIN_ALLOW_THREADS
-	sfr_arrivals_end(group_of(object));
+	sfr_arrivals_end(arrivals_of(object));
 	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }

@@ -9,6 +9,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 				 "max_in_flight", "shared_memory", "copiers",
 				 "budget_bytes",  "most_bytes",    NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
+	/* struct sfr_engine_opts describes these values, under the same names */
 	unsigned long long pool_bytes, block_bytes, budget_bytes = 0, most_bytes = 0;
 	unsigned int writers, in_flight, copiers = 0;
 	int shared = 0;
@@ -64,7 +65,7 @@ static PyObject *engine_close(PyObject *object, PyObject *args)
 	w = sfr_py_wait(timeout);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_engine_close(engine_of(object), w.slice_ns));
-	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
+	return sfr_py_bool_or_raise(object, w.rc, SFR_EAGAIN); /* SFR_EAGAIN: the timeout passed */
 }
 
 static PyObject *engine_warm_up(PyObject *object, PyObject *number)

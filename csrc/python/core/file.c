@@ -41,7 +41,7 @@ static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	self = (struct sfr_py_file *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
-	sfr__source_open(&self->source, fd, 0, SFR__WAY_CACHE);
+	sfr__source_open(&self->source, fd, 0 /* the file's start */, SFR__WAY_CACHE);
 	self->len = len;
 	self->win = PyMem_Malloc(WINDOW);
 	if (!self->win) {
@@ -255,7 +255,7 @@ static PyObject *read_at(PyObject *module, PyObject *args)
 	bytes = PyBytes_FromStringAndSize(NULL, len);
 	if (bytes == NULL)
 		return NULL;
-	sfr__source_open(&source, fd, 0, SFR__WAY_CACHE);
+	sfr__source_open(&source, fd, 0 /* the file's start */, SFR__WAY_CACHE);
 	sfr__source_will_read(&source, off, off + (uint64_t)len);
 	got = read_some(sfr_py_state(module), &source, PyBytes_AsString(bytes), (size_t)len, off);
 	sfr__source_close(&source);

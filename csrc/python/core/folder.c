@@ -49,7 +49,7 @@ static void folder_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* Returns the tuple of a step. Takes over the reference to `result`. */
+/* Returns (result, code, phase, note), and takes over the reference to `result`. */
 static PyObject *result_tuple(PyObject *result, const struct sfr_err *err)
 {
 	return Py_BuildValue("(NisN)", result, err->code, sfr_phase_name(err->phase),
@@ -72,7 +72,7 @@ static PyObject *folder_sync(PyObject *object, PyObject *unused)
 	uint64_t nbytes = 0;
 	PyObject *number;
 
-	/* `err` has the result too, as in the next two methods. */
+	/* the result is dropped here and in the next two methods, because `err` has the code too */
 	(void)sfr_py_unlocked(sfr_folder_sync(folder_of(object), &nbytes, &err));
 	number = PyLong_FromUnsignedLongLong(nbytes);
 	return number ? result_tuple(number, &err) : NULL;

@@ -35,11 +35,11 @@ static PyObject *log_exists(PyObject *module, PyObject *key)
 static PyObject *log_drain(PyObject *module, PyObject *timeout)
 {
 	struct sfr_py_wait w = sfr_py_wait(timeout);
-	uint64_t seq = 0; /* the first slice sets it, so all slices wait for the same entries */
+	uint64_t last_entry = 0; /* the first slice sets it: all slices wait for this entry */
 
 	while (sfr_py_next_slice(&w))
-		w.rc = sfr_py_unlocked(sfr_log_drain(&seq, w.slice_ns));
-	if (w.rc != 0 && w.rc != SFR_EAGAIN)
+		w.rc = sfr_py_unlocked(sfr_log_drain(&last_entry, w.slice_ns));
+	if (w.rc != 0 && w.rc != SFR_EAGAIN) /* SFR_EAGAIN: the timeout passed */
 		return sfr_py_raise(sfr_py_state(module), w.rc);
 	return PyBool_FromLong(w.rc == 0);
 }

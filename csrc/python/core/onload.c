@@ -86,9 +86,10 @@ static PyObject *onload_order(PyObject *object, PyObject *handle)
 
 	if (sfr_py_u64(handle, &stream) < 0)
 		return NULL;
-	return sfr_py_true_unless(object,
-				  sfr_py_unlocked(sfr_onload_order(onload_of(object), stream)),
-				  SFR_EAGAIN);
+	/* SFR_EAGAIN: the stream cannot wait for the copies */
+	return sfr_py_bool_or_raise(object,
+				    sfr_py_unlocked(sfr_onload_order(onload_of(object), stream)),
+				    SFR_EAGAIN);
 }
 
 static PyObject *onload_wait(PyObject *object, PyObject *args)
@@ -104,7 +105,7 @@ static PyObject *onload_wait(PyObject *object, PyObject *args)
 		w.rc = sfr_onload_wait(onload_of(object), 0);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_onload_wait(onload_of(object), w.slice_ns));
-	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
+	return sfr_py_bool_or_raise(object, w.rc, SFR_EAGAIN); /* SFR_EAGAIN: the timeout passed */
 }
 
 static PyObject *onload_error(PyObject *object, PyObject *unused)
@@ -120,7 +121,7 @@ static PyObject *onload_times(PyObject *object, PyObject *unused)
 	uint64_t copying_ns, waited_ns;
 	int rc = sfr_onload_times(onload_of(object), &copying_ns, &waited_ns);
 
-	if (rc == SFR_EAGAIN)
+	if (rc == SFR_EAGAIN) /* the times are not known yet */
 		Py_RETURN_NONE;
 	if (rc < 0)
 		return sfr_py_none_or_raise(object, rc);

@@ -75,7 +75,8 @@ static int add_tensor(struct sfr_parts *parts, PyObject *item)
 	return sfr_parts_tensor(parts, &tensor);
 }
 
-/* Appends a copy of the bytes of a bytes-like object. Returns the same as add_tensor. */
+/* Appends a copy of the bytes of a bytes-like object. Returns 0, -1 with an exception set, or an
+ * error code of the core without an exception. */
 static int add_bytes(struct sfr_parts *parts, PyObject *item)
 {
 	Py_buffer view;

@@ -29,7 +29,7 @@ static PyObject *fallbacks(const struct sfr_report *report)
 
 PyObject *sfr_py_report_dict(const struct sfr_report *r)
 {
-	static const char *const io_modes[] = { "", "direct", "buffered" };
+	static const char *const io_modes[] = { "", "direct", "buffered" }; /* "": not known */
 	PyObject *sentences = fallbacks(r);
 
 	if (!sentences)

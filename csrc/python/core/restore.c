@@ -16,7 +16,7 @@ struct sfr_py_restore {
 
 /* Turns the result `rc` of making a restore into a Python object: a Restore that owns `restore`, or
  * None for -EOPNOTSUPP, which means that the file cannot be read in this way. */
-static PyObject *wrap(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
+static PyObject *object_or_none(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
 {
 	struct sfr_py_restore *self;
 
@@ -47,7 +47,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 		sfr_check_free(check);
 		return NULL;
 	}
-	return wrap(state, w.rc, restore);
+	return object_or_none(state, w.rc, restore);
 }
 
 PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
@@ -56,7 +56,7 @@ PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_s
 	struct sfr_restore *restore;
 	int rc = sfr_restore_new_bare(v, nr, end, fd, flags, &restore);
 
-	return wrap(state, rc, restore);
+	return object_or_none(state, rc, restore);
 }
 
 /* Waits until no read is in flight, and closes the restore. Does nothing if it is closed. */
@@ -142,6 +142,7 @@ static PyObject *restore_into(PyObject *object, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+/* Does not raise if the device cannot be used, but returns the reason. */
 static PyObject *restore_device(PyObject *object, PyObject *args)
 {
 	struct sfr_restore *restore = open_restore_of(object);
@@ -203,6 +204,7 @@ static PyObject *restore_find(PyObject *object, PyObject *name)
 	return PyLong_FromUnsignedLongLong(index);
 }
 
+/* Returns how many records must have destinations before record `number` can be read. */
 static PyObject *restore_reach(PyObject *object, PyObject *number)
 {
 	struct sfr_restore *restore = open_restore_of(object);
@@ -213,6 +215,7 @@ static PyObject *restore_reach(PyObject *object, PyObject *number)
 	return PyLong_FromUnsignedLongLong(sfr_reader_reach(sfr_restore_reader(restore), index));
 }
 
+/* Stops reading after the last bytes that record `number` needs, until the next call. */
 static PyObject *restore_until(PyObject *object, PyObject *number)
 {
 	struct sfr_restore *restore = open_restore_of(object);
@@ -300,8 +303,8 @@ static PyMethodDef methods[] = {
 	  "until(index): reads only as far as this record needs, until the next call of until." },
 	{ "wait", restore_wait, METH_O,
 	  "wait(index) -> bool: waits until the record is read and checked, or with index `nr` every "
-	  "record. False if the restore has failed. Raises StillframeError if go has not been called "
-	  "for reach(index) records." },
+	  "record. False if the restore has failed. Raises StillframeError if the record is not among "
+	  "those that go() and until() let be read." },
 	{ "failure", restore_failure, METH_NOARGS,
 	  "failure() -> (code, record's name, offset in the file, reason or None) of the first "
 	  "failure; the code is 0, -errno or ECORRUPT." },

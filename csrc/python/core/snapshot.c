@@ -89,7 +89,7 @@ static PyObject *snapshot_start(PyObject *object, PyObject *args)
 	sfr_snapshot_error(s, &err);
 	Py_END_ALLOW_THREADS
 	if (err.code != 0)
-		rc = 0; /* a device failed: error() tells that once the error is final */
+		rc = 0; /* a device failed: error() reports it, once the error is final */
 	return sfr_py_none_or_raise(object, rc);
 }
 
@@ -106,12 +106,14 @@ static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 	while (sfr_py_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, w.slice_ns);
-		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0; /* 0: only ask */
+		/* a wait of 0 ns: asks whether all copies have ended already */
+		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
 		Py_END_ALLOW_THREADS
 	}
-	if (w.rc == 0) /* the step may begin, even if its streams still wait for copies */
-		return PyBool_FromLong(copied);
-	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
+	if (w.rc != 0) /* a signal handler has raised an exception, for example */
+		return sfr_py_raise(sfr_py_state_of(object), w.rc);
+	/* The step may begin. If not everything is copied, its streams wait for the copies. */
+	return PyBool_FromLong(copied);
 }
 
 static PyObject *snapshot_error(PyObject *object, PyObject *unused)
@@ -152,18 +154,19 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 		return NULL;
 	w = sfr_py_wait(timeout);
 	/* Ask first without releasing the interpreter lock: faster if the copies have ended. */
-	if (w.rc != SFR_PY_RAISED)
+	if (w.rc != SFR_PY_RAISED) /* raised for a bad timeout */
 		w.rc = sfr_snapshot_wait(s, 0, &torn);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_snapshot_wait(s, w.slice_ns, &torn));
-	copied = sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
+	copied = sfr_py_bool_or_raise(object, w.rc, SFR_EAGAIN); /* SFR_EAGAIN: timeout */
 	return copied ? Py_BuildValue("NL", copied, (long long)torn) : NULL;
 }
 
 static PyObject *snapshot_hold(PyObject *object, PyObject *unused)
 {
-	return sfr_py_true_unless(object, sfr_py_unlocked(sfr_snapshot_hold(snapshot_of(object))),
-				  SFR_ESTATE);
+	/* SFR_ESTATE: the memory has been returned */
+	return sfr_py_bool_or_raise(object, sfr_py_unlocked(sfr_snapshot_hold(snapshot_of(object))),
+				    SFR_ESTATE);
 }
 
 static PyObject *snapshot_unhold(PyObject *object, PyObject *unused)
@@ -201,6 +204,7 @@ static PyObject *snapshot_file(PyObject *object, PyObject *unused)
 			     (unsigned long long)(uintptr_t)base, (unsigned long long)len);
 }
 
+/* Says whether the memory will return to the pool by itself. If so, other calls wait for it. */
 static PyObject *snapshot_will_return(PyObject *object, PyObject *truth)
 {
 	int will_return = PyObject_IsTrue(truth);
@@ -215,7 +219,7 @@ static PyObject *snapshot_leased(PyObject *object, PyObject *unused)
 {
 	int rc = sfr_py_unlocked(sfr_snapshot_leased(snapshot_of(object)));
 
-	return rc < 0 ? sfr_py_none_or_raise(object, rc) : PyBool_FromLong(rc);
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) : PyBool_FromLong(rc); /* rc is 0 or 1 */
 }
 
 static PyObject *snapshot_number(PyObject *object, void *closure)

@@ -62,15 +62,15 @@ static PyObject *names(PyObject *module, PyObject *args)
 {
 	const char *path;
 	PyObject *result;
-	char *found;
+	char *list; /* zero-terminated names, `len` bytes in all */
 	size_t len;
 	int rc;
 
 	if (!PyArg_ParseTuple(args, "y:names", &path))
 		return NULL;
-	rc = sfr_py_unlocked(sfr_names(path, &found, &len));
-	result = Py_BuildValue("(y#i)", found ? found : "", (Py_ssize_t)len, -rc);
-	sfr_names_free(found);
+	rc = sfr_py_unlocked(sfr_names(path, &list, &len));
+	result = Py_BuildValue("(y#i)", list ? list : "", (Py_ssize_t)len, -rc); /* -rc: errno */
+	sfr_names_free(list);
 	return result;
 }
 

@@ -181,11 +181,11 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 		return NULL;
 	}
 	w = sfr_py_wait(timeout);
-	/* Keep the interpreter lock if the state is reached already, or if this call only asks
-	 * whether the save has ended. */
+	/* Ask with the interpreter lock held if the state is reached already, or if this call with
+	 * timeout 0 only asks whether the save has ended. */
 	is_fast = sfr_save_reached(t, (enum sfr_wait_for)what) ||
 		  (what == SFR_WAIT_ENDED && w.left_ns == 0);
-	if (is_fast && w.rc != SFR_PY_RAISED)
+	if (is_fast && w.rc != SFR_PY_RAISED) /* raised for a bad timeout */
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
@@ -193,7 +193,7 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 	 * an ended save for long. */
 	if (w.rc == 0 && what == SFR_WAIT_ENDED)
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
-	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
+	return sfr_py_bool_or_raise(object, w.rc, SFR_EAGAIN); /* SFR_EAGAIN: the timeout passed */
 }
 
 static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
@@ -208,23 +208,27 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 	while (sfr_py_next_slice(&w)) {
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_save_gate(t, streams, (uint32_t)nr, w.slice_ns);
-		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0; /* 0: only ask */
+		/* a wait of 0 ns: asks whether all copies have ended already */
+		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
 		Py_END_ALLOW_THREADS
 	}
-	if (w.rc == 0) /* the step may begin, even if its streams still wait for copies */
-		return PyBool_FromLong(copied);
-	return sfr_py_true_unless(object, w.rc, SFR_EAGAIN);
+	if (w.rc != 0) /* a signal handler has raised an exception, for example */
+		return sfr_py_raise(sfr_py_state_of(object), w.rc);
+	/* The step may begin. If not everything is copied, its streams wait for the copies. */
+	return PyBool_FromLong(copied);
 }
 
 static PyObject *ticket_confirm(PyObject *object, PyObject *index)
 {
-	long long torn = PyLong_AsLongLong(index);
+	long long torn_index = PyLong_AsLongLong(index); /* -1: no source is torn */
 
-	if (torn == -1 && PyErr_Occurred())
+	if (torn_index == -1 && PyErr_Occurred())
 		return NULL;
-	return sfr_py_true_unless(object,
-				  sfr_py_unlocked(sfr_save_confirm(ticket_of(object), torn)),
-				  SFR_ESTATE);
+	/* SFR_ESTATE: the verdict was confirmed before */
+	return sfr_py_bool_or_raise(object,
+				    sfr_py_unlocked(sfr_save_confirm(ticket_of(object),
+								     torn_index)),
+				    SFR_ESTATE);
 }
 
 static PyObject *ticket_cancel(PyObject *object, PyObject *unused)
@@ -273,9 +277,10 @@ static PyObject *ticket_report(PyObject *object, PyObject *unused)
 	struct sfr_report r;
 	int rc;
 
+	/* Before the save has ended, sfr_save_report takes the engine's lock, so it may wait. */
 	if (sfr_save_wait(t, SFR_WAIT_ENDED, 0) == 0)
 		rc = sfr_save_report(t, &r);
-	else /* takes the engine's lock, so it may wait */
+	else
 		rc = sfr_py_unlocked(sfr_save_report(t, &r));
 	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_report_dict(&r);
 }

@@ -49,7 +49,7 @@ static PyObject *trace_begin(PyObject *module, PyObject *unused)
 
 static PyObject *trace_end(PyObject *module, PyObject *args)
 {
-	unsigned long long start, save, number;
+	unsigned long long start, save, number; /* as sfr_trace_end describes them */
 	int kind;
 
 	if (!PyArg_ParseTuple(args, "iKKK:trace_end", &kind, &start, &save, &number))
@@ -89,7 +89,8 @@ static PyMethodDef functions[] = {
 	  "trace_begin() -> int: the start of a span; 0 if no trace is being written." },
 	{ "trace_end", trace_end, METH_VARARGS,
 	  "trace_end(kind, start, save, number): records a span from `start`, the result of "
-	  "trace_begin, until now. Does nothing if `start` is 0. `save` is the number of the save." },
+	  "trace_begin, until now. Does nothing if `start` is 0. `save` is the number of the save. "
+	  "SFR_TRACE_LIST (trace/trace.h) says what `number` counts." },
 	{ "trace_step_begins", trace_step_begins, METH_O,
 	  "trace_step_begins(optimizer): records the beginning of a step." },
 	{ "trace_step_ends", trace_step_ends, METH_O,

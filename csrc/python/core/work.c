@@ -89,7 +89,7 @@ SFR_PY_TYPE(work_spec, "LogWork", struct sfr_py_work, 0, work_slots);
 static PyObject *log_work_next(PyObject *module, PyObject *unused)
 {
 	uint64_t number;
-	int rc, after_good;
+	int rc, after_good; /* 0: the last save before the work failed */
 
 	/* Waits without a limit: this is not the main thread, so signals need not end the wait. */
 	rc = sfr_py_unlocked(sfr_log_work_next(SFR_FOREVER, &number, &after_good));

@@ -29,7 +29,7 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 			continue; /* this walk has found the tensor before */
 		entry->last_walk = self->walk_number;
 		watch = &t->watches[entry->watch];
-		if (sfr_py_identity_of(tensor) != watch->cdata) { /* the storage was replaced */
+		if (sfr_py_cdata_of(tensor) != watch->cdata) { /* the storage was replaced */
 			self->table_is_stale = 1;
 			continue;
 		}
@@ -76,7 +76,7 @@ static int finish_deferring(const struct sfr_py_marks *marks, PyObject *index,
 		row->lane = SFR_LANE_HOST; /* instead of SFR_CAPTURED: copied after the call */
 		return 0;
 	}
-	for (int i = 0; i < 3; i++) {
+	for (int i = 0; i < 3; i++) { /* takes the storage's tensors off the three lists again */
 		PyObject *type, *value, *trace;
 
 		PyErr_Fetch(&type, &value, &trace); /* keeps the exception that is set */
@@ -110,11 +110,11 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
  * does not have the storage. Returns 0, or -1 with an exception set.
  *   *index  the storage's number, a new reference
  *   *row    the storage's row: valid until Python code runs, which may resize the bytearray */
-static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObject **index,
+static int find_row(const struct sfr_py_marks *marks, uint64_t cdata, PyObject **index,
 		    struct sfr_source **row)
 {
 	const size_t nr_rows = (size_t)PyByteArray_Size(marks->rows) / sizeof(**row);
-	const uint64_t *number = sfr_py_map_find(&marks->numbers->map, identity);
+	const uint64_t *number = sfr_py_map_find(&marks->numbers->map, cdata);
 
 	*row = NULL;
 	*index = NULL;
@@ -125,7 +125,7 @@ static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObjec
 		return -1;
 	}
 	*row = (struct sfr_source *)(void *)PyByteArray_AsString(marks->rows) + *number;
-	*index = PyLong_FromUnsignedLongLong(*number);
+	*index = PyLong_FromUnsignedLongLong(*number); /* the number as a Python int */
 	return *index ? 0 : -1;
 }
 
@@ -188,7 +188,7 @@ int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *mark
 		PyObject *tensor = PyList_GetItem(tensors, i), *index = NULL;
 		Py_ssize_t start = PyList_Size(marks->storage_numbers);
 		struct sfr_source *row = NULL;
-		int ret = find_row(marks, sfr_py_identity_of(tensor), &index, &row);
+		int ret = find_row(marks, sfr_py_cdata_of(tensor), &index, &row);
 		int is_candidate = row && row->lane == SFR_CAPTURED &&
 				   row->nbytes > SFR_PY_MEMORY_OWNER_MIN_NBYTES;
 

@@ -102,9 +102,9 @@ static const unsigned char *sample_address(const struct sfr_py_watch *watch, int
 }
 
 /* Prefetches the data that an observation of this storage reads. Stale addresses do no harm. */
-static void prefetch(const struct sfr_py_observer *self, uint32_t number)
+static void prefetch(const struct sfr_py_observer *self, uint32_t watch_index)
 {
-	const struct sfr_py_watch *watch = &self->table.watches[number];
+	const struct sfr_py_watch *watch = &self->table.watches[watch_index];
 	const struct sfr_py_tensor *entry = &self->table.tensors[watch->first_tensor];
 	int i;
 
@@ -115,11 +115,11 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 	sfr_py_prefetch(watch->storage_object);
 	sfr_py_prefetch(watch->cdata);
 	sfr_py_prefetch(watch->cdata + SFR_PY_CACHE_LINE);
-	if (watch->device != 0) /* the host cannot read the samples */
+	if (watch->device_plus_1 != 0) /* the host cannot read the samples */
 		return;
 	for (i = 0; i < SFR_PY_NR_SAMPLES; i++) {
 		sfr_py_prefetch((uintptr_t)sample_address(watch, i));
-		sfr_py_prefetch((uintptr_t)self->samples[number][i]);
+		sfr_py_prefetch((uintptr_t)self->samples[watch_index][i]);
 	}
 }
 
@@ -203,36 +203,36 @@ static void stop_observing(struct sfr_py_observer *self, struct sfr_py_watch *wa
 
 /* Records versions and samples of a storage, or adds a storage on a device to a probe. The caller
  * has checked that the storage still has its memory. */
-static void record_one(struct sfr_py_observer *self, uint32_t number)
+static void record_one(struct sfr_py_observer *self, uint32_t watch_index)
 {
 	struct sfr_py_table *t = &self->table;
-	struct sfr_py_watch *watch = &t->watches[number];
+	struct sfr_py_watch *watch = &t->watches[watch_index];
 	int i;
 
 	if (!store_versions(t, watch)) {
 		stop_observing(self, watch);
 		return;
 	}
-	if (watch->device != 0) {
-		sfr_py_probes_record(self, number);
+	if (watch->device_plus_1 != 0) {
+		sfr_py_probes_record(self, watch_index);
 		return;
 	}
 	for (i = 0; i < SFR_PY_NR_SAMPLES; i++)
-		memcpy(self->samples[number][i], sample_address(watch, i), SFR_PY_CACHE_LINE);
-	self->to_compare[self->nr_to_compare++] = number;
+		memcpy(self->samples[watch_index][i], sample_address(watch, i), SFR_PY_CACHE_LINE);
+	self->to_compare[self->nr_to_compare++] = watch_index;
 }
 
-/* Begins at the cursor and spends half of the credit. The comparison gets the other half. */
+/* Begins at the cursor, and stops when all watches were visited or half of the credit is spent. */
 void sfr_py_observer_record(struct sfr_py_observer *self)
 {
 	struct sfr_py_table *t = &self->table;
-	uint32_t left = t->nr_watches, nr_seen = 0, i = self->cursor;
+	uint32_t nr_left = t->nr_watches, nr_seen = 0, i = self->cursor;
 	struct timer timer;
 
 	grant_credit(self);
-	timer = timer_start(self->credit_ns / 2);
+	timer = timer_start(self->credit_ns / 2); /* the comparison gets the other half */
 	self->nr_to_compare = 0;
-	for (; left; left--, i++) {
+	for (; nr_left > 0; nr_left--, i++) {
 		if (i >= t->nr_watches)
 			i = 0;
 		if (t->watches[i].verdict != SFR_PY_UNDECIDED)
@@ -250,9 +250,11 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 	sfr_py_probes_end_step(self);
 }
 
-static uint64_t allowance(uint64_t nr, uint64_t each_ns, uint64_t most_ns)
+static uint64_t allowance(uint64_t nr_storages, uint64_t ns_per_storage, uint64_t limit_ns)
 {
-	return nr * each_ns < most_ns ? nr * each_ns : most_ns;
+	const uint64_t total_ns = nr_storages * ns_per_storage;
+
+	return total_ns < limit_ns ? total_ns : limit_ns;
 }
 
 void sfr_py_observer_record_all(struct sfr_py_observer *self)
@@ -261,7 +263,7 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 
 	for (i = 0; i < self->table.nr_watches; i++)
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
-		    self->table.watches[i].device != 0)
+		    self->table.watches[i].device_plus_1 != 0)
 			nr_device++;
 	/* set before the recording, which spends device credit */
 	self->device_credit_ns = allowance(nr_device, DEVICE_ALLOWANCE_NS, DEVICE_ALLOWANCE_MAX_NS);
@@ -278,10 +280,10 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 /* Returns 1 if an undecided storage still has the recorded address and versions, so that its bytes
  * have to be compared next. Otherwise returns 0, and the storage has a verdict: CAPTURED, if it was
  * undecided. */
-static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
+static int check_unchanged(struct sfr_py_observer *self, uint32_t watch_index)
 {
 	struct sfr_py_table *t = &self->table;
-	struct sfr_py_watch *watch = &t->watches[number];
+	struct sfr_py_watch *watch = &t->watches[watch_index];
 	int same_memory;
 
 	if (watch->verdict != SFR_PY_UNDECIDED)
@@ -296,15 +298,15 @@ static int check_unchanged(struct sfr_py_observer *self, uint32_t number)
 }
 
 /* Compares a storage in host memory with its recorded samples, and gives a verdict. */
-static void compare_one(struct sfr_py_observer *self, uint32_t number)
+static void compare_one(struct sfr_py_observer *self, uint32_t watch_index)
 {
-	struct sfr_py_watch *watch = &self->table.watches[number];
+	struct sfr_py_watch *watch = &self->table.watches[watch_index];
 	int same = 1;
 
-	if (!check_unchanged(self, number))
+	if (!check_unchanged(self, watch_index)) /* there is a verdict already */
 		return;
 	for (int i = 0; i < SFR_PY_NR_SAMPLES && same; i++)
-		same = memcmp(self->samples[number][i], sample_address(watch, i),
+		same = memcmp(self->samples[watch_index][i], sample_address(watch, i),
 			      SFR_PY_CACHE_LINE) == 0;
 	if (!same)
 		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
@@ -328,6 +330,6 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 			break;
 	}
 	charge(&timer, &self->credit_ns);
-	self->cursor = self->to_compare[n - 1] + 1; /* the next recording begins after it */
+	self->cursor = self->to_compare[n - 1] + 1; /* the watch after the one compared last */
 	self->nr_to_compare = 0;
 }

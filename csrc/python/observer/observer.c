@@ -119,8 +119,8 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 		return NULL;
 	if (self->busy)
 		Py_RETURN_FALSE;
-	self->nr_to_compare =
-		0; /* those that the gate did not compare: now the step changed them */
+	/* drops the recordings that the last gate did not compare: the step has changed the memory */
+	self->nr_to_compare = 0;
 	/* not enter(), because other threads run meanwhile and need the garbage collector */
 	self->busy = 1;
 	sfr_py_probes_poll(self);
@@ -198,7 +198,7 @@ static PyObject *observer_present(PyObject *type, PyObject *args)
 	PyObject *name, *function;
 
 	if (!PyArg_ParseTuple(args, "UO:present", &name, &function) || sfr_py_torch_init() ||
-	    sfr_py_torch_present(name, function))
+	    sfr_py_torch_override(name, function))
 		return NULL;
 	Py_RETURN_NONE;
 }

@@ -47,9 +47,9 @@ extern struct sfr_py_torch sfr_py_torch;
 
 /* Fills sfr_py_torch, once. */
 int sfr_py_torch_init(void);
-/* For tests that present host memory as a device's: makes sfr_py_read call `function` with the
+/* For tests in which host memory counts as a device's: makes sfr_py_read call `function` with the
  * object instead of reading the attribute `name`. None restores torch's own attribute. */
-int sfr_py_torch_present(PyObject *name, PyObject *function);
+int sfr_py_torch_override(PyObject *name, PyObject *function);
 /* Reads an attribute of an object, or calls a method of it. */
 PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
 /* Sets *out to an attribute that is a number. */
@@ -71,7 +71,7 @@ int sfr_py_has_memory(PyObject *tensor);
 PyObject *sfr_py_storage_of(PyObject *tensor);
 /* Returns the address of the StorageImpl of the tensor's storage; 0 if there is none, as for sparse
  * tensors. Sets no exception. */
-uint64_t sfr_py_identity_of(PyObject *tensor);
+uint64_t sfr_py_cdata_of(PyObject *tensor);
 /* Sets *out to the tensor's version, a number that grows with every write that torch counts. Fails
  * if the tensor has no memory, or is an inference tensor, for which torch counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
@@ -120,7 +120,7 @@ struct sfr_py_watch {
 	PyObject *weak_ref;
 	uint64_t cdata; /* the same address as a number */
 	uint64_t addr, nbytes;
-	uint32_t device;          /* 0: host memory; n: CUDA device n - 1 */
+	uint32_t device_plus_1;   /* 0: host memory; n: CUDA device n - 1 */
 	uintptr_t storage_object; /* address of the storage's Python object; only to prefetch */
 	uint32_t first_tensor;    /* index of the first in the list of tensors over the storage */
 	uint32_t nr_tensors;
@@ -151,20 +151,21 @@ struct sfr_py_table {
 /* The probes of one device; probes.c has the states. */
 enum sfr_py_probe_state {
 	SFR_PY_IDLE,
-	SFR_PY_DUE,       /* storages are recorded; the first probe is to be taken */
-	SFR_PY_TAKEN,     /* the first probe was taken */
-	SFR_PY_DUE_AGAIN, /* the next gate is reached; the second probe is to be taken */
-	SFR_PY_IN_FLIGHT, /* the second probe was taken, and its copies may run */
-	SFR_PY_BLIND,     /* the device cannot be probed */
+	SFR_PY_FIRST_DUE,    /* storages are recorded; the first probe is to be taken */
+	SFR_PY_FIRST_TAKEN,  /* the first probe was taken */
+	SFR_PY_SECOND_DUE,   /* the next gate is reached; the second probe is to be taken */
+	SFR_PY_SECOND_TAKEN, /* the second probe was taken, and its copies may run */
+	SFR_PY_CANNOT_PROBE, /* this device cannot be probed */
 };
 struct sfr_py_probe {
-	uint32_t device; /* as in struct sfr_py_watch */
+	uint32_t device_plus_1; /* as in struct sfr_py_watch */
 	enum sfr_py_probe_state state;
-	struct sfr_probe *core;         /* NULL if BLIND from the start */
-	uint32_t *probed;               /* indices of the storages that this cycle probes */
-	struct sfr_probe_range *ranges; /* the memory of each of them */
-	uint32_t nr_probed;             /* items of `probed` and `ranges` in use */
-	uint32_t room;                  /* items that fit into each */
+	struct sfr_probe *core; /* may be NULL with SFR_PY_CANNOT_PROBE */
+	/* two arrays with an item for each storage that this cycle probes */
+	uint32_t *probed_watches; /* index of its watch */
+	struct sfr_probe_range *probed_ranges;
+	uint32_t nr_probed; /* items in use in each array */
+	uint32_t room;      /* items that fit into each array */
 };
 #define SFR_PY_MAX_PROBES 16 /* storages on further devices stay undecided */
 
@@ -173,23 +174,23 @@ struct sfr_py_observer {
 	PyObject *owners; /* dict shared by all observers: storage -> serial of the first owner */
 	PyObject *serial; /* int: this observer's number in `owners` */
 	struct sfr_py_table table;
-	/* by index of a watch: its samples at the last recording */
+	/* samples[i]: the samples of table.watches[i], as they were last recorded */
 	unsigned char (*samples)[SFR_PY_NR_SAMPLES][SFR_PY_CACHE_LINE];
 	uint32_t *to_compare; /* indices of the watches that the next gate compares with samples */
 	uint32_t nr_to_compare;
 	uint32_t nr_undecided;     /* watches with the verdict UNDECIDED */
 	uint32_t cursor;           /* index of the watch with which the next recording begins */
-	uint32_t walk_number;      /* number of the last walk for a save */
+	uint32_t walk_number;      /* how many walks were made for saves; compared with last_walk */
 	size_t nr_excluded;        /* the optimizer's tensors that can never be deferred */
 	uint64_t fingerprint;      /* sfr_py_walk_fingerprint when the table was built */
-	uint64_t credit_ns;        /* CPU time that observing may take now */
-	uint64_t device_credit_ns; /* device time that probes may take now */
+	uint64_t credit_ns;        /* budget: CPU time that observing may take now */
+	uint64_t device_credit_ns; /* budget: device time that probes may take now */
 	struct sfr_py_probe probes[SFR_PY_MAX_PROBES];
 	uint32_t nr_probes;
 	uint64_t last_step_ns; /* when the last step ended; at first, when this object was made */
-	int busy;              /* other calls do nothing meanwhile */
+	int busy;              /* a call is under way: while it is set, other calls do nothing */
 	int table_is_stale;    /* what the optimizer owns has changed: enrol() must be called */
-	int must_forget;       /* forget() was called: nothing may be reused from the table */
+	int must_forget;       /* forget() was called: enrol() must reuse nothing of the table */
 	int gc_was_on;         /* whether the garbage collector was on before enter() */
 };
 
@@ -209,16 +210,15 @@ int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups
 				  PyObject *clashes);
 
 /* ---- probes.c ---- */
-/* Adds the watch with index `number`, a storage on a device, to the device's next probe, if the
- * budget allows. */
-void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number);
+/* Adds a watched storage on a device to the device's next probe, if the budget allows. */
+void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t watch_index);
 /* Called when the storages of a step have been added: makes the first probes due. */
 void sfr_py_probes_end_step(struct sfr_py_observer *self);
 /* Called at the next step's gate: makes the second probes due. They leave out the storages for
  * which `check_unchanged` returns 0. */
 void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
 			      int (*check_unchanged)(struct sfr_py_observer *self,
-						     uint32_t number));
+						     uint32_t watch_index));
 /* Asks whether the probes in flight have completed, and gives verdicts on the storages of those
  * that have. Releases the interpreter lock, so the caller sets `busy`. */
 void sfr_py_probes_poll(struct sfr_py_observer *self);

@@ -1,17 +1,18 @@
 /* Observes storages on devices, whose memory the host cannot read.
  *
- *   IDLE -- a step has ended: recorded --> DUE -- take() --> TAKEN -- gate --> DUE_AGAIN
- *     ^                                                                            | take()
- *     +------------- done: verdicts ------------------------------ IN_FLIGHT <-----+
+ *   IDLE -- a step has ended --> FIRST_DUE -- take() --> FIRST_TAKEN -- gate --> SECOND_DUE
+ *     ^                                                                               | take()
+ *     +---------- copies have completed: verdicts ------------------- SECOND_TAKEN <--+
  *
  * The host reads the versions at the step's end and compares them at the gate. At both moments a
  * probe copies three cache lines of each storage. The caller's stream waits for the copies, but the
  * host does not. The verdicts come when both probes have completed. Until then no other probe of
  * that device starts.
  *
- * Two cycles are probed: with one cycle, a buffer that is written every other step would pass. If
- * the host waits for the device at every step, a storage has its verdict after step 4. Each step
- * that the host runs ahead of the device delays the verdict by two steps.
+ * A storage is deferrable after two cycles without a change. One cycle is not enough, because a
+ * buffer may be written only after every other step. If the host waits for the device at every
+ * step, a storage has its verdict after step 4. Each step that the host runs ahead of the device
+ * delays the verdict by two steps.
  *
  * If a probe fails or is impossible (a CUDA graph is captured, or another thread probes), its
  * storages stay undecided, so saves capture them.
@@ -20,61 +21,62 @@
 #include "observer/observer.h"
 #include "sfr/probe.h"
 
-#define PROBE_NS 2000u /* device time for one storage in one probe */
-#define NR_PROBES 2u   /* probes in a cycle */
+#define NS_PER_STORAGE 2000u /* device time that one probe spends on one storage */
+#define PROBES_PER_CYCLE 2u
 
 /* Returns the probe of a device, and makes it at the first call. Returns NULL if there are too many
  * devices. */
-static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t device)
+static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t device_plus_1)
 {
 	struct sfr_py_probe *probe;
 
 	for (uint32_t k = 0; k < self->nr_probes; k++)
-		if (self->probes[k].device == device)
+		if (self->probes[k].device_plus_1 == device_plus_1)
 			return &self->probes[k];
 	if (self->nr_probes == SFR_PY_MAX_PROBES)
 		return NULL;
 	probe = &self->probes[self->nr_probes++];
-	*probe = (struct sfr_py_probe){ .device = device };
-	if (sfr_probe_new(device - 1, &probe->core) < 0) /* torch's number of the device */
-		probe->state = SFR_PY_BLIND;
+	*probe = (struct sfr_py_probe){ .device_plus_1 = device_plus_1 };
+	if (sfr_probe_new(device_plus_1 - 1, &probe->core) < 0)
+		probe->state = SFR_PY_CANNOT_PROBE;
 	return probe;
 }
 
-/* Makes the arrays of a probe long enough for all storages. Sets no exception if it fails. */
+/* Makes the two arrays of a probe long enough for all watches. Returns 0, or -1 without an
+ * exception. */
 static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	uint32_t room = self->table.nr_watches;
-	struct sfr_probe_range *ranges;
-	uint32_t *probed;
+	struct sfr_probe_range *longer_ranges;
+	uint32_t *longer_watches;
 
 	if (probe->room >= room)
 		return 0;
-	ranges = PyMem_Realloc(probe->ranges, room * sizeof(*ranges));
-	if (!ranges)
+	longer_ranges = PyMem_Realloc(probe->probed_ranges, room * sizeof(*longer_ranges));
+	if (!longer_ranges)
 		return -1;
-	probe->ranges = ranges;
-	probed = PyMem_Realloc(probe->probed, room * sizeof(*probed));
-	if (!probed)
+	probe->probed_ranges = longer_ranges;
+	longer_watches = PyMem_Realloc(probe->probed_watches, room * sizeof(*longer_watches));
+	if (!longer_watches)
 		return -1;
-	probe->probed = probed;
+	probe->probed_watches = longer_watches;
 	probe->room = room;
 	return 0;
 }
 
-void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t number)
+void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t watch_index)
 {
-	const uint64_t cost_ns = NR_PROBES * PROBE_NS;
-	const struct sfr_py_watch *watch = &self->table.watches[number];
-	struct sfr_py_probe *probe = probe_of(self, watch->device);
+	const uint64_t cost_ns = PROBES_PER_CYCLE * NS_PER_STORAGE;
+	const struct sfr_py_watch *watch = &self->table.watches[watch_index];
+	struct sfr_py_probe *probe = probe_of(self, watch->device_plus_1);
 
 	if (!probe || probe->state != SFR_PY_IDLE) /* too many devices, or a probe is under way */
 		return;
-	if (self->device_credit_ns < cost_ns || make_room(self, probe))
+	if (self->device_credit_ns < cost_ns || make_room(self, probe) < 0)
 		return;
 	self->device_credit_ns -= cost_ns;
-	probe->probed[probe->nr_probed] = number;
-	probe->ranges[probe->nr_probed++] =
+	probe->probed_watches[probe->nr_probed] = watch_index;
+	probe->probed_ranges[probe->nr_probed++] =
 		(struct sfr_probe_range){ .addr = watch->addr, .nbytes = watch->nbytes };
 }
 
@@ -82,21 +84,22 @@ void sfr_py_probes_end_step(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++)
 		if (self->probes[k].state == SFR_PY_IDLE && self->probes[k].nr_probed > 0)
-			self->probes[k].state = SFR_PY_DUE;
+			self->probes[k].state = SFR_PY_FIRST_DUE;
 }
 
 void sfr_py_probes_reach_gate(struct sfr_py_observer *self,
-			      int (*check_unchanged)(struct sfr_py_observer *self, uint32_t number))
+			      int (*check_unchanged)(struct sfr_py_observer *self,
+						     uint32_t watch_index))
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		struct sfr_py_probe *probe = &self->probes[k];
 
-		if (probe->state != SFR_PY_TAKEN)
+		if (probe->state != SFR_PY_FIRST_TAKEN)
 			continue;
-		probe->state = SFR_PY_DUE_AGAIN;
+		probe->state = SFR_PY_SECOND_DUE;
 		for (uint32_t i = 0; i < probe->nr_probed; i++)
-			if (!check_unchanged(self, probe->probed[i]))
-				probe->ranges[i].nbytes = 0; /* the second probe skips it */
+			if (!check_unchanged(self, probe->probed_watches[i]))
+				probe->probed_ranges[i].nbytes = 0; /* the second probe skips it */
 	}
 }
 
@@ -110,10 +113,10 @@ static void go_idle(struct sfr_py_probe *probe)
 static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *probe)
 {
 	for (uint32_t i = 0; i < probe->nr_probed; i++) {
-		struct sfr_py_watch *watch = &self->table.watches[probe->probed[i]];
+		struct sfr_py_watch *watch = &self->table.watches[probe->probed_watches[i]];
 
-		if (probe->ranges[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
-			continue; /* it has a verdict already */
+		if (probe->probed_ranges[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
+			continue; /* the storage has a verdict already */
 		if (!sfr_probe_same(probe->core, i))
 			sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
 		else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
@@ -128,21 +131,22 @@ void sfr_py_probes_poll(struct sfr_py_observer *self)
 		struct sfr_py_probe *probe = &self->probes[k];
 		int done;
 
-		if (probe->state != SFR_PY_IN_FLIGHT)
+		if (probe->state != SFR_PY_SECOND_TAKEN)
 			continue;
 		/* 1: the copies have completed; 0: not yet; negative: they never will */
 		done = sfr_py_unlocked(sfr_probe_done(probe->core));
 		if (done > 0)
 			give_verdicts(self, probe);
 		else if (done < 0)
-			probe->state = SFR_PY_BLIND;
+			probe->state = SFR_PY_CANNOT_PROBE;
 	}
 }
 
 int sfr_py_probes_are_idle(const struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++)
-		if (self->probes[k].state != SFR_PY_IDLE && self->probes[k].state != SFR_PY_BLIND)
+		if (self->probes[k].state != SFR_PY_IDLE &&
+		    self->probes[k].state != SFR_PY_CANNOT_PROBE)
 			return 0;
 	return 1;
 }
@@ -150,46 +154,46 @@ int sfr_py_probes_are_idle(const struct sfr_py_observer *self)
 void sfr_py_probes_reset(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++)
-		if (self->probes[k].state != SFR_PY_BLIND)
+		if (self->probes[k].state != SFR_PY_CANNOT_PROBE)
 			go_idle(&self->probes[k]);
 }
 
 static int is_due(const struct sfr_py_probe *probe)
 {
-	return probe->state == SFR_PY_DUE || probe->state == SFR_PY_DUE_AGAIN;
+	return probe->state == SFR_PY_FIRST_DUE || probe->state == SFR_PY_SECOND_DUE;
 }
 
 PyObject *sfr_py_probes_due(struct sfr_py_observer *self)
 {
-	PyObject *list = PyList_New(0), *number, *tuple;
+	PyObject *list = PyList_New(0), *device, *tuple;
 
 	for (uint32_t k = 0; list && k < self->nr_probes; k++) {
 		if (!is_due(&self->probes[k]))
 			continue;
-		number = PyLong_FromUnsignedLong(self->probes[k].device - 1);
-		if (!number || PyList_Append(list, number))
+		device = PyLong_FromUnsignedLong(self->probes[k].device_plus_1 - 1);
+		if (!device || PyList_Append(list, device))
 			Py_CLEAR(list);
-		Py_XDECREF(number);
+		Py_XDECREF(device);
 	}
 	tuple = list ? PyList_AsTuple(list) : NULL;
 	Py_XDECREF(list);
 	return tuple;
 }
 
-/* Takes the probe that is due, the first or second of a cycle, on a stream of its device. If the
- * probe is impossible now, drops the cycle. Releases the interpreter lock. */
+/* Takes the probe that is due, the first or second of a cycle, on a stream of its device. Ends the
+ * cycle without verdicts if the probe is impossible now. Releases the interpreter lock. */
 static void take_probe(struct sfr_py_probe *probe, uint64_t stream)
 {
-	int is_second = probe->state == SFR_PY_DUE_AGAIN, rc;
+	int is_second = probe->state == SFR_PY_SECOND_DUE, rc;
 
-	rc = sfr_py_unlocked(sfr_probe_copy(probe->core, stream, probe->ranges, probe->nr_probed,
-					    is_second));
+	rc = sfr_py_unlocked(sfr_probe_copy(probe->core, stream, probe->probed_ranges,
+					    probe->nr_probed, is_second));
 	if (rc == 0)
-		probe->state = is_second ? SFR_PY_IN_FLIGHT : SFR_PY_TAKEN;
+		probe->state = is_second ? SFR_PY_SECOND_TAKEN : SFR_PY_FIRST_TAKEN;
 	else if (rc == SFR_EBUSY || rc == SFR_ECAPTURING)
 		go_idle(probe);
 	else /* the device has failed */
-		probe->state = SFR_PY_BLIND;
+		probe->state = SFR_PY_CANNOT_PROBE;
 }
 
 int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams)
@@ -203,7 +207,7 @@ int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams)
 		for (uint32_t k = 0; k < self->nr_probes; k++) {
 			struct sfr_py_probe *probe = &self->probes[k];
 
-			if (probe->device - 1 == device && is_due(probe))
+			if (probe->device_plus_1 - 1 == device && is_due(probe))
 				take_probe(probe, stream);
 		}
 	}
@@ -214,8 +218,8 @@ void sfr_py_probes_fini(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_probes; k++) {
 		sfr_probe_free(self->probes[k].core);
-		PyMem_Free(self->probes[k].ranges);
-		PyMem_Free(self->probes[k].probed);
+		PyMem_Free(self->probes[k].probed_ranges);
+		PyMem_Free(self->probes[k].probed_watches);
 	}
 	self->nr_probes = 0;
 }

@@ -1,7 +1,7 @@
 /* Reads torch's tensors through the getter functions that torch's types publish in their slots.
  *
  * A DTensor only wraps a local tensor, which has the memory. Optimizers refer to the DTensor, so
- * the table does too. Address and bytes are those of the local tensor.
+ * the observer's table has the DTensor, but with the address and bytes of the local tensor.
  *
  * Each of the two tensors has a version counter. The DTensor's counter misses writes to the local
  * tensor, and the local tensor's counter misses writes by the DTensor's operators. So both counters
@@ -18,9 +18,9 @@ struct sfr_py_torch sfr_py_torch;
 
 enum { ATTRIBUTE, METHOD }; /* values of sfr_py_access.is_method */
 
-/* Prepares reading the attribute or calling the method `name` of objects of `type`. Uses the C
- * function of its base class `base`. If there is none, or `type` overrides it, each read looks the
- * name up. */
+/* Prepares reading the attribute or calling the method `name` of objects of `type`. Reads will call
+ * the C function of the base class `base`. If `base` has none, or `type` overrides the name, each
+ * read looks the name up. */
 static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
 		       const char *name, int is_method)
 {
@@ -136,31 +136,31 @@ static PyObject *call_function(PyObject *object, void *function)
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
 }
 
-int sfr_py_torch_present(PyObject *name, PyObject *function)
+int sfr_py_torch_override(PyObject *name, PyObject *function)
 {
 	static struct {
 		const char *name;
 		struct sfr_py_access *access;  /* how the attribute is read now */
-		struct sfr_py_access original; /* how torch's own is read; valid with `function` */
+		struct sfr_py_access original; /* how it is read without a test's function */
 		PyObject *function;            /* the test's function, or NULL */
-	} presented[] = {
+	} overrides[] = {
 		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
 		{ .name = "is_shared", .access = &sfr_py_torch.is_shared },
 		{ .name = "device_index", .access = &sfr_py_torch.device },
 		{ .name = "data_ptr", .access = &sfr_py_torch.data_ptr },
 	};
 
-	for (size_t i = 0; i < sizeof(presented) / sizeof(presented[0]); i++) {
-		if (PyUnicode_CompareWithASCIIString(name, presented[i].name) != 0)
+	for (size_t i = 0; i < sizeof(overrides) / sizeof(overrides[0]); i++) {
+		if (PyUnicode_CompareWithASCIIString(name, overrides[i].name) != 0)
 			continue;
-		if (!presented[i].function)
-			presented[i].original = *presented[i].access;
-		*presented[i].access = presented[i].original;
-		Py_CLEAR(presented[i].function);
+		if (!overrides[i].function) /* torch's own attribute is read now */
+			overrides[i].original = *overrides[i].access;
+		*overrides[i].access = overrides[i].original;
+		Py_CLEAR(overrides[i].function);
 		if (function != Py_None) {
-			presented[i].function = Py_NewRef(function);
-			presented[i].access->get = call_function;
-			presented[i].access->closure = function;
+			overrides[i].function = Py_NewRef(function);
+			overrides[i].access->get = call_function;
+			overrides[i].access->closure = function;
 		}
 		return 0;
 	}
@@ -209,7 +209,7 @@ int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object)
 
 /* ---- tensors that wrap another one ---------------------------------------- */
 
-static int is_plain_tensor(PyObject *object)
+static int is_exact_tensor(PyObject *object)
 {
 	PyTypeObject *type = Py_TYPE(object);
 
@@ -238,13 +238,13 @@ PyObject *sfr_py_memory_of(PyObject *tensor)
 {
 	PyObject *local;
 
-	if (is_plain_tensor(tensor))
+	if (is_exact_tensor(tensor))
 		return Py_NewRef(tensor);
 	if (!sfr_py_torch.wrapper || Py_TYPE(tensor) != sfr_py_torch.wrapper)
 		return NULL;
 	/* bypasses __getattribute__ and __torch_function__ */
 	local = PyObject_GenericGetAttr(tensor, sfr_py_torch.str_local);
-	if (local && !is_plain_tensor(local))
+	if (local && !is_exact_tensor(local))
 		Py_CLEAR(local);
 	PyErr_Clear();
 	return local;
@@ -271,22 +271,22 @@ PyObject *sfr_py_storage_of(PyObject *tensor)
 	return storage;
 }
 
-uint64_t sfr_py_identity_of(PyObject *tensor)
+uint64_t sfr_py_cdata_of(PyObject *tensor)
 {
 	PyObject *memory = sfr_py_memory_of(tensor), *storage = NULL;
-	uint64_t identity = 0;
+	uint64_t cdata = 0;
 
 	/* If torch's memory layout is known, a word of the tensor is read, which is much faster. */
 	if (memory && sfr_py_words.known)
-		identity = sfr_py_storage_impl_of(memory);
+		cdata = sfr_py_storage_impl_of(memory);
 	else if (memory)
 		storage = sfr_py_read(&sfr_py_torch.storage, memory);
-	if (storage && sfr_py_read_u64(&sfr_py_torch.cdata, storage, &identity))
-		identity = 0;
+	if (storage && sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata))
+		cdata = 0;
 	PyErr_Clear();
 	Py_XDECREF(storage);
 	Py_XDECREF(memory);
-	return identity;
+	return cdata;
 }
 
 int sfr_py_version_of(PyObject *tensor, uint64_t *out)

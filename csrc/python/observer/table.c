@@ -99,8 +99,9 @@ static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	return 0;
 }
 
-/* Sets watch->device. Returns 0, or nonzero if the storage can never be deferred: it is small,
- * shared between processes, or on a device that is not CUDA's. Then an exception may be set. */
+/* Sets watch->device_plus_1. Returns 0, or nonzero if the storage can never be deferred: it is
+ * small, shared between processes, or on a device that is not CUDA's. Then an exception may be set.
+ */
 static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -116,10 +117,12 @@ static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *st
 	Py_XDECREF(memory);
 	if (on_host < 0)
 		return -1;
-	if (on_host) /* is_shared is only read here, because it is true for every CUDA storage */
+	/* is_shared is only read for host memory, because it is true for every CUDA storage. If
+	 * reading it fails, the storage counts as shared. */
+	if (on_host)
 		return watch->nbytes <= SFR_PY_HOST_MIN_NBYTES ||
 		       sfr_py_read_flag(&torch->is_shared, storage) != 0;
-	watch->device = (uint32_t)(number + 1); /* 0 means host memory */
+	watch->device_plus_1 = (uint32_t)(number + 1);
 	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
 }
 
@@ -139,7 +142,7 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	if (sfr_py_read_u64(&torch->nbytes, storage, &watch->nbytes) ||
 	    set_device(watch, tensor, storage) != 0 ||
 	    sfr_py_read_u64(&torch->data_ptr, storage, &watch->addr) || !watch->addr) {
-		PyErr_Clear();
+		PyErr_Clear(); /* an error of torch; a small storage sets none */
 		return 0;
 	}
 	watch->cdata = cdata;
@@ -159,6 +162,7 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	}
 	if (owner == self->serial)
 		return 1; /* the old table watches the storage */
+	/* another observer watches the storage too, so neither may defer it */
 	watch->verdict = SFR_PY_CAPTURED;
 	pair = PyTuple_Pack(2, owner, watch->weak_ref);
 	ret = pair ? PyList_Append(clashes, pair) : -1;
@@ -213,7 +217,7 @@ static int add_candidate(struct sfr_py_observer *self, struct sfr_py_table *t, P
 {
 	/* the tensor's entry and watch in the old table, or NULL */
 	struct sfr_py_tensor *known = sfr_py_find_tensor(&self->table, tensor);
-	struct sfr_py_watch *old = NULL;
+	struct sfr_py_watch *old_watch = NULL;
 	PyObject *storage;
 	const uint64_t *index;
 	uint64_t cdata;
@@ -234,7 +238,7 @@ static int add_candidate(struct sfr_py_observer *self, struct sfr_py_table *t, P
 	if (known && self->table.watches[known->watch].cdata != cdata)
 		known = NULL; /* the tensor has moved to another storage */
 	if (known)
-		old = &self->table.watches[known->watch];
+		old_watch = &self->table.watches[known->watch];
 	index = sfr_py_map_find(&t->by_storage, cdata);
 	if (index) {
 		watch = (uint32_t)*index;
@@ -245,11 +249,11 @@ static int add_candidate(struct sfr_py_observer *self, struct sfr_py_table *t, P
 			t->watches[watch].nr_cycles = 0;
 	} else {
 		/* `t` needs a watch of the storage: the old one, unless it was moved before */
-		if (old && old->weak_ref && has_same_memory(old, storage))
-			ret = watch_move(t, old);
+		if (old_watch && old_watch->weak_ref && has_same_memory(old_watch, storage))
+			ret = watch_move(t, old_watch);
 		else
 			ret = watch_add(self, t, tensor, storage, cdata, clashes);
-		if (ret == 0)
+		if (ret == 0) /* the storage can never be deferred */
 			self->nr_excluded++;
 		if (ret <= 0)
 			goto out;
@@ -265,8 +269,8 @@ out:
  * code other than a step may write to it. */
 static void capture_other(struct sfr_py_table *t, PyObject *tensor)
 {
-	uint64_t identity = sfr_py_identity_of(tensor);
-	const uint64_t *index = identity ? sfr_py_map_find(&t->by_storage, identity) : NULL;
+	uint64_t cdata = sfr_py_cdata_of(tensor);
+	const uint64_t *index = cdata ? sfr_py_map_find(&t->by_storage, cdata) : NULL;
 
 	if (index)
 		t->watches[*index].verdict = SFR_PY_CAPTURED;

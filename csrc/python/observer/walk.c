@@ -136,10 +136,10 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 
 		if (sfr_py_has_memory(param))
 			is_trained = sfr_py_read_flag(&sfr_py_torch.requires_grad, param) > 0;
-		PyErr_Clear();
+		PyErr_Clear(); /* a tensor that cannot be read counts as not trained */
 		if (!is_trained || sfr_py_map_find(&trained, (uintptr_t)param))
 			continue;
-		if (sfr_py_map_add(&trained, (uintptr_t)param, 0))
+		if (sfr_py_map_add(&trained, (uintptr_t)param, 0)) /* 0: no state found yet */
 			goto out;
 	}
 	while (!walk->stateless && PyDict_Next(state, &pos, &key, &value)) {
@@ -155,13 +155,13 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	for (i = 0; i < params.nr; i++) {
 		uint64_t *has_state = sfr_py_map_find(&trained, (uintptr_t)params.items[i]);
 		int is_trained = has_state != NULL;
-		struct sfr_py_refs *to = &walk->others;
+		struct sfr_py_refs *list = &walk->others;
 
 		if (is_trained && *has_state)
 			continue; /* in walk->found already */
 		if (is_trained && walk->stateless)
-			to = &walk->found;
-		if (refs_push(to, params.items[i]))
+			list = &walk->found;
+		if (refs_push(list, params.items[i]))
 			goto out;
 	}
 	ret = 0;

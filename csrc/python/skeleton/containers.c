@@ -38,34 +38,34 @@ static int mark_met(PyObject *seen, PyObject *node)
  * the containers that were met. */
 static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
 
-/* Walks one node that is not a plain tensor. */
+/* Walks into a node that is a plain container. Appends any other node to `out`. */
 static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
-	PyObject *inner = values_of(node);
+	PyObject *values = values_of(node);
 	int rc;
 
-	if (!inner)
+	if (!values)
 		return PyErr_Occurred() ? -1 : PyList_Append(out, node);
 	rc = mark_met(seen, node);
 	if (rc == 0) /* met for the first time */
-		rc = walk(collector, inner, seen, out);
-	Py_DECREF(inner);
+		rc = walk(collector, values, seen, out);
+	Py_DECREF(values);
 	return rc < 0 ? -1 : 0;
 }
 
 static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out)
 {
-	PyObject *met;
+	PyObject *others; /* the nodes that are neither plain tensors nor without tensors */
 	int rc = 0;
 
 	if (Py_EnterRecursiveCall(" while a tree is walked") != 0)
 		return -1;
-	met = sfr_py_collector_collect(collector, nodes);
-	if (!met)
+	others = sfr_py_collector_collect(collector, nodes);
+	if (!others)
 		rc = -1;
-	for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(met); i++)
-		rc = walk_one(collector, PyList_GetItem(met, i), seen, out);
-	Py_XDECREF(met);
+	for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(others); i++)
+		rc = walk_one(collector, PyList_GetItem(others, i), seen, out);
+	Py_XDECREF(others);
 	Py_LeaveRecursiveCall();
 	return rc;
 }

@@ -66,7 +66,7 @@ static bool is_atom(PyObject *node)
  * -1 with an exception set. */
 static int collect_tensor(struct sfr_py_collector *c, PyObject *tensor)
 {
-	const uint64_t *known = sfr_py_map_find(&c->found_at, (uintptr_t)tensor);
+	const uint64_t *known = sfr_py_map_find(&c->index_by_tensor, (uintptr_t)tensor);
 	size_t number;
 
 	if (known)
@@ -122,8 +122,8 @@ struct job {
 	int64_t *end;            /* the end of these rows */
 	size_t nr_rows;          /* their number */
 	uint32_t *tensor_of_row; /* by number of the row: index of the found tensor */
-	/* by number of the storage: 1 + the number of the first row over it; 0: none yet */
-	uint32_t *first_row;
+	/* by number of the storage: 1 + the index of the first row over it; 0: none yet */
+	uint32_t *first_row_plus_1;
 };
 
 /* Allocates the arrays of a job. Call job_fini also after a failure. */
@@ -135,10 +135,11 @@ static int job_init(struct job *job)
 	for (i = 0; i < c->nr_found; i++)
 		if (c->found[i].row != NULL)
 			words += SFR_NEW_HEADER + 2 * (size_t)c->found[i].row[SFR_ROW_NDIM];
+	/* + 1 in each array: never empty */
 	job->rows = PyMem_Malloc((words + 1) * sizeof(*job->rows));
 	job->tensor_of_row = PyMem_Malloc((c->nr_found + 1) * sizeof(*job->tensor_of_row));
-	job->first_row = PyMem_Calloc(c->nr_storages + 1, sizeof(*job->first_row));
-	if (job->rows == NULL || job->tensor_of_row == NULL || job->first_row == NULL)
+	job->first_row_plus_1 = PyMem_Calloc(c->nr_storages + 1, sizeof(*job->first_row_plus_1));
+	if (job->rows == NULL || job->tensor_of_row == NULL || job->first_row_plus_1 == NULL)
 		return sfr_py_no_memory();
 	job->end = job->rows;
 	return 0;
@@ -148,7 +149,7 @@ static void job_fini(struct job *job)
 {
 	PyMem_Free(job->rows);
 	PyMem_Free(job->tensor_of_row);
-	PyMem_Free(job->first_row);
+	PyMem_Free(job->first_row_plus_1);
 }
 
 /* Returns whether all elements of a row's tensor are within its storage. They may not be if the
@@ -173,9 +174,10 @@ static bool is_within(const int64_t *row, uint64_t itemsize)
 	       reach <= (uint64_t)row[SFR_ROW_NBYTES];
 }
 
-/* Returns whether the bridge can make a copy of the tensor. `first` is job->first_row of its
- * storage. */
-static bool can_add_row(const struct job *job, const struct sfr_py_found *found, uint32_t first)
+/* Returns whether the bridge can make a copy of the tensor. `first_plus_1` is the entry of its
+ * storage in job->first_row_plus_1. */
+static bool can_add_row(const struct job *job, const struct sfr_py_found *found,
+			uint32_t first_plus_1)
 {
 	const uint64_t nbytes = job->c->storages[found->storage].nbytes;
 	const uint64_t itemsize = job->c->torch->dtype[found->dtype].itemsize;
@@ -186,7 +188,9 @@ static bool can_add_row(const struct job *job, const struct sfr_py_found *found,
 		return false;
 	if (!is_within(found->row, itemsize))
 		return false;
-	return first == 0 || job->c->found[job->tensor_of_row[first - 1]].dtype == found->dtype;
+	if (first_plus_1 == 0) /* no earlier row has the storage */
+		return true;
+	return job->c->found[job->tensor_of_row[first_plus_1 - 1]].dtype == found->dtype;
 }
 
 /* Appends the row from which the bridge makes a copy of found[index]. Returns 1; 0 if the tensor is
@@ -195,13 +199,13 @@ static int add_row(struct job *job, uint32_t index)
 {
 	const struct sfr_py_found *found = &job->c->found[index];
 	const uint64_t nbytes = job->c->storages[found->storage].nbytes;
-	const uint32_t first = job->first_row[found->storage];
-	const bool shares = first != 0; /* an earlier row has this storage */
+	const uint32_t first_plus_1 = job->first_row_plus_1[found->storage];
+	const bool shares = first_plus_1 != 0; /* an earlier row has this storage */
 	const int64_t *row = found->row;
 	Py_ssize_t offset;
 	int64_t *out = job->end;
 
-	if (!can_add_row(job, found, first))
+	if (!can_add_row(job, found, first_plus_1))
 		return 0;
 	offset = PyLong_AsSsize_t(PyList_GetItem(job->offsets, (Py_ssize_t)found->storage));
 	if (offset == -1 && PyErr_Occurred())
@@ -210,7 +214,7 @@ static int add_row(struct job *job, uint32_t index)
 		PyErr_SetString(PyExc_ValueError, "a storage's copy is not within the memory");
 		return -1;
 	}
-	out[SFR_NEW_OVER] = (int64_t)first - 1; /* -1: no earlier row has the storage */
+	out[SFR_NEW_OVER] = (int64_t)first_plus_1 - 1; /* -1: no earlier row has the storage */
 	out[SFR_NEW_BASE] = shares ? 0 : (int64_t)(uintptr_t)(job->base + offset);
 	out[SFR_NEW_NBYTES] = shares ? 0 : (int64_t)nbytes;
 	out[SFR_NEW_OFFSET] = row[SFR_ROW_OFFSET];
@@ -221,15 +225,15 @@ static int add_row(struct job *job, uint32_t index)
 	job->end += SFR_NEW_HEADER + 2 * row[SFR_ROW_NDIM];
 	job->tensor_of_row[job->nr_rows++] = index;
 	if (!shares)
-		job->first_row[found->storage] = (uint32_t)job->nr_rows;
+		job->first_row_plus_1[found->storage] = (uint32_t)job->nr_rows;
 	return 1;
 }
 
 /* Appends (tensor, number of its storage) to the list of tensors left to Python. */
-static int leave_to_python(PyObject *left, const struct sfr_py_found *found)
+static int leave_to_python(PyObject *list, const struct sfr_py_found *found)
 {
 	PyObject *pair = Py_BuildValue("(OI)", found->object, (unsigned int)found->storage);
-	int rc = pair == NULL ? -1 : PyList_Append(left, pair);
+	int rc = pair == NULL ? -1 : PyList_Append(list, pair);
 
 	Py_XDECREF(pair);
 	return rc;
@@ -248,19 +252,19 @@ static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py
 }
 
 /* Gives each of the bridge's `tensors`, a list in the order of the rows, the class of its old
- * tensor. Adds it to the dict `news` under the old tensor's id. */
-static int add_new_tensors(const struct job *job, PyObject *tensors, PyObject *news)
+ * tensor. Adds it to the dict `new_tensors` under the old tensor's id. */
+static int add_new_tensors(const struct job *job, PyObject *tensors, PyObject *new_tensors)
 {
 	size_t i;
 
 	for (i = 0; i < job->nr_rows; i++) {
 		const struct sfr_py_found *found = &job->c->found[job->tensor_of_row[i]];
 		PyObject *key = PyLong_FromVoidPtr(found->object); /* equals id() */
-		PyObject *made = PyList_GetItem(tensors, (Py_ssize_t)i);
+		PyObject *new_tensor = PyList_GetItem(tensors, (Py_ssize_t)i);
 		int rc = -1;
 
-		if (key != NULL && set_class(job->c->torch, found, made) == 0)
-			rc = PyDict_SetItem(news, key, made);
+		if (key != NULL && set_class(job->c->torch, found, new_tensor) == 0)
+			rc = PyDict_SetItem(new_tensors, key, new_tensor);
 		Py_XDECREF(key);
 		if (rc != 0)
 			return -1;
@@ -277,8 +281,8 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 	for (i = 0; list != NULL && i < job->c->nr_storages; i++) {
 		PyObject *tensor = Py_None;
 
-		if (job->first_row[i] != 0)
-			tensor = PyList_GetItem(tensors, (Py_ssize_t)job->first_row[i] - 1);
+		if (job->first_row_plus_1[i] != 0)
+			tensor = PyList_GetItem(tensors, (Py_ssize_t)job->first_row_plus_1[i] - 1);
 		Py_XINCREF(tensor);
 		if (tensor == NULL || PyList_SetItem(list, (Py_ssize_t)i, tensor) != 0)
 			Py_CLEAR(list); /* SetItem has taken the reference */
@@ -337,24 +341,25 @@ end:
 	return tensors;
 }
 
-/* copies(memory, offsets, with_bridge) -> (news, firsts, left). Called after finish().
- *   memory       owns the copies and exports them as a buffer
- *   offsets      list, by number of the storage: offset of its copy in the buffer
- *   with_bridge  if false, all tensors are left to Python
- *   news         dict: id of an old tensor -> the new tensor
- *   firsts       list, by number of the storage: the first new tensor over its copy, or None
- *   left         list of the tensors left to Python: (tensor, number of its storage) */
+/* copies(memory, offsets, with_bridge) -> (new_tensors, firsts, left_to_python). Called after
+ * finish().
+ *   memory          owns the copies and exports them as a buffer
+ *   offsets         list, by number of the storage: offset of its copy in the buffer
+ *   with_bridge     if false, all tensors are left to Python
+ *   new_tensors     dict: id of an old tensor -> the new tensor
+ *   firsts          list, by number of the storage: the first new tensor over its copy, or None
+ *   left_to_python  list of (tensor, number of its storage): tensors that Python has to make */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
 	struct job job = { .c = (struct sfr_py_collector *)self };
-	PyObject *owner, *tensors = NULL, *news = NULL, *firsts = NULL, *result = NULL;
-	PyObject *left = PyList_New(0);
+	PyObject *owner, *tensors = NULL, *new_tensors = NULL, *firsts = NULL, *result = NULL;
+	PyObject *left_to_python = PyList_New(0);
 	Py_buffer view = { 0 };
 	int with_bridge;
 	uint32_t i;
 
-	if (left == NULL || !PyArg_ParseTuple(args, "OO!p:copies", &owner, &PyList_Type,
-					      &job.offsets, &with_bridge))
+	if (left_to_python == NULL || !PyArg_ParseTuple(args, "OO!p:copies", &owner, &PyList_Type,
+							&job.offsets, &with_bridge))
 		goto end;
 	if (!job.c->finished) {
 		PyErr_SetString(PyExc_ValueError, "copies() comes after finish()");
@@ -381,21 +386,21 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 		if (with_bridge)
 			rc = add_row(&job, i);
 		if (rc == 0)
-			rc = leave_to_python(left, &job.c->found[i]);
+			rc = leave_to_python(left_to_python, &job.c->found[i]);
 		if (rc < 0)
 			goto end;
 	}
 	tensors = job.nr_rows != 0 ? make_tensors(&job, owner) : PyList_New(0);
-	news = tensors != NULL ? PyDict_New() : NULL;
-	if (news == NULL || add_new_tensors(&job, tensors, news) != 0)
+	new_tensors = tensors != NULL ? PyDict_New() : NULL;
+	if (new_tensors == NULL || add_new_tensors(&job, tensors, new_tensors) != 0)
 		goto end;
 	firsts = first_tensors(&job, tensors);
 	if (firsts != NULL)
-		result = Py_BuildValue("OOO", news, firsts, left);
+		result = Py_BuildValue("OOO", new_tensors, firsts, left_to_python);
 end:
-	Py_XDECREF(left);
+	Py_XDECREF(left_to_python);
 	Py_XDECREF(tensors);
-	Py_XDECREF(news);
+	Py_XDECREF(new_tensors);
 	Py_XDECREF(firsts);
 	job_fini(&job);
 	return result;

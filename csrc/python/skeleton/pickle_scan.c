@@ -16,7 +16,7 @@ enum {
 	COUNT1 = -3, /* a 1-byte length, then that many bytes */
 	COUNT4 = -4, /* a 4-byte length, then that many bytes */
 };
-static const signed char lens[UCHAR_MAX + 1] = {
+static const signed char op_lens[UCHAR_MAX + 1] = {
 	['('] = 1,      ['.'] = 1,       ['0'] = 1,      ['1'] = 1,       ['2'] = 1,
 	['N'] = 1,      ['Q'] = 1,       ['R'] = 1,      ['a'] = 1,       ['b'] = 1,
 	['d'] = 1,      ['}'] = 1,       ['e'] = 1,      ['l'] = 1,       [']'] = 1,
@@ -49,7 +49,7 @@ static size_t op_len(const unsigned char *p, size_t left)
 {
 	size_t len, second;
 
-	switch (lens[p[0]]) {
+	switch (op_lens[p[0]]) {
 	case LINE:
 		len = line_len(p + 1, left - 1);
 		return len == 0 ? 0 : 1 + len;
@@ -70,17 +70,17 @@ static size_t op_len(const unsigned char *p, size_t left)
 		len = 5 + (size_t)load32(p + 1);
 		break;
 	default:
-		len = (size_t)lens[p[0]];
+		len = (size_t)op_lens[p[0]];
 		break;
 	}
 	return len > left ? 0 : len;
 }
 
-#define NO_NUMBER UINT32_MAX
+#define NOT_AN_INT UINT32_MAX
 
-/* Returns the number that an opcode BININT, BININT1 or BININT2 pushes; NO_NUMBER for any other
+/* Returns the int that an opcode BININT, BININT1 or BININT2 pushes; NOT_AN_INT for any other
  * opcode. */
-static uint32_t number_of(const unsigned char *p)
+static uint32_t pushed_int(const unsigned char *p)
 {
 	switch (p[0]) {
 	case OP_BININT1:
@@ -90,7 +90,7 @@ static uint32_t number_of(const unsigned char *p)
 	case OP_BININT:
 		return load32(p + 1);
 	default:
-		return NO_NUMBER;
+		return NOT_AN_INT;
 	}
 }
 
@@ -114,8 +114,8 @@ static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker marker)
 
 int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 {
-	size_t at = 0, previous = 0; /* offsets of the current opcode and of the one before it */
-	uint32_t nr_memo_slots = 0;  /* one more than the highest memo slot so far */
+	size_t at = 0, previous_at = 0; /* offsets of the current opcode and of the one before it */
+	uint32_t nr_memo_slots = 0;     /* one more than the highest memo slot so far */
 
 	scan->counts = PyMem_Calloc(job->nr_found + 1, sizeof(*scan->counts));
 	if (scan->counts == NULL)
@@ -125,29 +125,31 @@ int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 		size_t len = op_len(p, job->len - at);
 
 		if (len == 0)
-			break; /* malformed: an error, as below */
+			break; /* the error below: no opcode, or cut off */
 		if (p[0] == OP_BINPUT || p[0] == OP_LONG_BINPUT) {
 			uint32_t slot = p[0] == OP_BINPUT ? p[1] : load32(p + 1);
 
 			if (slot + 1 > nr_memo_slots)
 				nr_memo_slots = slot + 1;
-		} else if (p[0] == OP_BINPERSID && number_of(job->in + previous) != NO_NUMBER) {
-			struct sfr_py_marker marker = { .at = previous,
-							.len = at + len - previous,
-							.tensor = number_of(job->in + previous) };
+		} else if (p[0] == OP_BINPERSID &&
+			   pushed_int(job->in + previous_at) != NOT_AN_INT) {
+			struct sfr_py_marker marker = { .at = previous_at,
+							.len = at + len - previous_at,
+							.tensor =
+								pushed_int(job->in + previous_at) };
 
 			if (marker.tensor >= job->nr_found || job->found[marker.tensor].row == NULL)
-				break; /* not a plain tensor: an error, as below */
+				break; /* the error below: not the number of a plain tensor */
 			if (add_marker(scan, marker) != 0)
 				return -1;
 		} else if (p[0] == OP_STOP) {
 			if (at + 1 != job->len)
-				break; /* bytes follow: an error, as below */
+				break; /* the error below: bytes follow */
 			/* not slot 0, which means "no slot" in the splice's memo */
 			scan->next_slot = nr_memo_slots == 0 ? 1 : nr_memo_slots;
 			return 0;
 		}
-		previous = at;
+		previous_at = at;
 		at += len;
 	}
 	PyErr_Format(PyExc_SystemError, "the pickle cannot be parsed at byte %zd", (Py_ssize_t)at);

@@ -31,15 +31,16 @@ enum {
 
 /* The memo slots of constants and tensors. 0: not stored yet. */
 struct memo {
-	uint32_t next; /* the next free slot */
-	uint32_t rebuild_tensor, rebuild_parameter, ordered_dict, storage;
-	uint32_t storage_class[SFR_PY_MAX_DTYPES];
+	uint32_t next_slot; /* the next free slot */
+	uint32_t rebuild_tensor_slot, rebuild_parameter_slot, ordered_dict_slot;
+	uint32_t storage_slot; /* of the str "storage" */
+	uint32_t storage_class_slot[SFR_PY_MAX_DTYPES];
 	struct {
 		PyObject *location;
 		uint32_t slot;
 	} location[16]; /* any further location tag is written in full each time */
 	uint32_t nr_locations;
-	uint32_t *tensor; /* by number of the found tensor */
+	uint32_t *tensor_slot; /* by number of the found tensor */
 };
 
 /* Makes room for `len` more bytes. */
@@ -141,7 +142,7 @@ static void put_get(struct out *out, uint32_t slot)
  * slot. */
 static uint32_t put_memoize(struct out *out, struct memo *memo)
 {
-	uint32_t slot = memo->next++;
+	uint32_t slot = memo->next_slot++;
 
 	if (slot < 0x100)
 		put_arg(out, OP_BINPUT, slot, 1);
@@ -176,7 +177,7 @@ static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot
 /* Writes the tensor's hooks: an empty OrderedDict, because a plain tensor has none. */
 static void put_hooks(struct out *out, struct memo *memo)
 {
-	put_global(out, memo, &memo->ordered_dict, "collections", "OrderedDict");
+	put_global(out, memo, &memo->ordered_dict_slot, "collections", "OrderedDict");
 	put_op(out, OP_EMPTY_TUPLE);
 	put_op(out, OP_REDUCE);
 }
@@ -209,17 +210,17 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 	const struct sfr_py_storage *storage = &job->storages[tensor->storage];
 	const struct sfr_py_dtype *dtype = &job->torch->dtype[tensor->dtype];
 	uint32_t number = tensor->storage;
-	char key[10]; /* the number's digits, from key[i] on */
+	char key[10]; /* room for the number's digits, which begin at key[i] */
 	size_t i = sizeof(key);
 
 	put_op(out, OP_MARK);
-	if (memo->storage != 0) {
-		put_get(out, memo->storage);
+	if (memo->storage_slot != 0) {
+		put_get(out, memo->storage_slot);
 	} else {
 		put_str(out, "storage", 7);
-		memo->storage = put_memoize(out, memo);
+		memo->storage_slot = put_memoize(out, memo);
 	}
-	put_global(out, memo, &memo->storage_class[tensor->dtype], "torch", dtype->name);
+	put_global(out, memo, &memo->storage_class_slot[tensor->dtype], "torch", dtype->name);
 	do {
 		key[--i] = (char)('0' + number % 10);
 		number /= 10;
@@ -258,9 +259,9 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 	if (reserve_tensor(out, job, tensor, &tag) != 0)
 		return -1;
 	if (tensor->parameter) /* the arguments follow: a tensor, requires_grad, hooks */
-		put_global(out, memo, &memo->rebuild_parameter, "torch._utils",
+		put_global(out, memo, &memo->rebuild_parameter_slot, "torch._utils",
 			   "_rebuild_parameter");
-	put_global(out, memo, &memo->rebuild_tensor, "torch._utils", "_rebuild_tensor_v2");
+	put_global(out, memo, &memo->rebuild_tensor_slot, "torch._utils", "_rebuild_tensor_v2");
 	put_op(out, OP_MARK);
 	put_storage(out, memo, job, tensor, &tag);
 	put_int(out, tensor->row[SFR_ROW_OFFSET]);
@@ -288,17 +289,17 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 	PyObject *result = NULL;
 	size_t i, at = 0; /* `at`: bytes of the pickle that are copied or replaced */
 
-	memo.tensor = PyMem_Calloc(job->nr_found + 1, sizeof(*memo.tensor));
-	if (memo.tensor == NULL)
+	memo.tensor_slot = PyMem_Calloc(job->nr_found + 1, sizeof(*memo.tensor_slot));
+	if (memo.tensor_slot == NULL)
 		return PyErr_NoMemory();
 	if (sfr_py_scan(job, &scan) != 0)
 		goto end;
-	memo.next = scan.next_slot;
+	memo.next_slot = scan.next_slot;
 	if (reserve(&out, job->len + USUAL_TENSOR_LEN * scan.nr_markers + TENSOR_ROOM) != 0)
 		goto end;
 	for (i = 0; i < scan.nr_markers; i++) {
 		const struct sfr_py_marker *marker = &scan.markers[i];
-		uint32_t *slot = &memo.tensor[marker->tensor];
+		uint32_t *slot = &memo.tensor_slot[marker->tensor];
 
 		if (reserve(&out, marker->at - at + INT_ROOM) != 0) /* enough for put_get, too */
 			goto end;
@@ -320,6 +321,6 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 end:
 	sfr_py_scan_fini(&scan);
 	PyMem_Free(out.mem);
-	PyMem_Free(memo.tensor);
+	PyMem_Free(memo.tensor_slot);
 	return result;
 }

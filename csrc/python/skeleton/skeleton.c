@@ -38,7 +38,7 @@ int sfr_py_add_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, 
 		return -1;
 	}
 	if (sfr_py_make_room((void **)&c->found, c->nr_found, &c->found_room, sizeof(found)) != 0 ||
-	    sfr_py_map_add(&c->found_at, (uint64_t)(uintptr_t)object, c->nr_found) != 0)
+	    sfr_py_map_add(&c->index_by_tensor, (uint64_t)(uintptr_t)object, c->nr_found) != 0)
 		return -1;
 	Py_INCREF(object);
 	*number = c->nr_found;
@@ -68,7 +68,7 @@ static bool is_builtin(const PyTypeObject *type)
  * before gets the same id again. */
 static PyObject *id_of_tensor(struct sfr_py_collector *c, PyObject *object, bool exact)
 {
-	const uint64_t *known = sfr_py_map_find(&c->found_at, (uintptr_t)object);
+	const uint64_t *known = sfr_py_map_find(&c->index_by_tensor, (uintptr_t)object);
 	size_t number;
 
 	if (known)
@@ -103,31 +103,31 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	return PyObject_CallFunctionObjArgs(item[SFR_PY_STORAGE_TUPLE], self, object, NULL);
 }
 
-/* add_storage(storage, identity, device, addr, dtype) -> number. Adds a storage that torch's own
- * path has met, viewed as `dtype`.
- *   identity  address of the StorageImpl
- *   device    0 for host memory, n for CUDA device n - 1, -1 for elsewhere
- *   addr      address of the bytes; 0: the dtype is not checked */
+/* add_storage(storage, storage_impl, device_plus_1, addr, dtype) -> number. Adds a storage that
+ * torch itself pickles, viewed as `dtype`.
+ *   storage_impl   address of the StorageImpl
+ *   device_plus_1  0: host memory; n: CUDA device n - 1; -1: elsewhere
+ *   addr           address of the bytes; 0: the dtype is not checked */
 static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
-	unsigned long long identity, addr;
+	unsigned long long storage_impl, addr;
 	PyObject *storage, *dtype;
 	size_t number;
-	int device;
+	int device_plus_1;
 
-	if (!PyArg_ParseTuple(args, "OKiKO:add_storage", &storage, &identity, &device, &addr,
-			      &dtype))
+	if (!PyArg_ParseTuple(args, "OKiKO:add_storage", &storage, &storage_impl, &device_plus_1,
+			      &addr, &dtype))
 		return NULL;
-	if (identity == 0) {
+	if (storage_impl == 0) {
 		PyErr_SetString(PyExc_ValueError, "a storage has an address");
 		return NULL;
 	}
 	if (sfr_py_check_dtype(c, addr, dtype) != 0 ||
-	    sfr_py_find_or_add_storage(c, storage, identity, device == 0, &number) != 0)
+	    sfr_py_find_or_add_storage(c, storage, storage_impl, device_plus_1 == 0, &number) != 0)
 		return NULL;
-	if (device > 0)
-		c->storages[number].device = (uint32_t)device;
+	if (device_plus_1 > 0)
+		c->storages[number].device_plus_1 = (uint32_t)device_plus_1;
 	return PyLong_FromSize_t(number);
 }
 
@@ -160,12 +160,12 @@ static PyObject *devices_of(const struct sfr_py_collector *c)
 	size_t i;
 
 	for (i = 0; list != NULL && i < c->nr_storages; i++) {
-		uint32_t device = c->storages[i].device;
+		uint32_t device_plus_1 = c->storages[i].device_plus_1, device = device_plus_1 - 1;
 
-		if (device == 0 || device > MAX_DEVICES || seen[device - 1])
+		if (device_plus_1 == 0 || device_plus_1 > MAX_DEVICES || seen[device])
 			continue;
-		seen[device - 1] = true;
-		number = PyLong_FromUnsignedLong(device - 1);
+		seen[device] = true;
+		number = PyLong_FromUnsignedLong(device);
 		if (number == NULL || PyList_Append(list, number) != 0)
 			Py_CLEAR(list);
 		Py_XDECREF(number);
@@ -206,11 +206,11 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	sources = (struct sfr_source *)(void *)PyByteArray_AsString(rows);
 	for (i = 0; i < c->nr_storages; i++) {
 		const struct sfr_py_storage *entry = &c->storages[i];
-		/* the core can read the bytes; else Python has to */
-		bool readable = entry->on_host || entry->device != 0;
+		/* the core can read the bytes; if not, Python has to, and the row has no address */
+		bool readable = entry->on_host || entry->device_plus_1 != 0;
 
 		sources[i] = (struct sfr_source){ readable ? entry->addr : 0, entry->nbytes,
-						  SFR_CAPTURED, entry->device };
+						  SFR_CAPTURED, entry->device_plus_1 };
 		if (readable)
 			continue;
 		number = PyLong_FromSize_t(i);
@@ -229,7 +229,8 @@ end:
 	return result;
 }
 
-/* splice(pickle) -> data.pkl: the pickle with the plain tensors written in; after finish(). */
+/* splice(pickle) -> data.pkl: the pickle with each plain tensor's number replaced by the opcodes
+ * that rebuild the tensor. Called after finish(). */
 static PyObject *collector_splice(PyObject *self, PyObject *pickle)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -286,10 +287,10 @@ static void collector_dealloc(PyObject *self)
 	(void)collector_clear(self); /* always 0 */
 	Py_CLEAR(c->torch);
 	PyMem_Free(c->found);
-	sfr_py_map_fini(&c->found_at);
+	sfr_py_map_fini(&c->index_by_tensor);
 	PyMem_Free(c->storages);
 	Py_CLEAR(c->numbers);
-	sfr_py_map_fini(&c->dtype_at);
+	sfr_py_map_fini(&c->dtype_by_addr);
 	sfr_py_prefetch_order_fini(&c->old_order);
 	sfr_py_prefetch_order_fini(&c->new_order);
 	while (c->rows != NULL) {
@@ -308,9 +309,9 @@ static int make_room_as_before(struct sfr_py_collector *c)
 
 	if (nr == 0)
 		return 0;
-	if (sfr_py_map_reserve(&c->found_at, nr) != 0 ||
+	if (sfr_py_map_reserve(&c->index_by_tensor, nr) != 0 ||
 	    sfr_py_map_reserve(&c->numbers->map, nr) != 0 ||
-	    sfr_py_map_reserve(&c->dtype_at, c->any_dtypes ? 0 : nr) != 0)
+	    sfr_py_map_reserve(&c->dtype_by_addr, c->mixed_dtypes_allowed ? 0 : nr) != 0)
 		return -1;
 	if (sfr_py_grow((void **)&c->found, nr, &c->found_room, sizeof(*c->found)) != 0 ||
 	    sfr_py_grow((void **)&c->storages, nr, &c->storages_room, sizeof(*c->storages)) != 0 ||
@@ -345,7 +346,7 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	c->fast_path = fast_path && sfr_py_words.known;
 	c->plain_cpu = plain_cpu;
 	c->plain_cuda = plain_cuda;
-	c->any_dtypes = any_dtypes;
+	c->mixed_dtypes_allowed = any_dtypes;
 	sfr_py_prefetch_order_take(c);
 	c->storage_list = PyList_New(0);
 	c->numbers = sfr_py_numbers_make();
@@ -360,9 +361,10 @@ static PyMethodDef collector_methods[] = {
 	{ "persistent_id", collector_persistent_id, METH_O,
 	  "persistent_id(object) -> a number, a tuple or None: the pickler's persistent_id." },
 	{ "add_storage", collector_add_storage, METH_VARARGS,
-	  "add_storage(storage, identity, device, addr, dtype) -> the storage's number." },
+	  "add_storage(storage, storage_impl, device_plus_1, addr, dtype) -> the storage's number." },
 	{ "finish", collector_finish, METH_NOARGS,
-	  "finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices)." },
+	  "finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices); "
+	  "collector_finish describes them." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
 	{ "collect", sfr_py_collector_collect, METH_O,
 	  "collect(nodes) -> the nodes that are neither plain tensors, which the collector keeps, "

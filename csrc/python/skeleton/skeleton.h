@@ -53,8 +53,8 @@ enum sfr_py_item {
 #define SFR_PY_FIRST_GETTER SFR_PY_REQUIRES_GRAD
 
 #define SFR_PY_MAX_DTYPES 32
-#define SFR_PY_MAX_NUMBERS 64    /* torch's numbers of dtypes are below this */
-#define SFR_PY_MAX_KNOWN_KEYS 16 /* sets of dispatch keys that are remembered */
+#define SFR_PY_MAX_DTYPE_NUMBERS 64 /* torch's numbers of dtypes are below this */
+#define SFR_PY_MAX_KNOWN_KEYS 16    /* sets of dispatch keys that are remembered */
 
 /* A dtype with a legacy storage class. */
 struct sfr_py_dtype {
@@ -77,7 +77,7 @@ struct sfr_py_known_keys {
 struct sfr_py_prefetch_entry {
 	uintptr_t tensor, impl;     /* a tensor's Python object and its TensorImpl */
 	uintptr_t wrapper, storage; /* its storage's Python object and StorageImpl */
-	uintptr_t last_dict;        /* the dict met last before, probably its container; 0: none */
+	uintptr_t last_dict;        /* the dict met before the tensor: probably has it; 0: none */
 };
 struct sfr_py_prefetch_order {
 	struct sfr_py_prefetch_entry *entries; /* entries[n] is for the tensor with number n */
@@ -87,18 +87,18 @@ struct sfr_py_prefetch_order {
 /* The object TorchTypes. */
 struct sfr_py_torch_types {
 	PyObject_HEAD
-	/* by enum sfr_py_item */
-	PyObject *item[SFR_PY_NR_ITEMS];
-	descrgetfunc get[SFR_PY_NR_ITEMS]; /* tp_descr_get of a descriptor */
-	/* the C function behind a descriptor or a method, and the type it belongs to; or NULL */
-	const PyGetSetDef *getter[SFR_PY_NR_ITEMS];
-	PyCFunction method[SFR_PY_NR_ITEMS];
-	PyTypeObject *type[SFR_PY_NR_ITEMS];
+	/* arrays by enum sfr_py_item */
+	PyObject *item[SFR_PY_NR_ITEMS];         /* the object itself */
+	descrgetfunc descr_get[SFR_PY_NR_ITEMS]; /* tp_descr_get of a descriptor; else NULL */
+	/* the C function behind a descriptor or a method, for objects of c_type; NULL: none */
+	const PyGetSetDef *c_getter[SFR_PY_NR_ITEMS];
+	PyCFunction c_method[SFR_PY_NR_ITEMS];
+	PyTypeObject *c_type[SFR_PY_NR_ITEMS];
 
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
 	/* by torch's number of a dtype: 1 + its index in `dtype`; 0: none */
-	uint8_t dtype_at[SFR_PY_MAX_NUMBERS];
+	uint8_t dtype_index_plus_1[SFR_PY_MAX_DTYPE_NUMBERS];
 	struct sfr_py_known_keys known_keys[SFR_PY_MAX_KNOWN_KEYS];
 	uint32_t nr_known_keys;
 	PyObject *cpu;                      /* the str "cpu" */
@@ -122,7 +122,7 @@ int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
 /* Handles an exception of sfr_py_ask. Usually clears it and returns 0: the caller treats the tensor
  * as not plain, and its __reduce_ex__ raises the error. Returns -1 with the exception set if it
  * must propagate: MemoryError, or not an Exception. */
-int sfr_py_clear_refusal(void);
+int sfr_py_clear_ordinary_error(void);
 /* Asks torch about `object`: returns the value of a getset descriptor, or the result of a method or
  * function. */
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
@@ -137,11 +137,11 @@ int sfr_py_add_torch_types(PyObject *module);
 
 /* A storage: record data/<number> of the file. */
 struct sfr_py_storage {
-	uint64_t identity; /* address of the StorageImpl */
+	uint64_t storage_impl; /* address of the StorageImpl */
 	uint64_t addr, nbytes;
-	PyObject *location; /* location tag, a str; NULL if no plain tensor has the storage */
-	PyObject *dtype;    /* borrowed: the dtype that was checked last, or NULL */
-	uint32_t device;    /* n: CUDA device n - 1; 0: the host or elsewhere */
+	PyObject *location;     /* location tag, a str; NULL if no plain tensor has the storage */
+	PyObject *dtype;        /* borrowed: the dtype that was checked last, or NULL */
+	uint32_t device_plus_1; /* n: CUDA device n - 1; 0: the host or elsewhere */
 	bool on_host;
 	bool range_known; /* addr and nbytes are set */
 };
@@ -163,25 +163,25 @@ struct sfr_py_collector {
 	/* no package has registered its own location tags for storages in host memory, or on CUDA
 	 * devices; so all storages on one device have the same tag */
 	bool plain_cpu, plain_cuda;
-	bool any_dtypes; /* for a snapshot: the same bytes may be viewed as several dtypes */
+	bool mixed_dtypes_allowed; /* for a snapshot: tensors may view bytes as different dtypes */
 	struct sfr_py_found *found;
 	size_t nr_found, found_room;
-	struct sfr_py_map found_at; /* tensor -> its index in `found` */
+	struct sfr_py_map index_by_tensor; /* tensor -> its index in `found` */
 	struct sfr_py_storage *storages;
 	size_t nr_storages, storages_room;
-	struct sfr_py_numbers *numbers; /* StorageImpl -> number of the storage */
-	struct sfr_py_map dtype_at;     /* address of bytes -> their dtype, borrowed */
-	PyObject *storage_list;         /* list of UntypedStorage, by number */
-	size_t last_tagged;       /* number of the device storage whose location tag was set last */
-	struct sfr_py_rows *rows; /* newest first */
+	struct sfr_py_numbers *numbers;  /* StorageImpl -> number of the storage */
+	struct sfr_py_map dtype_by_addr; /* address of bytes -> their dtype, borrowed */
+	PyObject *storage_list;          /* list of UntypedStorage, by number */
+	size_t last_tagged_storage;      /* number of the device storage that got its tag last */
+	struct sfr_py_rows *rows;        /* newest first */
 	struct sfr_py_prefetch_order old_order, new_order; /* of the previous save, and this one */
-	uintptr_t last_dict; /* address of the dict met last; 0: none */
+	uintptr_t last_dict; /* address of the dict that the pickler met last; 0: none */
 	bool finished;       /* finish() was called */
 };
 
-/* Sets *number to the number of the storage whose StorageImpl is at `identity`. Adds the storage,
- * with a reference to it, if it is met for the first time. */
-int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
+/* Sets *number to the number of the storage whose StorageImpl has the address `storage_impl`. Adds
+ * the storage, with a reference to it, if it is met for the first time. */
+int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t storage_impl,
 			       bool on_host, size_t *number);
 /* Fails, with torch's message, if the bytes at `addr` were already met as another dtype. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
@@ -210,7 +210,7 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes);
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
 PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 
-/* ---- prefetch.c ------------------------------------------------------------ */
+/* ---- prefetch.c: loads the next tensors into the processor's caches -------- */
 
 /* Moves the last save's prefetch order from TorchTypes to the collector, so that no other collector
  * uses it meanwhile. Prefetches the first tensors. */

@@ -1,7 +1,7 @@
 /* The storages of found tensors.
  *
- * A storage gets its number when it is first met: in a persistent id (torch's own path) or as the
- * storage of a plain tensor. It is asked for its address and length once.
+ * A storage gets its number when it is first met: when torch itself pickles it, or as the storage
+ * of a plain tensor. It is asked for its address and length once.
  *
  * torch.save refuses to save bytes that are viewed as two dtypes, and identifies bytes by their
  * address. sfr_py_check_dtype does the same. */
@@ -21,17 +21,17 @@ int sfr_py_grow(void **array, size_t new_room, size_t *room, size_t item_len)
 	return 0;
 }
 
-int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
+int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t storage_impl,
 			       bool on_host, size_t *number)
 {
-	const uint64_t *known = sfr_py_map_find(&c->numbers->map, identity);
+	const uint64_t *known = sfr_py_map_find(&c->numbers->map, storage_impl);
 	struct sfr_py_storage entry = { 0 };
 
 	if (known) {
 		*number = (size_t)*known;
 		return 0;
 	}
-	entry.identity = identity;
+	entry.storage_impl = storage_impl;
 	entry.on_host = on_host;
 	if (c->nr_storages >= UINT32_MAX) {
 		PyErr_SetString(PyExc_OverflowError, "too many storages");
@@ -43,18 +43,18 @@ int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, ui
 		return -1;
 	*number = c->nr_storages;
 	c->storages[c->nr_storages++] = entry;
-	return sfr_py_map_add(&c->numbers->map, identity, *number);
+	return sfr_py_map_add(&c->numbers->map, storage_impl, *number);
 }
 
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype)
 {
 	const uint64_t *known;
 
-	if (addr == 0 || c->any_dtypes)
+	if (addr == 0 || c->mixed_dtypes_allowed)
 		return 0;
-	known = sfr_py_map_find(&c->dtype_at, addr);
+	known = sfr_py_map_find(&c->dtype_by_addr, addr);
 	if (!known)
-		return sfr_py_map_add(&c->dtype_at, addr, (uint64_t)(uintptr_t)dtype);
+		return sfr_py_map_add(&c->dtype_by_addr, addr, (uint64_t)(uintptr_t)dtype);
 	if (*known == (uint64_t)(uintptr_t)dtype)
 		return 0;
 	PyErr_SetString(PyExc_RuntimeError, "Cannot save multiple tensors or storages that "
@@ -84,7 +84,7 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 	    sfr_py_ask_u64(c->torch, SFR_PY_NBYTES, storage, &entry->nbytes) != 0)
 		return -1;
 	/* A meta tensor's storage refuses to give an address. */
-	if ((entry->on_host || entry->device != 0) &&
+	if ((entry->on_host || entry->device_plus_1 != 0) &&
 	    ask_address(c, storage, entry->nbytes, &entry->addr) != 0)
 		return -1;
 	entry->range_known = true;
@@ -115,8 +115,8 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 static int ask_location(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
-	const struct sfr_py_storage *last = &c->storages[c->last_tagged];
-	bool same_device = entry->device != 0 && last->device == entry->device;
+	const struct sfr_py_storage *last = &c->storages[c->last_tagged_storage];
+	bool same_device = entry->device_plus_1 != 0 && last->device_plus_1 == entry->device_plus_1;
 	PyObject *location;
 
 	if (entry->location != NULL)
@@ -129,8 +129,8 @@ static int ask_location(struct sfr_py_collector *c, size_t number)
 		location = find_location(c, number);
 	/* `entry` may be stale: Python code that find_location runs may add storages */
 	c->storages[number].location = location;
-	if (c->storages[number].device != 0)
-		c->last_tagged = number;
+	if (c->storages[number].device_plus_1 != 0) /* not in host memory */
+		c->last_tagged_storage = number;
 	return location != NULL ? 0 : -1;
 }
 
@@ -141,7 +141,7 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 	PyObject *answer;
 	long index;
 
-	if (c->storages[number].on_host || c->storages[number].device != 0)
+	if (c->storages[number].on_host || c->storages[number].device_plus_1 != 0)
 		return 0;
 	answer = PyObject_CallFunctionObjArgs(c->torch->item[SFR_PY_DEVICE_INDEX], tensor, NULL);
 	if (answer == NULL)
@@ -150,7 +150,7 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 	Py_DECREF(answer);
 	if (index == -1 && PyErr_Occurred())
 		return -1;
-	c->storages[number].device = index < 0 ? 0 : (uint32_t)index + 1;
+	c->storages[number].device_plus_1 = index < 0 ? 0 : (uint32_t)index + 1;
 	return 0;
 }
 
@@ -175,7 +175,7 @@ static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sf
 {
 	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
 
-	if (c->torch->method[SFR_PY_DATA_PTR] == NULL)
+	if (c->torch->c_method[SFR_PY_DATA_PTR] == NULL)
 		return 0;
 	return sfr_py_bridge_address(sfr_py_handle_of(tensor->object),
 				     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
@@ -184,15 +184,16 @@ static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sf
 /* Adds the storage of a plain tensor, which is met for the first time. Returns 1; 0 if the storage
  * has no memory, for example zeros that torch has not allocated; -1 with an exception set. */
 static int add_new_storage(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
-			   uint64_t identity, size_t *number)
+			   uint64_t storage_impl, size_t *number)
 {
 	PyObject *storage = sfr_py_ask(c->torch, SFR_PY_UNTYPED_STORAGE, tensor->object);
 	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = bridge_address(c, tensor);
 	int rc = -1;
 
 	if (storage == NULL || (addr == 0 && ask_address(c, storage, nbytes, &addr) != 0)) {
-		rc = sfr_py_clear_refusal();
-	} else if (sfr_py_find_or_add_storage(c, storage, identity, tensor->on_host, number) == 0) {
+		rc = sfr_py_clear_ordinary_error(); /* 0: torch refuses, as if without memory */
+	} else if (sfr_py_find_or_add_storage(c, storage, storage_impl, tensor->on_host, number) ==
+		   0) {
 		c->storages[*number].addr = addr;
 		c->storages[*number].nbytes = nbytes;
 		c->storages[*number].range_known = true;
@@ -206,18 +207,18 @@ static int add_new_storage(struct sfr_py_collector *c, const struct sfr_py_found
  * device and location tag. Returns 1; 0 if the storage has no memory; -1 with an exception set. */
 static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
-	uint64_t identity = sfr_py_storage_impl_of(tensor->object);
+	uint64_t storage_impl = sfr_py_storage_impl_of(tensor->object);
 	const uint64_t *known;
 	size_t number = 0;
 	int rc;
 
-	if (identity == 0)
+	if (storage_impl == 0)
 		return 0; /* the tensor has no storage */
-	known = sfr_py_map_find(&c->numbers->map, identity);
+	known = sfr_py_map_find(&c->numbers->map, storage_impl);
 	if (known) {
 		number = (size_t)*known;
 	} else {
-		rc = add_new_storage(c, tensor, identity, &number);
+		rc = add_new_storage(c, tensor, storage_impl, &number);
 		if (rc <= 0)
 			return rc;
 	}
@@ -274,23 +275,25 @@ static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 }
 
 /* Returns 1 + the index of a row's dtype in torch->dtype; 0 if the dtype is not there. */
-static uint8_t dtype_at_row(const struct sfr_py_collector *c, const int64_t *row)
+static uint8_t dtype_index_plus_1(const struct sfr_py_collector *c, const int64_t *row)
 {
 	const int64_t number = row[SFR_ROW_DTYPE];
 
-	return number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->torch->dtype_at[number] : 0;
+	return number >= 0 && number < SFR_PY_MAX_DTYPE_NUMBERS ?
+		       c->torch->dtype_index_plus_1[number] :
+		       0;
 }
 
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
-	int rc = write_row(c, tensor);
-	uint8_t dtype_at = rc > 0 ? dtype_at_row(c, tensor->row) : 0;
+	int rc = write_row(c, tensor); /* 0: torch refuses to describe the tensor */
+	uint8_t index_plus_1 = rc > 0 ? dtype_index_plus_1(c, tensor->row) : 0;
 
-	if (dtype_at != 0) {
-		tensor->dtype = (uint8_t)(dtype_at - 1);
+	if (index_plus_1 != 0) {
+		tensor->dtype = (uint8_t)(index_plus_1 - 1);
 		rc = find_storage(c, tensor);
 	}
-	tensor->plain = dtype_at != 0 && rc > 0;
+	tensor->plain = index_plus_1 != 0 && rc > 0;
 	if (!tensor->plain) {
 		tensor->row = NULL;
 		return rc < 0 ? -1 : 0;
@@ -298,5 +301,5 @@ int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	return sfr_py_prefetch_order_add(c, tensor->object,
 					 PyList_GetItem(c->storage_list,
 							(Py_ssize_t)tensor->storage),
-					 c->storages[tensor->storage].identity);
+					 c->storages[tensor->storage].storage_impl);
 }

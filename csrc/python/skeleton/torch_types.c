@@ -38,18 +38,18 @@ static const char *const item_names[] = {
 PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
 		     PyObject *object)
 {
-	PyObject *function = torch->item[item]; /* or a getset descriptor */
-	PyTypeObject *type = torch->type[item]; /* NULL: there is no C function */
-	const PyGetSetDef *def = torch->getter[item];
+	PyObject *function = torch->item[item];   /* or a getset descriptor */
+	PyTypeObject *type = torch->c_type[item]; /* NULL: there is no C function */
+	const PyGetSetDef *def = torch->c_getter[item];
 
 	if (type != NULL && PyType_IsSubtype(Py_TYPE(object), type)) {
 		if (def != NULL)
 			return def->get(object, def->closure);
-		if (torch->method[item] != NULL)
-			return torch->method[item](object, NULL);
+		if (torch->c_method[item] != NULL)
+			return torch->c_method[item](object, NULL);
 	}
 	if (item >= SFR_PY_FIRST_GETTER)
-		return torch->get[item](function, object, (PyObject *)Py_TYPE(object));
+		return torch->descr_get[item](function, object, (PyObject *)Py_TYPE(object));
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
 }
 
@@ -78,7 +78,8 @@ int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-int sfr_py_clear_refusal(void)
+/* Returns 0 if the exception is cleared, -1 if it must propagate and stays set. */
+int sfr_py_clear_ordinary_error(void)
 {
 	if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))
 		return -1;
@@ -98,7 +99,7 @@ static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 	Py_XDECREF(answer);
 	keys->where = SFR_PY_NOT_PLAIN;
 	if (PyErr_Occurred())
-		return sfr_py_clear_refusal();
+		return sfr_py_clear_ordinary_error();
 	if (value == SFR_PY_ON_HOST || value == SFR_PY_ON_DEVICE)
 		keys->where = (enum sfr_py_where)value;
 	if (torch->nr_known_keys < SFR_PY_MAX_KNOWN_KEYS)
@@ -131,7 +132,7 @@ static int has_extras(const struct sfr_py_torch_types *torch, const struct sfr_p
 	/* __getstate__ returns None without attributes. Reading __dict__ would create it. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
 
-	if (yes == 0 && !found->parameter)
+	if (yes == 0 && !found->parameter) /* torch drops the hooks of a Parameter */
 		yes = ask_bool(torch, SFR_PY_BACKWARD_HOOKS, found->object);
 	return yes;
 }
@@ -145,16 +146,16 @@ int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
 	if (find_where(torch, found->object, &where) != 0)
 		return -1;
 	if (where == SFR_PY_NOT_PLAIN)
-		return 0;
+		return 0; /* found->plain stays false, here and below */
 	found->on_host = where == SFR_PY_ON_HOST;
 	yes = has_extras(torch, found);
 	if (yes < 0)
-		return sfr_py_clear_refusal();
+		return sfr_py_clear_ordinary_error();
 	if (yes > 0)
-		return 0; /* not plain */
+		return 0;
 	yes = ask_bool(torch, SFR_PY_REQUIRES_GRAD, found->object);
 	if (yes < 0)
-		return sfr_py_clear_refusal();
+		return sfr_py_clear_ordinary_error();
 	found->requires_grad = yes > 0;
 	found->plain = true;
 	return 0;
@@ -202,8 +203,9 @@ static int take_item(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sf
 		return -1;
 	}
 	if (item >= SFR_PY_FIRST_GETTER) {
-		torch->get[item] = (descrgetfunc)PyType_GetSlot(Py_TYPE(value), Py_tp_descr_get);
-		if (torch->get[item] == NULL) {
+		torch->descr_get[item] =
+			(descrgetfunc)PyType_GetSlot(Py_TYPE(value), Py_tp_descr_get);
+		if (torch->descr_get[item] == NULL) {
 			PyErr_Format(PyExc_TypeError, "'%s' is not a descriptor", item_names[item]);
 			return -1;
 		}
@@ -223,33 +225,33 @@ static void find_functions(struct sfr_py_torch_types *torch)
 
 		PyErr_Clear(); /* a Python function has no __objclass__ */
 		if (text != NULL && PyType_Check(type)) {
-			torch->type[item] = (PyTypeObject *)type; /* the item has a reference */
+			torch->c_type[item] = (PyTypeObject *)type; /* the item has a reference */
 			if (item >= SFR_PY_FIRST_GETTER)
-				torch->getter[item] = sfr_py_getter_of(torch->type[item], text);
+				torch->c_getter[item] = sfr_py_getter_of(torch->c_type[item], text);
 			else if (item <= SFR_PY_LAST_METHOD)
-				torch->method[item] = sfr_py_method_of(torch->type[item], text);
+				torch->c_method[item] = sfr_py_method_of(torch->c_type[item], text);
 		}
 		Py_XDECREF(type);
 		Py_XDECREF(name);
 	}
 }
 
-/* Sets dtype_at for the dtype with the index nr_dtypes. `sample` is a tensor of that dtype with one
- * dimension. */
-static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
+/* Sets dtype_index_plus_1 for the dtype with the index nr_dtypes. `sample` is a tensor of that
+ * dtype with one dimension. */
+static int take_dtype_number(struct sfr_py_torch_types *torch, PyObject *sample)
 {
 	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number; /* 2: one size and one stride */
 
 	if (!sfr_py_words.known)
-		return 0; /* no tensor is plain, so the numbers are not used */
+		return 0; /* no tensor is plain, so torch's numbers of dtypes are not used */
 	/* if this fails, the row stays zero */
 	(void)sfr_py_bridge_describe(sfr_py_handle_of(sample), row, SFR_ROW_HEADER + 2);
 	number = row[SFR_ROW_DTYPE];
-	if (row[SFR_ROW_NDIM] != 1 || number < 0 || number >= SFR_PY_MAX_NUMBERS) {
+	if (row[SFR_ROW_NDIM] != 1 || number < 0 || number >= SFR_PY_MAX_DTYPE_NUMBERS) {
 		PyErr_SetString(PyExc_ValueError, "torch could not describe a sample");
 		return -1;
 	}
-	torch->dtype_at[number] = (uint8_t)(torch->nr_dtypes + 1);
+	torch->dtype_index_plus_1[number] = (uint8_t)(torch->nr_dtypes + 1);
 	return 0;
 }
 
@@ -279,7 +281,7 @@ static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 		}
 		if (!PyArg_ParseTuple(item, "OUIO!", &dtype, &storage_class, &itemsize,
 				      torch->item[SFR_PY_TENSOR], &sample) ||
-		    take_number(torch, sample) != 0)
+		    take_dtype_number(torch, sample) != 0)
 			return -1;
 		if (itemsize == 0) {
 			PyErr_SetString(PyExc_ValueError, "a dtype's items have bytes");

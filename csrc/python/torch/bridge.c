@@ -108,7 +108,7 @@ uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t offset)
 
 	if (torch.aoti_torch_get_data_ptr(tensor, &data) || !data)
 		return 0;
-	return (uint64_t)(uintptr_t)data - offset;
+	return (uint64_t)(uintptr_t)data - offset; /* `data` is the first element's address */
 }
 
 /* ---- make ------------------------------------------------------------------------- */
@@ -197,7 +197,8 @@ int sfr_py_bridge_make(const int64_t *row, size_t nr, struct sfr_keepalive *keep
 		       void **tensors)
 {
 	for (size_t i = 0; i < nr; i++) {
-		const int64_t shared = row[SFR_NEW_OVER]; /* the row with the same storage, or -1 */
+		/* index of an earlier row with the same storage; -1: none */
+		const int64_t shared = row[SFR_NEW_OVER];
 
 		if (shared < 0)
 			tensors[i] = make_one(row, keepalive);

@@ -1,4 +1,4 @@
-/* Words of torch's memory. words.c explains them. */
+/* The three words of torch's memory that are read for every tensor. words.c says why. */
 #ifndef SFR_PY_TORCH_WORDS_H
 #define SFR_PY_TORCH_WORDS_H
 

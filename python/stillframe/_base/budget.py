@@ -51,11 +51,13 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def measure(held: int, root: Path = Path("/")) -> Budget:
-    """Return the budget, from what the system leaves now. The pools of this process hold `held`
-    bytes. The directory `root` has `proc` and `sys`."""
-    least = min(_left_by_machine(root), _left_by_cgroups(root))
+    """Return the budget: this rank's share of half the memory that is free or held by its pools.
+
+    `held` is the number of bytes that they hold. The directory `root` has `proc` and `sys`.
+    """
+    left = min(_left_by_machine(root), _left_by_cgroups(root))
     # Without any figures the budget is 0, and each pool has one block: slow, but safe.
-    shared = 0 if least == _NO_LIMIT else (least + held) // 2 // _local_ranks()
+    shared = 0 if left == _NO_LIMIT else (left + held) // 2 // _local_ranks()
     return Budget(shared, most=_left_by_rlimit(root) // 2)  # half of the address space left
 
 
@@ -85,13 +87,13 @@ def _left_by_cgroups(root: Path) -> int:
 
 
 def _left_by_chain(mount: Path, group: str, files: _Files) -> int:
-    """Return the least number of bytes that a group or one of its parents leaves.
+    """Return the least number of bytes that are left within the limits of a cgroup and its parents.
 
     In a container, `group` may be a path on the host, which does not exist below `mount`. Then one
     of its parents, or `mount` itself, is the container's own group.
     """
     folder = mount / group.strip("/")
-    return min(_left_by(each, files) for each in _up_to(folder, mount))
+    return min(_left_by_cgroup(each, files) for each in _up_to(folder, mount))
 
 
 def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
@@ -102,14 +104,14 @@ def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
     yield mount
 
 
-def _left_by(folder: Path, files: _Files) -> int:
-    """Return the number of bytes that one group leaves."""
+def _left_by_cgroup(folder: Path, files: _Files) -> int:
+    """Return how many more bytes the processes of one cgroup may use."""
     # Without a limit the file has "max" in v2, and a huge number in v1.
     limit = _number(folder / files.limit)
     usage = _number(folder / files.usage)
     if limit is None or limit == _NO_LIMIT or usage is None:
         return _NO_LIMIT
-    inactive = _number(folder / "memory.stat", files.inactive + " ") or 0
+    inactive = _number(folder / "memory.stat", files.inactive + " ") or 0  # its lines are "KEY N"
     # The files are not read at the same moment, so `inactive` may be larger than `usage`.
     used = max(0, usage - inactive)
     return max(0, limit - used)

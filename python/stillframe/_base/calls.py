@@ -80,9 +80,9 @@ class no_garbage_collection:  # lower case for the same reason
 
     def __enter__(self) -> None:
         frames = _frames.no_garbage_collection
-        # If an interrupted block has left collection off, this block turns it on at its end.
-        interrupted = bool(frames) and _drop_ended(frames)
-        self._was_enabled = gc.isenabled() or interrupted
+        # Ctrl-C may have kept an earlier block from turning collection on again. This one does it.
+        was_left_off = bool(frames) and _drop_ended(frames)
+        self._was_enabled = gc.isenabled() or was_left_off
         if self._was_enabled:
             frames.append(sys._getframe(1))
             gc.disable()

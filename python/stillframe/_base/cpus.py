@@ -62,24 +62,24 @@ def before_binding(
     Returns:
         The CPUs; None if no runtime bound the main thread, or if the CPUs are unknown.
     """
-    binding = [each for each in runtimes if main in each.places]
-    if not binding:
+    binding_runtimes = [each for each in runtimes if main in each.places]
+    if not binding_runtimes:
         return None
     if main != first:
-        is_part_of_first = main < first
-        return first if is_part_of_first else None  # None: the program has chosen other CPUs
-    runtime = max(binding, key=lambda each: each.nr_cpus)
+        was_narrowed = main < first  # to a part of the first CPUs; else the program chose others
+        return first if was_narrowed else None
+    runtime = max(binding_runtimes, key=lambda each: each.nr_cpus)
     if runtime.nr_cpus <= len(main):
-        return None  # a runtime that is loaded after the binding counts only one place's CPUs
-    in_places = set().union(*runtime.places)
-    if len(in_places) == runtime.nr_cpus:
-        return in_places
-    by_system = granted()
-    if len(by_system) == runtime.nr_cpus:
-        return by_system
-    # The user may have listed fewer CPUs as places than the process had. If the user has listed
-    # more, some of them belong to other processes.
-    return in_places if len(in_places) < runtime.nr_cpus else None
+        return None  # it was loaded after the binding, and has counted one place's CPUs only
+    cpus_of_places = set().union(*runtime.places)
+    if len(cpus_of_places) == runtime.nr_cpus:
+        return cpus_of_places
+    granted_cpus = granted()
+    if len(granted_cpus) == runtime.nr_cpus:
+        return granted_cpus
+    # So the user has listed the places. They may have fewer CPUs than the process had. If they
+    # have more, some belong to other processes, and the process's own CPUs are unknown (None).
+    return cpus_of_places if len(cpus_of_places) < runtime.nr_cpus else None
 
 
 def inspect() -> Cpus:

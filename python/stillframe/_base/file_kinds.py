@@ -117,14 +117,15 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     if words is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
     if found["format"] == "archive":
-        is_whole = found["num_bad"] == 0
-        is_another_whole_one = is_whole and "no record" in found["error"]
-        is_another_damaged_one = not is_whole and is_another_zip(fd)
-        if is_another_whole_one or is_another_damaged_one:
+        # An undamaged archive that failed the check may lack the records of torch.
+        is_undamaged = found["num_bad"] == 0
+        is_other_zip = "no record" in found["error"] if is_undamaged else is_another_zip(fd)
+        if is_other_zip:
             return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
-    # The format is unknown, and the file is neither empty nor all zeros.
-    if found["format"] == "foreign" and _core.read_at(fd, _HEAD, 0).strip(b"\0"):
-        return "it is not a PyTorch checkpoint"
+    if found["format"] == "foreign":  # of no format that the core knows
+        is_blank = not _core.read_at(fd, _HEAD, 0).strip(b"\0")  # empty, or begins with zeros only
+        if not is_blank:
+            return "it is not a PyTorch checkpoint"
     return None
 
 

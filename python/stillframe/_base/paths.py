@@ -142,18 +142,20 @@ def target(
     text = as_text(path)
     if directory:
         text = text.rstrip("/") or text
-    last = os.path.basename(text)
-    if last in (".", "..") and directory:
+    base_name = os.path.basename(text)
+    if base_name in (".", "..") and directory:
         raise SaveError(errno.EINVAL, "give the directory's own name", text, "open")
-    # With `create_parents`, for Lightning, a slash at the end is dropped, as fsspec does.
-    if last in ("", ".", "..") and not create_parents:
+    # Such a path names a directory, so it is refused. Only with `create_parents` (for Lightning) it
+    # is not: a slash at its end is dropped, as fsspec does.
+    if base_name in ("", ".", "..") and not create_parents:
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
     # The fast path releases the interpreter lock only once. `mode` is that of the file to replace.
     resolved = _core.resolve(os.fsencode(text), follow_link)
     if resolved is not None:
         real_parent, real_name, mode, is_readable, file_system = resolved
         is_allowed = _may_replace(mode, follow_link, directory)
-        if real_name and is_allowed and (is_readable or not durable):
+        can_be_synced = is_readable or not durable  # not durable: there is no sync
+        if real_name and is_allowed and can_be_synced:
             return Target(text, real_parent, real_name, file_system)
     # The slow path makes directories, or finds the right error.
     parent = os.path.dirname(text) or "."
@@ -241,12 +243,13 @@ def make_directories(directory: str, durable: bool) -> None:
 
 
 def put_back(text: str) -> bool:
-    """Put back a directory that a dead writer has moved aside and not replaced. `text` is a missing
-    path at or below this directory. Return whether the path may exist now."""
+    """Put back a directory that a writer has moved aside, if the writer died before it replaced the
+    directory. `text` is a missing path at or below it. Return whether the path may exist now."""
     missing = os.path.abspath(text)
-    while not os.path.isdir(parent := os.path.dirname(missing)):
-        missing = parent
-    # `missing` is now the path's first component that may be missing; `parent` exists.
+    parent = os.path.dirname(missing)
+    while not os.path.isdir(parent):
+        missing, parent = parent, os.path.dirname(parent)
+    # `missing` is now the first part of the path that may be missing; `parent` exists.
     if os.path.lexists(missing):
         return False
     _core.tidy(os.fsencode(parent))  # puts back what dead writers have moved aside there

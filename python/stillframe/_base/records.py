@@ -48,7 +48,8 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
             core.into(number, [_address_of(data)])
         for number in sorted(memory):  # in the order of the file
             core.until(number)  # read no further than this record
-            core.go(core.reach(number))  # begin to read
+            nr_needed = core.reach(number)  # the records that are read up to this one
+            core.go(nr_needed)  # begin to read
             wait(core, number)
     except BaseException:
         core.close()  # ends the threads before the memory that they write to is freed

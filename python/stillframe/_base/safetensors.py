@@ -26,7 +26,7 @@ _MAX_BYTES = 1 << 63  # sizes and offsets in a header have to be smaller
 _ERRORS = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
 
 # name in the format: (bits of an element, torch's name, "" if torch lacks the type)
-# In the order of the library, which writes tensors of later types first.
+# In the order of the safetensors library, which writes tensors of the last type here first.
 DTYPES = {
     "BOOL": (8, "bool"),
     "F4": (4, "float4_e2m1fn_x2"),
@@ -167,7 +167,8 @@ def read_index(disk: Disk, path: str) -> dict[str, list[str]]:
     files: dict[str, list[str]] = {}
     try:
         for tensor, name in json.loads(text)["weight_map"].items():
-            if os.path.basename(name) != name or name in ("", ".", "..") or name.endswith(".json"):
+            is_plain_name = os.path.basename(name) == name and name not in ("", ".", "..")
+            if not is_plain_name or name.endswith(".json"):  # .json: an index, perhaps this one
                 raise ValueError(f"it names {name!r}, which is no file next to it")
             files.setdefault(name, []).append(tensor)
     except _ERRORS as error:

@@ -46,7 +46,7 @@ def take_each(steps: Sequence[Step]) -> list[OSError]:
     """Carry out all steps, even after one that fails. Return the errors."""
     errors = []
     while steps:
-        done, code = _core.take_steps(steps)
+        done, code = _core.take_steps(steps)  # how many succeeded; the errno of the next one, or 0
         if code:
             errors.append(_error(code, steps[done]))
         steps = steps[done + 1 :]

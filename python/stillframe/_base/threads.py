@@ -81,11 +81,11 @@ class SingleThread:
     def start(self) -> bool:
         """Start the thread, unless it was started or prevented. Return False if the exiting
         interpreter starts no threads. Errors are those of the function `start`."""
-        if not self._owner:
+        if not self._owner:  # no thread is the owner, and `prevent` was not called
             try:
                 start(threading.Thread(target=self._run, name=self._name, daemon=True))
             except RuntimeError:
-                return bool(self._owner)  # another caller may have started a thread meanwhile
+                return bool(self._owner)  # True if another caller's thread is the owner now
             self.is_started = True
         return True
 
@@ -102,14 +102,15 @@ class SingleThread:
 
     def prevent(self) -> bool:
         """Prevent the function from running. Return False if it has begun to run."""
-        return self._owner.setdefault("owner", None) is None
+        owner = self._owner.setdefault("owner", None)  # None: no thread can be the owner any more
+        return owner is None
 
     def is_alive(self) -> bool:
         """Return whether the thread was started and has not ended."""
         thread = self._owner.get("owner")
         if thread is not None:
             return thread.is_alive()
-        return self.is_started and not self._owner  # it has not called the function yet
+        return self.is_started and not self._owner  # started, but not the owner yet
 
     def join(self, timeout: float | None = None) -> None:
         """Wait at most `timeout` seconds until the thread has ended. Call this only if the thread

@@ -98,7 +98,7 @@ class trace:  # a context manager that reads as a verb
     def _end(self) -> None:
         """End the trace, once. A forked child does nothing, because the trace is its parent's."""
         global _current
-        generation, self._generation = self._generation, -1
+        generation, self._generation = self._generation, -1  # a second call finds -1
         if generation != _core.fork_generation():
             return
         for thread in threading.enumerate():

@@ -52,8 +52,9 @@ class Url:
             raise ValueError("not a URL: it does not begin with a scheme, such as s3://")
         host, _, path = text[match.end() :].partition("/")
         user, at, host = host.rpartition("@")
-        if not at and "@" in path and ":" in _PORT.sub("", host):
-            # The password contains a slash, as in user:pass/word@host/path.
+        # In user:pass/word@host/path, the first slash is in the password: `host` is "user:pass".
+        is_password_cut = not at and "@" in path and ":" in _PORT.sub("", host)
+        if is_password_cut:
             password_end, _, rest = path.partition("@")
             user = f"{host}/{password_end}"
             host, _, path = rest.partition("/")

@@ -8,9 +8,10 @@
     transformers   the name checkpoint-N             model, trainer_state.json of step N; optimizer,
                                                      scheduler and RNG state unless only the model
                                                      was saved
-    accelerate     random_states_N.pkl, or           model, optimizer, the RNG state of all ranks
-                   optimizer.bin and no trainer's    up to the highest; no gap in numbered files
-                   files, or the name checkpoint_N
+    accelerate     random_states_N.pkl; or           model, optimizer, the RNG state of all ranks
+                   optimizer.bin without files of    up to the highest; no gap in numbered files
+                   a Trainer; or the name
+                   checkpoint_N
 
 Any directory may have the marker that `stillframe.checkpoint(url)` writes last. Then it must have
 all files that the marker names, with their sizes.
@@ -96,19 +97,19 @@ def kind_of(path: str, names: Sequence[str]) -> str | None:
     if file_kinds.is_sharded(names):
         return "sharded"
     files = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
-    has_other_files = any(name != "meta.pt" for name in files)
+    has_other_files = any(name != "meta.pt" for name in files)  # Lightning adds it to shards
     if any(map(file_kinds.is_shard, names)) and not has_other_files:
         return "shards"
     if any(map(_RANDOM_STATES.fullmatch, names)):
         return "accelerate"
     name = _base_name(path)
-    # An empty directory may be a checkpoint that is not finished.
+    # An empty directory may be a checkpoint that has just been begun.
     may_have_parts = not names or any(map(_is_part, names))
     has_trainer_files = not _TRAINER_FILES.isdisjoint(names)
     if _TRAINER.fullmatch(name) and (may_have_parts or has_trainer_files):
         return "transformers"
     if _TRAINER_STATE in names:
-        return None  # a copy of a Trainer's checkpoint, or the directory that has the checkpoints
+        return None  # a renamed checkpoint of a Trainer, or the Trainer's output directory
     if "optimizer.bin" in names or (_ACCELERATE.fullmatch(name) and may_have_parts):
         return "accelerate"
     return None
@@ -150,11 +151,11 @@ def _missing_listed_file(path: str, disk: Disk) -> str | None:
         return f"{MARKER} is truncated or damaged"
     for name, nbytes in listed:
         try:
-            found = disk.nbytes(os.path.join(path, name))
+            actual_nbytes = disk.nbytes(os.path.join(path, name))
         except FileNotFoundError:
             return f"it has no {name}, which {MARKER} names"
-        if found != nbytes:
-            return f"{name} has {found} bytes, and {MARKER} says {nbytes}"
+        if actual_nbytes != nbytes:
+            return f"{name} has {actual_nbytes} bytes, and {MARKER} says {nbytes}"
     return None
 
 
@@ -175,26 +176,27 @@ def _incomplete_trainer(path: str, names: Sequence[str], disk: Disk) -> str | No
     if not isinstance(state, dict) or state.get("global_step") != step:
         other = state.get("global_step") if isinstance(state, dict) else None
         return f"its {_TRAINER_STATE} is of step {other}"
-    tag, problem = _deepspeed_tag(path, names, disk)
-    has = {
+    tag, tag_problem = _deepspeed_tag(path, names, disk)
+    has_part = {
         "optimizer": any(map(_OPTIMIZER.fullmatch, names)),
         "scheduler": "scheduler.pt" in names or tag is not None,
         "RNG state": any(map(_RNG.fullmatch, names)),
     }
     args: dict[str, Any] = {}  # stays empty if the names alone give the answer
-    is_complete_of_one_rank = all(has.values()) and "rng_state.pth" in names
+    is_complete_of_one_rank = all(has_part.values()) and "rng_state.pth" in names
     if _TRAINING_ARGS in names and not is_complete_of_one_rank:
         args = _read_training_args(os.path.join(path, _TRAINING_ARGS), disk)
-    is_model_only = args.get("save_only_model", not any(has.values()))
+    has_only_model = not any(has_part.values())  # counts if the arguments do not say it
+    is_model_only = args.get("save_only_model", has_only_model)
     if is_model_only:
-        return problem
-    for part, is_there in has.items():
+        return tag_problem
+    for part, is_there in has_part.items():
         if not is_there:
             return f"it has no {part}"
     tag_names_step = tag is not None and re.fullmatch(r"global_step\d+", tag) is not None
     if tag_names_step and tag != f"global_step{step}":
         return f"its DeepSpeed state is of {tag}"
-    return problem or _missing_rank(names, _RNG, args.get("ranks", 1))
+    return tag_problem or _missing_rank(names, _RNG, args.get("ranks", 1))
 
 
 def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
@@ -213,9 +215,9 @@ def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str |
         if match is not None:
             numbers_of.setdefault((match[1], match[3]), set()).add(int(match[2] or 0))
     for (stem, suffix), numbers in numbers_of.items():
-        for number in range(max(numbers)):
+        for number in range(max(numbers)):  # all numbers below the highest must be there
             if number not in numbers:
-                # The first file has no number, except those of custom objects.
+                # File 0 has no number in its name, unless it is of a custom object (.pkl).
                 tail = f"_{number}" if number or suffix == "pkl" else ""
                 return f"it has no {stem}{tail}.{suffix}"
     return _missing_rank(names, _RANDOM_STATES, 1) or _unreadable_json(path, names, disk)
@@ -224,13 +226,14 @@ def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str |
 def _missing_model(
     path: str, names: Sequence[str], disk: Disk, *, may_be_saved_by_hooks: bool = False
 ) -> str | None:
-    """Return a sentence about the file of a model that is missing, or None. Hooks are those of the
-    user, which write the weights under any name."""
+    """Return a sentence about the file of a model that is missing, or None. Hooks that the user has
+    registered may have written the weights under any name."""
     if "adapter_model.safetensors" in names or "adapter_model.bin" in names:
         return None if "adapter_config.json" in names else "it has no adapter_config.json"
     models = [name for name in names if _MODEL.fullmatch(name)]
     # transformers writes a generation_config.json or an index only with a config.json.
-    needs_config = "generation_config.json" in names or any(n.endswith(".json") for n in models)
+    has_index = any(model.endswith(".json") for model in models)
+    needs_config = "generation_config.json" in names or has_index
     if needs_config and not may_be_saved_by_hooks and "config.json" not in names:
         return "it has no config.json"
     if models:
@@ -240,11 +243,11 @@ def _missing_model(
             if CHECKPOINT_NAME.fullmatch(name) and not _is_part(name):
                 return None
     for name in names:
-        below = os.path.join(path, name)
-        if not name.startswith(".") and disk.is_directory(below):
+        directory = os.path.join(path, name)
+        if not name.startswith(".") and disk.is_directory(directory):
             # further adapters, or the models of a pipeline
-            for each in disk.names(below):
-                if _MODEL.fullmatch(each) or each.endswith(safetensors.SUFFIX):
+            for file in disk.names(directory):
+                if _MODEL.fullmatch(file) or file.endswith(safetensors.SUFFIX):
                     return None
     return "it has no model"
 
@@ -252,30 +255,30 @@ def _missing_model(
 def _deepspeed_tag(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None, str | None]:
     """Return the name of the directory with DeepSpeed's state, and a sentence if this directory is
     missing. Either may be None."""
-    named = os.path.join(path, _DEEPSPEED)
-    if _DEEPSPEED not in names or disk.is_directory(named):  # DeepSpeed's is a file
+    tag_file = os.path.join(path, _DEEPSPEED)
+    if _DEEPSPEED not in names or disk.is_directory(tag_file):  # a directory is not DeepSpeed's
         return None, None
-    tag = os.fsdecode(disk.read(named, 256)).strip()  # 256: the longest name
+    tag = os.fsdecode(disk.read(tag_file, 256)).strip()  # 256: the longest name
     is_name = tag != "" and os.path.basename(tag) == tag
     if is_name and disk.is_directory(os.path.join(path, tag)):
         return tag, None
     return tag, f"it has no directory {tag}, which {_DEEPSPEED} names"
 
 
-def _missing_rank(names: Sequence[str], of_rank: re.Pattern[str], least: int) -> str | None:
+def _missing_rank(names: Sequence[str], rank_file: re.Pattern[str], nr_ranks: int) -> str | None:
     """Return a sentence about the first rank whose file is missing, or None.
 
     Args:
-        of_rank: Matches the name of a rank's file; the first group is the rank. At least one of
+        rank_file: Matches the name of a rank's file; the first group is the rank. At least one of
             the names matches.
-        least: The least number of ranks that have saved. 0: each node has a directory of its own,
-            and nothing is checked.
+        nr_ranks: How many ranks have saved at least. 0: each node has a directory of its own, and
+            nothing is checked.
     """
-    if least == 0:
+    if nr_ranks == 0:
         return None
-    matches = [of_rank.fullmatch(name) for name in names]
+    matches = [rank_file.fullmatch(name) for name in names]
     ranks = {int(match[1] or 0) for match in matches if match is not None}
-    for rank in range(max(least, max(ranks) + 1)):
+    for rank in range(max(nr_ranks, max(ranks) + 1)):
         if rank not in ranks:
             return f"it has no RNG state of rank {rank}"
     return None
@@ -331,19 +334,19 @@ def checkpoints_in(
 ) -> Iterator[str]:
     """Yield the paths of checkpoints under a directory, sorted, without hidden ones:
 
-    - files for which `is_checkpoint` is true, but no shards;
+    - files for which `is_checkpoint` is true, except the shards of sharded checkpoints;
     - directories of torch.distributed.checkpoint;
     - other checkpoint directories that lack a file, so that the caller reports them.
 
     Args:
         failures: Gets an error for each directory that cannot be listed.
-        is_complete: The caller knows that `directory` lacks no file.
+        is_complete: The caller knows that `directory` lacks no file (its subdirectories may).
     """
     for root, directories, names in disk.walk(directory, failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        is_checked = is_complete and root == directory
+        is_known_complete = is_complete and root == directory
         is_sharded = file_kinds.is_sharded(names)
-        may_lack_files = not is_sharded and not is_checked
+        may_lack_files = not is_sharded and not is_known_complete
         if is_sharded:
             yield root
         if may_lack_files and _lacks_something(root, [*names, *directories], failures, disk):
@@ -375,8 +378,9 @@ def is_checkpoint(path: str, disk: Disk = LOCAL) -> bool:
         head = disk.read(path, 1024)
     except OSError as error:
         if disk.is_remote and not isinstance(error, FileNotFoundError):
-            raise
+            raise  # the store does not answer
         return False
-    if head.startswith(b"PK\3\4") and len(head) >= 30:  # where the first name begins
-        return file_kinds.first_name_in_zip(head).partition(b"/")[2] == b"data.pkl"
+    if head.startswith(b"PK\3\4") and len(head) >= 30:  # the first name begins at offset 30
+        _, _, base_name = file_kinds.first_name_in_zip(head).partition(b"/")
+        return base_name == b"data.pkl"  # the first name in an archive of torch: NAME/data.pkl
     return file_kinds.LEGACY in head[:32] or safetensors.begins_like_one(head)

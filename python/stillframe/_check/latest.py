@@ -80,8 +80,9 @@ def latest(
     disk, text = disks.of_path(directory, storage_options)
     with disk:
         if disk.is_remote:
+            # The slash stands for everything below the URL.
             ordered.wait_for_key(urls.key(text).rstrip(b"/") + b"/")
         else:
             ordered.wait_for_directory(text)
-        found = newest.find(text, thorough=check == "bytes", disk=disk)
-    return found if found is None or disk.is_remote else Path(found)
+        newest_path = newest.find(text, thorough=check == "bytes", disk=disk)
+    return newest_path if newest_path is None or disk.is_remote else Path(newest_path)

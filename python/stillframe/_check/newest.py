@@ -13,8 +13,8 @@ Candidates are directly in the directory:
     directory    is of a kind in kinds.py; or has a number in its name and checkpoints in it, and in
                  a store also the marker
 
-No candidates are hidden names, parts of checkpoints, and symbolic links to a name in the same
-directory. If the directory itself is a checkpoint of some kind, it is the only candidate.
+Hidden names, parts of checkpoints, and symbolic links to a name in the same directory are not
+candidates. If the directory itself is a checkpoint of some kind, it is the only candidate.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def find(
 
 
 def series_of(name: str) -> tuple[str, int]:
-    """Return a name's series, which is the name with "#" in place of the number, and the number. A
-    name without a number, or with several numbers without a label, is a series of its own."""
+    """Return the series of a name (the name with "#" in place of numbers), and the name's number. A
+    name without a number, or with several unlabelled ones, is a series of its own: its number is 0.
+    """
     labelled: dict[str, int] = {}  # the first number with each label, by the label's first letter
 
     def replace_number(match: re.Match[str]) -> str:
@@ -107,13 +108,14 @@ def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
             continue
         series, number = series_of(name)
         by_series.setdefault(series, []).append((number, name))
-    # A heap of series: (minus the time of the newest member, its path, the members that are left).
+    # An entry for each series: (the newest member's time, negative so that the newest series is
+    # popped first; this member's path; the members that are left).
     heap: list[tuple[float, str, list[tuple[int, str]]]] = []
 
     def push(members: list[tuple[int, str]]) -> None:
         _, newest = members[-1]
         path = os.path.join(directory, newest)
-        time = disk.modified_s(path) if len(by_series) > 1 else 0.0  # a single series needs no time
+        time = disk.modified_s(path) if len(by_series) > 1 else 0.0  # only to compare series
         heapq.heappush(heap, (-time, path, members))
 
     for members in by_series.values():
@@ -165,7 +167,7 @@ def _why_not_whole(
         raise _NoCheckpointError from None
     except OSError as error:
         if disk.is_remote:
-            raise
+            raise  # the store does not answer, so the checkpoint may be whole
         return files.reason_of(error)
     if failures and disk.is_remote:
         raise failures[0]
@@ -203,7 +205,8 @@ def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding
 
 
 def _is_checkpoint(path: str, names: list[str], disk: Disk) -> bool:
-    """Return whether a directory of no kind has a number in its name, and checkpoints in it."""
+    """Return whether a directory without a kind (`kinds.kind_of`) counts as a checkpoint: it has a
+    number in its name, and checkpoints in it."""
     if re.search(r"\d", os.path.basename(path)) is None:
         return False
     visible = [name for name in names if not name.startswith(".")]

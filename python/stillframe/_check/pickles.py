@@ -30,6 +30,7 @@ Bound: TypeAlias = Callable[[int], AbstractContextManager[None]]
 MOST_BYTES = 1 << 63  # every tensor and storage is shorter
 # The errors of zipfile for archives that it cannot read.
 UNZIPPABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError)
+_LENGTH_FIELD = 8  # bytes: the length before each storage in the legacy format
 _STORAGES = {  # torch's storage classes, and the types of their elements
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -62,7 +63,8 @@ def unbounded(_nbytes: int) -> AbstractContextManager[None]:
 
 
 class _Raw(io.RawIOBase):
-    """An open file for Python's BufferedReader. If it comes from a store, a read waits for it."""
+    """An open file for Python's BufferedReader. If the file is in a store, a read waits until the
+    bytes are fetched."""
 
     def __init__(self, fd: int) -> None:
         self._file = _core.File(fd, os.fstat(fd).st_size)
@@ -105,7 +107,7 @@ def _read(file: IO[bytes], legacy: bool, bound: Bound) -> tuple[Any, dict[str, S
     begin = file.tell()
     end = file.seek(0, os.SEEK_END)
     file.seek(begin)
-    nr_skipped = 3 if legacy else 0
+    nr_skipped = 3 if legacy else 0  # magic number, protocol version, system information
     try:
         with bound(end - begin):
             for _ in range(nr_skipped):
@@ -126,10 +128,11 @@ def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
         if core is not None:
             (data,) = records.read(core, ("data.pkl",))
             return _lacking(data, functools.partial(_nbytes_in, core), bound)
-        # another program has packed the archive
+        # Another program has packed the archive, so `zipfile` reads it.
         with reading(fd) as file, zipfile.ZipFile(file) as archive:
+            # The names are without the directory around all records, as in `data/0`.
             sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
-            # ValueError unless there is exactly one
+            # This raises ValueError unless there is exactly one such name.
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             return _lacking(archive.read(name), sizes.get, bound)
     except (pickle.UnpicklingError, records.RestoreFailed, *UNZIPPABLE):
@@ -146,11 +149,11 @@ def truncated(fd: int, bound: Bound = unbounded) -> str | None:
         try:
             _, storages = _read(file, legacy=True, bound=bound)
             # The next pickle is the last one, and lists the storages' keys. Then each storage
-            # follows: its length (8 bytes) and its bytes.
+            # follows: its length and its bytes.
             keys, _ = _read(file, legacy=False, bound=bound)
-            end = file.tell() + sum(8 + _storage_nbytes(storages[key]) for key in keys)
+            end = file.tell() + sum(_LENGTH_FIELD + _storage_nbytes(storages[key]) for key in keys)
         except pickle.UnpicklingError as error:
-            # the words of Python's unpickler
+            # Python's unpickler says in these words that its input has ended too early.
             is_cut = "truncated" in str(error) or "Ran out of input" in str(error)
             return f"it is truncated: {error}" if is_cut else None
         except (KeyError, TypeError):  # damaged in another way
@@ -168,11 +171,11 @@ def _lacking(
     _, storages = _read(io.BytesIO(data), legacy=False, bound=bound)
     for key, storage in storages.items():
         record = f"data/{key}"
-        nbytes, least = nbytes_of(record), _storage_nbytes(storage)
+        nbytes, needed_nbytes = nbytes_of(record), _storage_nbytes(storage)
         if nbytes is None:
             wrong.append((record, "it is missing"))
-        elif nbytes < least:
-            wrong.append((record, f"it has {nbytes} bytes of {least}"))
+        elif nbytes < needed_nbytes:
+            wrong.append((record, f"it has {nbytes} bytes of {needed_nbytes}"))
     return wrong
 
 
@@ -188,7 +191,7 @@ def _storage_nbytes(storage: Storage) -> int:
         _, element_bytes = dtype(storage.kind)
         return min(int(storage.numel) * element_bytes, MOST_BYTES)
     except (TypeError, ValueError):
-        return 0  # a type that is not torch's
+        return 0  # an unknown type: a record of any length will do
 
 
 @functools.lru_cache(maxsize=128)

@@ -262,7 +262,8 @@ class Saver:
         finally:
             self._last = save
             self._raises_last_error = request.error_of is None  # see `SaveRequest`
-            # Without a copy the call goes on: the caller then waits for the end of the save.
+            # If the state was not copied (`uncopied_if_full`), the caller waits for the end of the
+            # save, and this wait counts as a part of the call.
             if work.staged is not None:
                 save.call_is_over()
             # Also after an error, because the other ranks wait for this rank to take part.
@@ -271,8 +272,8 @@ class Saver:
 
     def _stage(self, work: Round, state_dict: StateDict) -> None:
         """Copy the state into pool memory, and set `work.staged` and `work.tree`. If the state does
-        not fit, raise PoolExhaustedError, or with `uncopied_if_full` set `work.tree` to the state
-        itself."""
+        not fit, raise PoolExhaustedError. But if the request has `uncopied_if_full`, set only
+        `work.tree`, to the state itself."""
         request = work.request
         content = None if request.side_file is None else request.side_file.content
         tree = state_dict, content

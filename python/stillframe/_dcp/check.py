@@ -91,13 +91,16 @@ def check(
     return found
 
 
+def shortened(names: list[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
 def _check_file(
     path: str, items: list[_ItemRange], found: Checked, thorough: bool, disk: Disk
 ) -> None:
     """Check the items of one file: every byte, or only that the file is long enough."""
-    content = f"it holds {items[0].name}"
-    if len(items) > 1:
-        content += f" and {len(items) - 1} more"
+    content = f"it holds {shortened([item.name for item in items])}"
     damage_of = damage_of_item if thorough else _damage_of_range
     try:
         with disk.open(path, peek=not thorough) as file:
@@ -175,9 +178,8 @@ def refuse_damaged_items(directory: str, items: Iterable[tuple[str, str, int, in
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise CorruptCheckpointError(
-                f"{path} is missing: it holds {ranges[0][0]}, and {len(ranges) - 1} more"
-            ) from None
+            content = shortened([name for name, _, _ in ranges])
+            raise CorruptCheckpointError(f"{path} is missing: it holds {content}") from None
         try:
             for name, offset, length in ranges:
                 wrong = damage_of_item(fd, offset, length)

@@ -44,7 +44,8 @@ log = logging.getLogger("stillframe")
 SUFFIX = ".distcp"
 _ARCHIVE_NBYTES = 1024  # an estimate: the bytes of an item besides those of its tensor
 
-# The names of data files; the first group is the rank. PyTorch's own writer uses no id.
+# The names of data files: the rank, a number, and the id of the files. Names that PyTorch's own
+# writer has made have no id.
 _DATA_NAME = re.compile(r"__(\d+)_\d+(\.[0-9a-f]+)?\.distcp")
 _TEMPORARY_METADATA_NAME = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]+\.tmp")
 
@@ -313,8 +314,8 @@ def named_files(metadata: Metadata) -> set[str]:
 
 
 def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> None:
-    """Remove data files that the checkpoint does not name. With `rank`, which saves alone, remove
-    only the rank's own files. Failures are only logged, because an extra file does no harm."""
+    """Remove data files that the checkpoint does not name. If `rank` is given, this rank saves
+    alone, so remove only its own files. Failures are only logged: an extra file does no harm."""
     named = named_files(metadata)
     try:
         names = location.names()
@@ -327,8 +328,8 @@ def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> 
 
 
 def _is_checkpoint_file(name: str, rank: int | None) -> bool:
-    """Return whether a data file or a temporary of the metadata has such a name. With `rank`, which
-    saves alone, only the rank's own data files count."""
+    """Return whether `name` can be that of a data file, or of a temporary with metadata. If `rank`
+    is given, this rank saves alone, so only its own data files count."""
     data = _DATA_NAME.fullmatch(name)
     if rank is not None:
         return data is not None and int(data[1]) == rank

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from stillframe import _core
 from stillframe._base import budget
-from stillframe._dcp.check import damage_of_item
+from stillframe._dcp.check import damage_of_item, shortened
 from stillframe._dcp.location import Prefix
 from stillframe._remote.file import THREADS, Fetcher, Object, Range
 from stillframe.errors import CorruptCheckpointError
@@ -120,9 +120,10 @@ class Fetched:
             CorruptCheckpointError: An item is damaged, or its file is missing.
             OSError: The store does not answer.
         """
-        half_of_free = budget.measure(0).shared
+        half_of_free = budget.measure(held=0).shared  # `measure` leaves half to other uses
         room = half_of_free // 2
-        for number, file in self._fetch([*range(len(self._stretches))]):
+        all_numbers = list(range(len(self._stretches)))
+        for number, file in self._fetch(all_numbers):
             room -= self._stretches[number].nbytes
             if room >= 0:
                 self._kept[number] = io.BytesIO(file.readall())  # a BytesIO needs no descriptor
@@ -162,7 +163,8 @@ class Fetched:
                     if requested and is_full:
                         break
                     stretch = self._stretches[not_requested.popleft()]
-                    requested.append((stretch, *self._request(stretch)))
+                    file_number, fd = self._request(stretch)
+                    requested.append((stretch, file_number, fd))
                     requested_nbytes += stretch.nbytes
                 stretch, file_number, fd = requested[0]
                 self._wait(stretch, fd)
@@ -204,14 +206,12 @@ class Fetched:
 def _object_of(location: Prefix, stretch: Stretch, found: Future[Object]) -> Object:
     """Return the object that a stretch is in, from the future of its look-up. Raise
     CorruptCheckpointError if the object is missing, or ends before the stretch does."""
-    path, first = location.shown_of(stretch.file), stretch.items[0].name
+    path = location.shown_of(stretch.file)
     try:
         data = found.result()
     except FileNotFoundError:
-        others = len(stretch.items) - 1
-        raise CorruptCheckpointError(
-            f"{path} is missing: it holds {first}, and {others} more"
-        ) from None
+        content = shortened([item.name for item in stretch.items])
+        raise CorruptCheckpointError(f"{path} is missing: it holds {content}") from None
     for item in stretch.items:
         if item.offset < 0 or item.length < 0 or item.end > data.found.nbytes:
             wrong = f"it should reach to byte {item.end}, and the file ends at {data.found.nbytes}"

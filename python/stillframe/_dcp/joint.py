@@ -74,7 +74,7 @@ class JointSave:
         self._planner: SavePlanner = planner
         self._wait = wait
         self._structure: Hashable = None  # None: the plan of this save is not kept
-        self._kept: KeptPlan | None = None  # the plan to use again
+        self._reused: KeptPlan | None = None  # the plan to use again
         self._files: RankFiles | None = None
         self._metadata: Metadata | None = None  # of a new plan; on the coordinator only
 
@@ -104,7 +104,7 @@ class JointSave:
         kept = None if self._structure is None else self._plans.of(self._structure)
         if kept is None:
             return 0, False
-        self._kept = kept
+        self._reused = kept
         self._files = self._writer.lay_out(kept.plan, self._resolve, self._wait)
         return kept.number, self._files.ranges == kept.ranges
 
@@ -122,13 +122,13 @@ class JointSave:
             CheckpointException: The save failed on some rank. All ranks raise it.
         """
         if not has_common_plan:
-            self._kept = None  # another rank does not have this plan
-        plan = self._kept.plan if self._kept is not None else self._plan()
+            self._reused = None  # another rank does not have this plan
+        plan = self._reused.plan if self._reused is not None else self._plan()
 
         ready: checkpoint.ReadyCheckpoint | None = None
         failure: BaseException | None = None
         try:
-            if self._kept is not None:
+            if self._reused is not None:
                 self._writer.prepare_local_plan(plan)
             else:
                 plan = self._planner.finish_plan(plan)
@@ -144,7 +144,7 @@ class JointSave:
         results = None if has_same_ranges else self._ranks.gather(self._files.results())
         try:
             if self._ranks.is_coordinator:
-                if ready is None:  # without `has_same_ranges`, `_write` has not made it
+                if ready is None:  # `_write` makes it only with `has_same_ranges`
                     ready = self._describe(results)
                 self._writer.commit(ready)
         except BaseException as error:
@@ -154,7 +154,7 @@ class JointSave:
         metadata = self._share_metadata(ready)
         if self._structure is not None:
             # The number of the save that made the plan.
-            number = self._number if self._kept is None else self._kept.number
+            number = self._number if self._reused is None else self._reused.number
             kept = KeptPlan(number, plan, self._files.ranges, metadata, files_ids)
             self._plans.keep(self._structure, kept)
         if self._ranks.is_coordinator:
@@ -209,10 +209,10 @@ class JointSave:
         self._writer.start()  # the engine's threads now write the data files
         try:
             if has_same_ranges and self._ranks.is_coordinator:
-                assert self._kept is not None and self._kept.metadata is not None
-                old = self._kept.metadata
+                assert self._reused is not None and self._reused.metadata is not None
+                old = self._reused.metadata
                 return self._writer.describe(
-                    old, _with_new_ids(old, self._kept.files_ids, files_ids)
+                    old, _with_new_ids(old, self._reused.files_ids, files_ids)
                 )
             return None
         finally:
@@ -224,8 +224,8 @@ class JointSave:
         commit."""
         metadata = self._metadata
         if metadata is None:
-            assert self._kept is not None and self._kept.metadata is not None
-            metadata = self._kept.metadata
+            assert self._reused is not None and self._reused.metadata is not None
+            metadata = self._reused.metadata
         return self._writer.describe(
             metadata, {each.index: each.storage_data for rank in results for each in rank}
         )
@@ -233,11 +233,11 @@ class JointSave:
     def _share_metadata(self, ready: checkpoint.ReadyCheckpoint | None) -> Metadata:
         """Return the checkpoint's metadata on each rank. The coordinator sends the metadata if the
         plan is new. Only the coordinator's metadata has the files and offsets of items."""
-        if self._kept is None:
+        if self._reused is None:
             whole: Metadata = self._ranks.broadcast(self._metadata)
         else:
-            assert self._kept.metadata is not None
-            whole = self._kept.metadata
+            assert self._reused.metadata is not None
+            whole = self._reused.metadata
         return whole if ready is None else ready.metadata
 
 
@@ -324,5 +324,5 @@ def _facts_of(value: Any) -> Hashable:
         layout = (value.device_mesh, value.placements)
         return value.shape, value.dtype, value.requires_grad, local, layout
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
-        return None
-    return ()  # of another object only the name matters
+        return None  # the planner asks the value's own code, whose answer may change
+    return ()  # the plan does not depend on other values, only on their names

@@ -65,7 +65,7 @@ class Ranks:
         """Return the numbers of all ranks, by rank. All ranks give equally many numbers, at most
         `_MAX_NUMBERS`."""
         if len(mine) > _MAX_NUMBERS:
-            raise ValueError(f"{len(mine)} words, and there is room for {_MAX_NUMBERS}")
+            raise ValueError(f"{len(mine)} numbers, and there is room for {_MAX_NUMBERS}")
         if self._group is None:
             return [[*mine]]
         # Each rank fills its own section, and the sections of other ranks with 0. The sum of the
@@ -206,13 +206,13 @@ class Groups:
         for timeout, ours in list(self._save_groups.items()):
             if ours is group:
                 self._why_destroyed[timeout] = str(why)
-                del self._save_groups[timeout], ours
+                del self._save_groups[timeout]
                 if group_exists(group):
                     dist.destroy_process_group(group)
 
-    def any_rank(self, group: dist.ProcessGroup, mine: bool) -> bool:
-        """Return whether `mine` is true on any rank. Raise ValueError if the group does not have
-        all ranks. The collective uses another group than saves, because a save may be under way."""
+    def any_rank(self, group: dist.ProcessGroup, vote: bool) -> bool:
+        """Return whether any rank votes True. Raise ValueError if the group does not have all
+        ranks. The collective uses another group than saves, because a save may be under way."""
         self._drop_old_groups()
         if dist.get_world_size(group) < dist.get_world_size():
             raise ValueError(
@@ -221,9 +221,9 @@ class Groups:
         timeout = _timeout_of(group)
         if timeout not in self._call_groups:
             self._call_groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
-        votes = torch.tensor([int(mine)])
-        dist.all_reduce(votes, group=self._call_groups[timeout])
-        return bool(votes)
+        nr_true = torch.tensor([int(vote)])
+        dist.all_reduce(nr_true, group=self._call_groups[timeout])  # the sum over all ranks
+        return bool(nr_true)
 
     def _drop_old_groups(self) -> None:
         """Forget all groups if `torch.distributed` was initialized again since they were made."""

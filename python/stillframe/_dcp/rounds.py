@@ -63,14 +63,7 @@ class _NotSavedError(StillframeError):
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of a save; see `async_save`.
-
-    Attributes:
-        uncopied_if_full: If the pool is too small for a copy, write the state itself. The caller
-            must then wait for the end of the save.
-        error_of: Called with an error and the path; returns the error for the user. With this
-            function, the caller raises the save's error, and the next save does not.
-    """
+    """The arguments of a save; see `async_save`."""
 
     group: dist.ProcessGroup | None
     planner: SavePlanner | None
@@ -82,9 +75,13 @@ class SaveRequest:
     side_file: SideFile | None = None  # committed together with the checkpoint
     follow_link: bool = True  # save to the directory that a link names; False: replace the link
     removes_file: bool = False  # this rank removes a file or link at the directory's path
+    # If the pool is too small for a copy, write the state itself. The caller must then wait for the
+    # end of the save.
     uncopied_if_full: bool = False
     on_durable: OnDurable | None = None  # as for `stillframe.async_save`
     mirror: MirrorUpload | None = None  # the upload to a mirror that follows the save
+    # Called with an error and the path; returns the error for the user. With this function, the
+    # caller raises the save's error, and the next save does not.
     error_of: Callable[[BaseException, str], BaseException] | None = None
 
 
@@ -149,7 +146,7 @@ class _Numbers(NamedTuple):
     number: int  # of the rank's call
     raises_previous_error: bool  # the rank's call raises the error of the previous save
     failed: bool  # the rank cannot save
-    plan: int  # the number of the save whose plan the rank still has; 0 without a plan
+    plan_number: int  # of the save whose plan the rank still has; 0 without a plan
     # Every item has the same offset and length as in the last save with that plan.
     has_same_ranges: bool
     files_id: int  # the id in the names of the rank's files
@@ -227,6 +224,7 @@ class Rounds:
             failure = self._try_clean_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
+                # The next call frees the emptied tensors.
                 self._discarded.extend(work.staged.upload_ended())
         except BaseException as error:
             failure = failure or error
@@ -260,20 +258,21 @@ class Rounds:
         group = work.group
         work.group = self._ranks = None
         self._discarded.clear()  # collectives in it keep the group's connections open
-        # All ranks get errors of these classes. Any other error may be this rank's alone.
-        reached_all = isinstance(failure, (CheckpointException, StillframeError))
-        if group is not None and not reached_all and not group_exists(group):
-            why = failure
-            failure = StillframeError(
-                f"the process group was destroyed while the save of {work.target.shown} was under"
-                " way: wait for its upload_completion before destroy_process_group()"
-            )
-            failure.__cause__ = why
-        if group is not None and not reached_all:
+        # All ranks get errors of these classes. After any other error, which may be this rank's
+        # alone, other ranks may be waiting in the group.
+        all_ranks_have_failed = isinstance(failure, (CheckpointException, StillframeError))
+        if group is not None and not all_ranks_have_failed:
+            if not group_exists(group):
+                why = failure
+                failure = StillframeError(
+                    f"the process group was destroyed while the save of {work.target.shown} was"
+                    " under way: wait for its upload_completion before destroy_process_group()"
+                )
+                failure.__cause__ = why
             self._give_up(group, failure)
         if isinstance(failure, _NotSavedError):
             work.save.error_is_known = True  # so the next call does not raise this error
-            if not work.raises_previous_error:
+            if not work.raises_previous_error:  # only calls of other ranks have raised an error
                 log.error("stillframe: %s: %s", work.target.shown, failure)
         return failure
 
@@ -290,10 +289,10 @@ class Rounds:
         # Not raised here, because the call raises the same object on another thread, and both
         # threads would add their frames to its traceback.
         failure = work.tree if isinstance(work.tree, BaseException) else None
-        plan, has_same_ranges = 0, False
+        plan_number, has_same_ranges = 0, False  # this rank has no plan to use again
         if failure is None:
             try:
-                plan, has_same_ranges = joint.prepare(_take_copies(work))
+                plan_number, has_same_ranges = joint.prepare(_take_copies(work))
             except BaseException as error:
                 failure = error
         try:
@@ -308,7 +307,7 @@ class Rounds:
             number=work.number,
             raises_previous_error=work.raises_previous_error,
             failed=failure is not None,
-            plan=plan,
+            plan_number=plan_number,
             has_same_ranges=has_same_ranges,
             files_id=writer.files_id,
             target=target,
@@ -318,7 +317,8 @@ class Rounds:
         if any(each.failed for each in all_ranks):
             ranks.raise_all("plan", failure)
 
-        has_common_plan = plan != 0 and all(each.plan == plan for each in all_ranks)
+        same_number = all(each.plan_number == plan_number for each in all_ranks)
+        has_common_plan = plan_number != 0 and same_number
         return joint.save(
             has_common_plan=has_common_plan,
             has_same_ranges=has_common_plan and all(each.has_same_ranges for each in all_ranks),

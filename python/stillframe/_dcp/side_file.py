@@ -68,6 +68,7 @@ class SideFile:
             else:
                 _make_link(saved_file, link)
             commit_metadata()
+            # This does nothing if the link was made above.
             _make_link(saved_file, link)
             if durable:
                 sync_directory(directory)

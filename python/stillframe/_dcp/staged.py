@@ -112,12 +112,13 @@ class Staged:
             self._changed.notify_all()
 
     def upload_reads(self, tree: Any) -> None:
-        """Record the tree that the upload reads. `upload_ended` makes its tensors empty."""
+        """Record the tree that the upload reads, so that `upload_ended` can empty its tensors."""
         self._tree = tree
 
     def upload_ended(self) -> list[Any]:
-        """Return the memory to the pool. Return the tensors, now empty, and their snapshot, for the
-        caller to free at a good time. May be called again."""
+        """Empty the tensors, which returns their memory to the pool. Return the empty tensors and
+        their snapshot: the caller chooses when to free them, because this releases the interpreter
+        lock. May be called again."""
         snapshot, tree = self._snapshot, self._tree
         self._tree = None
         tensors = [each for _, each in paths(tree, lambda node: isinstance(node, torch.Tensor))]
@@ -126,7 +127,8 @@ class Staged:
             _empty(tensors)
         if snapshot is not None:
             recall(snapshot)  # ends the loan to DCP's process, which keeps its last state dict
-            will_return(snapshot, False)  # only users may still keep the memory
+            # Only users may keep the memory now, and nobody knows how long.
+            will_return(snapshot, False)
         self._snapshot = None
         return [*tensors, snapshot]
 
@@ -151,7 +153,7 @@ def _empty(tensors: list[Any]) -> None:
     """Make tensors empty, so that they no longer refer to their memory."""
     for tensor in _with_memory(tensors):
         if tensor.dtype not in _empty_tensors:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # an ordinary tensor, for later saves
                 _empty_tensors[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device="cpu")
         tensor.data = _empty_tensors[tensor.dtype]
 
@@ -204,8 +206,8 @@ class Stages:
         return [each for each in self._earlier if each.grace_s() > 0]
 
     def _wait_for_any(self, waiting: list[Staged]) -> None:
-        """Wait until an upload takes one of the copies, or until none is expected for one of
-        them."""
+        """Wait until an upload takes one of the copies, or until the time is over in which an
+        upload is expected to take one of them."""
         with self._changed:
             grace_s = min(each.grace_s() for each in waiting)
             if grace_s > 0:

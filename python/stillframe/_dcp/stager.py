@@ -51,9 +51,10 @@ class _Staging(Future[StateDict]):
             if caller.endswith("_process_executor"):
                 keep_bits()  # the conjugate and negative bits, when this thread pickles tensors
             self._staged.upload_begins()
-            _thread.thread_exit = thread_exit = _ThreadExit()
+            thread_exit = _ThreadExit()
             finalizer = weakref.finalize(thread_exit, self._staged.upload_ended)
             finalizer.atexit = False  # only the exit of this thread ends the upload
+            _thread.thread_exit = thread_exit  # the thread's exit frees this thread-local object
             self._staged.upload_reads(super().result(timeout))
         return super().result(timeout)
 

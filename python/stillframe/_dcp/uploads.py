@@ -118,7 +118,8 @@ class FileUpload:
 
     def exception(self) -> BaseException | None:
         """Wait until the file is sent; return the error, if any."""
-        if self._uploads.take(self):
+        no_thread_sends_it = self._uploads.take(self)
+        if no_thread_sends_it:
             self.send()
         self._ended.wait()
         return self._error

@@ -135,17 +135,18 @@ def load_state(
     finds_newest = input_dir is None and is_automatic
     directory = _checkpoints(accelerator) if finds_newest else input_dir
 
-    def wait() -> str:
+    def wait_for_saves() -> str:
         if directory is not None:
-            with contextlib.suppress(OSError):  # Accelerate raises an error that users know
+            with contextlib.suppress(OSError):  # the load below raises Accelerate's own error
                 ordered.wait_for_directory(os.path.expanduser(directory))
         return ""  # `share` needs a string
 
-    def find() -> str:
-        wait()
+    def find_name() -> str:
+        wait_for_saves()
         return _newest(accelerator) if finds_newest else ""
 
-    name = saves_of(accelerator).share(wait, find)
+    # Only rank 0 looks for the checkpoint. The leaders of other machines wait for their saves.
+    name = saves_of(accelerator).share(wait_for_saves, find_name)
     if finds_newest:
         input_dir = os.path.join(_checkpoints(accelerator), name)
     _accelerates_load(accelerator, input_dir, load_kwargs, **load_model_func_kwargs)
@@ -221,12 +222,12 @@ def _lost_files(path: str, save: DirectorySave) -> list[str]:
 def _newest(accelerator: Accelerator) -> str:
     """Return the name of the newest complete checkpoint, or raise FileNotFoundError."""
     directory = _checkpoints(accelerator)
-    found = None
+    path = None
     if os.path.isdir(directory):
-        found = newest.find(directory, incomplete=functools.partial(_why_incomplete, accelerator))
-    if found is None:
+        path = newest.find(directory, incomplete=functools.partial(_why_incomplete, accelerator))
+    if path is None:
         raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint", directory)
-    return os.path.basename(found)
+    return os.path.basename(path)
 
 
 def _why_incomplete(

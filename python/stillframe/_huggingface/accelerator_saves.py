@@ -76,7 +76,7 @@ class Saves:
             write: Called on each rank with the open checkpoint.
         """
         self._number += 1
-        ranks, number = self._ranks, self._number
+        ranks, number = self._ranks, self._number  # the number is the same on all ranks
         if ranks is not None and not ranks.is_leader:
             with ranks.follow(number, path) as directory:
                 write(_AccelerateDirectory(directory, durable=self._is_on_other_machine))
@@ -85,18 +85,18 @@ class Saves:
         self._in_flight = [each for each in self._in_flight if not each.done()]
         files: Any = None
         try:
-            with contextlib.ExitStack() as block:
+            with contextlib.ExitStack() as stack:
 
-                def open_it() -> str:
+                def open_checkpoint() -> str:
                     nonlocal files
-                    files = block.enter_context(open_directory())
+                    files = stack.enter_context(open_directory())
                     directory: str = files.path
                     return directory
 
-                block.enter_context(lead(ranks, number, open_it))
+                stack.enter_context(lead(ranks, number, open_checkpoint))
                 write(files)
         except BaseException as error:
-            self._report_ended(number, None, error)
+            self._report_ended(number, handle=None, failed=error)
             raise
 
         handle: SaveHandle = files.handle
@@ -155,7 +155,7 @@ def saves_of(accelerator: Accelerator) -> Saves:
 
 
 class _AccelerateDirectory(LeaderDirectory):
-    """The leader's directory, for a rank that is not the leader."""
+    """The leader's directory, for another rank. It skips files that only the leader writes."""
 
     def save(self, obj: object, name: str) -> None:
         if not _LEADERS_FILES.fullmatch(name):
@@ -169,8 +169,8 @@ _followers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def _stop_followers() -> None:
-    """End the threads of `Followed`. A thread in a call of the process group's store would abort
-    the process when the interpreter ends."""
+    """End the threads of `Followed`. A thread that is still asking the process group's store when
+    the interpreter ends would abort the process."""
     _exiting.set()
     for thread in list(_followers):
         thread.join()

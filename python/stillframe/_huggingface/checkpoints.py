@@ -39,7 +39,7 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-_SUBSTITUTE = ".stillframe-run"  # the name of the substitute in the temporary directory
+_SUBSTITUTE = ".stillframe-run"  # stands in for the output directory during a save
 _SENTINEL = "checkpoint-is-incomplete.txt"  # see `remove_sentinel`
 
 
@@ -68,7 +68,8 @@ class Checkpoints:
     """The checkpoints of one Trainer, in one process.
 
     Attributes:
-        substitute_dir: The substitute while a checkpoint is written, otherwise None.
+        substitute_dir: The directory that stands in for the output directory while a checkpoint is
+            written; otherwise None.
         wants_push: The Trainer has asked to push the checkpoint that is written.
     """
 
@@ -78,7 +79,8 @@ class Checkpoints:
         self._waiting: deque[Checkpoint] = deque()
         # Checkpoints for which another rank has not yet called `on_save`.
         self._unannounced: deque[Checkpoint] = deque()
-        self._failed: list[SaveHandle | StillframeError] = []  # not raised yet
+        # Failures not raised yet: this rank's failed saves, and errors that the leader reported.
+        self._failures: list[SaveHandle | StillframeError] = []
         # For each run_dir, the paths of this training's checkpoints, oldest first.
         self._ours: defaultdict[str, list[str]] = defaultdict(list)
         self._count = 0  # how many checkpoints were begun
@@ -111,92 +113,93 @@ class Checkpoints:
         """
         state = self._trainer.state
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        made = Checkpoint(self._count, os.path.join(run_dir, name), run_dir)
+        ckpt = Checkpoint(self._count, os.path.join(run_dir, name), run_dir)
         self.follow()
         if self._count == 0:
             self._ranks = ranks_of(self._trainer.args)
         self._count += 1
         self.wants_push = False
-        remove_sentinel(made.path)
+        remove_sentinel(ckpt.path)
         is_leader = self._ranks is None or self._ranks.is_leader
-        block = self._write_as_leader(made) if is_leader else self._write_as_follower(made)
+        block = self._write_as_leader(ckpt) if is_leader else self._write_as_follower(ckpt)
         with block:
             write()
             self._name_best(run_dir)
 
-        made.push = self.wants_push
-        made.state = copy.copy(state)
-        made.state.log_history = list(state.log_history)
-        made.state.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
-        self._waiting.append(made)
-        self._submitted = made
+        ckpt.push = self.wants_push
+        ckpt.state = copy.copy(state)
+        ckpt.state.log_history = list(state.log_history)
+        ckpt.state.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
+        self._waiting.append(ckpt)
+        self._submitted = ckpt
         if is_leader:
             # If this step was saved before, the path moves to the end of the list.
-            self._forget(made)
-            self._ours[made.run_dir].append(_normal(made.path))
-            self._rotate(made)
+            self._forget(ckpt)
+            self._ours[ckpt.run_dir].append(_normal(ckpt.path))
+            self._rotate(ckpt)
 
     @contextlib.contextmanager
-    def _write_as_leader(self, made: Checkpoint) -> Iterator[None]:
+    def _write_as_leader(self, ckpt: Checkpoint) -> Iterator[None]:
         """Open the directory on the leader. At the end of the block, wait for the other ranks and
         submit the save."""
         with contextlib.ExitStack() as stack:
             files: Any = None  # the open `checkpoint`
 
-            def open_it() -> str:
+            def open_directory() -> str:
                 nonlocal files
                 self._raise_failed()
-                os.makedirs(made.run_dir, exist_ok=True)
+                os.makedirs(ckpt.run_dir, exist_ok=True)
                 options = self._trainer.storage_options
                 files = stack.enter_context(
-                    checkpoint(made.path, mirror=self._trainer.mirror, storage_options=options)
+                    checkpoint(ckpt.path, mirror=self._trainer.mirror, storage_options=options)
                 )
-                self._make_substitute(files.path, made)
+                self._make_substitute(files.path, ckpt)
                 directory: str = files.path
                 return directory
 
-            leading = lead(self._ranks, made.number, open_it)
+            leading = lead(self._ranks, ckpt.number, open_directory)
             with leading as directory, self._substituted(directory), redirected(files):
                 yield
-            # Before the stack closes the checkpoint, so that it gets no such directory.
+            # The stack closes the checkpoint next, which must not contain the substitute.
             shutil.rmtree(os.path.join(directory, _SUBSTITUTE))
-        made.handle = files.handle
+        ckpt.handle = files.handle
 
     @contextlib.contextmanager
-    def _write_as_follower(self, made: Checkpoint) -> Iterator[None]:
+    def _write_as_follower(self, ckpt: Checkpoint) -> Iterator[None]:
         """Let this rank write its files into the leader's directory."""
         ranks, args = self._ranks, self._trainer.args
         assert ranks is not None
         self._raise_failed()
         is_on_other_machine = args.process_index != args.local_process_index
-        with ranks.follow(made.number, made.path) as directory:
+        with ranks.follow(ckpt.number, ckpt.path) as directory:
             files = LeaderDirectory(directory, durable=is_on_other_machine)
             with self._substituted(directory), redirected(files):
                 yield
 
     @contextlib.contextmanager
     def _substituted(self, directory: str) -> Iterator[None]:
-        """Let `_get_output_dir` return the substitute in `directory`."""
+        """In the block, let `_get_output_dir` return the substitute that is in `directory`."""
         self.substitute_dir = os.path.join(directory, _SUBSTITUTE)
         try:
             yield
         finally:
             self.substitute_dir = None
 
-    def _make_substitute(self, directory: str | os.PathLike[str], made: Checkpoint) -> None:
-        """Make the substitute, with links to the temporary directory and to the best checkpoint.
-        The Trainer looks for the best checkpoint in its output directory."""
+    def _make_substitute(self, directory: str | os.PathLike[str], ckpt: Checkpoint) -> None:
+        """Make the substitute of the output directory. In it "checkpoint-N" is a link to
+        `directory`, where the files go. The Trainer looks there for the best checkpoint too."""
         substitute = os.path.join(directory, _SUBSTITUTE)
         os.mkdir(substitute)
-        name = os.path.basename(made.path)
+        name = os.path.basename(ckpt.path)
         os.symlink(os.pardir, os.path.join(substitute, name))
         best = f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.best_global_step}"
-        best_path = os.path.join(made.run_dir, best)
+        best_path = os.path.join(ckpt.run_dir, best)
         if best != name and api.exists(best_path):
             os.symlink(os.path.abspath(best_path), os.path.join(substitute, best))
 
     def _name_best(self, run_dir: str) -> None:
-        """Correct the path of the best checkpoint in the Trainer's state and in the state file."""
+        """Replace the substitute's path, if the Trainer has named the best checkpoint by it, in the
+        Trainer's state and in the state file."""
         state, substitute_dir = self._trainer.state, self.substitute_dir
         assert substitute_dir is not None
         best = state.best_model_checkpoint
@@ -211,22 +214,22 @@ class Checkpoints:
     def follow(self) -> None:
         """Push durable checkpoints, call `on_save` for them, and remove old checkpoints."""
         while self._waiting and self._has_ended(self._waiting[0]):
-            made = self._waiting.popleft()
-            if self._note_failure(made):
+            ckpt = self._waiting.popleft()
+            if self._note_failure(ckpt):
                 continue
-            self._announce(made)
-            if made.handle is None:
+            self._announce(ckpt)
+            if ckpt.handle is None:
                 assert self._ranks is not None
-                self._ranks.report_announced(made.number)
+                self._ranks.report_announced(ckpt.number)
             else:
                 if self._ranks is not None:
-                    self._unannounced.append(made)
-                self._rotate(made)
+                    self._unannounced.append(ckpt)
+                self._rotate(ckpt)
 
     def finish(self) -> None:
         """Wait for every save and remove, call `follow`, and raise the first error."""
         self._wait_and_follow()
-        if self._unannounced:
+        if self._unannounced:  # another rank has not called `on_save` for these yet
             assert self._ranks is not None
             last = self._unannounced[-1]
             self._ranks.wait_announced(last.number)
@@ -236,22 +239,22 @@ class Checkpoints:
 
     def _wait_and_follow(self) -> None:
         """Wait until every checkpoint under way has ended, and call `follow` after each."""
-        for made in list(self._waiting):
-            if made.handle is not None:
-                wait_for_end(made.handle)
+        for ckpt in list(self._waiting):
+            if ckpt.handle is not None:
+                wait_for_end(ckpt.handle)
             elif self._ranks is not None:
-                self._ranks.wait_ended(made.number)
+                self._ranks.wait_ended(ckpt.number)
             self.follow()
 
-    def to_resume(self, asked: str | bool) -> str:
+    def to_resume(self, resume_from: str | bool) -> str:
         """Wait for the saves in flight, and return the path of the checkpoint to resume from.
 
-        `asked` is a path, or True for the newest whole checkpoint of the output directory. Raise
-        ValueError, as transformers does, if there is none.
+        `resume_from` is a path, or True for the newest whole checkpoint of the output directory.
+        Raise ValueError, as transformers does, if there is none.
         """
         wait_for_log()
-        if not isinstance(asked, bool):
-            return asked
+        if not isinstance(resume_from, bool):
+            return resume_from
         directory = self._trainer.args.output_dir
         for path in reversed(sort_checkpoints(directory)):
             # `latest` may return a file in a directory that is not itself a checkpoint.
@@ -259,53 +262,53 @@ class Checkpoints:
                 return path
         raise ValueError(f"No valid checkpoint found in output directory ({directory})")
 
-    def _has_ended(self, made: Checkpoint) -> bool:
+    def _has_ended(self, ckpt: Checkpoint) -> bool:
         """Return whether a checkpoint is durable or has failed, without waiting."""
-        if made.handle is not None:
-            return made.handle.done()
+        if ckpt.handle is not None:
+            return ckpt.handle.done()
         assert self._ranks is not None
-        return self._ranks.has_ended(made.number)
+        return self._ranks.has_ended(ckpt.number)
 
-    def _note_failure(self, made: Checkpoint) -> bool:
+    def _note_failure(self, ckpt: Checkpoint) -> bool:
         """Keep the error of a checkpoint that has ended. Return whether there is one."""
-        if made.handle is None:
+        if ckpt.handle is None:
             assert self._ranks is not None
-            error = self._ranks.error_of(made.number)
+            error = self._ranks.error_of(ckpt.number)
             if error is not None:
-                self._failed.append(error)
+                self._failures.append(error)
             return error is not None
-        failed = report_of(made.handle) is None  # only a durable save has a report
+        failed = report_of(ckpt.handle) is None  # only a durable save has a report
         if failed:
-            self._failed.append(made.handle)
-            self._forget(made)
+            self._failures.append(ckpt.handle)
+            self._forget(ckpt)
         # The other ranks' error names only the path. This rank raises the reason.
         if self._ranks is not None:
-            self._ranks.report_ended(made.number, made.path if failed else None)
+            self._ranks.report_ended(ckpt.number, ckpt.path if failed else None)
         return failed
 
     def _raise_failed(self) -> None:
         """Raise the first error that nobody has seen, with the other errors as notes."""
-        failed, self._failed = self._failed, []
+        failures, self._failures = self._failures, []
         errors = [
             each if isinstance(each, StillframeError) else take_uncollected_error(each)
-            for each in failed
+            for each in failures
         ]
-        unseen = [error for error in errors if error is not None]
+        unseen = [error for error in errors if error is not None]  # None: the user has seen it
         for error in unseen[1:]:
             unseen[0].add_note(f"Another checkpoint failed as well: {error}")
         if unseen:
             raise unseen[0]
 
-    def _announce(self, made: Checkpoint) -> None:
+    def _announce(self, ckpt: Checkpoint) -> None:
         """Push a durable checkpoint to the Hub and call `on_save`, with the state of its step."""
         trainer = self._trainer
         live_state = trainer.state
-        trainer.state = made.state
+        trainer.state = ckpt.state
         try:
-            if made.push:
-                trainer._push_from_checkpoint(made.path)
+            if ckpt.push:
+                trainer._push_from_checkpoint(ckpt.path)
             trainer.control = trainer.callback_handler.call_event(
-                "on_save", trainer.args, made.state, trainer.control
+                "on_save", trainer.args, ckpt.state, trainer.control
             )
         finally:
             trainer.state = live_state
@@ -317,18 +320,18 @@ class Checkpoints:
         if "on_save" not in vars(handler):
             handler.on_save = functools.partial(self._on_save, handler.on_save)
 
-    def _on_save(self, theirs: Any, args: Any, state: Any, control: Any) -> Any:
-        """Call `on_save_submitted` of the callbacks. The Trainer calls this after a save in the
-        place of the original method `theirs`."""
-        made, self._submitted = self._submitted, None
-        if made is None:  # a subclass has written a checkpoint without this module
-            return theirs(args, state, control)
+    def _on_save(self, original: Any, args: Any, state: Any, control: Any) -> Any:
+        """Call `on_save_submitted` of the callbacks. The Trainer calls this after a save, in place
+        of the method `original`."""
+        ckpt, self._submitted = self._submitted, None
+        if ckpt is None:  # a subclass has written a checkpoint without this module
+            return original(args, state, control)
         control.should_save = False
         trainer = self._trainer
         for callback in trainer.callback_handler.callbacks:
             hook = getattr(callback, "on_save_submitted", None)
             if hook is not None:
-                changed = hook(args, made.state, control, model=trainer.model, handle=made.handle)
+                changed = hook(args, ckpt.state, control, model=trainer.model, handle=ckpt.handle)
                 control = control if changed is None else changed
         is_last = state.global_step >= state.max_steps or control.should_training_stop
         if is_last:
@@ -337,24 +340,24 @@ class Checkpoints:
             return trainer.control
         return control
 
-    def _forget(self, made: Checkpoint) -> None:
+    def _forget(self, ckpt: Checkpoint) -> None:
         """Remove a checkpoint's path from the list of this training's checkpoints."""
-        path = _normal(made.path)
-        ours = self._ours[made.run_dir]
+        path = _normal(ckpt.path)
+        ours = self._ours[ckpt.run_dir]
         ours[:] = [each for each in ours if each != path]
 
-    def _rotate(self, made: Checkpoint) -> None:
-        """Remove old checkpoints next to `made`. Keep those for which some rank has not called
+    def _rotate(self, ckpt: Checkpoint) -> None:
+        """Remove old checkpoints next to `ckpt`. Keep those for which some rank has not called
         `on_save` yet."""
         if self._ranks is not None:
             announced = self._ranks.announced()
             while self._unannounced and self._unannounced[0].number <= announced:
                 self._unannounced.popleft()
         _rotate(
-            made.run_dir,
+            ckpt.run_dir,
             self._trainer.args.save_total_limit,
             self._trainer.state.best_model_checkpoint,
-            self._ours[made.run_dir],
+            self._ours[ckpt.run_dir],
             {_normal(each.path) for each in (*self._waiting, *self._unannounced)},
         )
 
@@ -382,7 +385,8 @@ def _rotate(
 
     Args:
         limit: `save_total_limit`; None or 0 keeps all.
-        ours: The checkpoints of this training, oldest first. Missing ones leave the list.
+        ours: The checkpoints of this training, oldest first. This takes off the list those that no
+            longer exist.
         unreported: The checkpoints for which `on_save` has not been called. They stay.
     """
     if limit is None or limit <= 0:

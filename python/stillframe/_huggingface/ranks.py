@@ -9,9 +9,9 @@ process group:
     writes its files                     write their files
     waits for them     ◀──"written"────
     closes the directory
-    later: has ended the ──"ended"────▶  ask at the end of each step until they have the answer
-           checkpoint
-    may remove the     ◀─"announced"──   have called `on_save`
+    learns that the     ──"ended"─────▶  ask at the end of each step until they have the answer
+    save has ended
+    may remove the     ◀─"announced"──   have called `on_save` for the checkpoint
     checkpoint
 
 A value in the store is "+" and an answer, or "-" and an error. A rank that does not answer is named
@@ -61,18 +61,18 @@ class Ranks:
         self._failed: dict[str, str] = {}  # errors, by the number of the checkpoint
         self._skipped: list[int] = []  # numbers of the checkpoints that were skipped
 
-    def share(self, what: str, make: Callable[[], str]) -> str:
+    def share(self, key: str, make: Callable[[], str]) -> str:
         """Return the result of the leader's `make()` on all ranks. If `make` raises an error, raise
-        an error on all ranks. `what` is the key in the store."""
+        an error on all ranks. `key` names the answer in the store."""
         if not self.is_leader:
-            return self._answer(what)
+            return self._wait_for_answer(key)
         try:
-            made = make()
+            result = make()
         except BaseException as error:
-            self._store.set(what, "-" + _message(error))
+            self._store.set(key, "-" + _message(error))
             raise
-        self._store.set(what, "+" + made)
-        return made
+        self._store.set(key, "+" + result)
+        return result
 
     @contextlib.contextmanager
     def follow(self, number: int, path: str) -> Iterator[str]:
@@ -83,7 +83,7 @@ class Ranks:
             StillframeError: The leader failed, or its directory is not visible here.
         """
         opened_key = f"{number}/opened"
-        directory = self._answer(opened_key)
+        directory = self._wait_for_answer(opened_key)
         try:
             if not os.path.isdir(directory):
                 raise StillframeError(
@@ -105,24 +105,24 @@ class Ranks:
         The leader has removed the directory, but Trainer or Accelerate may have made it again.
         """
         try:
-            self._answer(opened_key)
+            self._wait_for_answer(opened_key)
         except StillframeError:
             shutil.rmtree(directory, ignore_errors=True)
             raise
 
     @contextlib.contextmanager
-    def lead(self, number: int, open_it: Callable[[], str]) -> Iterator[str]:
-        """Do the work of the function `lead`."""
+    def lead(self, number: int, open_directory: Callable[[], str]) -> Iterator[str]:
+        """Do the work of the function `lead` with several ranks, on the leader."""
         opened_key = f"{number}/opened"
-        directory = self.share(opened_key, open_it)
+        directory = self.share(opened_key, open_directory)
         try:
             yield directory
             for rank in self._others:
                 key = f"{number}/written/{rank}"
-                self._answer(key, of=rank)
+                self._wait_for_answer(key, of=rank)
                 self._store.delete_key(key)
         except BaseException as error:
-            # The caller removes the directory next. By then the other ranks must know the error.
+            # Tell the other ranks first: the caller removes the directory when this raises.
             self._store.set(opened_key, "-" + _message(error))
             raise
         self._store.delete_key(opened_key)
@@ -172,7 +172,7 @@ class Ranks:
     def was_skipped(self, number: int) -> bool:
         return number in self._skipped
 
-    def _answer(self, key: str, of: int | None = None) -> str:
+    def _wait_for_answer(self, key: str, of: int | None = None) -> str:
         """Wait for the answer of rank `of`, by default the leader, and return it.
 
         Raises:
@@ -194,17 +194,17 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def lead(ranks: Ranks | None, number: int, open_it: Callable[[], str]) -> Iterator[str]:
-    """Open the directory of checkpoint `number` with `open_it`, on the leader, and yield its path.
-    At the end of the block, wait until the other ranks have written their files.
+def lead(ranks: Ranks | None, number: int, open_directory: Callable[[], str]) -> Iterator[str]:
+    """Open the directory of checkpoint `number` on the leader, and yield its path. At the end of
+    the block, wait until the other ranks have written their files.
 
     Raises:
         StillframeError: Another rank could not write its files. The caller removes the directory.
     """
-    if ranks is None:
-        yield open_it()
+    if ranks is None:  # a single process
+        yield open_directory()
     else:
-        with ranks.lead(number, open_it) as directory:
+        with ranks.lead(number, open_directory) as directory:
             yield directory
 
 
@@ -243,6 +243,7 @@ def ranks_of(args: Any) -> Ranks | None:
     leader, count = 0, args.world_size
     if args.save_on_each_node:
         leader = args.process_index - args.local_process_index  # the first rank of this node
+        # Without the variable, all ranks from the leader on are taken to be on this node.
         count = int(os.environ.get("LOCAL_WORLD_SIZE", count - leader))
     return Ranks(args.process_index, leader, others=range(leader + 1, leader + count))
 

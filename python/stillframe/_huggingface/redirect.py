@@ -42,30 +42,30 @@ class Files(Protocol):
 
 
 class _Redirection:
-    """The open blocks of the process, and the functions that were replaced."""
+    """The open checkpoints that get files, and the functions that were replaced."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # (real path, checkpoint) of each open block. Calls read this tuple without the lock, so
-        # `open` and `close` replace it.
-        self.blocks: tuple[tuple[str, Files], ...] = ()
+        # (real path, checkpoint) for each block. Calls read this tuple without the lock, so `open`
+        # and `close` replace it.
+        self.open_checkpoints: tuple[tuple[str, Files], ...] = ()
         # For each replaced function: module, attribute, original function, our function.
         self.replaced: list[tuple[Any, str, Any, Any]] = []
 
     def open(self, files: Files) -> tuple[str, Files]:
-        """Add a block, and return it for `close`. The first block replaces the functions."""
-        block = os.path.realpath(files.path), files
+        """Add an entry for `files`, and return it for `close`. The first replaces the functions."""
+        entry = os.path.realpath(files.path), files
         with self.lock:
-            self.blocks = (*self.blocks, block)
-            if len(self.blocks) == 1:
+            self.open_checkpoints = (*self.open_checkpoints, entry)
+            if len(self.open_checkpoints) == 1:
                 self._install()
-        return block
+        return entry
 
-    def close(self, block: tuple[str, Files]) -> None:
-        """Remove a block. The last one restores the functions."""
+    def close(self, entry: tuple[str, Files]) -> None:
+        """Remove an entry. The last one restores the functions."""
         with self.lock:
-            self.blocks = tuple(each for each in self.blocks if each is not block)
-            if not self.blocks:
+            self.open_checkpoints = tuple(e for e in self.open_checkpoints if e is not entry)
+            if not self.open_checkpoints:
                 self._restore()
 
     def find(self, path: Any) -> tuple[Files, str] | None:
@@ -75,7 +75,7 @@ class _Redirection:
         # Resolve links in the directory only, because the file may be a link that is replaced.
         parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
         file = os.path.join(os.path.realpath(parent), name)
-        for directory, files in self.blocks:
+        for directory, files in self.open_checkpoints:
             if file.startswith(directory + os.sep):
                 return files, os.path.relpath(file, directory)
         return None
@@ -103,11 +103,11 @@ _redirection = _Redirection()
 @contextlib.contextmanager
 def redirected(files: Files) -> Iterator[None]:
     """Send `torch.save` and safetensors' `save_file` to `files` for paths in its directory."""
-    block = _redirection.open(files)
+    entry = _redirection.open(files)
     try:
         yield
     finally:
-        _redirection.close(block)
+        _redirection.close(entry)
 
 
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,18 +119,21 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> Any:
         found = None if args or kwargs else _redirection.find(f)
-        # A name of the other format does not fit a pickle, so torch decides what to do.
-        if found is None or found[1].endswith(_SAFETENSORS):
-            return original(obj, f, *args, **kwargs)
-        files, name = found
-        files.save(obj, name)
-        return None
+        if found is not None:
+            files, name = found
+            if not name.endswith(_SAFETENSORS):  # torch decides about a pickle of such a name
+                files.save(obj, name)
+                return None
+        return original(obj, f, *args, **kwargs)
 
     return save
 
 
 def _save_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `save_file` that writes files of open checkpoints through stillframe."""
+    """Return a `save_file` that writes files of open checkpoints through stillframe.
+
+    A call with arguments that are unknown here goes to the original function.
+    """
 
     @functools.wraps(original)
     def save_file(
@@ -141,21 +144,22 @@ def _save_file(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         found = None if args or kwargs else _redirection.find(filename)
-        if found is None or not found[1].endswith(_SAFETENSORS):
-            return original(tensors, filename, metadata, *args, **kwargs)
-        files, name = found
-        files.save_safetensors(tensors, name, metadata)
-        return None
+        if found is not None:
+            files, name = found
+            if name.endswith(_SAFETENSORS):
+                files.save_safetensors(tensors, name, metadata)
+                return None
+        return original(tensors, filename, metadata, *args, **kwargs)
 
     return save_file
 
 
 def _forked() -> None:
-    """Close the parent's blocks in a forked child: their files belong to the parent."""
+    """In a forked child, forget the open checkpoints, whose files belong to the parent."""
     global _redirection
-    parents, _redirection = _redirection, _Redirection()
-    parents.blocks = ()
-    parents._restore()
+    inherited, _redirection = _redirection, _Redirection()
+    inherited.open_checkpoints = ()
+    inherited._restore()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -118,8 +118,8 @@ def signal_handler_frame() -> FrameType | None:
 def _was_called_as_handler(frame: FrameType) -> bool:
     """Return whether a frame with a signal handler's code is a call of that handler.
 
-    A function with `*args` may be a decorator's wrapper, whose code runs for other functions too.
-    Python passes the interrupted frame only to a handler.
+    Code with `*args` may belong to a decorator, which wraps other functions too. Then the frame
+    counts only if an argument is the interrupted frame, which Python passes to handlers.
     """
     code = frame.f_code
     if not code.co_flags & inspect.CO_VARARGS:
@@ -163,7 +163,7 @@ def sharded_model_key(strategy: Any) -> str | None:
     kind = _sharded_class(strategy)
     if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
         return None
-    return "model" if kind == "FSDPStrategy" else "state_dict"
+    return "model" if kind == "FSDPStrategy" else "state_dict"  # the keys that Lightning uses
 
 
 def takes_no_urls(strategy: Any) -> bool:

@@ -98,7 +98,7 @@ class Checkpoints:
         """
 
         def submit(work: Work, target: CheckpointPath, overlap: bool) -> SaveHandle:
-            is_ours = self.writers.inner is None  # stillframe writes the file itself
+            is_ours = self.writers.wrapped_io is None  # stillframe writes the file itself
             if storage_options is not None and is_ours and not target.remote:
                 raise TypeError(
                     "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
@@ -124,7 +124,7 @@ class Checkpoints:
             self._save_and_report(work, save, path, quiet)
             error = None if self._in_together else work.next_error()
         finally:
-            if in_handler:  # the call that the handler interrupted continues with its own save
+            if in_handler:  # for the call that the handler interrupted, its own save is the newest
                 work.newest, work.newest_returns_early = newest_before
         if error is None:
             return
@@ -144,8 +144,8 @@ class Checkpoints:
         except Exception as caught:
             error = caught
         if error is not None and (quiet or self._warns(work, error)):
-            if not work.is_newest_made():
-                # ModelCheckpoint will now remove the previous file. The log must refuse to do that.
+            if not work.newest_call_succeeded():
+                # ModelCheckpoint will now remove the previous file. This makes the log keep it.
                 rotation.note_failed_call(path)
             self._report(error, quiet)
             error = None
@@ -189,8 +189,8 @@ class Checkpoints:
         rotation = self._current_work().rotation
         rotation.remove(CheckpointPath.of(path))
         if not may_return_early:
-            # While a Trainer is set up, the target of a link stays: ModelCheckpoint makes the link
-            # again soon. At other times nothing would make it again.
+            # While a Trainer is set up, a file stays until ModelCheckpoint has replaced the link to
+            # it. At other times no later call would remove the file, so remove it now.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
             rotation.wait()
 
@@ -253,7 +253,7 @@ class Checkpoints:
         if handle is None:
             notify(checkpoint_callback)
             return
-        if not work.is_newest_made():
+        if not work.newest_call_succeeded():
             return
         work.rotation.publications.append(
             Publication(
@@ -298,15 +298,16 @@ class Checkpoints:
         if work.newest is newest_before:  # this rank has saved nothing
             error, call_failed = ranks.agree(strategy, None)
         else:
-            call_failed = not work.is_newest_made()
+            call_failed = not work.newest_call_succeeded()
             error, call_failed = ranks.agree(strategy, work.next_error(), call_failed)
         if call_failed:
-            # This rank's save fails as well. Its error is dropped, because `error` is raised.
+            # The save failed on some rank, so it fails on this rank too. Drop this rank's own error
+            # of it, because `error` is raised.
             work.forget_newest()
         if error is not None:
             raise error
 
-    # ---- inside ----
+    # ---- private ----
 
     def _current_work(self) -> Work:
         if self._work.pid != os.getpid():  # in a forked child
@@ -346,7 +347,7 @@ class Checkpoints:
     def _warns(self, work: Work, error: BaseException) -> bool:
         """Return whether to warn of an error. A mistake in the arguments is always raised."""
         return self.writers.options.on_error == "warn" and (
-            work.is_newest_made() or is_failure(error)
+            work.newest_call_succeeded() or is_failure(error)
         )
 
     def _report_all(self, work: Work, quiet: bool) -> None:

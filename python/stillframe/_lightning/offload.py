@@ -102,8 +102,8 @@ class OffloadHooks:
         self._total_memory_freed = 0.0
         self._is_enabled = True
         self._is_set_up = False  # `setup` was called in this process
-        self._found: set[str] = set()  # keys that a checkpoint had
-        self._missing: set[str] = set()  # keys that a warning has named
+        self._seen_keys: set[str] = set()  # keys that a checkpoint had
+        self._warned_keys: set[str] = set()  # keys that a warning has named
 
     @property
     def is_enabled(self) -> bool:
@@ -160,7 +160,7 @@ class OffloadHooks:
         for key in self.offload_keys:
             if key in checkpoint:
                 values[key] = checkpoint[key]
-                self._found.add(key)
+                self._seen_keys.add(key)
             else:
                 self._warn_of_missing(key, checkpoint)
         copies, tensors, nbytes = _offload(values)
@@ -227,7 +227,7 @@ class OffloadHooks:
         if not self._is_set_up:
             self._is_enabled = state_dict.get("is_enabled", True)
 
-    # ---- inside ----
+    # ---- private ----
 
     def _judge(self, strategy: Any) -> tuple[bool, str]:
         """Return whether the callback works with a strategy, and the reason if not."""
@@ -257,11 +257,11 @@ class OffloadHooks:
         )
 
     def _warn_of_missing(self, key: str, checkpoint: dict[str, Any]) -> None:
-        """Warn once of a key that no checkpoint has had, unless it is a default key."""
-        if key in self._found or key in _DEFAULT_KEYS or key in self._missing:
+        """Warn once of a key that no checkpoint has had yet, unless it is a default key."""
+        if key in self._seen_keys or key in _DEFAULT_KEYS or key in self._warned_keys:
             log.debug("CPUOffloadCallback: the checkpoint has no key %r", key)
             return
-        self._missing.add(key)
+        self._warned_keys.add(key)
         log.warning(
             "CPUOffloadCallback: offload_keys has %r, and the checkpoint does not: nothing is"
             " offloaded for it. The checkpoint has %s",
@@ -289,7 +289,7 @@ class OffloadHooks:
         )
 
 
-# Python's own errors about arguments then name the class that users know.
+# Python's own errors about arguments shall name the class that users know.
 OffloadHooks.__init__.__qualname__ = "CPUOffloadCallback.__init__"
 
 
@@ -322,9 +322,9 @@ def _offload(values: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
         nr_tensors += more_tensors
         nbytes += more_nbytes
     if len(copies) < len(values):  # some values cannot be copied: copy the others together
-        good = {key: values[key] for key in copies}
+        copyable = {key: values[key] for key in copies}
         del copies, copied  # frees their memory
-        return _offload(good)
+        return _offload(copyable)
     # Tensors that were shared between keys are separate in these copies.
     return copies, nr_tensors, nbytes
 

@@ -166,7 +166,7 @@ class CheckpointPlugin:
         self._checkpoints.tear_down(calling_trainer(self, "teardown"))
 
 
-# Python's own errors about arguments then name the class that users know.
+# Python's own errors about arguments shall name the class that users know.
 CheckpointPlugin.__init__.__qualname__ = "AsyncCheckpointIO.__init__"
 
 
@@ -204,7 +204,10 @@ def saves_by_itself(trainer: Any) -> bool:
     """Return whether `trainer` saves with a stillframe plugin that neither wraps another
     CheckpointIO nor is wrapped."""
     outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
-    return isinstance(outermost, CheckpointPlugin) and outermost._checkpoints.writers.inner is None
+    return (
+        isinstance(outermost, CheckpointPlugin)
+        and outermost._checkpoints.writers.wrapped_io is None
+    )
 
 
 def register_with_loaded_packages(cls: type[CheckpointPlugin]) -> None:

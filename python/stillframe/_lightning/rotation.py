@@ -33,7 +33,7 @@ from stillframe.errors import SaveError
 
 if TYPE_CHECKING:
     from stillframe._lightning.publish import Publication
-    from stillframe._lightning.wrapped import Inner
+    from stillframe._lightning.wrapped import WrappedIO
 
 log = logging.getLogger("stillframe")
 
@@ -57,7 +57,7 @@ class Rotation:
 
     def __init__(
         self,
-        remover_of: Callable[[CheckpointPath], Inner | None],
+        remover_of: Callable[[CheckpointPath], WrappedIO | None],
         *,
         durable: bool,
         failed: Callable[..., object],
@@ -78,7 +78,7 @@ class Rotation:
         return bool(self.publications or self.to_remove or self._newest_key)
 
     def make_room(self, file: CheckpointPath) -> None:
-        """Submit the remove that waits for a file, because a save will make the file again."""
+        """Before a save to `file`, submit the waiting remove of that file, if there is one."""
         self.links.pop(file, None)
         self._submit_remove(file)
 
@@ -89,14 +89,15 @@ class Rotation:
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
-        """Submit the waiting removes of files that nothing needs any more, or `all_of_them`."""
+        """Submit the waiting removes of files that nothing needs any more. With `all_of_them`,
+        submit every waiting remove."""
         for file in list(self.to_remove):
             if all_of_them or not self._needed(file):
                 self._submit_remove(file)
 
     def _release_last(self) -> None:
-        """Submit the removes that still wait when a run ends. After Ctrl-C a link may still point
-        to a file. Then the remove keeps the file."""
+        """Submit the removes that still wait when a run ends. A remove keeps a file to which a link
+        still points, as it may after Ctrl-C."""
         for link, target in list(self.links.items()):
             if target in self.to_remove:
                 self._linked_by[target] = link
@@ -104,7 +105,7 @@ class Rotation:
 
     def link(self, target: CheckpointPath, link: CheckpointPath) -> None:
         """Make `link` a link to `target` when all saves submitted before have ended."""
-        # `release`, which may remove the former target, comes last: Ctrl-C may come at any line.
+        # Only `release` may remove the former target. It comes last: Ctrl-C may come at any line.
         former = self.links.get(link)
         if former is not None:
             self._linked_by[former] = link
@@ -184,12 +185,12 @@ class Rotation:
         link = self._linked_by.pop(file, None)
         # Called when the remove is at the head of the log. If it returns True, the file is kept.
         is_needed = None if link is None else functools.partial(points_to, link.name, file.name)
-        inner = self._remover_of(file)
-        if inner is None and is_needed is None:
+        wrapped_io = self._remover_of(file)
+        if wrapped_io is None and is_needed is None:
             remove(file.name)
         else:
-            if inner is not None:
-                submit = functools.partial(inner.remove, file.name, key, is_needed)
+            if wrapped_io is not None:
+                submit = functools.partial(wrapped_io.remove, file.name, key, is_needed)
             else:
                 submit = functools.partial(
                     ordered.submit_remove, file.name, key, remove_tree, is_needed
@@ -260,10 +261,10 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
 def points_to(link: str, target: str) -> bool:
     """Return whether `link` is a symbolic link to the normal absolute path `target`."""
     try:
-        there = os.readlink(link)
+        destination = os.readlink(link)
     except OSError:
         return False
-    return os.path.normpath(os.path.join(os.path.dirname(link), there)) == target
+    return os.path.normpath(os.path.join(os.path.dirname(link), destination)) == target
 
 
 def remove_tree(path: str) -> None:

@@ -52,15 +52,16 @@ def wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
     strategy = trainer.strategy
     wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
-    if sharded_model_key(strategy) == "state_dict":
-        # Of ModelParallelStrategy, only Lightning's own methods are replaced. FSDPStrategy is left
-        # out, because its hooks copy the state to the host anyway.
+    # FSDPStrategy has the key "model". It is left out, because its hooks copy the state to the host
+    # anyway.
+    is_model_parallel = sharded_model_key(strategy) == "state_dict"
+    if is_model_parallel:
         for name, function in (
             ("lightning_module_state_dict", _model_state),
             ("optimizer_state", _optimizer_state),
         ):
             module = getattr(type(strategy), name).__module__
-            if module.endswith(".strategies.model_parallel"):
+            if module.endswith(".strategies.model_parallel"):  # Lightning's own method
                 wraps.put(strategy, name, functools.partial(function, strategy))
 
 
@@ -80,9 +81,10 @@ def _save(
     target = CheckpointPath.of(strategy.broadcast(filepath))  # the path that rank 0 was given
     refuse_url(strategy, target)
     rest = dict(checkpoint)
-    state = {sharded_model_key(strategy) or "state_dict": rest.pop("state_dict")}
-    for number, each in enumerate(rest.pop("optimizer_states", ())):
-        state[f"optimizer_{number}"] = each
+    model_key = sharded_model_key(strategy) or "state_dict"  # it has a key, see `wrap_methods`
+    state = {model_key: rest.pop("state_dict")}
+    for number, optimizer_state in enumerate(rest.pop("optimizer_states", ())):
+        state[f"optimizer_{number}"] = optimizer_state
     contents = Contents(state, rest, strategy.global_rank)
     _save_together(checkpoints, strategy, trainer, contents, target)
 
@@ -92,8 +94,8 @@ def _load(
 ) -> Any:
     """Load once the saves of all ranks to that path have ended, in place of `load_checkpoint`."""
     # The parameter's name is `path` in Fabric and `checkpoint_path` in a Trainer.
-    given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
-    target = CheckpointPath.of(strategy.broadcast(given))
+    path = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
+    target = CheckpointPath.of(strategy.broadcast(path))
     refuse_url(strategy, target)
     error: BaseException | None = None
     try:
@@ -297,7 +299,7 @@ def sharded(strategy: Any) -> Any:
     """
     _refuse_unsupported(strategy)
     wraps = Wraps()
-    # `_load` calls the strategy, so no reader is needed.
+    # `_load` lets the strategy's own method read, so no reader is needed.
     writers = Writers(reader=object, checkpoint_io=None, options=PluginOptions())
     checkpoints = Checkpoints("sharded", writers)
     wraps.put(strategy, "save_checkpoint", functools.partial(_save_fabric, checkpoints, strategy))

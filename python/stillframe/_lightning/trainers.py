@@ -48,19 +48,19 @@ class Wraps:
     """The replaced attributes of one Trainer's objects."""
 
     def __init__(self) -> None:
-        # (owner, attribute, its value before, its value now), in the order of replacement.
+        # (owner, attribute, its old value, its new value), in the order of replacement.
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Make `owner.name(...)` call `function(original, ...)`. Do nothing if the method is
         replaced already."""
         attributes = vars(owner)
-        before = attributes.get(name, _MISSING)
-        if isinstance(before, _Replacement) and before.active:
+        old_value = attributes.get(name, _MISSING)
+        if isinstance(old_value, _Replacement) and old_value.active:
             return
         replacement = _Replacement(getattr(owner, name), function)
         attributes[name] = replacement
-        self._replaced.append((owner, name, before, replacement))
+        self._replaced.append((owner, name, old_value, replacement))
 
     def exchange(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value` until `restore`."""
@@ -71,16 +71,16 @@ class Wraps:
     def restore(self) -> None:
         """Restore every attribute that other code has not changed since. May be called again."""
         while self._replaced:
-            owner, name, before, now = self._replaced.pop()
-            if isinstance(now, _Replacement):
-                now.active = False
+            owner, name, old_value, new_value = self._replaced.pop()
+            if isinstance(new_value, _Replacement):
+                new_value.active = False
             attributes = vars(owner)
-            if attributes.get(name) is not now:
+            if attributes.get(name) is not new_value:  # other code has changed it
                 continue
-            if before is _MISSING:
+            if old_value is _MISSING:
                 del attributes[name]
             else:
-                attributes[name] = before
+                attributes[name] = old_value
 
 
 class Trainers:
@@ -150,6 +150,7 @@ class Trainers:
 
 
 def is_trainer(caller: Any) -> bool:
+    """Return whether a caller, as in `Trainers`, is a Trainer."""
     return caller is not None and caller is not Fabric
 
 

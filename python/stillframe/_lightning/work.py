@@ -28,7 +28,7 @@ from stillframe._save.handle import SaveHandle, State, is_collected, report_of, 
 from stillframe.errors import StillframeError
 
 if TYPE_CHECKING:
-    from stillframe._lightning.wrapped import Inner
+    from stillframe._lightning.wrapped import WrappedIO
     from stillframe._save.engine import Engine
 
 log = logging.getLogger("stillframe")
@@ -70,7 +70,7 @@ class Work:
     """
 
     def __init__(
-        self, remover_of: Callable[[CheckpointPath], Inner | None], *, durable: bool
+        self, remover_of: Callable[[CheckpointPath], WrappedIO | None], *, durable: bool
     ) -> None:
         self.rotation = Rotation(remover_of, durable=durable, failed=self.add_failed)
         self.pid = os.getpid()
@@ -110,8 +110,8 @@ class Work:
         index = 0 if first else len(self.saves)
         self.saves.insert(index, Failed(what, error))
 
-    def is_newest_made(self) -> bool:
-        """Return whether the call of the newest save did not raise."""
+    def newest_call_succeeded(self) -> bool:
+        """Return whether the call that made the newest save did not raise."""
         return not isinstance(self.newest, Failed)
 
     def forget_newest(self) -> None:
@@ -231,8 +231,8 @@ class WaitingLine:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        is_running = not self._thread.prevent()
-        if is_running:
+        has_begun = not self._thread.prevent()
+        if has_begun:
             self._thread.join()
 
     def _run(self) -> None:

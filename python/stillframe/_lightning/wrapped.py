@@ -31,7 +31,7 @@ from stillframe.errors import PoolExhaustedError
 log = logging.getLogger("stillframe")
 
 
-class Inner:
+class WrappedIO:
     """The CheckpointIO that a plugin wraps.
 
     Args:
@@ -123,11 +123,12 @@ class Inner:
             tree = uncopied if taken is None else taken.tree
             save.record_copied()
             self.io.save_checkpoint(tree, target.given, storage_options=storage_options)
-            nbytes = _size(target.text, 0 if taken is None else taken.nbytes)
+            snapshot_nbytes = 0 if taken is None else taken.nbytes
+            nbytes = _file_size(target.text, otherwise=snapshot_nbytes)
         except BaseException as error:
-            failed = error.with_traceback(None)  # the traceback's frames would keep the tree
+            failed = error.with_traceback(None)  # its frames would keep the snapshot's memory
         finally:
-            tree = None  # the tree would keep the snapshot's memory
+            tree = None  # otherwise this reference would keep the snapshot's memory
             if taken is not None:
                 taken.release()
         if failed is None:
@@ -162,7 +163,7 @@ def _take(
         return None
 
 
-def _size(path: str, otherwise: int) -> int:
+def _file_size(path: str, otherwise: int) -> int:
     """Return the length of a file, or `otherwise` if `path` is no file."""
     try:
         return os.stat(path).st_size if os.path.isfile(path) else otherwise

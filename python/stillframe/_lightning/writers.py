@@ -26,7 +26,7 @@ from stillframe._base.distributed import may_have_other_ranks
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning.callers import io_chain
 from stillframe._lightning.work import Work
-from stillframe._lightning.wrapped import Inner
+from stillframe._lightning.wrapped import WrappedIO
 from stillframe._load.load import load
 from stillframe._preemption import in_time
 from stillframe._save import uploads
@@ -84,7 +84,7 @@ class PluginOptions:
         self.save_options(overlap=self.overlap)  # raises what a save would raise
         check_booleans(log_metrics=self.log_metrics)
         if self.deadline is not None:
-            in_time.refuse_deadline(self.deadline)
+            in_time.checked_deadline(self.deadline)
         engine_options = self.engine_options()
         if self.engine is not None:
             require_engine(self.engine)
@@ -111,7 +111,8 @@ class PluginOptions:
         }
 
     def save_options(self, path: str = "checkpoint", *, overlap: bool) -> SaveOptions:
-        """Return the options of a save to `path`. Without a path, only check the options."""
+        """Return the options of a save to `path`. Raise an error if an option is wrong. The default
+        path is for a caller that only wants this check."""
         mirror = uploads.upload_of(
             path,
             self.mirror,
@@ -146,7 +147,7 @@ class Writers:
     """The writers of one plugin.
 
     Attributes:
-        inner: The CheckpointIO that was given; None if stillframe itself writes.
+        wrapped_io: The CheckpointIO that was given; None if stillframe itself writes.
 
     Raises:
         TypeError: `checkpoint_io` is not a CheckpointIO.
@@ -159,7 +160,7 @@ class Writers:
             _refuse_no_io(checkpoint_io)
         self._reader = reader
         self.options = options
-        self.inner = None if checkpoint_io is None else Inner(checkpoint_io, reader)
+        self.wrapped_io = None if checkpoint_io is None else WrappedIO(checkpoint_io, reader)
         self._has_warned = False
 
     def submit(
@@ -171,11 +172,11 @@ class Writers:
         overlap: bool,
     ) -> SaveHandle:
         engine = self.engine_of(work)
-        inner = self._writer_of(target)
+        wrapped_io = self._writer_of(target)
         options = self.options.save_options(target.name, overlap=overlap)
-        if inner is None:
+        if wrapped_io is None:
             return start_save(engine, checkpoint, target.given, options, storage_options)
-        return inner.save(
+        return wrapped_io.save(
             checkpoint,
             target,
             storage_options=storage_options,
@@ -184,27 +185,27 @@ class Writers:
             pending=work.saves,
         )
 
-    def remover_of(self, target: CheckpointPath) -> Inner | None:
+    def remover_of(self, target: CheckpointPath) -> WrappedIO | None:
         """Return the CheckpointIO that removes a file; None for stillframe itself."""
-        return self.inner
+        return self.wrapped_io
 
     def load(self, target: CheckpointPath, *args: Any, **kwargs: Any) -> Any:
-        if self.inner is not None:
-            return self.inner.io.load_checkpoint(target.given, *args, **kwargs)
+        if self.wrapped_io is not None:
+            return self.wrapped_io.io.load_checkpoint(target.given, *args, **kwargs)
         return read(self._reader().load_checkpoint, target, args, kwargs)
 
     def tear_down(self) -> None:
-        if self.inner is not None:
-            self.inner.io.teardown()
+        if self.wrapped_io is not None:
+            self.wrapped_io.io.teardown()
 
-    def _writer_of(self, target: CheckpointPath) -> Inner | None:
+    def _writer_of(self, target: CheckpointPath) -> WrappedIO | None:
         """Return the CheckpointIO that writes a file; None for stillframe itself."""
         writer = self.remover_of(target)
-        # The code that replaced torch.save expects to be called; it may encrypt, for example.
-        # stillframe's own functions do not count.
+        # If other code has replaced torch.save, call the replacement: it may encrypt, for example.
+        # stillframe's own functions do not count as replacements.
         is_replaced = torch.save not in (torch.serialization.save, save, async_save)
         if writer is None and is_replaced:
-            writer = Inner(self._reader(), self._reader, _REPLACED)
+            writer = WrappedIO(self._reader(), self._reader, _REPLACED)
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("stillframe: %s: %s", urls.shown(target.text), writer.sentence)
@@ -233,7 +234,7 @@ def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
 
 
 def _refuse_no_io(checkpoint_io: Any) -> None:
-    """Raise TypeError for an object that is no CheckpointIO, before the first save would fail."""
+    """Raise TypeError now for an object that is no CheckpointIO, not at the first save."""
     is_class = isinstance(checkpoint_io, type)
     names = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
     if is_class or not all(callable(getattr(checkpoint_io, name, None)) for name in names):
@@ -268,19 +269,19 @@ def _arguments(
     # The reader replaces "~" by the home directory.
     if not isinstance(path, (str, os.PathLike)) or str(path).startswith("~"):
         return None
-    # The code that replaced torch.load expects to be called; it may decrypt, for example.
+    # If other code has replaced torch.load, call the replacement: it may decrypt, for example.
     if torch.load not in (torch.serialization.load, load):
         return None
     if any(name in os.environ for name in _FORCED):
         return None
     try:
-        given = inspect.signature(reader).bind(path, *args, **kwargs)
+        bound = inspect.signature(reader).bind(path, *args, **kwargs)
     except TypeError:
         return None  # the reader raises this itself
     # The reader loads every storage to the CPU by default.
-    map_location = given.arguments.get("map_location", "cpu")
-    given.apply_defaults()
-    arguments = dict(given.arguments)
+    map_location = bound.arguments.get("map_location", "cpu")
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
     del arguments["path"]
     arguments["map_location"] = map_location
     # None means torch.load's own default, which is True. Older versions of Lightning pass False.

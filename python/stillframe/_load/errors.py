@@ -33,7 +33,7 @@ MapLocation: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of one call of `load`, which explains them."""
+    """The arguments of one load; `load` explains them."""
 
     path: str  # the name of the file on `disk`, also used in messages
     disk: Disk  # the local file system, or the store of a URL
@@ -91,52 +91,53 @@ def noting_half_written() -> Iterator[None]:
 
 
 @contextmanager
-def errors_for_users(fd: int, request: Request, more: str = "") -> Iterator[None]:
-    """Turn an exception of a restore in the block into an error for users. `more` is the end of the
-    message. Raise TorchMustReadError if torch has to read the archive."""
+def errors_for_users(fd: int, request: Request, suffix: str = "") -> Iterator[None]:
+    """Turn an exception of a restore in the block into an error for users, whose message ends with
+    `suffix`. Raise TorchMustReadError if torch has to read the archive."""
     try:
         yield
     except RestoreFailed as failed:
-        if failed.failure.code == -errno.EOPNOTSUPP:
+        if failed.failure.code == -errno.EOPNOTSUPP:  # the records are not where torch puts them
             raise TorchMustReadError(PACKED) from None
-        _raise_failure(failed.failure, fd, request, more)
+        _raise_failure(failed.failure, fd, request, suffix)
     except restore.Missing as missing:
-        names = _tensors_in(fd, request, str(missing))
+        tensors = _tensors_text(fd, request, str(missing))
         raise CorruptCheckpointError(
-            f"{request.path} cannot be loaded: record {missing} is missing{names}{more}"
+            f"{request.path} cannot be loaded: record {missing} is missing{tensors}{suffix}"
         ) from None
     except restore.CutShort as short:
-        names = _tensors_in(fd, request, str(short))
+        tensors = _tensors_text(fd, request, str(short))
         raise RuntimeError(
             f"{request.path} cannot be loaded: record {short} is too short for what is in"
-            f" it{names}; {WAS_FREED}"
+            f" it{tensors}; {WAS_FREED}"
         ) from None
 
 
-def _raise_failure(failure: Failure, fd: int, request: Request, more: str) -> NoReturn:
-    """Raise the error for users about a record's failure, with `more` at the end of its message."""
+def _raise_failure(failure: Failure, fd: int, request: Request, suffix: str) -> NoReturn:
+    """Raise the error for users about a record's failure. Its message ends with `suffix`."""
     if failure.code == _core.ECORRUPT:
-        more = f" (at byte {failure.offset}{_tensors_in(fd, request, failure.record)}){more}"
+        tensors = _tensors_text(fd, request, failure.record)
+        suffix = f" (at byte {failure.offset}{tensors}){suffix}"
         try:
             # Read the whole file again. A damaged file raises here.
             check_fd(fd, request.path, verify=request.verify)
         except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error}{more}") from None
+            raise CorruptCheckpointError(f"{error}{suffix}") from None
         medium = "the connection" if request.disk.is_remote else "the disk"
         raise CorruptCheckpointError(
-            f"{request.path} cannot be loaded: record {failure.record}: {failure.reason}{more};"
+            f"{request.path} cannot be loaded: record {failure.record}: {failure.reason}{suffix};"
             f" read again, it is right: {medium} or the memory is not to be trusted"
         )
     if request.disk.is_remote:
-        more = ""  # the store's error replaces this one, with a note that says the same
+        suffix = ""  # a note on the store's error, which replaces this error, says the same
     if failure.reason is not None:
-        raise StillframeError(f"{request.path} cannot be loaded: {failure.reason}{more}")
+        raise StillframeError(f"{request.path} cannot be loaded: {failure.reason}{suffix}")
     where = f"record {failure.record}, at byte {failure.offset}"
-    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", request.path)
+    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){suffix}", request.path)
 
 
-def _tensors_in(fd: int, request: Request, record: str) -> str:
-    """Return words for a message that name the tensors in a record, or ""."""
+def _tensors_text(fd: int, request: Request, record: str) -> str:
+    """Return a part of a message that names the tensors in a record: ": a, b", or ""."""
     folder, _, key = record.partition("/")
     if folder != "data":
         return ""
@@ -147,7 +148,7 @@ def _tensors_in(fd: int, request: Request, record: str) -> str:
         finally:
             core.close()
         names = keypaths.of_storage(pickled, key)
-    except Exception:  # a foreign pickle may raise anything; the names only help
+    except Exception:  # a foreign pickle may raise anything; the message lacks the names then
         return ""
     if not names:
         return ""
@@ -172,9 +173,9 @@ def refuse_damaged(found: dict[str, Any], path: str) -> None:
     """Raise CorruptCheckpointError if `found`, the result of `_core.check`, is not ok."""
     if found["ok"]:
         return
-    more = found["num_bad"] - 1  # the error names one record
-    noun = "record" if more == 1 else "records"
-    rest = f" (and {more} more {noun})" if more > 0 else ""
+    others = found["num_bad"] - 1  # the error names one record
+    noun = "record" if others == 1 else "records"
+    rest = f" (and {others} more {noun})" if others > 0 else ""
     raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")
 
 

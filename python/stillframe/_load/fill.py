@@ -41,23 +41,23 @@ class Fill:
         # The targets of each record, with the file's tensors for them.
         self._targets: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for _, target, file_tensor in plan.tensors:
-            index = self._number(file_tensor, first)
+            index = self._record_index(file_tensor, first)
             if index is not None and file_tensor.numel():
                 self._targets.setdefault(index, []).append((target, file_tensor))
         # The new tensors that have a record in this file, with the record's number.
         self._new: list[tuple[int, Tensor]] = []
         for file_tensor in new:
-            index = self._number(file_tensor, first)
+            index = self._record_index(file_tensor, first)
             if index is not None:
                 self._new.append((index, file_tensor))
         # The records that are read into the memory of a new tensor.
-        self._of_new_tensors = {index for index, file_tensor in self._new if file_tensor.numel()}
+        self._records_of_new = {index for index, file_tensor in self._new if file_tensor.numel()}
         # The targets that records are read straight into: the first target of each such record.
         self._direct_targets: dict[int, Tensor] = {}
-        for index, pairs in self._targets.items():
-            if index in self._of_new_tensors:
+        for index, targets in self._targets.items():
+            if index in self._records_of_new:  # the targets get copies from the new tensor
                 continue
-            target, file_tensor = pairs[0]
+            target, file_tensor = targets[0]
             if _can_be_read_into(target, file_tensor, self._sizes[index]):
                 self._direct_targets[index] = target
         # The CUDA devices of these targets. The core counts devices from 0, `_device` from 1.
@@ -69,10 +69,10 @@ class Fill:
         # The memory from which records are copied to their targets.
         self._temporary: dict[int, torch.UntypedStorage] = {}
         self._new_memory: dict[int, torch.UntypedStorage] = {}  # the memory of the new tensors
-        self._nr_placed = 0  # how many records have a destination
+        self._nr_assigned = 0  # how many records have a destination
 
-    def _number(self, file_tensor: Tensor, first: int) -> int | None:
-        """Return the number of a tensor's record in this file, or None."""
+    def _record_index(self, file_tensor: Tensor, first: int) -> int | None:
+        """Return the number of a tensor's record in this file, or None if it is in another file."""
         index = restore.record_of(file_tensor)
         if index is None or not first <= index < first + len(self._sizes):
             return None
@@ -88,7 +88,9 @@ class Fill:
         try:
             restore.open_devices(self._core, set(self._devices.values()))
             for index in sorted(self._targets):
-                self._assign_memory(self._core.reach(index))
+                # Records in one chunk are read together, so all of them need memory first.
+                nr_needed = self._core.reach(index)
+                self._assign_memory(nr_needed)
                 records.wait(self._core, index)
                 self._copy_to_targets(index)
             self._assign_memory(self._core.nr)
@@ -99,18 +101,18 @@ class Fill:
 
     def _assign_memory(self, least: int) -> None:
         """Give memory to the first `least` records, and to as many more as may be read ahead."""
-        first, addresses = self._nr_placed, []
+        first, addresses = self._nr_assigned, []
         ahead = sum(storage.nbytes() for storage in self._temporary.values())
-        while self._nr_placed < self._core.nr:
-            if self._nr_placed >= least and ahead >= _AHEAD_BYTES:
+        while self._nr_assigned < self._core.nr:
+            if self._nr_assigned >= least and ahead >= _AHEAD_BYTES:
                 break
-            index = self._nr_placed
+            index = self._nr_assigned
             address = 0  # no destination in host memory
             if index in self._devices:
                 pass  # its memory is on a device, see below
             elif index in self._direct_targets:
                 address = self._direct_targets[index].data_ptr()
-            elif index in self._of_new_tensors:
+            elif index in self._records_of_new:
                 storage = self._new_memory[index] = restore.new_storage(self._sizes[index])
                 address = storage.data_ptr()
             elif index in self._targets:
@@ -118,27 +120,27 @@ class Fill:
                 address = storage.data_ptr()
                 ahead += self._sizes[index]
             addresses.append(address)
-            self._nr_placed += 1
+            self._nr_assigned += 1
         self._core.into(first, addresses)
-        for index in range(first, self._nr_placed):
+        for index in range(first, self._nr_assigned):
             if index in self._devices:
                 address = _address(self._direct_targets[index])
                 self._core.into_device(index, self._devices[index], address)
-        self._core.go(self._nr_placed)
+        self._core.go(self._nr_assigned)  # lets the threads read these records
 
     def _copy_to_targets(self, index: int) -> None:
         """Copy a record that has been read to all its targets."""
-        pairs = self._targets[index]
+        targets = self._targets[index]
         if index in self._direct_targets:
-            target = pairs[0][0]  # has the bytes already
+            target = self._direct_targets[index]  # the first one, which has the bytes already
             torch.autograd.graph.increment_version(target)  # as torch's own writes do
             storage, start = target.untyped_storage(), _start(target)
-            pairs = pairs[1:]
+            targets = targets[1:]
         elif index in self._new_memory:
             storage, start = self._new_memory[index], 0
         else:
             storage, start = self._temporary.pop(index), 0
-        for target, file_tensor in pairs:
+        for target, file_tensor in targets:
             copy_tensor(target, _view_of(storage, start, file_tensor))
 
     def _give_memory_to_new_tensors(self) -> None:

@@ -118,7 +118,8 @@ class Files:
             device = _device.of_location(str(map_location))
             if device is not None:
                 devices = dict.fromkeys(range(len(entries)), device)
-        restore_location = _location_rule(None if devices else map_location)  # unused with devices
+        # Not called with `devices`, because the records are then read straight to them.
+        restore_location = _location_rule(None if devices else map_location)
         core = self._restore(file)
         memory = restore.ReadAhead(core, restore.ahead_bytes(map_location, devices), devices)
         with bar.watched(core.done, file.path, file.header.nbytes), _errors_for_users(file):
@@ -207,11 +208,11 @@ def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
     for name, memory in memory_of.items():
         if name in tensors:
             name_in_file.setdefault(memory, name)
-    found = dict(tensors)
+    with_all_names = dict(tensors)
     for name, memory in memory_of.items():
         if name not in tensors and memory in name_in_file:
-            found[name] = tensors[name_in_file[memory]]
-    return found
+            with_all_names[name] = tensors[name_in_file[memory]]
+    return with_all_names
 
 
 def _header(fd: int, path: str) -> Header:
@@ -267,15 +268,16 @@ def _location_rule(map_location: MapLocation) -> Any:
 
 
 @contextlib.contextmanager
-def _errors_for_users(file: _File, more: str = "") -> Iterator[None]:
-    """Turn a RestoreFailed of the block into an error for users, with `more` at the end of the
-    message."""
+def _errors_for_users(file: _File, suffix: str = "") -> Iterator[None]:
+    """Turn a RestoreFailed of the block into an error for users, whose message ends with
+    `suffix`."""
     try:
         yield
     except RestoreFailed as failed:
         failure = failed.failure
-        if failure.reason is None:
-            where = f"{os.strerror(-failure.code)} (at byte {failure.offset}){more}"
-            raise OSError(-failure.code, where, file.path) from None
-        kind = CorruptCheckpointError if failure.code == _core.ECORRUPT else StillframeError
-        raise kind(f"{file.path} cannot be loaded: {failure.reason}{more}") from None
+        if failure.reason is None:  # a system call failed
+            message = f"{os.strerror(-failure.code)} (at byte {failure.offset}){suffix}"
+            raise OSError(-failure.code, message, file.path) from None
+        is_damaged = failure.code == _core.ECORRUPT
+        error_class = CorruptCheckpointError if is_damaged else StillframeError
+        raise error_class(f"{file.path} cannot be loaded: {failure.reason}{suffix}") from None

@@ -2,7 +2,8 @@
 
 `match` compares the user's tree with the file's tree, before a byte is written. The plan can be
 carried out in two ways: straight from the file's records (fill.py), or by copying from a tree that
-was loaded into new memory (`copy`). Here `target` is in the user's tree, and `found` in the file's.
+was loaded into new memory (`copy`). Here a `target` is in the user's tree, and a `file_tensor` or
+`file_value` in the file's.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Plan:
     def refuse_short(self, sizes: list[int]) -> None:
         """Raise ValueError if there are problems, or if a record is too short for its tensor.
         `sizes` has the bytes of each record."""
-        for path, _, found in self.tensors:
-            index = restore.record_of(found)
-            if index is not None and reach(found) > sizes[index]:
+        for path, _, file_tensor in self.tensors:
+            index = restore.record_of(file_tensor)
+            if index is not None and reach(file_tensor) > sizes[index]:
                 self.problems.append(f"{path} is cut short in the file: {WAS_FREED}")
         self.refuse_problems()
 
@@ -76,11 +77,11 @@ class Plan:
           longer than its record.
         - Targets share memory, and get different bytes.
         """
-        if any(restore.record_of(found) is None for *_, found in self.tensors):
+        if any(restore.record_of(file_tensor) is None for _, _, file_tensor in self.tensors):
             return None
-        if _are_contested(self.tensors):
+        if _overlap_with_other_bytes(self.tensors):
             return None
-        trees = [value for *_, value in self.values]
+        trees = [value for _, _, value in self.values]
         for call in self.calls:
             trees += call.trees
         if opaque_object_with_tensors(trees) is not None:
@@ -127,18 +128,18 @@ def _leaves(trees: list[Any]) -> Iterator[Any]:
             yield node
 
 
-def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
-    """Return whether some targets share memory and get different bytes of the file.
+def _overlap_with_other_bytes(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
+    """Return whether some targets share memory, but get different bytes of the file.
 
     Such memory has to get the bytes of the last target in the tree, but records are not read in
     that order. Targets count as sharing memory if their address ranges overlap.
     """
     spans = [
-        _span(target, found)
-        for _, target, found in tensors
+        _span(target, file_tensor)
+        for _, target, file_tensor in tensors
         if type(target) in _PLAIN and target.numel()
     ]
-    spans.sort(key=lambda span: span[:3])
+    spans.sort(key=lambda span: span[:3])  # by device and address
     last_device, last_end = "", 0
     last_source: object = None
     for device, first, end, source in spans:
@@ -152,59 +153,59 @@ def _are_contested(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
     return False
 
 
-def _span(target: Tensor, found: Tensor) -> tuple[str, int, int, object]:
+def _span(target: Tensor, file_tensor: Tensor) -> tuple[str, int, int, object]:
     """Return the device, first byte and end of a target's memory, and the *source* of its bytes.
 
-    Two targets of equal source get the same bytes where they share memory: from the same record,
-    at the same distance, in the same order.
+    If the sources of two targets are equal, an address in both gets the same byte of the file from
+    both.
     """
     first = target.data_ptr()
     offset = int(target.storage_offset()) * target.element_size()
     end = first + reach(target) - offset
-    # From an address in the target to the byte of the record that it gets.
-    distance = int(found.storage_offset()) * found.element_size() - first
-    order: object = None
-    if target.stride() != found.stride():
-        order = (target.stride(), found.stride(), target.shape)
-    sign = found.is_conj(), found.is_neg()
-    source = (restore.record_of(found), distance, order, sign)
+    # An address plus `distance` is the offset, in the record, of the byte that the address gets.
+    distance = int(file_tensor.storage_offset()) * file_tensor.element_size() - first
+    order: object = None  # of the elements; None if it is the same in the record
+    if target.stride() != file_tensor.stride():
+        order = (target.stride(), file_tensor.stride(), target.shape)
+    sign = file_tensor.is_conj(), file_tensor.is_neg()
+    source = (restore.record_of(file_tensor), distance, order, sign)
     return str(target.device), first, end, source
 
 
-def _is_over_its_record(found: Tensor, sizes: list[int]) -> bool:
+def _is_over_its_record(file_tensor: Tensor, sizes: list[int]) -> bool:
     """Return whether a tensor of the file is a plain view of the bytes of one record."""
-    if type(found) not in _PLAIN or not _is_strided(found) or found.is_quantized:
+    if type(file_tensor) not in _PLAIN or not _is_strided(file_tensor) or file_tensor.is_quantized:
         return False
-    index = restore.record_of(found)
-    return index is not None and reach(found) <= sizes[index]
+    index = restore.record_of(file_tensor)
+    return index is not None and reach(file_tensor) <= sizes[index]
 
 
-def match(target: Any, found: Any) -> Plan:
-    """Find which part of a file goes to which part of `target`, by its path in the two trees.
+def match(into: Any, file_tree: Any) -> Plan:
+    """Find which part of a file goes to which part of `into`, by its path in the two trees.
 
-    All parts of `target` must be in the file; the file may have more. A value in a dictionary or
-    list is replaced by the file's value if it is not a tensor, a container or an object with a
-    state_dict. A container or object that is in `target` several times is filled once, from its
-    first path.
+    All parts of `into` must be in the file; the file may have more. A value in a dictionary or list
+    is replaced by the file's value if it is not a tensor, a container or an object with a
+    state_dict. A container or object that is in `into` several times is filled once, from its first
+    path.
     """
     plan = Plan()
-    stack: list[tuple[str, Any, Any]] = [("", target, found)]
+    stack: list[tuple[str, Any, Any]] = [("", into, file_tree)]
     seen: set[int] = set()  # containers and objects that were visited
     while stack:
-        path, here, there = stack.pop()
-        if isinstance(here, Tensor):
-            _match_tensor(plan, path or "the object itself", here, there)
+        path, node, file_node = stack.pop()
+        if isinstance(node, Tensor):
+            _match_tensor(plan, path or "the object itself", node, file_node)
             continue
-        if id(here) in seen:
+        if id(node) in seen:
             continue
-        seen.add(id(here))
-        if stateful.is_stateful(here):
-            _match_stateful(plan, path, here, there)
+        seen.add(id(node))
+        if stateful.is_stateful(node):
+            _match_stateful(plan, path, node, file_node)
             continue
-        for name, value in reversed(list(_items(here))):
+        for name, value in reversed(list(_items(node))):
             item_path = f"{path}.{name}" if path else str(name)
             try:
-                file_value = _item(there, name)
+                file_value = _item(file_node, name)
             except (KeyError, IndexError, TypeError):
                 plan.problems.append(f"{item_path} is not in the file")
                 continue
@@ -212,19 +213,19 @@ def match(target: Any, found: Any) -> Plan:
                 stack.append((item_path, value, file_value))
             elif why := _why_not_replaced(value, file_value):
                 plan.problems.append(f"{item_path} {why}")
-            elif not isinstance(here, tuple):  # values in a tuple stay as they are
-                plan.values.append((here, name, file_value))
+            elif not isinstance(node, tuple):  # values in a tuple stay as they are
+                plan.values.append((node, name, file_value))
     return plan
 
 
-def _item(found: Any, name: Any) -> Any:
-    """Return an item of a container in the file. Raise KeyError, IndexError or TypeError if `found`
-    has no such item."""
-    if isinstance(found, (Tensor, str, bytes)) or is_array(found):
+def _item(file_node: Any, name: Any) -> Any:
+    """Return an item of a container in the file. Raise KeyError, IndexError or TypeError if there
+    is no such item."""
+    if isinstance(file_node, (Tensor, str, bytes)) or is_array(file_node):
         raise TypeError  # an index would be accepted, but these are no containers here
-    if isinstance(found, dict) and name not in found:
+    if isinstance(file_node, dict) and name not in file_node:
         raise KeyError(name)  # a defaultdict would make an item
-    return found[name]
+    return file_node[name]
 
 
 def _is_walked(value: Any) -> bool:
@@ -259,29 +260,29 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
         )
 
 
-def _match_stateful(plan: Plan, path: str, node: Any, found: Any) -> None:
+def _match_stateful(plan: Plan, path: str, node: Any, file_value: Any) -> None:
     """Add the tensors and calls that fill an object with a state_dict."""
-    filling = stateful.filling(path, node, found)
+    filling = stateful.filling(path, node, file_value)
     plan.problems += filling.problems
     plan.calls += filling.calls
     for item_path, target, file_tensor in filling.pairs:
         _match_tensor(plan, item_path, target, file_tensor)
 
 
-def _match_tensor(plan: Plan, path: str, target: Tensor, found: Any) -> None:
+def _match_tensor(plan: Plan, path: str, target: Tensor, file_value: Any) -> None:
     """Add a tensor to the plan, or the problem why it cannot be filled."""
-    if not isinstance(found, Tensor):
-        plan.problems.append(f"{path} is a tensor, and {type(found).__name__} in the file")
-    elif not (_is_strided(target) and _is_strided(found)):
+    if not isinstance(file_value, Tensor):
+        plan.problems.append(f"{path} is a tensor, and {type(file_value).__name__} in the file")
+    elif not (_is_strided(target) and _is_strided(file_value)):
         plan.problems.append(f"{path} is not strided")
-    elif (target.shape, target.dtype) != (found.shape, found.dtype):
+    elif (target.shape, target.dtype) != (file_value.shape, file_value.dtype):
         plan.problems.append(
-            f"{path} is {_type_and_shape(target)}, and {_type_and_shape(found)} in the file"
+            f"{path} is {_type_and_shape(target)}, and {_type_and_shape(file_value)} in the file"
         )
     elif why := _why_not_written_to(target):
         plan.problems.append(f"{path} {why}")
     else:
-        plan.tensors.append((path, target, found))
+        plan.tensors.append((path, target, file_value))
 
 
 def _is_strided(tensor: Tensor) -> bool:
@@ -308,14 +309,14 @@ def _type_and_shape(tensor: Tensor) -> str:
 
 def copy(plan: Plan) -> None:
     """Fill the targets by copying from tensors that were loaded. The caller then calls `finish`."""
-    for _, target, found in plan.tensors:
-        copy_tensor(target, found)
+    for _, target, file_tensor in plan.tensors:
+        copy_tensor(target, file_tensor)
 
 
-def copy_tensor(target: Tensor, found: Tensor) -> None:
-    """Copy `found` to the target, unseen by autograd."""
+def copy_tensor(target: Tensor, file_tensor: Tensor) -> None:
+    """Copy `file_tensor` to the target, unseen by autograd."""
     # Not `torch.no_grad()`: a Ctrl-C at the end of its block would leave gradients off for good.
     # detach() only if necessary, because it returns a copy of some kinds of tensors.
     if target.requires_grad:
         target = target.detach()
-    target.copy_(found.detach())
+    target.copy_(file_tensor.detach())

@@ -181,26 +181,26 @@ def _open_records(fd: int, request: Request) -> tuple[int, _core.Restore | None,
     Returns:
         - The file's length.
         - A restore of the file's records, or None if torch.load has to read the file.
-        - Why torch.load has to read the file.
+        - Why torch.load has to read the file, if there is no restore.
     """
-    found, core = request.open(fd)  # `core` is the restore
-    if found["format"] == "foreign":  # neither an archive nor torch's legacy format
-        words = file_kinds.guess(fd, request.path)
-        if words is not None:
-            found["error"] = f"it is not a torch.save file; it looks like {words}"
-    refuse_damaged(found, request.path)
-    why = PACKED if found["format"] == "archive" else "it is in the legacy format"
+    facts, core = request.open(fd)  # `core` is the restore
+    if facts["format"] == "foreign":  # neither an archive nor torch's legacy format
+        likely_format = file_kinds.guess(fd, request.path)
+        if likely_format is not None:
+            facts["error"] = f"it is not a torch.save file; it looks like {likely_format}"
+    refuse_damaged(facts, request.path)
+    why_torch = PACKED if facts["format"] == "archive" else "it is in the legacy format"
     if core is not None:
         reason = restore.why_torch_must_read(core, request.map_location)
         if reason is not None:
             core.close()
-            core, why = None, reason
-    return found["nbytes"], core, why
+            core, why_torch = None, reason
+    return facts["nbytes"], core, why_torch
 
 
 def _load_fd(fd: int, request: Request) -> Any:
     """Load an open file into new memory."""
-    nbytes, core, why = _open_records(fd, request)
+    nbytes, core, why_torch = _open_records(fd, request)
     if core is not None:
         devices: dict[int, torch.device] = {}
         if placement.may_find(request.map_location):
@@ -210,28 +210,28 @@ def _load_fd(fd: int, request: Request) -> Any:
             with bar.watched(core.done, request.path, nbytes), errors_for_users(fd, request):
                 return archive.load(request.map_location, not request.runs_code)
         except TorchMustReadError as error:
-            why = str(error)
+            why_torch = str(error)
         except pickle.UnpicklingError:
-            if request.runs_code:
+            if request.runs_code:  # the error is not about code that is forbidden
                 raise
-            why = "torch.load refuses it, and says how to go on"
-    _logger.debug("%s goes to torch.load: %s", request.path, why)
+            why_torch = "torch.load refuses it, and says how to go on"
+    _logger.debug("%s goes to torch.load: %s", request.path, why_torch)
     return _load_by_torch(fd, request)
 
 
 def _load_into(fd: int, into: Any, request: Request) -> Any:
     """Load an open file into the tensors and objects of `into`."""
-    nbytes, core, why = _open_records(fd, request)
-    planned = None if core is None else _plan_ahead(core, into, request)
+    nbytes, core, why_torch = _open_records(fd, request)
+    plan_and_new = None if core is None else _plan_ahead(core, into, request)
     if core is None:
-        plan = _copy_into(fd, into, request, why, _load_by_torch)
-    elif planned is None:
+        plan = _copy_into(fd, into, request, why_torch, _load_by_torch)
+    elif plan_and_new is None:
         plan = _copy_into(fd, into, request, "its pickle does not tell what goes where", _load_fd)
     else:
         gate.wait()  # saves may still copy from the tensors of `into`
         with noting_half_written():
             try:
-                plan = _fill(*planned, fd, request, nbytes)
+                plan = _fill(*plan_and_new, fd, request, nbytes)
             except TorchMustReadError as error:
                 plan = _copy_into(fd, into, request, str(error), _load_by_torch)
     plan.finish()
@@ -246,7 +246,7 @@ def _load_safetensors(opened: Opened, into: Any, request: Request, *, mmap: bool
         plan = match(into, flat.with_ties(shapes, into))
         plan.refuse_short(sizes)
         new = plan.new_tensors(sizes)
-        if new is None:
+        if new is None:  # the bytes cannot go straight from the file to their targets
 
             def load_file(_fd: int, _request: Request) -> Any:
                 return flat.with_ties(files.load("cpu"), into)
@@ -262,8 +262,8 @@ def _load_safetensors(opened: Opened, into: Any, request: Request, *, mmap: bool
 
 
 def _fill(plan: Plan, new: list[Tensor], fd: int, request: Request, nbytes: int) -> Plan:
-    """Read the records of a file straight to their targets. Return the plan, for its `finish`.
-    `new` is the plan's `new_tensors`."""
+    """Read the records of a file straight to their targets. Return the plan, whose `finish` the
+    caller has to call. `new` is the plan's `new_tensors`."""
     core = request.open_again(fd)
     with (
         bar.watched(core.done, request.path, nbytes),
@@ -277,7 +277,7 @@ def _copy_into(
     fd: int, into: Any, request: Request, why: str, load_file: Callable[[int, Request], Any]
 ) -> Plan:
     """Load the file with `load_file` into new memory on the CPU, and copy from there to `into`.
-    Return the plan, for its `finish`. `why` is the reason for the log."""
+    Return the plan, whose `finish` the caller has to call. `why` is the reason for the log."""
     _logger.debug("%s goes to its targets by way of a second copy: %s", request.path, why)
     plan = match(into, load_file(fd, replace(request, map_location="cpu")))
     plan.refuse_problems()
@@ -299,13 +299,13 @@ def _plan_ahead(
     """
     shapes = restore.Shapes(core)
     try:
-        found = shapes.load(not request.runs_code)
+        file_tree = shapes.load(not request.runs_code)
     except Exception as error:
         _logger.debug("the pickle of %s cannot be read ahead: %r", request.path, error)
         return None
-    plan = match(into, found)
+    plan = match(into, file_tree)
     plan.refuse_short(shapes.sizes)
-    new = plan.new_tensors(shapes.sizes)
+    new = plan.new_tensors(shapes.sizes)  # None: it is not known which bytes go where
     return None if new is None else (plan, new)
 
 
@@ -317,33 +317,33 @@ def _load_by_torch(fd: int, request: Request, *, mmap: bool = False) -> Any:
     """
     _core.arrive(fd)  # waits until all bytes of a remote object are here
     if mmap:
-        found, core = request.open(fd)
+        facts, core = request.open(fd)
         if core is not None:
             core.close()
-        refuse_damaged(found, request.path)
-        if found["format"] == "archive" and core is None:
+        refuse_damaged(facts, request.path)
+        if facts["format"] == "archive" and core is None:
             raise ValueError(
                 f"{request.path} cannot be mapped: {PACKED}; load it without mmap=True"
             )
     checks_headers_later = not (request.verify or mmap)
-    found = check_fd(fd, request.path, verify=request.verify, later=checks_headers_later)
+    facts = check_fd(fd, request.path, verify=request.verify, later=checks_headers_later)
     if mmap:
         # This name is that of the open file; the path may name another file by now.
         return _torch_load(f"/proc/self/fd/{fd}", request, mmap=True)
-    if found["format"] != "archive":
+    if facts["format"] != "archive":
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
             return _torch_load(file, request)
     try:
         # `File` reads the very file that was checked.
-        loaded = _torch_load(_core.File(fd, found["nbytes"]), request)
+        loaded = _torch_load(_core.File(fd, facts["nbytes"]), request)
     except Exception as error:
         try:
             check_fd(fd, request.path, verify=False)
         except CorruptCheckpointError as corrupt:
             raise corrupt from error
         raise  # the file is whole, so torch's error is the right one
-    if not found["headers"]:  # they are still to be checked
+    if not facts["headers"]:  # they are still to be checked
         check_fd(fd, request.path, verify=False)
     return loaded
 

@@ -25,41 +25,42 @@ _logger = logging.getLogger("stillframe")
 _BYTEORDER = sys.byteorder.encode()
 
 
-def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
+def find(core: _core.Restore, map_location: Any) -> dict[int, torch.device]:
     """Return the CUDA device of each record that can be read straight to it, by record number.
-    Return {} if torch has to decide on the devices itself. Close `peek`, a restore of the file."""
-    found: dict[int, torch.device] = {}
+    Return {} if torch has to decide on the devices itself. `core` is a restore of the file; this
+    closes it."""
+    device_of: dict[int, torch.device] = {}
     try:
-        for key, device in _devices(peek, map_location).items():
-            number = peek.find(f"data/{key}")  # -1 if the file lacks the record
+        for key, device in _devices(core, map_location).items():
+            number = core.find(f"data/{key}")  # -1 if the file lacks the record
             if device is not None and number >= 0:
-                found[number] = device
+                device_of[number] = device
     except Exception as error:  # the load itself reports a bad pickle
         _logger.debug("by way of host memory: no devices were found ahead: %r", error)
         return {}
     finally:
-        peek.close()
-    return found
+        core.close()
+    return device_of
 
 
-def _devices(peek: _core.Restore, map_location: Any) -> dict[str, torch.device | None]:
+def _devices(core: _core.Restore, map_location: Any) -> dict[str, torch.device | None]:
     """Return the CUDA device of each storage by its key; None for a storage that goes to the host.
     Return {} if the file has another byte order, because torch then has to swap bytes."""
     if isinstance(map_location, (str, torch.device)):
-        # The pickle need not be read. The keys are "0", "1", ...
-        (byteorder,) = records.read(peek, ("byteorder",))
+        # Every storage goes to this device. The keys are "0", "1", ... without a gap.
+        (byteorder,) = records.read(core, ("byteorder",))
         device = _device.of_location(str(map_location))
         keys: list[str] = []
-        while peek.find(f"data/{len(keys)}") >= 0:
+        while core.find(f"data/{len(keys)}") >= 0:
             keys.append(str(len(keys)))
         return dict.fromkeys(keys, device) if byteorder == _BYTEORDER else {}
-    pickle, byteorder = records.read(peek, ("data.pkl", "byteorder"))
+    pickle, byteorder = records.read(core, ("data.pkl", "byteorder"))
     if byteorder != _BYTEORDER:
         return {}
     new_locations = map_location or {}  # a dict, or None
     return {
         key: _device.of_location(str(new_locations.get(location, location)))
-        for key, location in _Locations(pickle).found.items()
+        for key, location in _Locations(pickle).location_of.items()
     }
 
 
@@ -91,14 +92,14 @@ def _is_torchs_rule_known() -> bool:
 
 
 class _Locations(keypaths.Reader):
-    """The locations that a pickle records for its storages."""
+    """The locations that a pickle records for its storages: `location_of` has them by key."""
 
     def __init__(self, pickle: bytes) -> None:
         super().__init__(io.BytesIO(pickle))
-        self.found: dict[str, str] = {}
+        self.location_of: dict[str, str] = {}
         self.load()
 
     def persistent_load(self, pid: Any) -> keypaths.Storage:
         storage = super().persistent_load(pid)
-        self.found[storage.key] = storage.location
+        self.location_of[storage.key] = storage.location
         return storage

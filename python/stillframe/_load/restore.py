@@ -114,18 +114,18 @@ class ReadAhead:
     def _allocate_memory(self, least: int) -> None:
         """Allocate memory for the first `least` records, and for as many more as may be read ahead.
         Let the threads read them."""
-        before = count = len(self._storages)
-        while count < self._core.nr:
-            if count >= least and self._waiting_nbytes >= self._ahead:
+        nr_before = nr = len(self._storages)  # how many records have memory
+        while nr < self._core.nr:
+            if nr >= least and self._waiting_nbytes >= self._ahead:
                 break
-            sizes = self._core.sizes(count, _BATCH_BYTES)
-            self._storages += give_memory(self._core, count, sizes, self._devices)
+            sizes = self._core.sizes(nr, _BATCH_BYTES)  # of the next records
+            self._storages += give_memory(self._core, nr, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
-            count += len(sizes)
+            nr += len(sizes)
         # The threads start only after all batches. While they fill new memory, they hold the
         # kernel's lock of the address space, and an allocation would wait for the lock.
-        if count > before:
-            self._core.go(count)
+        if nr > nr_before:
+            self._core.go(nr)
 
 
 class Archive:
@@ -140,8 +140,8 @@ class Archive:
         self._fd = fd
         self._nbytes = nbytes
         self._records = ReadAhead(core, ahead, devices)
-        # The storages that were given to torch: (storage, name of its record, record's length).
-        self._given: list[tuple[weakref.ref[torch.UntypedStorage], str, int]] = []
+        # The storages that torch has got: (storage, name of its record, record's length).
+        self._handed_out: list[tuple[weakref.ref[torch.UntypedStorage], str, int]] = []
 
     def load(self, map_location: Any, weights_only: bool) -> Any:
         """Return what torch.load would return, or raise what it would raise.
@@ -180,7 +180,7 @@ class Archive:
         storage = self._take(name)
         if storage.nbytes() != numel * dtype.itemsize:
             return None
-        self._note_given(name, storage)
+        self._note_handed_out(name, storage)
         return _typed(wrap_storage=storage, dtype=dtype)
 
     # ---- the methods of torch's PyTorchFileReader, which `_load` calls ----
@@ -196,9 +196,9 @@ class Archive:
 
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> Any:
         storage = self._take(name)
-        if storage.nbytes() != nbytes:  # torch decides what to do
+        if storage.nbytes() != nbytes:  # the record does not fit the pickle: torch's reader decides
             return self._torch.get_storage_from_record(name, nbytes, kind)
-        self._note_given(name, storage)
+        self._note_handed_out(name, storage)
         return _Loaded(storage)
 
     def serialization_id(self) -> str:
@@ -213,14 +213,15 @@ class Archive:
 
     # ---- records ----
 
-    def _note_given(self, name: str, storage: torch.UntypedStorage) -> None:
-        self._given.append((weakref.ref(storage), name, storage.nbytes()))
+    def _note_handed_out(self, name: str, storage: torch.UntypedStorage) -> None:
+        """Note the length of a storage that torch gets, for `refuse_short`."""
+        self._handed_out.append((weakref.ref(storage), name, storage.nbytes()))
 
     def refuse_short(self) -> None:
         """Raise CutShort if a tensor reaches beyond its record. torch has then lengthened the
         storage, and the new bytes are undefined."""
-        for alive, name, nbytes in self._given:
-            storage = alive()
+        for weak_storage, name, nbytes in self._handed_out:
+            storage = weak_storage()
             if storage is not None and storage.nbytes() != nbytes:
                 raise CutShort(name)
 
@@ -235,7 +236,7 @@ class Archive:
         if index < 0:
             raise Missing(name)
         storage = self._records.take(index)
-        if storage is None:  # torch asks twice for empty records only
+        if storage is None:  # taken before, which torch does with empty records only
             return _storage_of(self._torch.get_record(name))
         return storage
 
@@ -272,8 +273,8 @@ def give_memory(
         else:
             addresses.append(storage.data_ptr())
     core.into(first, addresses)
-    # After the allocations, because earlier work on a stream may still use memory that torch
-    # returns.
+    # Earlier work on a stream may still use memory that torch has just given us. The copies wait
+    # for the work that is on the streams now.
     open_devices(core, numbers_of(devices[number] for number in on_devices))
     for number in on_devices:
         address = _device.address_of(storages[number - first])
@@ -306,13 +307,14 @@ def _unpickler(base: Any, archive: Archive, stays_on_cpu: Callable[[str], bool] 
     """Return a subclass of torch's unpickler `base` that makes storages on the CPU itself. This
     saves a quarter of a load of many small tensors. If `stays_on_cpu` is None, torch makes all."""
     # The class lives until garbage is collected, and must not keep the archive's memory.
-    alive = weakref.ref(archive)
+    weak_archive = weakref.ref(archive)
 
     class Unpickler(base):  # type: ignore[misc]
         def load(self) -> Any:
-            archive = alive()
+            archive = weak_archive()
             assert archive is not None
             if stays_on_cpu is not None:
+                # `_load` has set its own function on this object. Replace that function.
                 torchs_load: Callable[[Any], Any] = super().__getattribute__("persistent_load")
                 self.persistent_load = _persistent_load(archive, stays_on_cpu, torchs_load)
             loaded = super().load()
@@ -337,7 +339,8 @@ def _persistent_load(
             if stays_on_cpu(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
-                    if storage._data_ptr():  # torch makes a new object for each empty storage
+                    is_empty = not storage._data_ptr()
+                    if not is_empty:  # like torch, make a new object for each empty storage
                         made[key] = storage
                     return storage
         return torchs_load(saved)
@@ -404,7 +407,7 @@ class Shapes:
 def record_of(tensor: torch.Tensor) -> int | None:
     """Return the number of the record of a tensor that `Shapes` has made. Return None if the tensor
     wraps others."""
-    return tensor.untyped_storage()._checkpoint_offset
+    return tensor.untyped_storage()._checkpoint_offset  # a record's number here; see `Shapes`
 
 
 def why_torch_must_read(core: _core.Restore, map_location: Any) -> str | None:

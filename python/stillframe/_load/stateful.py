@@ -82,22 +82,25 @@ def _has_method(node: object, name: str) -> bool:
     return not isinstance(node, (type, Tensor)) and callable(getattr(node, name, None))
 
 
-def filling(path: str, node: Any, found: Any) -> Filling:
-    """Return how to fill a node from `found`, the file's object at the same path."""
+def filling(path: str, node: Any, file_value: Any) -> Filling:
+    """Return how to fill a node from the file's object at the same path."""
     if not isinstance(node, (Module, Optimizer)):
-        return _by_load_state_dict(path, node, found)
-    if not isinstance(found, dict):
-        where, kind = path or "the object itself", type(node).__name__
-        said = f"{where} is a {kind}, and {type(found).__name__} in the file, not its state_dict"
-        return Filling(problems=(said,))
+        return _by_load_state_dict(path, node, file_value)
+    if not isinstance(file_value, dict):
+        where, own_type, file_type = path or "the object itself", type(node), type(file_value)
+        problem = (
+            f"{where} is a {own_type.__name__}, and {file_type.__name__} in the file, not its"
+            " state_dict"
+        )
+        return Filling(problems=(problem,))
     if isinstance(node, Module):
-        return _module_filling(path, node, found)
-    return _optimizer_filling(path, node, found)
+        return _module_filling(path, node, file_value)
+    return _optimizer_filling(path, node, file_value)
 
 
-def _by_load_state_dict(path: str, node: Any, found: Any) -> Filling:
-    """Return a filling of the third kind: a call of the node's `load_state_dict`."""
-    call = Call(path, node.load_state_dict, argument=found, trees=(found,))
+def _by_load_state_dict(path: str, node: Any, file_value: Any) -> Filling:
+    """Return a filling that only calls the node's `load_state_dict`."""
+    call = Call(path, node.load_state_dict, argument=file_value, trees=(file_value,))
     return Filling(calls=(call,))
 
 
@@ -108,15 +111,16 @@ def _item_path(path: str, name: Any) -> str:
 # ---- modules ----
 
 
-def _module_filling(path: str, module: Module, found: dict[str, Any]) -> Filling:
+def _module_filling(path: str, module: Module, file_state: dict[str, Any]) -> Filling:
+    """Return how to fill a module: its own tensors get the file's bytes, if possible."""
     if not _is_plain(module):
-        return _by_load_state_dict(path, module, found)
-    live = module.state_dict()
-    missing = [name for name in live if name not in found]
-    unexpected = [name for name in found if name not in live]
+        return _by_load_state_dict(path, module, file_state)
+    state = module.state_dict()
+    missing = [name for name in state if name not in file_state]
+    unexpected = [name for name in file_state if name not in state]
     if missing or unexpected:
         if _takes_other_keys(module):
-            return _by_load_state_dict(path, module, found)
+            return _by_load_state_dict(path, module, file_state)
         where = path or "the object itself"
         problems: list[str] = []
         if missing:
@@ -124,12 +128,12 @@ def _module_filling(path: str, module: Module, found: dict[str, Any]) -> Filling
         if unexpected:
             problems.append(f"{where}: Unexpected key(s) in state_dict: {_quoted(unexpected)}")
         return Filling(problems=tuple(problems))
-    extra = [name for name in live if name.rpartition(".")[2] == _EXTRA_STATE]
-    names = [name for name in live if name not in extra]
-    pairs = [(_item_path(path, name), live[name], found[name]) for name in names]
+    extra_names = [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE]
+    tensor_names = [name for name in state if name not in extra_names]
+    pairs = [(_item_path(path, name), state[name], file_state[name]) for name in tensor_names]
     if not all(_is_copied(target, file_value) for _, target, file_value in pairs):
-        return _by_load_state_dict(path, module, found)
-    calls = (_extra_state_call(path, module, name, found[name]) for name in extra)
+        return _by_load_state_dict(path, module, file_state)
+    calls = (_extra_state_call(path, module, name, file_state[name]) for name in extra_names)
     return Filling(tuple(pairs), tuple(calls))
 
 
@@ -162,62 +166,63 @@ def _takes_other_keys(module: Module) -> bool:
     return any(type(each)._load_from_state_dict is not plain for each in module.modules())
 
 
-def _is_copied(target: Any, found: Any) -> bool:
+def _is_copied(target: Any, file_value: Any) -> bool:
     """Return whether the file's bytes can be copied unchanged to the target. Return True as well if
     the file's value does not fit at all, which `into.match` reports."""
     if not isinstance(target, Tensor):
         return False
-    if not isinstance(found, Tensor):
+    if not isinstance(file_value, Tensor):
         return True
-    if target.shape != found.shape:
+    if target.shape != file_value.shape:
         # load_state_dict accepts a tensor of one element for a scalar, because old versions of
         # torch saved scalars in this form.
-        return target.dim() > 0 or found.shape != (1,)
-    are_strided = target.layout is strided and found.layout is strided
-    return type(target) in _PLAIN_TENSORS and are_strided and target.dtype == found.dtype
+        return target.dim() > 0 or file_value.shape != (1,)
+    are_strided = target.layout is strided and file_value.layout is strided
+    return type(target) in _PLAIN_TENSORS and are_strided and target.dtype == file_value.dtype
 
 
 # ---- optimizers ----
 
 
-def _optimizer_filling(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Filling:
-    plain = (
+def _optimizer_filling(path: str, optimizer: Optimizer, file_state: dict[str, Any]) -> Filling:
+    """Return how to fill an optimizer: its own tensors get the file's bytes, if possible."""
+    has_torchs_methods = (
         type(optimizer).state_dict is Optimizer.state_dict
         and type(optimizer).load_state_dict is Optimizer.load_state_dict
         and not _STATE_METHODS & vars(optimizer).keys()
         and not any(getattr(optimizer, hooks) for hooks in _OPTIMIZER_HOOKS)
     )
-    if not plain:
-        return _by_load_state_dict(path, optimizer, found)
-    if problem := _why_groups_differ(optimizer, found):
+    if not has_torchs_methods:
+        return _by_load_state_dict(path, optimizer, file_state)
+    if problem := _why_groups_differ(optimizer, file_state):
         return Filling(problems=(f"{path or 'the object itself'}: {problem}",))
-    state = _state_with_own_tensors(optimizer.state_dict()["state"], found["state"])
+    state = _state_with_own_tensors(optimizer.state_dict()["state"], file_state["state"])
     if state is None:
-        return _by_load_state_dict(path, optimizer, found)
+        return _by_load_state_dict(path, optimizer, file_state)
     pairs = tuple(
-        (_item_path(path, f"state.{number}.{name}"), value, found["state"][number][name])
+        (_item_path(path, f"state.{number}.{name}"), value, file_state["state"][number][name])
         for number, entry in state.items()
         for name, value in entry.items()
         if isinstance(value, Tensor)
     )
-    rest = {name: value for name, value in found.items() if name != "state"}
+    rest = {name: value for name, value in file_state.items() if name != "state"}
     argument = {**rest, "state": state}
     call = Call(path, optimizer.load_state_dict, argument, trees=(rest,))
     return Filling(pairs, (call,))
 
 
-def _why_groups_differ(optimizer: Optimizer, found: dict[str, Any]) -> str:
+def _why_groups_differ(optimizer: Optimizer, file_state: dict[str, Any]) -> str:
     """Return why load_state_dict would refuse the file's parameter groups, or ""."""
     try:
-        theirs = [len(group["params"]) for group in found["param_groups"]]
-        if not isinstance(found["state"], dict):
+        file_lengths = [len(group["params"]) for group in file_state["param_groups"]]
+        if not isinstance(file_state["state"], dict):
             raise TypeError
     except (KeyError, TypeError):
         return "the file has no state_dict of an optimizer in its place"
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    if len(theirs) != len(ours):
+    own_lengths = [len(group["params"]) for group in optimizer.param_groups]
+    if len(file_lengths) != len(own_lengths):
         return "loaded state dict has a different number of parameter groups"
-    if theirs != ours:
+    if file_lengths != own_lengths:
         return (
             "loaded state dict contains a parameter group that doesn't match the size of"
             " optimizer's group"
@@ -225,33 +230,35 @@ def _why_groups_differ(optimizer: Optimizer, found: dict[str, Any]) -> str:
     return ""
 
 
-def _state_with_own_tensors(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any] | None:
+def _state_with_own_tensors(
+    own_state: dict[Any, Any], file_state: dict[Any, Any]
+) -> dict[Any, Any] | None:
     """Return an optimizer's state from the file, but with the optimizer's own tensors in it. Return
     None if the optimizer has no state yet, or if the states differ in more than values."""
-    if not live or live.keys() != found.keys():
+    if not own_state or own_state.keys() != file_state.keys():
         return None
     state: dict[Any, Any] = {}
-    for number, entry in live.items():
-        theirs = found[number]
-        if not (isinstance(entry, dict) and isinstance(theirs, dict)):
+    for number, entry in own_state.items():
+        file_entry = file_state[number]
+        if not (isinstance(entry, dict) and isinstance(file_entry, dict)):
             return None
-        if entry.keys() != theirs.keys():
+        if entry.keys() != file_entry.keys():
             return None
         state[number] = {}
         for name, value in entry.items():
-            if not _is_alike(value, theirs[name]):
+            if not _is_alike(value, file_entry[name]):
                 return None
-            state[number][name] = value if isinstance(value, Tensor) else theirs[name]
+            state[number][name] = value if isinstance(value, Tensor) else file_entry[name]
     return state
 
 
-def _is_alike(value: Any, found: Any) -> bool:
+def _is_alike(value: Any, file_value: Any) -> bool:
     """Return whether both are tensors of one shape and type, or both are plain values."""
-    if isinstance(value, Tensor) and isinstance(found, Tensor):
+    if isinstance(value, Tensor) and isinstance(file_value, Tensor):
         return (
             type(value) in _PLAIN_TENSORS
-            and value.shape == found.shape
-            and value.dtype == found.dtype
+            and value.shape == file_value.shape
+            and value.dtype == file_value.dtype
         )
     atoms = (type(None), bool, int, float, str)
-    return isinstance(value, atoms) and isinstance(found, atoms)
+    return isinstance(value, atoms) and isinstance(file_value, atoms)

@@ -102,17 +102,18 @@ class _SavedOnDevice:
     def save(self, tensor: Tensor) -> tuple[_SavedBytes, View]:
         """Return the `_SavedBytes` with the tensor's bytes, and the tensor as a view of it. Make a
         new `_SavedBytes` if there is none."""
-        whole, begin = _range_to_offload(tensor)
+        to_offload, begin = _range_to_offload(tensor)
         storage = tensor.untyped_storage()
+        range_key = (storage._cdata, to_offload.storage_offset(), to_offload.shape)
         # The version is in the key, so a tensor that is saved again after a write gets a new entry.
-        key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
+        key = (*range_key, to_offload.dtype, tensor._version)
         view = View(tensor.shape, tensor.stride(), begin, tensor.dtype)
         saved = None
         if key in self._by_range:
-            _, reference = self._by_range[key]
+            _, reference = self._by_range[key]  # the StorageWeakRef only makes the key unique
             saved = reference()
         if saved is None:
-            saved = _SavedBytes(whole, self._next_number)
+            saved = _SavedBytes(to_offload, self._next_number)
             self._next_number += 1
             self._by_number[saved.number] = saved
             self._by_range[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
@@ -151,7 +152,7 @@ class _SavedOnDevice:
         for number in reversed(range(first, saved.number)):
             earlier = self._by_number.get(number)
             if earlier is None or earlier.ticket is None or earlier.tensor is not None:
-                continue
+                continue  # these bytes are gone, or have not left the device, or are back there
             nr_ahead += 1
             if nr_ahead > _AHEAD or not self.offloader.prefetch(earlier.ticket):
                 break

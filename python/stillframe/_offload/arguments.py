@@ -65,7 +65,7 @@ def _check_each(unique: list[nn.Module]) -> None:
             if inner is not module and inner in unique:
                 raise ValueError(
                     f"a {type(inner).__name__} is inside a {type(module).__name__} that is given as"
-                    " well: the order of their hooks cannot be served. Give one of them"
+                    " well: a layer cannot be offloaded inside another one. Give one of them"
                 )
 
 
@@ -73,9 +73,9 @@ def _refuse_wrapper(module: nn.Module) -> None:
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
             raise TypeError(
-                f"a module of {kind.__name__} cannot be offloaded: that reduces gradients on the"
-                " device as autograd adds them, and those of offloaded layers are added on the CPU."
-                " Give the plain layers, and train them in one process"
+                f"a module of {kind.__name__} cannot be offloaded: that reduces gradients when"
+                " autograd adds them on the device, but the gradients of offloaded layers are added"
+                " on the CPU. Give the plain layers, and train them in one process"
             )
 
 
@@ -89,34 +89,34 @@ def refuse_inside_ddp(layer: Layer) -> None:
     if any(parameter.requires_grad for parameter in layer.parameters()):
         raise StillframeError(
             "offloaded layers cannot be trained inside a DistributedDataParallel: it reduces"
-            " gradients on the device as autograd adds them, and theirs are added on the CPU. Train"
-            " the plain module, in one process"
+            " gradients when autograd adds them on the device, but the gradients of offloaded"
+            " layers are added on the CPU. Train the plain module, in one process"
         )
 
 
 def find_sharing_layers(layers: list[Layer]) -> None:
-    """Set `partners` and `relatives` of each layer (see `Layer`)."""
-    _set_sharing_layers(layers, _ids_of_changeable, "partners")
-    _set_sharing_layers(layers, lambda layer: set(map(id, layer.tensors)), "relatives")
+    """Set `shares_buffers_with` and `shares_tensors_with` of each layer."""
+    _set_sharing_layers(layers, _ids_of_buffers, "shares_buffers_with")
+    _set_sharing_layers(layers, lambda layer: set(map(id, layer.tensors)), "shares_tensors_with")
 
 
 def _set_sharing_layers(
-    layers: list[Layer], ids_of: Callable[[Layer], set[int]], name: str
+    layers: list[Layer], ids_of: Callable[[Layer], set[int]], attribute: str
 ) -> None:
-    """Set the attribute `name` of each layer to the other layers that share an object with it.
-    `ids_of` returns the ids of a layer's objects."""
-    users: dict[int, list[Layer]] = {}  # the layers that have each object
+    """Set an attribute of each layer to the other layers that share an object with it. `ids_of`
+    returns the ids of a layer's objects."""
+    layers_with: dict[int, list[Layer]] = {}  # by the id of an object
     for layer in layers:
         for object_id in ids_of(layer):
-            users.setdefault(object_id, []).append(layer)
+            layers_with.setdefault(object_id, []).append(layer)
     for layer in layers:
-        users_of_each = (users[object_id] for object_id in ids_of(layer))
-        found = dict.fromkeys(chain(*users_of_each))  # each layer once, in order
-        setattr(layer, name, [other for other in found if other is not layer])
+        sharing = chain(*(layers_with[object_id] for object_id in ids_of(layer)))
+        each_once = dict.fromkeys(sharing)
+        setattr(layer, attribute, [other for other in each_once if other is not layer])
 
 
-def _ids_of_changeable(layer: Layer) -> set[int]:
-    """Return the ids of a layer's buffers and modules, which a forward may change."""
+def _ids_of_buffers(layer: Layer) -> set[int]:
+    """Return the ids of a layer's buffers, and of its modules, which may replace their buffers."""
     return {
         *map(id, layer.tensors[layer.nr_parameters :]),
         *(id(reference.module) for reference in layer.references),

@@ -107,7 +107,7 @@ class Gradients:
 
     def join_all(self) -> None:
         """Wait until all gradients have been added. Raise the first error."""
-        # The first join waits. The others add the remaining sums.
+        # The first `join` waits for all backwards, and has no sums. The others add their sums.
         run_all(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])
 
     def close(self) -> None:
@@ -123,9 +123,9 @@ class Gradients:
         with torch.no_grad():
             for (parameter, is_complete), value in zip(owners, ticket.tensors(), strict=True):
                 total = value.to(parameter.dtype)
-                before = sums.pop(parameter, None)
-                if before is not None:
-                    total = before.add_(total)
+                sum_so_far = sums.pop(parameter, None)
+                if sum_so_far is not None:
+                    total = sum_so_far.add_(total)
                 if is_complete:
                     _add(parameter, total)
                 else:

@@ -99,8 +99,8 @@ class Pass:
 
 
 def current() -> Pass | None:
-    """Return the pass whose node the calling thread runs. Return None if it runs no node, or if the
-    engine was not called through `_Engine`."""
+    """Return the pass whose node the calling thread runs. Return None if the thread runs no node,
+    or if the backward was not called through the `_Engine` that `watch` installs."""
     if task() == NO_TASK or not torch._C._is_key_in_tls(_KEY):
         return None
     found: Pass | None = torch._C._get_obj_in_tls(_KEY)
@@ -200,10 +200,11 @@ class EndListener:
         self._function = function
         self._joined: dict[int, Pass] = {}  # passes that have not ended, by number
 
-    def is_inside(self, number: int) -> bool:
-        """Return whether a backward runs inside another one that was joined."""
-        found = self._joined.get(number)
-        outer = None if found is None else found.outer
+    def is_nested(self, number: int) -> bool:
+        """Return whether this backward, which `join` registered, runs inside another backward that
+        `join` registered."""
+        joined_pass = self._joined.get(number)
+        outer = None if joined_pass is None else joined_pass.outer
         while outer is not None:
             if self in outer.listeners:
                 return True
@@ -212,21 +213,22 @@ class EndListener:
 
     def join(self) -> int:
         """Register for the end of the backward that runs on this thread, and return its number. May
-        be repeated. Raise StillframeError if the backward was not called through `_Engine`."""
+        be repeated. Raise StillframeError if the backward was not called through the `_Engine` that
+        `watch` installs."""
         number = task()
         if number in self._joined:
             return number
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and compiled.in_compiled_autograd_region:
             raise StillframeError("compiled autograd cannot go through offloaded layers")
-        found = current()
-        if found is None:
+        running_pass = current()
+        if running_pass is None:
             raise StillframeError(
                 "a backward through offloaded layers was not called through torch.autograd, or"
                 " before offload_layers: call Tensor.backward or torch.autograd.backward"
             )
-        self._joined[number] = found
-        found.add_listener(self)
+        self._joined[number] = running_pass
+        running_pass.add_listener(self)
         return number
 
     def _pass_ended(self, ended: Pass, succeeded: bool) -> None:
@@ -248,6 +250,7 @@ def gradient_target(parameter: Tensor) -> Literal["grad", "autograd", "nothing"]
         return "autograd"
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return "grad" if torch._C._will_engine_execute_node(node) else "nothing"
-    except RuntimeError:  # the parameter was given to autograd.grad
+        adds_to_grad = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # the parameter was given to `torch.autograd.grad`
         return "autograd"
+    return "grad" if adds_to_grad else "nothing"

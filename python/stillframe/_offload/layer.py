@@ -75,9 +75,9 @@ class Layer:
         self.module = module
         self.name = name  # for messages
         # Layers that share buffers or modules with this layer. Their forwards may change the
-        # buffers, so a layer with partners is neither prefetched nor kept on the device.
-        self.partners: list[Layer] = []
-        self.relatives: list[Layer] = []  # layers that share any tensor with this layer
+        # buffers, so this layer is then neither prefetched nor kept on the device.
+        self.shares_buffers_with: list[Layer] = []
+        self.shares_tensors_with: list[Layer] = []  # layers that share any tensor with this layer
         self._dtype = dtype  # of floating-point parameters on the device; None: as on the CPU
         self._sources: list[Tensor] | None = None  # the last result of `sources`
         self._pending_writes: list[_Write] = []  # not copied back yet, oldest first
@@ -94,14 +94,15 @@ class Layer:
         self.tensors: list[Tensor] = []  # the parameters, then the buffers, each once
         self.references: list[TensorRef] = []  # of the layer's modules to `tensors`
         # Indices of tensors that forwards in training mode may change without a new version.
-        self.written_unversioned: set[int] = set()
+        self.written_unversioned: set[int] = set()  # the statistics of batch norm
         modules = list(self.module.modules())
         for module in modules:
             self._add_tensors_of(module, module._parameters, indices)
         self.nr_parameters = len(self.tensors)
         for module in modules:
             self._add_tensors_of(module, module._buffers, indices)
-            if isinstance(module, _NormBase) and module.track_running_stats:  # batch norm
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                # Batch norm writes its statistics without a new version.
                 for name in ("running_mean", "running_var", "num_batches_tracked"):
                     if module._buffers.get(name) is not None:
                         self.written_unversioned.add(indices[id(module._buffers[name])])
@@ -215,14 +216,14 @@ class Layer:
             group: The layer's tensors on the device.
             stays: The group stays on the device.
         """
-        # Indices of changed tensors: those with a new version, and those that may have the old.
-        versioned = [index for index in range(len(self.tensors)) if group.changed(index)]
-        unversioned = [
+        # Indices of changed tensors.
+        with_new_version = [i for i in range(len(self.tensors)) if group.changed(i)]
+        with_old_version = [  # in training mode they may be written without a new version
             index
-            for index in sorted(self.written_unversioned.difference(versioned))
+            for index in sorted(self.written_unversioned.difference(with_new_version))
             if self._is_training(index)
         ]
-        changed = versioned + unversioned
+        changed = with_new_version + with_old_version
         if not changed:
             return
         converted = [i for i in changed if group.tensors[i].dtype != self.tensors[i].dtype]
@@ -235,8 +236,9 @@ class Layer:
         if stays:  # a repeated forward may write to the group
             tensors = [tensor.detach().clone() for tensor in tensors]
         targets = [self.tensors[index] for index in changed]
-        self._pending_writes.append(_Write(offloader.offload(tensors), targets, len(versioned)))
-        for target in targets[: len(versioned)]:
+        nr_versioned = len(with_new_version)
+        self._pending_writes.append(_Write(offloader.offload(tensors), targets, nr_versioned))
+        for target in targets[:nr_versioned]:
             _nr_pending_writes[target] = _nr_pending_writes.get(target, 0) + 1
         group.note_versions()  # later, only new changes are copied back
 
@@ -248,7 +250,7 @@ class Layer:
     def finish_writes(self) -> None:
         """Wait until every change that forwards of any layer made on the device is copied back to
         this layer's tensors on the CPU."""
-        for layer in (self, *self.relatives):
+        for layer in (self, *self.shares_tensors_with):
             if layer is self or layer._writes_to(self.tensors):
                 layer._finish_own_writes()
 

@@ -102,9 +102,9 @@ class LayerOrder:
     def __init__(self, order: list[Layer]) -> None:
         self._order = order
         self._position = 0  # the index of the layer that forward used last
-        self._last_backward: list[Layer] = []  # its layers, in order
-        self._this_backward: list[Layer] = []  # its layers so far
-        self._is_as_last = True  # so far both backwards have the same order
+        self._last_backward: list[Layer] = []  # the layers that it reached, in order
+        self._this_backward: list[Layer] = []  # the layers that it has reached so far
+        self._repeats_last = True  # so far this backward has the order of the last backward
         self._next: Layer | None = None  # the predicted next layer of backward
 
     def is_last(self, layer: Layer) -> bool:
@@ -144,17 +144,18 @@ class LayerOrder:
         last, position = self._last_backward, len(self._this_backward)
         self._this_backward.append(layer)
         if position >= len(last) or last[position] is not layer:
-            self._is_as_last = False
-        if not self._is_as_last:
+            self._repeats_last = False
+        if not self._repeats_last:
             self._next = fallback
         elif position + 1 < len(last):
             self._next = last[position + 1]
         else:
-            self._next = None
+            self._next = None  # the last backward ended with this layer
         return self._next
 
     def end_backward(self, succeeded: bool) -> None:
-        """Record the end of a backward. A failed backward predicts nothing."""
+        """Record the end of a backward. The order of a failed backward is forgotten."""
         if succeeded:
             self._last_backward = self._this_backward
-        self._this_backward, self._is_as_last = [], True
+        self._this_backward = []
+        self._repeats_last = True  # the next backward, until it differs

@@ -49,7 +49,7 @@ class _Onload(torch.autograd.Function, Onloading):
         ctx: Any, owner: Any, use: LayerUse, indices: list[int], group: list[Tensor], *_: Tensor
     ) -> Any:
         ctx.owner, ctx.use, ctx.indices = owner, use, indices
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a missing gradient is None instead of zeros
         return tuple(group[index].detach() for index in indices)
 
     @staticmethod
@@ -67,8 +67,10 @@ class OffloadedLayers:
     ) -> None:
         self._layers = layers
         self._layer_order = LayerOrder(order)
-        # The layers that stay on the device between forward and backward.
-        self._kept = {each for each in order[len(order) - keep :] if not each.partners}
+        # The layers that stay on the device between forward and backward. A layer that shares
+        # buffers does not stay, because forwards of other layers may change its buffers.
+        last_layers = order[len(order) - keep :]
+        self._kept = {layer for layer in last_layers if not layer.shares_buffers_with}
         self._offloader = offloader
         self._residents = Residents(offloader, layers, slots)
         self._gradients = Gradients(offloader, max_in_flight=slots)
@@ -157,11 +159,13 @@ class OffloadedLayers:
         use = LayerUse(self._enter_backward, layer, previous)
         if is_repeated:
             self._end_listener.join()  # not later, because the forward may call another backward
-            is_reached = self._reached is not None and self._reached.layer is layer
-            next_layer = self._reach(use, end_reached=not is_reached)
+            # If backward is in this layer, its use goes on after the repeated forward.
+            is_in_layer = self._reached is not None and self._reached.layer is layer
+            next_layer = self._reach(use, end_reached=not is_in_layer)
         else:
             self._end_reached()
-            if self._layer_order.forward(layer):
+            new_run_begins = self._layer_order.forward(layer)
+            if new_run_begins:  # the weights may have changed since the last run
                 self._residents.expire_prefetches()
             if self._residents.get(layer) is not None:
                 self._residents.give_up(layer)  # weights of an earlier forward
@@ -189,7 +193,7 @@ class OffloadedLayers:
                 self, use, indices, group.tensors, *(layer.tensors[i] for i in indices)
             )
             use.node = weakref.ref(parameters[0].grad_fn)  # weak: the node refers to the use
-        else:  # modules may still look at `requires_grad`
+        else:  # without autograd, but modules may still read `requires_grad`
             parameters = [values[i].requires_grad_() for i in indices]
         for index, parameter in zip(indices, parameters, strict=True):
             values[index] = parameter
@@ -208,8 +212,10 @@ class OffloadedLayers:
             self._end_use(use, output, stays)
         except BaseException as error:
             run_all(self._cleanup_steps(layer), error)
-        # A checkpoint ends a repeated forward by an exception, which is no failure.
-        if output is None and not is_repeated:
+        # `output` is None after an exception. But a checkpoint ends a repeated forward by an
+        # exception, which is no failure.
+        has_failed = output is None and not is_repeated
+        if has_failed:
             run_all(self._cleanup_steps(layer))
         elif not stays:
             self._residents.give_up(layer)
@@ -252,8 +258,8 @@ class OffloadedLayers:
             reference.entries[reference.name] = found.detach().to("cpu")
 
     def _prefetch(self, layer: Layer | None, fresh: bool) -> None:
-        """Prefetch a layer, unless partners may change its buffers before it is used."""
-        if layer is not None and layer.partners:
+        """Prefetch a layer, unless other layers may change its buffers before it is used."""
+        if layer is not None and layer.shares_buffers_with:
             layer = None  # `prefetch` then only gives up expired prefetches
         self._residents.prefetch(layer, fresh)
 
@@ -269,9 +275,10 @@ class OffloadedLayers:
                 f"the backward of {use.layer.name} comes after remove(): it needs its weights"
             )
         is_outside = graph.task() == graph.NO_TASK  # other code unpacks a saved tensor
-        if is_outside or self._reached is use:
+        has_entered = self._reached is use
+        if is_outside or has_entered:
             return self._residents.bring(use.layer, fresh=False)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # this backward itself is to be differentiated
             raise StillframeError(
                 "a backward with create_graph=True cannot go through offloaded layers: what it"
                 " computes with is gone before it could be differentiated"
@@ -280,7 +287,7 @@ class OffloadedLayers:
         next_layer = self._reach(use, end_reached=True)
         group = self._residents.bring(use.layer, fresh=False)
         # A checkpoint inside the layer may repeat a part of the forward, and run another backward
-        # through that part. This backward needs a use of its own.
+        # through that part. That inner backward gets a use of its own.
         inner_use = LayerUse(self._enter_backward, use.layer, use.previous)
         inner_use.device_versions = group.current_versions()
         with torch.enable_grad():
@@ -308,7 +315,8 @@ class OffloadedLayers:
         if use is None:
             return
         use.swap_out()
-        group, stays = self._residents.get(use.layer), use.layer in staying
+        group = self._residents.get(use.layer)
+        stays = use.layer in staying  # on the device
         steps: list[Callable[[], object]] = []
         if group is not None:
             write_back = use.layer.write_back
@@ -326,34 +334,35 @@ class OffloadedLayers:
         """
         use.task = self._end_listener.join()
         results: list[Tensor | None] = [None] * len(grads)
-        sent: list[Gradient] = []
-        fetched: list[tuple[int, Gradient]] = []
+        to_add: list[Gradient] = []
+        to_return: list[tuple[int, Gradient]] = []  # each with its position in `grads`
         for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
             parameter = use.tensors[index]
             target = graph.gradient_target(parameter)
             if grad is None or target == "nothing":
-                continue
+                continue  # there is no gradient, or nothing needs it
             if grad.layout is not torch.strided:  # only dense gradients can be offloaded
                 results[position] = grad.to(device="cpu", dtype=parameter.dtype)
             elif target == "grad":
-                sent.append(Gradient(parameter, grad, self._completes_gradient(use, parameter)))
-            else:
-                fetched.append((position, Gradient(parameter, grad, is_complete=True)))
-        self._gradients.send(use.task, sent)
-        values = self._gradients.fetch([gradient for _, gradient in fetched])
-        for (position, _), value in zip(fetched, values, strict=True):
+                is_complete = self._completes_gradient(use, parameter)
+                to_add.append(Gradient(parameter, grad, is_complete))
+            else:  # autograd itself needs the gradient
+                to_return.append((position, Gradient(parameter, grad, is_complete=True)))
+        self._gradients.send(use.task, to_add)
+        values = self._gradients.fetch([gradient for _, gradient in to_return])
+        for (position, _), value in zip(to_return, values, strict=True):
             results[position] = value
         if self._reached is use:
             self._end_reached()
         return results
 
     def _completes_gradient(self, use: LayerUse, parameter: Tensor) -> bool:
-        """Return whether this backward computes no further gradient of a parameter."""
+        """Return whether `use` computes the last gradient of a parameter in this backward."""
         for layer in self._layers_with.get(parameter, ()):
             for other in tuple(layer.uses):
-                has_sent = other is use or other.task == use.task  # in this backward
-                if not has_sent and graph.runs_node(other.node()):
-                    return False
+                is_done = other is use or other.task == use.task  # in this backward
+                if not is_done and graph.runs_node(other.node()):
+                    return False  # `other` will compute another gradient
         return True
 
     def _backward_ended(self, task: int, succeeded: bool) -> None:
@@ -364,13 +373,14 @@ class OffloadedLayers:
         if not belongs_to_outer:
             steps.append(self._end_reached)
             self._last_used = None
-        if self._end_listener.is_inside(task):
-            end = self._gradients.finish
+        if self._end_listener.is_nested(task):
+            # Do not wait: the end of the outer backward waits for both.
+            last_step = self._gradients.finish
         else:
             self._layer_order.end_backward(succeeded)
             steps.append(functools.partial(self._residents.give_up_all_except, ()))
-            end = self._wait_for_end
-        run_all([*steps, functools.partial(end, task, succeeded)])
+            last_step = self._wait_for_end
+        run_all([*steps, functools.partial(last_step, task, succeeded)])
 
     def _wait_for_end(self, task: int, succeeded: bool) -> None:
         """Wait until gradients are added, buffers are copied back, and no copy reads weights."""

@@ -215,21 +215,21 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
     order = sorted(range(len(spans)), key=lambda i: (spans[i].storage._cdata, spans[i].begin))
     for index in order:
         span = spans[index]
-        number, offset = -1, 0  # of a span without bytes
+        source_index, offset = -1, 0  # for a tensor without bytes
         if span.end > span.begin:
-            last = sources[-1] if sources and _begins_in(span, sources[-1]) else None
-            if last is not None and (span.begin - last.offset) % span.dtype.itemsize:
+            joined = sources[-1] if sources and _begins_in(span, sources[-1]) else None
+            if joined is not None and (span.begin - joined.offset) % span.dtype.itemsize:
                 span.clone()  # the elements would not be aligned in the joined source
-                last = None
-            if last is not None:
-                offset = span.begin - last.offset
-                end = max(last.offset + last.nbytes, span.end)
-                sources[-1] = Source(last.storage, last.offset, end - last.offset)
+                joined = None
+            if joined is not None:
+                offset = span.begin - joined.offset
+                end = max(joined.offset + joined.nbytes, span.end)
+                sources[-1] = Source(joined.storage, joined.offset, end - joined.offset)
             else:
                 sources.append(Source(span.storage, span.begin, span.end - span.begin))
-            number = len(sources) - 1
-        views[index] = View(number, offset, span.dtype, span.shape, span.strides)
-    return sources, [view for view in views if view is not None]  # none of them is None now
+            source_index = len(sources) - 1
+        views[index] = View(source_index, offset, span.dtype, span.shape, span.strides)
+    return sources, [view for view in views if view is not None]  # every span has its view now
 
 
 def _begins_in(span: _Span, source: Source) -> bool:

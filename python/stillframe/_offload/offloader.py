@@ -35,7 +35,7 @@ from stillframe._offload import layout as _layout
 from stillframe._offload.device_pool import HOST, DevicePool, OffloadStats, with_rates
 from stillframe._offload.layout import Layout
 from stillframe._offload.slot import Slot
-from stillframe._offload.ticket import Leaving, Ticket
+from stillframe._offload.ticket import OutwardCopies, Ticket
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of
 from stillframe.errors import StillframeError
@@ -85,8 +85,8 @@ class Offloader:
         self._released: list[Slot] = []  # released slots whose memory is still in use
         self._copying_in: list[Slot] = []  # slots whose copies still run, released or not
         # Groups on their way out whose sources are kept until they are copied, oldest first.
-        self._copying_out: deque[Leaving] = deque()
-        self._untimed: list[Leaving] = []  # groups whose copying time is not in the statistics yet
+        self._copying_out: deque[OutwardCopies] = deque()
+        self._not_in_stats: list[OutwardCopies] = []  # their copying time is not in `_stats` yet
         self._warned: set[str] = set()  # the kinds of warnings that were logged
 
     def __enter__(self) -> Offloader:
@@ -130,13 +130,13 @@ class Offloader:
             self._check_usable()
             layout = Layout(_layout.check(tensors, self.device, "offload"))
             ticket = self._start_to_offload(layout, self._pool.number)
-            leaving = ticket._leaving
-            self._untimed.append(leaving)
-            if not leaving.is_over:
+            copies = ticket._copies
+            self._not_in_stats.append(copies)
+            if not copies.is_over:
                 if reuse:
-                    leaving.make_stream_wait()
+                    copies.make_stream_wait()
                 else:
-                    self._copying_out.append(leaving)
+                    self._copying_out.append(copies)
             self._release_old_sources()
             self._stats["groups_offloaded"] += 1
             self._stats["bytes_offloaded"] += layout.nbytes
@@ -162,25 +162,25 @@ class Offloader:
         n - 1."""
         core = _core.Snapshot(self._pool.core, layout.source_rows(number), _core.SNAPSHOT_LEAVES)
         memory = self._pool.lease(core, layout.nbytes)
-        leaving = Leaving(core, layout, self._pool.stream() if number else None)
-        leaving.start()
+        copies = OutwardCopies(core, layout, self._pool.stream() if number else None)
+        copies.start()
         failed = core.error()
         if failed:
             raise StillframeError(f"the tensors could not be copied off the device: {failed}")
-        return Ticket(layout, leaving, memory, self.device)
+        return Ticket(layout, copies, memory, self.device)
 
     def _release_old_sources(self) -> None:
         """Release the sources of the oldest groups, so that at most `slots` groups keep theirs. Add
         the time of copies that have ended to the statistics."""
         while self._copying_out and self._copying_out[0].is_over:
             self._copying_out.popleft()
-        for leaving in [each for each in self._untimed if each.is_over]:
-            self._untimed.remove(leaving)
-            self._stats["offload_copy_s"] += leaving.copy_s
+        for copies in [each for each in self._not_in_stats if each.is_over]:
+            self._not_in_stats.remove(copies)
+            self._stats["offload_copy_s"] += copies.copy_s
         while len(self._copying_out) > self._max_slots:
-            # Sources of another stream are kept until they are copied, because work of that stream
-            # does not wait for the copies.
             oldest = self._copying_out.popleft()
+            # Sources of another stream stay until they are copied: a wait of the current stream
+            # would not keep that stream's work from getting their memory.
             if oldest.stream == self._pool.stream():
                 oldest.make_stream_wait()
 
@@ -214,8 +214,9 @@ class Offloader:
             try:
                 tensors = slot.take()
             except BaseException:
+                # Not `slot.give_up()`, which frees the memory: copies may still run. `_copying_in`
+                # keeps the slot until they have ended.
                 slot.given_up = True
-                # `_copying_in` keeps the memory until the copies have ended.
                 self._slots.remove(slot)
                 raise
             self._stats["groups_onloaded"] += 1
@@ -417,9 +418,9 @@ class Offloader:
                 slot.finish()
             self._copying_in, self._slots, self._released = [], [], []
             while self._copying_out:
-                leaving = self._copying_out.popleft()
-                leaving.core.wait(None)
-                leaving.record_if_ended()
+                copies = self._copying_out.popleft()
+                copies.core.wait(None)
+                copies.record_if_ended()
 
     def _check_usable(self) -> None:
         """Raise if the offloader or its engine is closed, or belongs to a parent process."""

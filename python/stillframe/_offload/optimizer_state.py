@@ -58,6 +58,7 @@ class _State(defaultdict[Any, Any]):
         return super().__getitem__(key)
 
     def __reduce__(self) -> Any:
+        """Let copies and pickles be an ordinary `defaultdict(dict)` with the same items."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
@@ -89,7 +90,8 @@ class _StateOwner:
             self._nr_intervals += 1
 
     def defer(self, marks: memory_owners.Marks) -> None:
-        if self._nr_intervals >= 2 and not self._is_distrusted:
+        was_watched_long_enough = self._nr_intervals >= 2
+        if was_watched_long_enough and not self._is_distrusted:
             _core.Observer.defer_memory_owner([pooled for pooled, _ in self._versions_noted], marks)
 
     def distrust(self, why: str) -> None:
@@ -146,6 +148,7 @@ class OffloadedOptimizerState:
                 # A copy: the onloaded tensors share one allocation.
                 item.entries[item.key] = item.entries[item.key].clone()
             self._offloader.release(onloaded)
+        # An ordinary dict in place of the `_State`, which reports lookups.
         self._optimizer.state = defaultdict(dict, self._optimizer.state)
         self._offloader.close()
 
@@ -244,9 +247,9 @@ class OffloadedOptimizerState:
         self._send_back()
         self._onloaded = self._onload(number)
         self._on_device = number
-        following = self._sources(number + 1)
-        if following and self._offloader.prefetch(following):
-            self._prefetched_sources = following
+        next_group = self._sources(number + 1)  # empty after the last group
+        if next_group and self._offloader.prefetch(next_group):
+            self._prefetched_sources = next_group
 
     def _sources(self, number: int) -> list[Tensor]:
         """Return a group's tensors in the pool."""

@@ -25,10 +25,10 @@ from stillframe._watch import gate
 class Reader(Protocol):
     """An object that reads weights on the CPU asynchronously."""
 
-    def all(self) -> Iterable[Tensor]:
+    def all_tensors(self) -> Iterable[Tensor]:
         """Return the tensors that the reader may read at some time."""
 
-    def reads(self) -> Iterable[Tensor]:
+    def tensors_in_use(self) -> Iterable[Tensor]:
         """Return the tensors that the reader may be reading now or has prefetched."""
 
     def wait(self) -> None:
@@ -78,9 +78,10 @@ def _readers_of(
 
 def _readers_to_wait_for(optimizer: Optimizer) -> Iterator[Reader]:
     """Return the readers that may be reading weights that the optimizer writes."""
-    if graph.task() != graph.NO_TASK:  # the step runs inside a backward
-        return iter(())
-    return _readers_of(optimizer, lambda reader: reader.reads())
+    is_inside_backward = graph.task() != graph.NO_TASK
+    if is_inside_backward:
+        return iter(())  # such a step writes only weights that the backward needs no more
+    return _readers_of(optimizer, lambda reader: reader.tensors_in_use())
 
 
 class _Readers:
@@ -96,8 +97,8 @@ class _Readers:
 
     def concerns(self, optimizer: Optimizer) -> bool:
         """Return whether any reader may ever read what the optimizer writes."""
-        first = next(_readers_of(optimizer, lambda reader: reader.all()), None)
-        return first is not None
+        readers = _readers_of(optimizer, lambda reader: reader.all_tensors())
+        return any(True for _ in readers)
 
 
 @functools.cache

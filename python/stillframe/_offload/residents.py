@@ -115,14 +115,14 @@ class Residents:
         """Expire all prefetches that were started before this call. Any thread may call this."""
         self._generation += 1
 
-    def all(self) -> list[Tensor]:
+    def all_tensors(self) -> list[Tensor]:
         return [tensor for layer in self._layers for tensor in layer.tensors]
 
-    def reads(self) -> list[Tensor]:
-        """Return the tensors of all layers if a copy may be reading tensors or a layer is
-        prefetched. Otherwise return []."""
+    def tensors_in_use(self) -> list[Tensor]:
+        """Return the tensors of all layers if a copy may be reading some of them, or if the device
+        has a prefetched copy of some. Otherwise return []."""
         if self._prefetches or self._offloader._is_reading():
-            return self.all()
+            return self.all_tensors()
         return []
 
     def wait(self) -> None:

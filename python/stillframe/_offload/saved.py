@@ -5,7 +5,7 @@ instead: which weight, and which view of it. If autocast has cast the weight, ba
 cast.
 
 torch calls only the innermost pair of saved-tensor hooks. Our pair passes other tensors on to the
-enclosing pair. So `torch.utils.checkpoint` and other users of hooks work around an offloaded layer.
+enclosing pair. So an offloaded layer may run inside `torch.utils.checkpoint` or other hooks.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class Weights:
         self._uses: dict[int, tuple[WeightUse, list[_WeightRange]]] = {}
 
     def add(self, use: WeightUse, tensors: Sequence[Tensor]) -> None:
-        """Have views of a layer's tensors on the device saved as references, until `drop`."""
+        """Until `drop`, have autograd save a reference in place of each view of a layer's tensors
+        on the device. `use` is the forward that runs."""
         for index, tensor in enumerate(tensors):
             begin = int(tensor.storage_offset()) * tensor.itemsize
             end = begin + tensor.numel() * tensor.itemsize
@@ -185,13 +186,14 @@ def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
         node = node.next_functions[0][0]
     if node is None or node.name() != "ToCopyBackward0":
         return None, 0
-    source, output = node.next_functions[0]
+    # The cast's input is an output of the node before it: a node of `Onloading` for a weight.
+    input_node: Any
+    input_node, output_index = node.next_functions[0]
     # The class of an autograd function's node has `_forward_cls`, which is the function.
-    onload: Any = source
-    function = getattr(type(onload), "_forward_cls", None)
+    function = getattr(type(input_node), "_forward_cls", None)
     if function is None or not issubclass(function, Onloading):
         return None, 0
-    return onload.use, onload.indices[output]
+    return input_node.use, input_node.indices[output_index]
 
 
 def innermost() -> Hooks | None:

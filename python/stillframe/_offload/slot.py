@@ -73,8 +73,9 @@ class Slot:
         """Queue the copies of `sources` to the slot's device memory at address `base`."""
         pool = self._pool
         # The core's snapshot that owns the sources; None if the CPU tensors own them.
-        core = what._leaving.core if isinstance(what, Ticket) else None
-        if core is None and any(map(self._is_pageable, self._given)):
+        core = what._copies.core if isinstance(what, Ticket) else None
+        must_stage = core is None and any(map(self._is_pageable, self._given))
+        if must_stage:
             core, sources = self._stage()
         number, stream = self._stream
         self._core = _core.Onload(
@@ -96,7 +97,7 @@ class Slot:
             self._pool.core, self._layout.source_rows(device=0), _core.SNAPSHOT_LEAVES
         )
         memory = self._pool.lease(core, self.nbytes)
-        core.start(())
+        core.start(())  # without a stream, the call makes the copies
         self._pool.stats["bytes_staged"] += self.nbytes
         return core, _layout.sources_in(memory, core.offsets(), self._layout)
 
@@ -104,14 +105,14 @@ class Slot:
         """Return whether this slot was made from the given ticket or tensors."""
         if isinstance(what, Ticket):
             return self._ticket is not None and self._ticket() is what
-        given = list(what)
-        if self._ticket is not None or len(given) != len(self._given):
+        tensors = list(what)
+        if self._ticket is not None or len(tensors) != len(self._given):
             return False
-        return all(one is other for one, other in zip(given, self._given, strict=True))
+        return all(one is other for one, other in zip(tensors, self._given, strict=True))
 
     def is_for_or_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
-        """Return whether the slot was made from `what`, or `take` has returned one of its tensors.
-        Once `take` was called, the given CPU tensors do not count."""
+        """Return whether the slot was made from `what`, or `what` has a tensor that `take` has
+        returned. After `take`, CPU tensors no longer identify the slot that was made from them."""
         if isinstance(what, Ticket):
             return self.is_for(what)
         if not self.taken and self.is_for(what):
@@ -163,10 +164,12 @@ class Slot:
         """Have a stream wait for the copies. If that fails, wait on the host."""
         core = self._core
         _, handle = stream
-        if core is None or core.order(handle):
-            return
-        with self._pool.waiting():
-            core.wait(None)
+        if core is None:
+            return  # there are no copies, or they have completed
+        stream_waits = core.order(handle)
+        if not stream_waits:
+            with self._pool.waiting():
+                core.wait(None)
 
     def _record_use(self, flat: torch.Tensor) -> None:
         """If the memory was allocated on another stream, tell torch's allocator that the current
@@ -179,10 +182,11 @@ class Slot:
         group, later work may not."""
         flat, self._flat = self._flat, None
         self.given_up = True
-        if flat is not None:
+        if flat is not None:  # the group was not taken
             self._make_stream_wait(self._pool.stream())
         elif self._pool.stream() != self._stream and not self.is_gone():
-            # The caller's tensors own the memory. Note the use through a new tensor over it.
+            # The caller's tensors own the memory. To record the current stream's use of it, make
+            # another tensor over it.
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._weak_storage.cdata)
             if storage is not None:  # the caller's tensors still exist
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

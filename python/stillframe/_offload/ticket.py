@@ -1,12 +1,12 @@
 """Holds a group of tensors that was copied, or is being copied, from a device into the pool.
 
-    LEAVING  the copies are queued or running; `Leaving` keeps the sources alive
+    LEAVING  the copies are queued or running; `OutwardCopies` keeps the sources alive
     HERE     every byte is in the pool
 
 The completion thread releases the sources when the copies have completed. An `Offloader` may
-release them earlier (`Leaving.make_stream_wait`): the sources' stream then waits for the copies, so
-later work on the stream may get the memory. This bounds the memory of the sources, although the
-host runs far ahead of the device.
+release them earlier (`OutwardCopies.make_stream_wait`): the sources' stream then waits for the
+copies, so later work on the stream may get the memory. This bounds the memory of the sources,
+although the host runs far ahead of the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stillframe.errors import StillframeError, TornSnapshotError
 log = logging.getLogger("stillframe")
 
 
-class Leaving:
+class OutwardCopies:
     """The copies of one group into the pool.
 
     Args:
@@ -53,7 +53,7 @@ class Leaving:
         """Queue the copies; on the host, make them."""
         if self.stream is None:
             began = time.perf_counter()
-            self.core.start(())
+            self.core.start(())  # without a stream, the call makes the copies
             self.record_if_ended()
             self.copy_s = time.perf_counter() - began
             return
@@ -116,7 +116,7 @@ class Leaving:
     def _find_writes(self) -> None:
         """Set and log an error if the version of a source has changed since the start."""
         if self._layout is None:
-            return
+            return  # the sources are released
         changed = self._layout.changed(self._versions)
         if changed and self.error is None:
             self.error = TornSnapshotError(
@@ -138,11 +138,11 @@ class Ticket:
     def __init__(
         self,
         layout: Layout,
-        leaving: Leaving,
+        copies: OutwardCopies,
         memory: _core.SnapshotMemory | None,
         device: torch.device,
     ) -> None:
-        self._layout, self._leaving, self._memory = layout, leaving, memory
+        self._layout, self._copies, self._memory = layout, copies, memory
         self._birth = Birth("this Ticket")
         self._tensors: list[torch.Tensor] | None = None
         self._versions_at_creation: list[int] = []  # the versions of `_tensors` when they were made
@@ -179,7 +179,7 @@ class Ticket:
     def done(self) -> bool:
         """Return whether the copies have ended, successfully or not."""
         self._birth.refuse_forked_child()
-        return self._leaving.has_ended()
+        return self._copies.has_ended()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every byte is in the pool. Then the sources may be written to.
@@ -189,10 +189,10 @@ class Ticket:
             TornSnapshotError, StillframeError: As `tensors`.
         """
         self._birth.refuse_forked_child()
-        ended, _ = self._leaving.core.wait(seconds(timeout))
+        ended, _ = self._copies.core.wait(seconds(timeout))
         if not ended:
-            raise TimeoutError(f"the group after {timeout:g} s: not in the pool yet")
-        self._leaving.record_if_ended()
+            raise TimeoutError(f"the group is not in the pool after {timeout:g} s")
+        self._copies.record_if_ended()
         self._raise_if_failed()
 
     def release(self) -> None:
@@ -219,7 +219,7 @@ class Ticket:
             raise StillframeError("this Ticket was released: its memory may be others' already")
 
     def _raise_if_failed(self) -> None:
-        error = self._leaving.error
+        error = self._copies.error
         if error is not None:
             raise error
 
@@ -228,20 +228,20 @@ class Ticket:
         the errors raised see `tensors`."""
         self._birth.refuse_forked_child()
         self._refuse_released()
-        self._leaving.poll()
+        self._copies.poll()
         self._raise_if_failed()
-        if self._memory is None:
+        if self._memory is None:  # released since the check above
             raise StillframeError("this Ticket was released: its memory may be others' already")
-        return sources_in(self._memory, self._leaving.core.offsets(), self._layout)
+        return sources_in(self._memory, self._copies.core.offsets(), self._layout)
 
 
 def _finish_at_exit() -> None:
     """Wait for running copies, because the interpreter is about to free the sources."""
-    for leaving in list(completion.copying.values()):
-        if isinstance(leaving, Leaving):
+    for copies in list(completion.copying.values()):
+        if isinstance(copies, OutwardCopies):
             with contextlib.suppress(Exception):
-                leaving.core.wait(None)
-                leaving.record_if_ended()
+                copies.core.wait(None)
+                copies.record_if_ended()
 
 
 atexit.register(_finish_at_exit)

@@ -66,10 +66,13 @@ def next_boundary(counts: list[Counts]) -> Counts:
     steps = max(each.steps for each in counts)
     saves = max(each.saves for each in counts)
     steps_at_last_save = max(each.steps_at_last_save for each in counts)
-    next_step = next_save = NEVER  # if the loop calls `should_stop`
-    if stops == 0:
+    next_step = next_save = NEVER
+    loop_calls_should_stop = stops > 0
+    if not loop_calls_should_stop:
         next_save = max(saves + 1, 2)  # not 1: the first call of `save` only registers
-        if saves < 2 and steps_at_last_save >= 0:
+        loop_called_save_once = saves < 2 and steps_at_last_save >= 0
+        if loop_called_save_once:
+            # + 2: the first step after the call of `save` does not count.
             next_step = max(steps + 1, steps_at_last_save + 2)
     return Counts(stops + 1, next_step, next_save, -1)
 

@@ -82,6 +82,8 @@ def _unblock_signals() -> None:
 
 
 def _restore_in_child() -> None:
+    """Restore the handlers and the signal mask in a forked child. A daemonic child also leaves the
+    signals to its parent."""
     numbers = _all_signals()
     while _blocks:
         _blocks.pop().forget()
@@ -92,13 +94,14 @@ def _restore_in_child() -> None:
 
 
 def _leave_to_parent(numbers: Iterable[int]) -> None:
-    """Ignore signals unless the parent sends them, and end with the parent.
+    """Ignore signals unless the parent sends them, and have the kernel kill this child when the
+    parent dies.
 
-    The kernel ends a child with the thread that forked it. If that is not the main thread, this
-    begins only with the first ignored signal.
+    The kernel kills the child when the thread that forked it ends. So if another thread than the
+    parent's main thread forked it, the kernel is asked only at the first ignored signal.
     """
     for number in numbers:
-        _core.leave_signal(number, _fork_state.is_main)
+        _core.leave_signal(number, _fork_state.is_main)  # True: ask the kernel at once
 
 
 def _is_daemonic() -> bool:

@@ -49,7 +49,8 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
             tree = skeleton.build(state)  # to learn how many bytes the save writes
             nbytes = len(tree.data) + sum(each.nbytes() for each in tree.storages)
             del tree
-            if not _give_up_without_time(under_way, until, (str(path), nbytes)):
+            has_time = _give_up_without_time(under_way, until, new=(str(path), nbytes))
+            if not has_time:
                 return None
         options = SaveOptions(overlap=False, wait_for_slot=True)
         handle = submit(engine_or_default(None), state, path, options)
@@ -89,7 +90,7 @@ def is_given_up(handle: object) -> bool:
     return handle in _given_up
 
 
-def refuse_deadline(deadline: object) -> float:
+def checked_deadline(deadline: object) -> float:
     """Return a deadline in seconds. Raise TypeError or ValueError if it is no positive number."""
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
         raise TypeError(f"deadline has to be a number of seconds, not {deadline!r}")
@@ -137,7 +138,8 @@ def _under_way() -> list[InFlight]:
 def _give_up_without_time(
     under_way: list[InFlight], until: float, new: tuple[str, int] | None = None
 ) -> bool:
-    """Give up the saves for which there is not enough time. Return whether to make the new save.
+    """Give up the saves for which there is not enough time until the moment `until`. Return whether
+    there is time for the new save, if any.
 
     Args:
         under_way: The saves under way, oldest first.

@@ -46,7 +46,7 @@ log = logging.getLogger("stillframe")
 MakeState = Callable[[], object]
 Event = Literal["stop", "step", "save"]
 
-_REPEATED_S = 0.1  # a signal that comes so soon after the first is ignored
+_REPEATED_S = 0.1  # a signal that comes so soon after the first one is ignored
 _PASSED_ON_S = 2.0  # the same under torchrun, which passes on the signals that it receives
 _POLL_S = 0.005  # how often the main thread checks whether the ranks have agreed
 _CHECK_S = 1.0  # how often the watching thread checks whether another rank was asked to stop
@@ -100,7 +100,7 @@ class Preemption:
     def __init__(self, signals: Iterable[int], deadline: float) -> None:
         self.signals = _checked_signals(signals)
         """The numbers of the signals that announce the end."""
-        self._deadline_s = in_time.refuse_deadline(deadline)
+        self._deadline_s = in_time.checked_deadline(deadline)
         self._reserve_s = min(1.0, self._deadline_s / 5)  # from the end of saves to the deadline
         self._birth = Birth("this preemption")
         self._handler = self._on_signal  # kept, because each `self._on_signal` is another object
@@ -173,8 +173,10 @@ class Preemption:
         if not (self._must_check and self._reach_boundary("save")):
             self._make_state_of[name] = make_state
             return None
-        if name in self._saved and not self._has_reached_stop and self._nr_stops == 0:
-            # A loop that only calls `save` has saved after the signal, and goes on: end it.
+        is_saved, calls_should_stop = name in self._saved, self._nr_stops > 0
+        if is_saved and not calls_should_stop and not self._has_reached_stop:
+            # The loop has saved after the signal and goes on. It never calls `should_stop`, so end
+            # the process here.
             raise _End(self._exit_status())
         self._make_state_of[name] = make_state
         self._save_registered("save")
@@ -227,9 +229,11 @@ class Preemption:
                 self._ranks.leave(None)
         finally:
             self._restore_handlers()
-        if self._first_signal is not None and not self._only_waits:  # the signal has come just now
+        # A signal may have come after the first check and before the handlers were restored.
+        if self._first_signal is not None and not self._only_waits:
             self._finish_saves(error)
-        # If only another rank got a signal, the program goes on after the block.
+        # If only another rank got a signal, the program goes on after the block. An error of the
+        # block propagates.
         if self._own_signal is None or not _is_plain_end(error):
             return
         previous = self._previous_handlers[self._own_signal]
@@ -262,7 +266,8 @@ class Preemption:
             if signal.getsignal(number) == self._handler:
                 signal.signal(number, previous)
         self._is_running = False
-        if self._own_signal is None:
+        process_ends = self._own_signal is not None  # then the thread still keeps the deadline
+        if not process_ends:
             with contextlib.suppress(BlockingIOError):  # the pipe is full of signals
                 os.write(self._pipe[1], bytes([_END_BYTE]))
 
@@ -282,13 +287,14 @@ class Preemption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Record a signal. This may interrupt any line of the main thread."""
-        # A handler that was installed inside the block may call this one after the block.
+        # Other code may have installed a handler inside the block, and this handler may call
+        # `_on_signal` even after the block.
         if not self._is_running:
             previous = self._previous_handlers.get(number)
             if callable(previous):
                 previous(number, frame)
             return
-        if self._must_raise:
+        if self._must_raise:  # `_give_up` has sent this signal
             self._must_raise = False
             raise _End(self._exit_status())
         if not self._is_wakeup_fd:
@@ -315,8 +321,9 @@ class Preemption:
     def _watch(self) -> None:
         """Give up the saves shortly before the deadline. End the process at the deadline or at a
         second signal. Runs on the block's thread."""
-        repeated_s = _PASSED_ON_S if "TORCHELASTIC_RUN_ID" in os.environ else _REPEATED_S
-        first_s: float | None = None  # when this process got its first signal
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        ignore_for_s = _PASSED_ON_S if under_torchrun else _REPEATED_S
+        first_signal_at: float | None = None  # when this process got its first signal
         given_up = False
         while True:
             number = self._next_signal(given_up)
@@ -326,9 +333,9 @@ class Preemption:
             # Not after `_give_up`, which sends a signal itself.
             if number is not None and not given_up:
                 self._record_own_signal(number)
-                if first_s is None:
-                    first_s = now
-                elif now - first_s > repeated_s:
+                if first_signal_at is None:
+                    first_signal_at = now
+                elif now - first_signal_at > ignore_for_s:
                     self._end_now("a second signal came")
             if self._first_signal is None:
                 continue
@@ -338,7 +345,7 @@ class Preemption:
             if now >= self._end_deadline():
                 if self._is_running or not threading.main_thread().is_alive():
                     self._end_now("the deadline has passed")
-                break
+                break  # the main thread has left the block, and goes on
         os.close(self._pipe[0])
         os.close(self._pipe[1])
 
@@ -353,7 +360,7 @@ class Preemption:
                 end = self._end_deadline() if given_up else self._leave_deadline()
                 left_s = max(0.0, end - time.monotonic())
             elif self._ranks is not None or not self._ranks_known:
-                left_s = _CHECK_S
+                left_s = _CHECK_S  # another rank may be asked to stop
             if not poll.poll(None if left_s is None else 1000 * left_s):
                 return None
             (number,) = os.read(self._pipe[0], 1)
@@ -403,7 +410,7 @@ class Preemption:
         self._must_check = True  # if training goes on, the next boundary has to check too
         if not self._stops_here(event):
             return False
-        # Without other ranks, the loop may still call `should_stop` after `save`.
+        # Without other ranks, a call of `save` is not the end: `should_stop` may still be called.
         self._has_reached_stop = event != "save" or self._ranks is not None
         if event != "save":
             self._save_registered(event)
@@ -414,10 +421,11 @@ class Preemption:
         until they have agreed. Raise `_End` if they have agreed without this rank."""
         if self._ranks is None:
             if event != "step":
-                return True
-            # The end of a step counts if it was the next boundary when the step began.
-            before_step = self._counts()._replace(steps=self._nr_steps - 1)
-            return self._counts().reaches(agreement.next_boundary([before_step]))
+                return True  # every call of `should_stop` and `save` is a boundary
+            # The end of this step is a boundary only if it was the next one when the step began.
+            counts_before_step = self._counts()._replace(steps=self._nr_steps - 1)
+            next_boundary = agreement.next_boundary([counts_before_step])
+            return self._counts().reaches(next_boundary)
         while self._ranks.limit is None and self._ranks.why_left_out is None:
             time.sleep(_POLL_S)
         if self._ranks.why_left_out is not None:
@@ -439,10 +447,12 @@ class Preemption:
         """Make the registered saves, except those that were made since the last step. `event` is
         the boundary; None at the end of the block."""
         for name, make_state in list(self._make_state_of.items()):
-            _, stops, steps = self._saved.get(name, (None, -1, -1))
-            # The state may have been saved at the end of the step, before this `should_stop`.
-            saved_by_step = steps > 0 and event == "stop"
-            is_saved = steps == self._nr_steps and (stops == self._nr_stops or saved_by_step)
+            # The counts at the last save of this state; -1 if it was never saved.
+            _, saved_at_stop, saved_at_step = self._saved.get(name, (None, -1, -1))
+            # The end of a step may have saved the state right before this call of `should_stop`.
+            may_be_saved_by_step = event == "stop" and saved_at_step > 0
+            same_stop = saved_at_stop == self._nr_stops or may_be_saved_by_step
+            is_saved = same_stop and saved_at_step == self._nr_steps
             if not is_saved:
                 report = in_time.save(make_state, name, self._save_deadline())
                 self._saved[name] = report, self._nr_stops, self._nr_steps
@@ -451,7 +461,8 @@ class Preemption:
         """Join the other ranks, if there is a process group. Without one, the first boundary calls
         this again, because the group may be made inside the block."""
         self._ranks = agreement.join(self._deadline_s, self._request_stop, self._counts)
-        self._ranks_known = self._is_running or self._ranks is not None
+        is_first_boundary = self._is_running  # otherwise the block is being entered
+        self._ranks_known = self._ranks is not None or is_first_boundary
         if self._ranks is not None and self._first_signal is not None:
             self._ranks.ask(*self._first_signal)
 

@@ -97,7 +97,8 @@ def engine_or_default(engine: Engine | None) -> Engine:
 def configure(**engine_options: Unpack[EngineOptions]) -> None:
     """Set the options of the default engine before its first use.
 
-    A save or snapshot that is not refused is a use. So is `warm_up`, and so is `default_engine()`.
+    Each of these counts as a use: a save or snapshot that is not refused, `warm_up`, and
+    `default_engine()`.
 
     Args:
         **engine_options: The options of `Engine`: `pool_bytes`, `block_bytes`,

@@ -156,8 +156,8 @@ class Checkpoint:
 
         Raises:
             TypeError, ValueError: `name` is not a relative path, or was saved already.
-            StillframeError: The block has ended.
-            Exception: As `async_save`. The block may catch it and go on without this file.
+            StillframeError: The `with` block has ended.
+            Exception: As `async_save`. The caller may catch it and go on without this file.
         """
         relative = _relative(name)
         self._submit(obj, relative, format_of(relative), None)
@@ -292,7 +292,7 @@ class Checkpoint:
         """Start the save of a file; if the call raises, the name is free again."""
         save = self._require_save()
         self._add_name(name)
-        if self._skipped is not None:
+        if self._skipped is not None:  # the engine was busy: nothing is saved
             return
         created: list[CoreSave] = []  # gets the file's save, once it exists
         try:

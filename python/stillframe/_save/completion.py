@@ -141,8 +141,8 @@ class _CompletionThread:
     """The completion thread: it takes notices of the core and settles saves.
 
     Attributes:
-        drain_is_over: The drain is over, or the thread could not start because the interpreter
-            was exiting. Each call then waits for its own save.
+        drain_is_over: The exit has waited for all saves (the drain), or the thread could not start
+            because the interpreter was exiting. Each later call waits for its own save.
     """
 
     def __init__(self) -> None:
@@ -155,8 +155,8 @@ class _CompletionThread:
         """Start the thread unless it runs. Every save and remove calls this first.
 
         Args:
-            under_way: The caller is part of a save that had begun before the exit, so it may save
-                during the drain.
+            under_way: The caller is part of a save that had begun before the exit. So it may save
+                during the drain, in which the exit waits for saves.
 
         Raises:
             StillframeError: The interpreter is exiting, and this thread may not save any more.
@@ -172,7 +172,7 @@ class _CompletionThread:
         if self.drain_is_over:
             return
         if not self._thread.start():  # the exiting interpreter starts no thread
-            self.drain_is_over = True
+            self.drain_is_over = True  # so the caller waits for its own save
 
     @property
     def is_exiting(self) -> bool:
@@ -180,11 +180,12 @@ class _CompletionThread:
 
     @property
     def is_draining(self) -> bool:
-        """Return whether the drain is running. The exit prints uncollected errors after it."""
+        """Return whether the exit waits for saves now. It prints uncollected errors later."""
         return self._exit_thread is not None and not self.drain_is_over
 
     def begin_exit(self, *, threads_go_on: bool = False) -> None:
-        """Begin the drain. If `threads_go_on`, other threads may save after the drain."""
+        """Begin the drain, in which the exit waits for saves. If `threads_go_on`, other threads
+        may save after it."""
         self._threads_go_on = threads_go_on
         self._exit_thread = threading.current_thread()
 
@@ -192,8 +193,9 @@ class _CompletionThread:
         """End the drain: settle the saves that have ended, and end the thread for good."""
         self.drain_is_over = True
         _core.notice_stop()
-        if self._thread.prevent():
-            _take_notices()  # the thread never ran
+        never_ran = self._thread.prevent()
+        if never_ran:
+            _take_notices()  # here, in place of the thread
         else:
             self._thread.join()
 

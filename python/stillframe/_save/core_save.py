@@ -104,10 +104,11 @@ class CoreSave(SaveHandle):
         self._ticket.abandon()
 
     def _end_call(self) -> None:
-        """Make steps wait for deferred sources, or drop the sources if all of them are captured."""
+        """Make optimizer steps wait until the deferred sources are copied. Drop the sources if all
+        of them were copied in the call."""
         self._verdict.make_steps_wait(self)
-        are_still_read = self._verdict.is_needed or self._devices
-        if not are_still_read:
+        are_copied_later = self._verdict.is_needed or self._devices
+        if not are_copied_later:
             self._release_sources()
         self._call_time.end()
 
@@ -153,7 +154,7 @@ class CoreSave(SaveHandle):
             copied: All bytes are copied, so no step waits for this save any more.
         """
         if self._verdict.is_needed and not self._verdict_given:
-            self._ticket.confirm(self._verdict.judge())
+            self._ticket.confirm(self._verdict.judge())  # gives the verdict to the core
             self._verdict_given = True
         if copied:
             self._verdict.let_steps_go(self)
@@ -199,15 +200,15 @@ class CoreSave(SaveHandle):
         if not self._outcome.settled:
             self._wait(_core.WAIT_COPIED, deadline, "durable")
             self._give_verdict()
-            if self._ordered and not self._has_ended():  # the rest waits for the log
+            if self._ordered and not self._has_ended():  # the commit waits for earlier entries
                 ordered.refuse_in_external_work()
             self._wait(_core.WAIT_ENDED, deadline, "durable")
         self._settle()
 
-    def _wait(self, what: int, deadline: Deadline, awaited_state: str) -> None:
-        """Wait for the event `what`, a `_core.WAIT_*`. Raise TimeoutError after the deadline, with
+    def _wait(self, event: int, deadline: Deadline, awaited_state: str) -> None:
+        """Wait for one of the events `_core.WAIT_*`. Raise TimeoutError after the deadline, with
         `awaited_state` in the message."""
-        if not self._ticket.wait(what, deadline.left()):
+        if not self._ticket.wait(event, deadline.left()):
             raise self._timeout_error(deadline, awaited_state)
 
     # ---- the end ----
@@ -229,7 +230,8 @@ class CoreSave(SaveHandle):
 
     def _report_of(self, facts: dict[str, Any]) -> SaveReport:
         """Return the report of a durable save; `facts` is the core's report."""
-        ticket_made_s = self._entered_to_ticket_s  # the core's times count from then
+        # The core's times count from the making of the ticket.
+        call_to_ticket_s = self._entered_to_ticket_s
         fallbacks = [*self._fallbacks, *facts["fallbacks"]]
         if facts["over_slots"]:
             fallbacks.append(
@@ -243,10 +245,10 @@ class CoreSave(SaveHandle):
             captured_nbytes=facts["captured_nbytes"],
             deferred_nbytes=facts["deferred_nbytes"],
             blocked_s=self._call_time.seconds,
-            gate_wait_s=sum((each.seconds for each in list(self._step_waits)), 0.0),
+            gate_wait_s=sum((wait.seconds for wait in list(self._step_waits)), 0.0),
             backpressure_s=(facts["slot_wait_ns"] + facts["block_wait_ns"]) / 1e9,
-            staged_after_s=facts["staged_after_ns"] / 1e9 + ticket_made_s,
-            durable_after_s=facts["ended_after_ns"] / 1e9 + ticket_made_s,
+            staged_after_s=facts["staged_after_ns"] / 1e9 + call_to_ticket_s,
+            durable_after_s=facts["ended_after_ns"] / 1e9 + call_to_ticket_s,
             peak_pool_bytes=facts["peak_pool_bytes"],
             io_mode=facts["io_mode"],
             fallbacks=tuple(fallbacks),

@@ -82,6 +82,7 @@ class DirectorySave(ExternalSave):
     def _state_under_way(self) -> State:
         if not self._is_staged():
             return "staging"
+        # With all files written, the directory is the next to be synced and renamed.
         return "writing" if all(file.done() for file in list(self._files)) else "staged"
 
     def progress(self) -> tuple[int, int]:
@@ -184,7 +185,7 @@ class DirectorySave(ExternalSave):
         """Put the save into the log at the end of the block. Raise StillframeError if the exit of
         the interpreter has given the save up."""
         self._birth.refuse_forked_child()
-        if not self._unclaimed:  # `give_up` has ended the save
+        if not self._unclaimed_end:  # at exit, `give_up` has ended the save
             raise StillframeError(f"{self._path} was not saved: the interpreter is exiting")
         self._launch_time = Interval(time.perf_counter())
         self._closed_s = time.perf_counter() - self._entered
@@ -205,6 +206,7 @@ class DirectorySave(ExternalSave):
             self._give_up(why)
 
     def undo_begin(self) -> None:
+        """Undo `begin`, because `submit` was interrupted, and give up the files."""
         super().undo_begin()
         self._give_up("the end of its block was interrupted")
 
@@ -213,7 +215,7 @@ class DirectorySave(ExternalSave):
         try:
             self._cancel_files()
             for file in list(self._files):
-                file.add_done_callback(take_uncollected_error)  # so that it is not logged
+                file.add_done_callback(take_uncollected_error)  # so that no error is logged
             self._clear()
         finally:
             self.close()
@@ -226,7 +228,7 @@ class DirectorySave(ExternalSave):
                 self._files.remove(file)
 
     def close(self) -> None:
-        """Record that the block is over, so that its thread may wait for the save's end."""
+        """Record that the block has ended. From now on its thread may wait for the save."""
         _open_saves.discard(self)
         self._closed.set()
         self._block_thread = None
@@ -235,8 +237,9 @@ class DirectorySave(ExternalSave):
         for file in list(self._files):
             file.cancel()
 
-    def _forward_staging(self, _: object = None) -> None:
-        """Resolve the staging future when the last file is copied."""
+    def _forward_staging(self, _done_future: object = None) -> None:
+        """Resolve the staging future if all files are copied. The future of each file calls this
+        with itself when it is done."""
         futures = self._staging_futures
         if self._outcome.settled or not all(future.done() for future in futures):
             return
@@ -257,10 +260,10 @@ class DirectorySave(ExternalSave):
             report = self._report(self._commit())
         except BaseException as error:  # the save must end in any case
             failure = error.with_traceback(None)
-            self._clear()
+            self._clear()  # before `end`: callers who wait for it find no temporary directory
         self.end(report, failure)
         if failure is None:
-            self._clear()  # removes the old directory
+            self._clear()  # after `end`: callers need not wait until the old directory is removed
         return failure is None
 
     def _commit(self) -> int:

@@ -154,13 +154,14 @@ class Engine:
         core = core_of(self)
         self._used = True
         for number in device.in_use():
-            if why := core.use_device(number):
-                log.warning("stillframe: %s", why)
+            problem = core.use_device(number)  # "" if the device can be used
+            if problem:
+                log.warning("stillframe: %s", problem)
         start, held_before = time.monotonic(), core.stats()["committed_bytes"]
-        for upto in (*range(_WARM_UP_STEP, target, _WARM_UP_STEP), target):
-            if upto < target and core.stats()["pool_bytes"] < upto:
-                continue  # the pool cannot grow so far; only the last call is needed
-            core.warm_up(upto)
+        for size in (*range(_WARM_UP_STEP, target, _WARM_UP_STEP), target):
+            if size < target and core.stats()["pool_bytes"] < size:
+                continue  # the pool cannot grow to this size: go on with the last call
+            core.warm_up(size)  # grows the pool to this size
             held, took_s = core.stats()["committed_bytes"], time.monotonic() - start
             _log_warm_up(held, held_before, target, took_s)
 
@@ -192,7 +193,7 @@ class Engine:
 
         - `pool_bytes`, `block_bytes`: the cap of the pool, and the size of a block
         - `committed_bytes`: memory that the pool holds
-        - `leased_bytes`, `retired_bytes`: how much of it is in use, and is never used again
+        - `leased_bytes`: how much of it is in use; `retired_bytes`: how much is never used again
         - `saves_in_flight`, `saves_total`: numbers of saves
         - `driver`: a sentence about the CUDA driver
         """
@@ -326,7 +327,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             else:
                 tree = skeleton.build(obj)
             deferral = gate.defer(tree, overlap=options.overlap)
-            # A stream needs deferred tensors of one lane next to each other.
+            # A stream sends the file in order, so what one lane copies later must be adjacent.
             members = tree.lay_out(by_lane=options.stream)  # None for torch's format
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.thread.start()

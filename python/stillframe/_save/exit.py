@@ -108,8 +108,9 @@ def _drain(*, threads_go_on: bool = False) -> None:
     ]
 
     def give_up() -> None:
-        if not _give_up():
-            # Keep steps[0], which is this function. Most other steps would wait for the save.
+        all_saves_have_ended = _give_up()
+        if not all_saves_have_ended:
+            # Skip the steps that would wait for the save. steps[0] is this function itself.
             steps[1:] = final_steps
 
     while steps:  # a step is removed when it is done, so an interrupted one runs again
@@ -119,7 +120,7 @@ def _drain(*, threads_go_on: bool = False) -> None:
         except KeyboardInterrupt:
             interrupts += 1
             if interrupts > 2:
-                del steps[0]
+                del steps[0]  # skip the interrupted step
             else:
                 steps.insert(0, give_up if interrupts == 2 else _warn_once)
         except Exception:

@@ -60,7 +60,7 @@ class ExternalSave(SaveHandle):
         self._slot_wait_s = 0.0  # how long the call waited for a slot
         self._call_time = Interval(entered)  # until the call returns
         self._ended = Event()  # the save has ended
-        self._unclaimed = [True]  # `claim_end` takes the element, in one atomic operation
+        self._unclaimed_end = [True]  # `claim_end` takes the element, in one atomic operation
         self._decisions: list[str] = []  # each _CANCELLED or _COMMITTED; the first one counts
 
     # ---- for users ----
@@ -103,8 +103,8 @@ class ExternalSave(SaveHandle):
     def submit(self, key: bytes, kind: int, work: Callable[[], bool]) -> None:
         """Put the save into the log, with its external work.
 
-        If this raises, the save was not made and nobody calls `work`, except after a Ctrl-C that
-        comes just after the launch.
+        If this raises, the save was not made and `work` is not called, unless `work` had begun
+        before a Ctrl-C.
 
         Args:
             key: The path's name in the log, see `paths.key`.
@@ -112,10 +112,13 @@ class ExternalSave(SaveHandle):
             work: Called when the save's entry is at the head of the log. It must call `end` and
                 return whether the save succeeded.
         """
+
+        def work_unless_ended(_previous_succeeded: bool) -> bool:
+            return self.claim_end() and work()
+
         try:
             self.begin()
-            # `work` ends the save, unless another caller has claimed the end.
-            ordered.submit(key, kind, lambda _: self.claim_end() and work())
+            ordered.submit(key, kind, work_unless_ended)
             self.record_launch()
         except BaseException:
             if self.claim_end():
@@ -125,7 +128,7 @@ class ExternalSave(SaveHandle):
     def claim_end(self) -> bool:
         """Return True to the first caller only, which must end the save."""
         try:
-            return self._unclaimed.pop()
+            return self._unclaimed_end.pop()
         except IndexError:
             return False
 
@@ -182,9 +185,9 @@ class ExternalSave(SaveHandle):
 
         Args:
             report, error: The outcome; one of them is None.
-            value: The result of `upload_completion`, if that is not the report.
-            entry: The save's entry in the log, to be ended too. It ends after the outcome is
-                recorded, because later entries read the error, and before waiting users wake.
+            value: The result of the future `upload_completion`; None stands for the report.
+            entry: The save's entry in the log, which this call ends too: after it has recorded the
+                outcome, because later entries read the error, and before it wakes waiting users.
         """
         self._end_mirror(succeeded=error is None)
         self._outcome.settle(report, error, value=value, is_known=self.error_is_known)

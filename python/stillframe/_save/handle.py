@@ -41,10 +41,10 @@ class SaveHandle:
     def __init__(
         self,
         path: str,
-        given: Any = None,
+        given: Any = None,  # the path as the user gave it, for `on_durable`
         on_durable: OnDurable | None = None,
         *,
-        known_as: str = "a save",
+        known_as: str = "a save",  # in the log message about an error that nobody collected
     ) -> None:
         uploads.drop_postponed(path)  # a postponed remove of the path would delete the new file
         self._path = path
@@ -93,7 +93,7 @@ class SaveHandle:
         """
         with inside_call():
             deadline = Deadline(timeout)
-            if not self._wait_until_staged(deadline):
+            if not self._wait_until_staged(deadline):  # the save has failed or will fail
                 self._wait_until_ended(deadline)
                 self._raise_error()
 
@@ -136,7 +136,7 @@ class SaveHandle:
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
         """Call `function(handle)` on the callback thread when the save has ended. If the save has
-        ended already, call it now.
+        ended already, call it at once, on this thread.
 
         Raises:
             TypeError: `function` is not callable.
@@ -146,7 +146,8 @@ class SaveHandle:
                 f"a done callback has to be callable, not {type(function).__name__}: it is called"
                 " as callback(handle)"
             )
-        if self._outcome.call_at_end(functools.partial(function, self)):
+        will_be_called = self._outcome.call_at_end(functools.partial(function, self))
+        if will_be_called:
             return
         try:  # the save has ended already
             function(self)
@@ -173,7 +174,7 @@ class SaveHandle:
         """
         return self._outcome.upload_future(self)
 
-    # ---- for subclasses to override ----
+    # ---- for subclasses to override; these fit a save that was over at once, as `SkippedSave` ----
 
     def _has_ended(self) -> bool:
         return self._outcome.settled
@@ -182,7 +183,8 @@ class SaveHandle:
         return False
 
     def _settle(self) -> None:
-        """Settle the outcome of a save that has ended, and notify waiters. May be called again."""
+        """Notify everyone who waits for a save that has ended. An override records the outcome
+        first. May be called again."""
         self._outcome.notify()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
@@ -190,7 +192,7 @@ class SaveHandle:
         return self._outcome.error is None
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
-        """Wait for the save's end and settle it. Raise no error of the save."""
+        """Wait for the save's end and settle it (an override does). Raise no error of the save."""
         self._birth.refuse_forked_child()
 
     # ---- private ----

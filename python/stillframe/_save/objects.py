@@ -1,12 +1,14 @@
 """Implements `ObjectsSave`: the save of several objects that are one checkpoint in a store.
 
 A store cannot rename a directory, so a marker object tells that a checkpoint is complete. Objects
-are sent in the block, as they are saved. At the head of the log:
-1. The marker of an older checkpoint is removed.
-2. The objects become visible. Without an older checkpoint they do so as soon as they are sent.
-3. Files that others wrote are sent. Without an older checkpoint this is the first step.
+are sent in the block, as they are saved. If they replace an older checkpoint, these steps follow at
+the head of the log:
+1. The marker of the older checkpoint is removed.
+2. The objects become visible.
+3. Files that others wrote are sent.
 4. Objects that only the older checkpoint had are removed.
 5. The marker is written.
+Without an older checkpoint, each object is visible as soon as it is sent. Only steps 3 to 5 follow.
 """
 
 from __future__ import annotations
@@ -127,6 +129,7 @@ class ObjectsSave(DirectorySave):
             submit(engine, obj, shown, options.for_stream(shown, before_launch))
         except BaseException:
             upload.abandon()
+            # Forget it, so that the commit does not wait for it.
             self._uploads = [each for each in self._uploads if each.upload is not upload]
             raise
 
@@ -148,14 +151,14 @@ class ObjectsSave(DirectorySave):
         """Make the objects visible and write the marker; return the objects' bytes. The head of the
         module explains the order."""
         for each in self._uploads:
-            each.ready.wait()
+            each.ready.wait()  # until all its bytes are sent
         try:
             self._raise_failure()
             with self._as_save_errors():
                 if not self._replaces_old:
-                    self._send_files()  # can be cancelled, because it comes before the decision
+                    self._send_files()  # before the decision, so `cancel` can still interrupt this
                 self._decide_to_commit()
-                if self._replaces_old:  # from here on the old one counts as no checkpoint
+                if self._replaces_old:  # without its marker, the old one is no checkpoint any more
                     self._store.delete([self._key_of(MARKER)])
         except BaseException:
             self._cancel_files()
@@ -215,10 +218,11 @@ class ObjectsSave(DirectorySave):
     def _clear(self) -> None:
         """Remove the local directory, and after a failure the objects in the store."""
         shutil.rmtree(self.directory, ignore_errors=True)
-        if self._is_complete or self._replaces_old:  # objects of the old one may have these names
+        # Objects of an older checkpoint may have the same names, so they stay.
+        if self._is_complete or self._replaces_old:
             return
         for each in self._uploads:
-            if each.finished.is_set() and each.error is None:
+            if each.finished.is_set() and each.error is None:  # the object is in the store
                 self._sizes[each.upload.key] = each.upload.nbytes
         with contextlib.suppress(OSError):  # objects without a marker count as no checkpoint
             self._store.delete(self._sizes)

@@ -82,18 +82,18 @@ class Limits:
         shared_memory: bool,
     ) -> Limits:
         """Check an engine's options. Raise TypeError or ValueError if one makes no sense."""
-        pool, source = _pool_bytes(pool_bytes)
+        pool, option = _pool_bytes(pool_bytes)
         block = sizes.parse(block_bytes, "block_bytes")
         if block % _PAGE:
             raise ValueError(f"block_bytes has to be a multiple of {_PAGE}, not {block_bytes}")
         if pool and pool < block:
             raise ValueError(
-                f"{source} ({pool} bytes) is less than one block: give at least block_bytes"
+                f"{option} ({pool} bytes) is less than one block: give at least block_bytes"
                 f" ({block} bytes)"
             )
         if pool // block > _MOST_BLOCKS:
             raise ValueError(
-                f"{source} ({pool} bytes) is more than {_MOST_BLOCKS} blocks of {block} bytes: give"
+                f"{option} ({pool} bytes) is more than {_MOST_BLOCKS} blocks of {block} bytes: give"
                 " larger block_bytes"
             )
         if when_busy not in get_args(WhenBusy):
@@ -207,8 +207,8 @@ class SaveOptions:
         """Return these options for the inner save, which stages the bytes of an object."""
         return replace(
             self,
-            # A stream needs deferred tensors next to each other, which the alignment of safetensors
-            # may forbid. So all tensors of a safetensors file are copied during the call.
+            # Deferred tensors must be adjacent in a stream. Then tensors of a safetensors file may
+            # not be aligned, so all of them are copied during the call.
             overlap=self.overlap and self.format == "torch",
             on_durable=None,
             wait_for_slot=True,

@@ -54,9 +54,9 @@ class _Worker:
                 while entry.number in self._waiting:  # no thread is left to do the work
                     self._do_next()
         except BaseException:
-            # Ctrl-C may come at any line. A thread that has taken the work ends the entry.
-            was_not_taken = self._waiting.pop(entry.number, None) is not None
-            if was_not_taken:
+            # Ctrl-C may come at any line. If a thread has begun the work, it ends the entry.
+            was_still_waiting = self._waiting.pop(entry.number, None) is not None
+            if was_still_waiting:
                 entry.end(False)  # as failed
             raise
         return entry
@@ -90,10 +90,10 @@ class _Worker:
     def _do_next(self) -> bool:
         """Wait until external work is at the head of the log, and do it. Return False if the log is
         being stopped."""
-        found = _core.log_work_next()
-        if found is None:
+        next_work = _core.log_work_next()
+        if next_work is None:
             return False
-        number, previous_succeeded = found
+        number, previous_succeeded = next_work
         waiting = self._waiting.pop(number, None)
         if waiting is None:
             return True  # `end`, or an interrupted `submit`, has ended the entry
@@ -179,7 +179,7 @@ class LogEntry:
         """End the entry, so that later entries go on."""
         if self._entry is not None:
             end(self._entry, succeeded)
-        self._at_head.set()
+        self._at_head.set()  # an entry that ends before it is at the head never sets this itself
         self._end_called.set()
 
 
@@ -275,8 +275,9 @@ def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
 def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
     """Return the result of `open_in_order`."""
     if follow_link and os.path.islink(path):
-        # An entry of the log may replace the link, so wait for the link's name first.
-        with contextlib.suppress(OSError):  # the next line reports the error
+        # An entry of the log may replace the link. So wait for the entries of the link's own name
+        # first, by a `LogLoad` that is not used.
+        with contextlib.suppress(OSError):  # `_open` reports the error
             _core.LogLoad(paths.key(path, follow_link=False)).open()
     return _open(paths.key(path, follow_link=follow_link), path)
 

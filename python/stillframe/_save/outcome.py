@@ -58,12 +58,15 @@ _failures: list[Failure] = []
 
 
 def take_failures(*, first_only: bool) -> list[Failure]:
-    """Collect the errors that nobody has collected, and return them, oldest first."""
+    """Collect the errors that nobody has collected, and return them, oldest first. With
+    `first_only`, take only the oldest one."""
     taken: list[Failure] = []
-    while _failures and not (taken and first_only):
+    while _failures:
         failure = _failures.pop(0)
         failure.collected = True
         taken.append(failure)
+        if first_only:
+            break
     return taken
 
 
@@ -177,9 +180,8 @@ class Outcome:
         self._copy_errors: list[BaseException | None] = []
         self._notified = False
         self._on_durable = [] if on_durable is None else [on_durable]  # `notify` pops it
-        # Functions to call at the end, on the settling thread and on the callback thread.
-        self._wakers: list[Callable[[], object]] = []
-        self._callbacks: list[Callable[[], object]] = []
+        self._wakers: list[Callable[[], object]] = []  # to be called on the settling thread
+        self._callbacks: list[Callable[[], object]] = []  # to be called on the callback thread
         self._staging, self._upload = _Futures(), _Futures()
 
     def __del__(self) -> None:
@@ -223,21 +225,22 @@ class Outcome:
         Args:
             report: None after an error, and for a skipped save.
             error: None if the save did not fail.
-            value: The result of the upload's future, by default the report.
-            is_known: The caller has the error already, so it counts as collected.
+            value: The result of the upload's future; None stands for the report.
+            is_known: The caller has the error already, so the error counts as collected.
         """
         if self.settled:
             return
         is_known = is_known or isinstance(error, CancelledError)  # known to the code that cancelled
         if error is not None and not is_known and not self._failures:
             self._failures.append(Failure(error))
-            for duplicate in self._failures[1:]:  # another thread settles at the same time
+            # Another thread may have appended its own. Only the first one stays uncollected.
+            for duplicate in self._failures[1:]:
                 duplicate.collect()
             if completion.thread.drain_is_over:  # the exit no longer prints errors, so log it now
                 self._failures[0].log_if_uncollected("a save")
         end = _End(report, error, report if value is None else value)
         self._ends.append(end)
-        if report is not None and self._ends[0] is end:
+        if report is not None and self._ends[0] is end:  # no other thread was first
             measured.append((report.nbytes, report.durable_after_s))
 
     def notify(self) -> None:
@@ -249,7 +252,7 @@ class Outcome:
         for futures, value in ((self._staging, None), (self._upload, end.value)):
             for future in futures.alive():
                 _resolve(future, end.error, value)
-        report, on_durable = end.report, _pop(self._on_durable)
+        report, on_durable = end.report, _pop(self._on_durable)  # only one thread gets it
         if on_durable is not None and report is not None:
             completion.callbacks.put(lambda: on_durable(self._given, report))
         while (waker := _pop(self._wakers)) is not None:
@@ -275,6 +278,8 @@ class Outcome:
         return self._add(self._wakers, function)
 
     def _add(self, functions: list[Callable[[], object]], function: Callable[[], object]) -> bool:
+        """Append a function that `notify` will call. Return False if the save has ended already:
+        then nobody calls it."""
         functions.append(function)
         # The check comes after the append: either it sees that a thread has settled the save, or
         # `notify` finds the function.
@@ -359,7 +364,7 @@ def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> 
 
 def _forked() -> None:
     for failure in _failures:
-        failure.collected = True
+        failure.collected = True  # the parent process reports it
     _failures.clear()
 
 

@@ -79,8 +79,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class PartsSave(CoreSave):
-    """A save that reads its sources until it has ended. So `_settle` drops the sources, and the
-    methods here do not."""
+    """A save that reads its sources until it has ended. So `_settle` drops the sources. The methods
+    here keep them, unlike those of `CoreSave`."""
 
     def _end_call(self) -> None:
         self._verdict.make_steps_wait(self)
@@ -130,6 +130,7 @@ def submit_parts(
         else:
             target = paths.object_target(path)
         flags = options.flags(nested=nested, when_busy="wait")
+        # The larger save has begun already, so this part of it may begin during the exit.
         completion.thread.start(under_way=True)
         ticket = _core.Ticket.of_parts(
             core, target.directory, target.name, parts, flags, target.file_system

@@ -41,8 +41,10 @@ from stillframe.errors import BusyError, SaveError, StillframeError
 
 StorageOptions = Mapping[str, Any] | None
 
-_PAUSE_S = 0.02  # the longest wait for a block while earlier blocks of its part are not sent
-_SLICE_S = 1.0  # the longest wait for any other block before the next check for `give_up`
+# The longest waits for the next block: while earlier blocks of its part are collected but not sent
+# (then their bytes are copied), and otherwise (then `give_up` is checked).
+_PAUSE_S = 0.02
+_SLICE_S = 1.0
 _POLL_S = 0.005  # between two checks whether all bytes are acknowledged
 
 
@@ -200,9 +202,9 @@ def _take_first(collected: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
         owner, start, end = collected.pop(0)
         until = min(end, start + nbytes)
         if until < end:
-            collected.insert(0, _Bytes(owner, until, end))
+            collected.insert(0, _Bytes(owner, until, end))  # the rest stays collected
         view = memoryview(owner)[start:until]
-        del owner
+        del owner  # now only `view` and the client keep the block
         nbytes -= until - start
         yield view
         del view
@@ -244,6 +246,7 @@ class RemoteSave(ExternalSave):
         if file is None or not self._launched.is_set():
             return "staging"
         state = file.state
+        # When `file` has ended, its bytes are sent, but the object is not visible yet.
         return state if state in ("staging", "staged") else "writing"
 
     def progress(self) -> tuple[int, int]:
@@ -274,7 +277,7 @@ class RemoteSave(ExternalSave):
     def start(self, file: CoreSave) -> None:
         """Start the thread that sends the bytes that `file` stages.
 
-        Call it before the launch of `file`, which may wait until sent bytes are released.
+        Call it before `file` is launched: the launch may wait until blocks are sent and released.
 
         Raises:
             StillframeError: The interpreter is exiting.
@@ -282,7 +285,7 @@ class RemoteSave(ExternalSave):
         """
         self._upload.file = file
         thread = threading.Thread(target=self._run, name="sf-upload", daemon=True)
-        self.begin()
+        self.begin()  # keeps this save alive while the thread runs
         self._thread = thread
         try:
             threads.start(thread)
@@ -330,8 +333,8 @@ class RemoteSave(ExternalSave):
             report = self._report()
         except BaseException as error:  # the save must end in any case
             failure = self._fail(error.with_traceback(None))
-        self._launched.wait()
-        self.error_is_known = self._entry is None  # without an entry, the call raised the error
+        self._launched.wait()  # for `launch` or `give_up`
+        self.error_is_known = self._entry is None  # not in the log: the user's call has raised it
         self.end(report, failure, entry=self._entry)
 
     def _wait_to_become_visible(self) -> None:
@@ -409,7 +412,7 @@ def save_to_store(
         try:
             if options.before_launch is not None:
                 options.before_launch(save)
-            submit(engine, obj, url, options.for_stream(shown, save.start))
+            submit(engine, obj, url, options.for_stream(shown, before_launch=save.start))
             save.launch()
         except BaseException:
             save.give_up()
@@ -448,11 +451,11 @@ def remove_object(url: Any, storage_options: StorageOptions) -> None:
     store, object_key = open_store(url, storage_options)
 
     def delete(_path: str) -> None:
-        below = object_key.rstrip("/") + "/"
-        found = [each.key for each in store.list(object_key)]
-        markers = [below + marker for marker in MARKERS if below + marker in found]
-        store.delete(markers)
-        store.delete([object_key, *(each for each in found if each not in markers)])
+        prefix = object_key.rstrip("/") + "/"
+        keys = [each.key for each in store.list(object_key)]
+        markers = [prefix + marker for marker in MARKERS if prefix + marker in keys]
+        store.delete(markers)  # first: without a marker, the other objects are no checkpoint
+        store.delete([object_key, *(key for key in keys if key not in markers)])
 
     ordered.submit_remove(urls.shown(url), urls.key(url), delete)
 
@@ -466,7 +469,7 @@ def will_exist(url: Any, storage_options: StorageOptions) -> bool:
         return will_hold(key)
     if log_answer >= 0:
         return bool(log_answer)
-    below = object_key.rstrip("/") + "/"
-    names = [each.key.removeprefix(below) for each in store.list(object_key)]
+    prefix = object_key.rstrip("/") + "/"
+    names = [each.key.removeprefix(prefix) for each in store.list(object_key)]
     is_checkpoint = any(marker in names for marker in MARKERS)
     return is_checkpoint or store.exists(object_key)

@@ -67,29 +67,29 @@ def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shard
 def _pack(tensors: dict[str, Tensor], limit: int) -> tuple[list[dict[str, Tensor]], int]:
     """Return the tensors of each file of at most `limit` bytes, and the bytes of all storages."""
     shards: list[dict[str, Tensor]] = []
-    open_shard: dict[str, Tensor] = {}  # the file that is being filled
-    filled = total = 0  # bytes in `open_shard`, and in all files
-    shard_of: dict[tuple[torch.device, int, int], dict[str, Tensor]] = {}  # by storage
+    current_shard: dict[str, Tensor] = {}  # the file that is being filled
+    current_nbytes = total = 0  # bytes in `current_shard`, and in all files
+    shard_by_storage: dict[tuple[torch.device, int, int], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         key = storage.device, storage.data_ptr(), nbytes
-        shard_of_storage = shard_of.get(key)
-        if shard_of_storage is not None:
-            shard_of_storage[name] = tensor
+        existing_shard = shard_by_storage.get(key)
+        if existing_shard is not None:  # tensors over one storage stay together
+            existing_shard[name] = tensor
             continue
         total += nbytes
-        if nbytes > limit:
+        if nbytes > limit:  # a file of its own
             shard = {name: tensor}
             shards.append(shard)
         else:
-            if filled + nbytes > limit:
-                shards.append(open_shard)
-                open_shard, filled = {}, 0
-            open_shard[name] = tensor
-            filled += nbytes
-            shard = open_shard
-        shard_of[key] = shard
-    if open_shard:
-        shards.append(open_shard)
+            if current_nbytes + nbytes > limit:
+                shards.append(current_shard)
+                current_shard, current_nbytes = {}, 0
+            current_shard[name] = tensor
+            current_nbytes += nbytes
+            shard = current_shard
+        shard_by_storage[key] = shard
+    if current_shard:
+        shards.append(current_shard)
     return shards, total

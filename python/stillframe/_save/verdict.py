@@ -50,10 +50,10 @@ class Verdict:
         """Return the number of a storage that was written to since the call; -1 if none was."""
         if not self._answers:
             self._answers.append(self._deferral.torn())
-        return self._answers[0]  # the same for all threads that have judged
+        return self._answers[0]  # all threads get the first answer
 
     def let_steps_go(self, pending: gate.Pending) -> None:
-        """Let steps go on without a wait. May be called again."""
+        """Let optimizer steps run without waiting for the copy. May be called again."""
         self._over = True
         gate.untrack(pending)
 
@@ -68,8 +68,8 @@ class Verdict:
         self._deferral.release()
 
     def blame(self, index: int, names: Sequence[str]) -> str:
-        """Have later saves copy all that the storage's owner (an optimizer) has during the call.
-        Return words for the storage, for an error message.
+        """Have later saves capture the whole state of the optimizer that owns the storage. Return
+        words for the storage, for an error message.
 
         Args:
             index: The number of a torn storage.

@@ -118,7 +118,7 @@ class _Bench:
         self.first_durable_s = self._save().durable_after_s
 
     def round(self) -> None:
-        """Make each measurement once. A slow moment then affects all medians little."""
+        """Make each measurement once, so that a slow moment spoils one round only."""
         self._progress("raw memcpy")
         self._add("memcpy", raw.copy_seconds(self._source, self._target))
         self._progress("raw write + sync")
@@ -155,36 +155,38 @@ class _Bench:
         start = time.perf_counter()
         tree = load(path)
         self._add("load", time.perf_counter() - start)
-        del tree
+        del tree  # after the measurement, which it is no part of
 
 
 def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], None]) -> int:
-    """Return the bytes of the state, by default as many as the disk writes in a second. Raise
-    BenchError if there is too little memory or disk space."""
+    """Return the bytes of the state: `asked`, or by default as many as the disk writes in a second.
+    Raise BenchError if there is too little memory or disk space."""
     progress("how fast is this disk?")
-    memory = raw.free_memory() // _MEMORY_TIMES
-    room = shutil.disk_usage(directory).free // _DISK_TIMES
+    max_by_memory = raw.free_memory() // _MEMORY_TIMES
+    max_by_disk = shutil.disk_usage(directory).free // _DISK_TIMES
     if asked is None:
-        most = min(memory, room)
+        most = min(max_by_memory, max_by_disk)
         if most < _LEAST_NBYTES:
-            short = "memory" if memory < room else f"room in {directory.parent}"
+            short = "memory" if max_by_memory < max_by_disk else f"room in {directory.parent}"
             raise BenchError(f"there is too little {short} to measure anything")
         trial, path = raw.make_buffer(_TRIAL_NBYTES), directory / "probe"
         seconds, _ = raw.write_seconds(path, trial)
         path.unlink()
         written_in_time = _TRIAL_NBYTES / seconds * _WRITE_S
-        asked = int(min(max(written_in_time, _LEAST_NBYTES), most, _MOST_NBYTES))
-    elif asked > memory:
+        nbytes = int(min(max(written_in_time, _LEAST_NBYTES), most, _MOST_NBYTES))
+    elif asked > max_by_memory:
         raise BenchError(
             f"a state of {decimal(asked)} needs {decimal(asked * _MEMORY_TIMES)} of memory and"
-            f" {decimal(memory * _MEMORY_TIMES)} are free: ask for a smaller --size"
+            f" {decimal(max_by_memory * _MEMORY_TIMES)} are free: ask for a smaller --size"
         )
-    elif asked > room:
+    elif asked > max_by_disk:
         raise BenchError(
             f"a state of {decimal(asked)} needs {decimal(asked * _DISK_TIMES)} on the disk and"
-            f" {decimal(room * _DISK_TIMES)} are free: ask for a smaller --size"
+            f" {decimal(max_by_disk * _DISK_TIMES)} are free: ask for a smaller --size"
         )
-    return max(asked // raw.PAGE_BYTES, 1) * raw.PAGE_BYTES  # whole pages, for O_DIRECT
+    else:
+        nbytes = asked
+    return max(nbytes // raw.PAGE_BYTES, 1) * raw.PAGE_BYTES  # whole pages, for O_DIRECT
 
 
 def measure(directory: Path, asked: int | None, progress: Callable[[str], None]) -> Result:

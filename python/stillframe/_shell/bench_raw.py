@@ -45,43 +45,43 @@ def file_system_of(path: Path) -> str:
 def mount_of(path: Path) -> tuple[str, str, str]:
     """Return (type, source, options) of the mount that holds `path`. Type and source are "unknown"
     if /proc cannot be read."""
-    found = ("unknown", "unknown", "")
+    mount = ("unknown", "unknown", "")
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
-        return found
+        return mount
     real = str(path.resolve())
     best = (False, -1)  # (has the device of the path, length of the mount point)
     for line in lines:
         # id, parent, device, root, mount point, options, ... - type, source, ...
-        left, _, right = line.partition(" - ")
-        fields, fields_after = left.split(), right.split()
+        before, _, after = line.partition(" - ")
+        fields, fields_after = before.split(), after.split()
         point = fields[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         score = (fields[2] == f"{os.major(device)}:{os.minor(device)}", len(point))
         if inside and score >= best:  # a later mount hides an earlier one on the same point
-            best, found = score, (fields_after[0], fields_after[1], fields[5])
-    return found
+            best, mount = score, (fields_after[0], fields_after[1], fields[5])
+    return mount
 
 
 def free_memory() -> int:
     """Return how many bytes of memory the system and the cgroup let this process still take."""
-    left = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
+    free = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                left = int(line.split()[1]) * 1024
+                free = int(line.split()[1]) * 1024
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if not controllers:  # the line of cgroup v2
                 node = Path("/sys/fs/cgroup") / group.lstrip("/")
                 limit = (node / "memory.max").read_text().strip()
                 if limit != "max":
-                    left = min(left, int(limit) - int((node / "memory.current").read_text()))
+                    free = min(free, int(limit) - int((node / "memory.current").read_text()))
     except (OSError, ValueError):
         pass  # no cgroup, or no limit
-    return max(left, 0)
+    return max(free, 0)
 
 
 class Others:

@@ -65,48 +65,48 @@ class Result:
 
 def advice(result: Result) -> list[str]:
     """Return sentences for the user, the most important first; never empty."""
-    found = []
+    sentences = []
     if result.file_system in raw.MEMORY:
-        found.append(
+        sentences.append(
             f"{result.directory} is on {result.file_system}, which is memory: nothing there"
             " survives a reboot, and files take memory from the training. Save to a disk."
         )
     elif raw.is_network(result.file_system):
-        found.append(
+        sentences.append(
             f"{result.directory} is on {result.file_system}, a network file system: what a sync"
             " promises is up to its server, and other machines share its speed. If there is a local"
             " disk, save there and copy finished files."
         )
     if result.io_mode == "buffered" and result.file_system not in raw.MEMORY:
         reason = result.fallbacks[0] if result.fallbacks else "the file system has no O_DIRECT"
-        found.append(
+        sentences.append(
             f"Saves go through the page cache ({_as_clause(reason)}): that costs a copy and memory."
             " A file system with O_DIRECT (ext4, xfs) is faster."
         )
     if result.pool_bytes < result.nbytes:
-        found.append(
+        sentences.append(
             f"The pool ({decimal(result.pool_bytes)}) is smaller than this state"
             f" ({decimal(result.nbytes)}), so optimizer steps wait for the disk. Give it more with"
             f" STILLFRAME_POOL_BYTES or stillframe.configure(pool_bytes=...)."
         )
     shares = result.shares()
     if result.others >= _BUSY_SHARE:
-        found.append(
+        sentences.append(
             f"Other processes took {result.others:.0%} of this machine meanwhile, and every figure"
             " here suffers from it: measure again when it is quiet."
         )
-    if shares["save"] < _SLOW_SHARE and not found:
-        found.append(
+    if shares["save"] < _SLOW_SHARE and not sentences:
+        sentences.append(
             f"A save takes {1 / shares['save']:.1f} times as long as the raw write: something else"
             " is using the disk or the cores. stillframe.trace shows what the save waits for."
         )
-    if not found:
+    if not sentences:
         rate = result.nbytes / result.durable_s
-        found.append(
+        sentences.append(
             f"Nothing to mend: 10 GB would be durable here {10e9 / rate:.0f} s after the call,"
             " while training goes on."
         )
-    return found
+    return sentences
 
 
 def _as_clause(sentence: str) -> str:

@@ -20,10 +20,11 @@ from stillframe._tree.keypaths import Storage, Stub
 # The functions of torch that a pickle calls to make tensors and parameters.
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
-# The most new memory while a pickle is read, in bytes. Pickles of tensors take a fifth of it.
-_FIXED_BYTES = 256 << 20
-_BYTES_PER_BYTE = 64  # more for each byte of the pickle
+_PLAIN_TYPES = (str, bytes, int, float, complex, bool, type(None))
+# While a pickle of n bytes is read, the process may take _BASE_MEMORY + _MEMORY_PER_BYTE * n bytes
+# of new memory. Pickles of tensors take a fifth of that.
+_BASE_MEMORY = 256 << 20
+_MEMORY_PER_BYTE = 64
 
 
 class Tensor(NamedTuple):
@@ -59,9 +60,9 @@ def bounded(nbytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     # The sixth field: the size of the process's data and stack, in pages.
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    most = in_use + _FIXED_BYTES + _BYTES_PER_BYTE * nbytes
-    if soft == resource.RLIM_INFINITY or most < soft:
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    limit = in_use + _BASE_MEMORY + _MEMORY_PER_BYTE * nbytes
+    if soft == resource.RLIM_INFINITY or limit < soft:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         yield
     finally:
@@ -74,7 +75,7 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
     stack: list[tuple[_Path, Any]] = [(None, root)]
     while stack:
         path, node = stack.pop()
-        if isinstance(node, _PLAIN):
+        if isinstance(node, _PLAIN_TYPES):
             yield Value(type(node).__name__)
             continue
         if isinstance(node, type):  # a class or function that the pickle names
@@ -90,6 +91,7 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
         if isinstance(node, Storage):  # of an unknown kind
             yield Value("storage")
             continue
+        # An OrderedDict is a container: only its items are shown.
         if isinstance(node, Stub) and node._name != "collections.OrderedDict":
             yield Value(node._name.removeprefix("__builtin__."))
         parts: list[tuple[_Path, Any]] = []
@@ -123,11 +125,12 @@ def _as_tensor(node: Any) -> Tensor | None:
         if function in _PARAMETERS:
             inner = _as_tensor(node.args[0])
             return None if inner is None else inner._replace(kind="parameter")
-        if function == "_rebuild_from_type_v2":  # a subclass of Tensor: function, class, arguments
-            call = Stub(*node.args[2])
-            call._name = node.args[0]._name
+        if function == "_rebuild_from_type_v2":  # makes a tensor, then changes its class
+            rebuild_function, tensor_class, rebuild_args = node.args[:3]
+            call = Stub(*rebuild_args)
+            call._name = rebuild_function._name
             inner = _as_tensor(call)
-            return None if inner is None else inner._replace(kind=node.args[1]._name)
+            return None if inner is None else inner._replace(kind=tensor_class._name)
         if function in _TENSORS:
             storage, _, size = node.args[:3]
             dtype = node.args[6] if function == "_rebuild_tensor_v3" else None
@@ -139,11 +142,12 @@ def _as_tensor(node: Any) -> Tensor | None:
 
 
 def _tensor(kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
-    """Return a tensor without its path. If `dtype` is None, the storage's class tells the type."""
-    name, storage_itemsize = pickles.dtype(storage.kind)
+    """Return a tensor without its path. If `dtype` is None, the storage's class tells the dtype.
+    Raise an error for a size that no tensor has."""
+    dtype_name, storage_itemsize = pickles.dtype(storage.kind)
     itemsize = storage_itemsize
     if dtype is not None:
-        name, itemsize = pickles.dtype(dtype._name)
+        dtype_name, itemsize = pickles.dtype(dtype._name)
     shape = tuple(map(int, size.args[0] if isinstance(size, Stub) else size))
     nbytes, storage_nbytes = math.prod(shape) * itemsize, int(storage.numel) * storage_itemsize
     if min(shape, default=0) < 0:
@@ -151,4 +155,4 @@ def _tensor(kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
     if not 0 <= max(nbytes, storage_nbytes) < pickles.MOST_BYTES:
         raise ValueError("no memory is that large")
     location, key = str(storage.location), str(storage.key)
-    return Tensor("", kind, name, shape, location, nbytes, key, storage_nbytes)
+    return Tensor("", kind, dtype_name, shape, location, nbytes, key, storage_nbytes)

@@ -27,7 +27,7 @@ _VARIABLES = ("STILLFRAME_POOL_BYTES", "STILLFRAME_LIBCUDA", "LOCAL_WORLD_SIZE")
 def _versions() -> dict[str, str]:
     import torch
 
-    found = {
+    facts = {
         "stillframe": support.VERSION,
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'no'})",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -35,10 +35,10 @@ def _versions() -> dict[str, str]:
     }
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+            facts[package] = "none"
+    return facts
 
 
 def _processor() -> str:
@@ -55,12 +55,12 @@ def _processor() -> str:
 def _machine() -> dict[str, Any]:
     from stillframe._base import cpus  # needs the core
 
-    found = cpus.inspect()  # the CPUs of stillframe's threads, and those of the main thread
+    affinity = cpus.inspect()  # the CPUs of stillframe's threads, and those of the main thread
     return {
         "processor": _processor(),
-        "cores": len(found.ours),
-        "cpus": sorted(found.ours),
-        "main_thread_cpus": sorted(found.main),
+        "cores": len(affinity.ours),
+        "cpus": sorted(affinity.ours),
+        "main_thread_cpus": sorted(affinity.main),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "free_memory_bytes": raw.free_memory(),
     }
@@ -86,17 +86,17 @@ def _disk(directory: str) -> dict[str, Any]:
     from stillframe._save.api import save
     from stillframe.errors import StillframeError
 
-    found: dict[str, Any] = {"directory": os.path.abspath(directory), "error": None}
+    facts: dict[str, Any] = {"directory": os.path.abspath(directory), "error": None}
     try:
-        found["file_system"] = raw.file_system_of(Path(directory).resolve())
-        found["free_bytes"] = shutil.disk_usage(directory).free
+        facts["file_system"] = raw.file_system_of(Path(directory).resolve())
+        facts["free_bytes"] = shutil.disk_usage(directory).free
         with tempfile.TemporaryDirectory(prefix=".stillframe-info-", dir=directory) as scratch:
             report = save(torch.zeros(_SAVED_NBYTES // 4), Path(scratch, "info.pt"))
-        found["io_mode"] = report.io_mode
-        found["fallbacks"] = list(report.fallbacks)
+        facts["io_mode"] = report.io_mode
+        facts["fallbacks"] = list(report.fallbacks)
     except (OSError, StillframeError) as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-    return found
+        facts["error"] = f"{type(error).__name__}: {error}"
+    return facts
 
 
 def collect(directory: str) -> dict[str, Any]:
@@ -115,13 +115,13 @@ def _mirror(directory: str) -> dict[str, Any] | None:
     from stillframe._remote.backlog import backlog
 
     try:
-        left = backlog(os.path.realpath(directory))
+        waiting = backlog(os.path.realpath(directory))
     except OSError:
         return None  # `_disk` has reported the error
-    if left is None:
+    if waiting is None:
         return None
-    oldest = datetime.datetime.fromtimestamp(left.oldest_s).astimezone()
-    return {**left._asdict(), "oldest": oldest.isoformat(timespec="seconds")}
+    oldest = datetime.datetime.fromtimestamp(waiting.oldest_s).astimezone()
+    return {**waiting._asdict(), "oldest": oldest.isoformat(timespec="seconds")}
 
 
 def _threads(machine: dict[str, Any]) -> str:
@@ -143,10 +143,10 @@ def _ranges(cpus: list[int]) -> str:
     return ",".join(ranges)
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """Return the facts that `collect` found as lines to read."""
-    machine, engine, disk = found["machine"], found["engine"], found["disk"]
-    lines = [f"{name}: {version}" for name, version in found["versions"].items()]
+def lines(facts: dict[str, Any]) -> list[str]:
+    """Return the facts of `collect` as lines to read."""
+    machine, engine, disk = facts["machine"], facts["engine"], facts["disk"]
+    lines = [f"{name}: {version}" for name, version in facts["versions"].items()]
     lines += [
         f"machine: {machine['processor']}, {machine['cores']} cores,"
         f" {decimal(machine['memory_bytes'])} of memory,"
@@ -164,16 +164,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"a save there: {disk['io_mode']} I/O")
         lines += [f"fallback: {each}" for each in disk["fallbacks"]] or ["fallbacks: none"]
-    if (left := found["mirror"]) is not None:
+    mirror = facts["mirror"]
+    if mirror is not None:
         lines.append(
-            f"to be uploaded: {left['uploads']} ({decimal(left['nbytes'])}), the oldest of"
-            f" {left['oldest']}, to {', '.join(left['prefixes'])}"
+            f"to be uploaded: {mirror['uploads']} ({decimal(mirror['nbytes'])}), the oldest of"
+            f" {mirror['oldest']}, to {', '.join(mirror['prefixes'])}"
         )
     return lines
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return 0, or 2 if a save into the directory fails."""
-    found = collect(options.directory)
-    print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
-    return UNUSABLE if found["disk"]["error"] else GOOD
+    facts = collect(options.directory)
+    print(json.dumps(facts, indent=2) if options.json else "\n".join(lines(facts)))
+    return UNUSABLE if facts["disk"]["error"] else GOOD

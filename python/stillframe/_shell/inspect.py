@@ -43,7 +43,7 @@ _COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
 @dataclass(slots=True)
-class Found:
+class Facts:
     """The facts about a file."""
 
     path: str
@@ -62,13 +62,14 @@ class Found:
         Args:
             depth: The most parts of a prefix.
         """
-        under: dict[str, dict[str, int]] = {"": {}}
+        # prefix -> storage -> bytes of the storage
+        storages_under: dict[str, dict[str, int]] = {"": {}}
         for each in self.tensors:
             parts = each.path.split(".", depth)[:depth]
-            for nr in range(len(parts) + 1):
-                storages = under.setdefault(".".join(parts[:nr]), {})
+            for nr_parts in range(len(parts) + 1):
+                storages = storages_under.setdefault(".".join(parts[:nr_parts]), {})
                 storages[each.storage] = each.storage_nbytes
-        return {prefix: sum(storages.values()) for prefix, storages in under.items()}
+        return {prefix: sum(storages.values()) for prefix, storages in storages_under.items()}
 
     def prefixes(self) -> list[str]:
         """Return the first parts of the tensors' paths, in their order."""
@@ -89,91 +90,91 @@ class Found:
         }
 
 
-def examine(path: str) -> Found:
+def examine(path: str) -> Facts:
     """Read one file, or the object of a URL. Errors are in the result."""
-    found = Found(path)
+    facts = Facts(path)
     try:
-        disk, found.path = disks.of_path(path)
+        disk, facts.path = disks.of_path(path)
         with disk:
-            _examine(disk, found)
+            _examine(disk, facts)
     except (OSError, ValueError, StillframeError) as error:
         reason = getattr(error, "strerror", None) or str(error)  # OSErrors have `strerror`
-        found.status, found.error = UNUSABLE, reason
-    return found
+        facts.status, facts.error = UNUSABLE, reason
+    return facts
 
 
-def _examine(disk: Disk, found: Found) -> None:
-    """Fill `found` with the facts about its path."""
-    path = found.path
+def _examine(disk: Disk, facts: Facts) -> None:
+    """Fill `facts` with the facts about its path."""
+    path = facts.path
     if disk.is_directory(path):
-        found.status, found.error = UNUSABLE, f"it is {file_kinds.describe_directory(path, disk)}"
+        facts.status, facts.error = UNUSABLE, f"it is {file_kinds.describe_directory(path, disk)}"
         return
     with disk.open(path, peek=True) as opened, no_garbage_collection():
         fd = opened.fileno()
         try:
             if path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path):
-                _read_safetensors(fd, disk, found)
+                _read_safetensors(fd, disk, facts)
                 return
             # In a store check only the archive's directory: headers would be fetched one by one.
             checked = _core.check(fd, False, directory=disk.is_remote)
-            found.nbytes, found.format = checked["nbytes"], checked["format"]
+            facts.nbytes, facts.format = checked["nbytes"], checked["format"]
             reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
             if reason is not None:
-                found.status, found.error = UNUSABLE, reason
+                facts.status, facts.error = UNUSABLE, reason
                 return
             if not checked["ok"]:
-                found.status, found.error = DAMAGED, checked["error"]
+                facts.status, facts.error = DAMAGED, checked["error"]
             with pickles.reading(fd) as file:
-                _read(fd, file, found)
-            if found.status == GOOD and found.format == "archive":
+                _read(fd, file, facts)
+            if facts.status == GOOD and facts.format == "archive":
                 lacking = pickles.lacking(fd, contents.bounded)
                 if lacking:
                     name, reason = lacking[0]
-                    found.status, found.error = DAMAGED, f"record {name}: {reason}"
+                    facts.status, facts.error = DAMAGED, f"record {name}: {reason}"
         except MemoryError:
-            found.status, found.error = UNUSABLE, "not enough memory to read its pickle"
+            facts.status, facts.error = UNUSABLE, "not enough memory to read its pickle"
         except (OSError, pickle.UnpicklingError, safetensors.Damaged) as error:
-            found.status = DAMAGED
-            found.error = f"{found.error}; {error}" if found.error else str(error)
+            facts.status = DAMAGED
+            facts.error = f"{facts.error}; {error}" if facts.error else str(error)
 
 
-def _read_safetensors(fd: int, disk: Disk, found: Found) -> None:
+def _read_safetensors(fd: int, disk: Disk, facts: Facts) -> None:
     """Read the headers of a file, or of the files that an index names."""
-    found.format = "safetensors"
-    if not found.path.endswith(safetensors.INDEX_SUFFIX):
+    facts.format = "safetensors"
+    if not facts.path.endswith(safetensors.INDEX_SUFFIX):
         headers = [safetensors.read_header(fd)]
     else:
         headers = []
-        for name in safetensors.read_index(disk, found.path):
-            with disk.open(os.path.join(os.path.dirname(found.path), name), peek=True) as file:
+        for name in safetensors.read_index(disk, facts.path):
+            with disk.open(os.path.join(os.path.dirname(facts.path), name), peek=True) as file:
                 headers.append(safetensors.read_header(file.fileno()))
     for header in headers:
-        found.nbytes += header.nbytes
-        found.metadata |= header.metadata
+        facts.nbytes += header.nbytes
+        facts.metadata |= header.metadata
         for name, dtype, shape, begin, end in header.entries:
             torch_name = safetensors.DTYPES[dtype][1] or dtype
             size = end - begin
-            found.tensors.append(Tensor(name, "tensor", torch_name, shape, "cpu", size, name, size))
+            facts.tensors.append(Tensor(name, "tensor", torch_name, shape, "cpu", size, name, size))
 
 
-def _read(fd: int, file: IO[bytes], found: Found) -> None:
+def _read(fd: int, file: IO[bytes], facts: Facts) -> None:
     """Read the pickle of an archive or a legacy file, and count its tensors and values."""
-    if found.format == "legacy":
+    if facts.format == "legacy":
         root = contents.read(file, legacy=True)
     else:
-        root = contents.read(_pickle(fd, file, found))
+        root = contents.read(_pickle(fd, file, facts))
     try:
         for each in contents.walk(root):
             if isinstance(each, Value):
-                found.others[each.kind] += 1
+                facts.others[each.kind] += 1
             else:
-                found.tensors.append(each)
+                facts.tensors.append(each)
     except (RecursionError, ValueError) as error:  # deeply nested keys, numbers of 5000 digits
         raise pickle.UnpicklingError(f"its pickle cannot be shown: {error}") from None
 
 
-def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
-    """Return an archive's pickle as a file; record in `found` what is wrong with it."""
+def _pickle(fd: int, file: IO[bytes], facts: Facts) -> IO[bytes]:
+    """Return an archive's pickle as a file. If it is damaged, say so in `facts`."""
     # If the pickle's CRC is wrong, read it again without a check, to show as much as possible.
     for verify in (True, False):
         core = _core.restore(fd, verify)[1]
@@ -181,25 +182,26 @@ def _pickle(fd: int, file: IO[bytes], found: Found) -> IO[bytes]:
             break
         try:
             (data,) = records.read(core, ("data.pkl",))
-            core.close()
         except records.RestoreFailed as error:
             failure = error.failure
             if failure is not None and failure.code == _core.ECORRUPT:
-                _note_damage(found, failure)
+                _note_damage(facts, failure)
             continue
-        if not data:  # there is no such record
+        finally:
+            core.close()
+        if not data:  # there is no record data.pkl
             break
         return io.BytesIO(data)
-    return _pickle_elsewhere(file)
+    return _pickle_of_other_program(file)
 
 
-def _note_damage(found: Found, failure: records.Failure) -> None:
+def _note_damage(facts: Facts, failure: records.Failure) -> None:
     """Record that data.pkl is damaged. `stillframe verify` checks the other records."""
-    if failure.record == "data.pkl" and found.status == GOOD:
-        found.status, found.error = DAMAGED, f"record data.pkl: {failure.reason}"
+    if failure.record == "data.pkl" and facts.status == GOOD:
+        facts.status, facts.error = DAMAGED, f"record data.pkl: {failure.reason}"
 
 
-def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
+def _pickle_of_other_program(file: IO[bytes]) -> IO[bytes]:
     """Return the pickle of an archive that another program packed. Also find a pickle that is the
     first record of an archive without a directory.
 
@@ -214,7 +216,7 @@ def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
     except pickles.UNZIPPABLE:
         pass
     file.seek(0)
-    head = file.read(_HEADER_NBYTES)
+    head = file.read(_HEADER_NBYTES)  # a zip record's header, with the lengths of what follows it
     name_len = int.from_bytes(head[26:28], "little")
     extra_len = int.from_bytes(head[28:30], "little")
     if head[:4] != b"PK\3\4" or not file.read(name_len).endswith(b"/data.pkl"):
@@ -230,11 +232,11 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _show(found: Found, *, as_tree: bool) -> None:
+def _show(facts: Facts, *, as_tree: bool) -> None:
     """Print the facts, in lines that are no wider than the terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    tensors = _tree(found) if as_tree else _table(found, width)
-    for line in _lines(found, tensors, as_tree):
+    tensors = _tree(facts) if as_tree else _table(facts, width)
+    for line in _lines(facts, tensors, as_tree):
         if width is None or len(line) <= width:
             print(line)
         else:
@@ -242,23 +244,23 @@ def _show(found: Found, *, as_tree: bool) -> None:
                 print(part)
 
 
-def _lines(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
-    if found.error:
-        word = "damaged: " if found.status == DAMAGED else ""
-        yield printable(f"{found.path}: {word}{found.error}")
-    if found.tensors:
+def _lines(facts: Facts, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
+    if facts.error:
+        word = "damaged: " if facts.status == DAMAGED else ""
+        yield printable(f"{facts.path}: {word}{facts.error}")
+    if facts.tensors:
         yield from tensors
-        totals = found.totals()
-        total = f"{len(found.tensors)} tensors, {decimal(totals[''])} of storages"
-        yield f"{total} in a file of {decimal(found.nbytes)}"
+        totals = facts.totals()
+        total = f"{len(facts.tensors)} tensors, {decimal(totals[''])} of storages"
+        yield f"{total} in a file of {decimal(facts.nbytes)}"
         if not as_tree and len(totals) > 2:  # several prefixes, and "" for all
-            for prefix in found.prefixes():
+            for prefix in facts.prefixes():
                 yield f"  {printable(prefix)}: {decimal(totals[prefix])}"
-    if found.others:
-        others = ", ".join(f"{nr} {printable(kind)}" for kind, nr in found.others.most_common())
+    if facts.others:
+        others = ", ".join(f"{nr} {printable(kind)}" for kind, nr in facts.others.most_common())
         yield f"other values: {others}"
-    if found.metadata:
-        words = ", ".join(f"{key}: {value}" for key, value in found.metadata.items())
+    if facts.metadata:
+        words = ", ".join(f"{key}: {value}" for key, value in facts.metadata.items())
         yield printable(f"metadata: {words}")
 
 
@@ -269,16 +271,16 @@ def _folded(line: str, width: int) -> Iterator[str]:
         yield from (part[at : at + width] for at in range(0, len(part), width))
 
 
-def _rows(found: Found) -> Iterator[list[str]]:
+def _rows(facts: Facts) -> Iterator[list[str]]:
     """Yield the cells of `_COLUMNS` for each tensor."""
-    for each in found.tensors:
+    for each in facts.tensors:
         cells = (each.path, _shape(each.shape), each.dtype, each.device, decimal(each.nbytes))
         yield [printable(cell) for cell in (*cells, each.kind)]
 
 
-def _table(found: Found, width: int | None) -> Iterator[str]:
+def _table(facts: Facts, width: int | None) -> Iterator[str]:
     """Yield a line for each tensor, or two if the terminal is too narrow."""
-    rows = [[*_COLUMNS], *_rows(found)]
+    rows = [[*_COLUMNS], *_rows(facts)]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
     gaps = 2 * (len(widths) - 1)
     if width is not None and sum(widths) + gaps > width:
@@ -294,36 +296,37 @@ def _table(found: Found, width: int | None) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _tree(found: Found) -> Iterator[str]:
+def _tree(facts: Facts) -> Iterator[str]:
     """Yield a line for each prefix and each tensor, indented by its depth."""
-    totals = found.totals(_DEEPEST)
-    # For each prefix the lines directly below it: (text, the line's own prefix). The line of a
-    # tensor has None in place of a prefix.
-    under: dict[str, list[tuple[str, str | None]]] = {"": []}
-    for each in found.tensors:
-        *above, last = each.path.split(".", _DEEPEST)
-        here = ""
-        for depth, part in enumerate(above, 1):
-            prefix = ".".join(above[:depth])
-            if prefix not in under:
-                under[prefix] = []
-                under[here].append((f"{part}  {decimal(totals[prefix])}", prefix))
-            here = prefix
-        under[here].append((f"{last}  {_shape(each.shape)} {each.dtype} {each.device}", None))
-    yield printable(found.path)
-    # The lines still to show, each with its depth; the next line is last.
-    stack = [(1, line) for line in reversed(under[""])]
+    totals = facts.totals(_DEEPEST)
+    # The children of each prefix: (text to show, the child's own prefix). A tensor has None in
+    # place of a prefix.
+    children: dict[str, list[tuple[str, str | None]]] = {"": []}
+    for each in facts.tensors:
+        *branches, leaf = each.path.split(".", _DEEPEST)
+        parent = ""
+        for depth, branch in enumerate(branches, 1):
+            prefix = ".".join(branches[:depth])
+            if prefix not in children:
+                children[prefix] = []
+                children[parent].append((f"{branch}  {decimal(totals[prefix])}", prefix))
+            parent = prefix
+        tensor_text = f"{leaf}  {_shape(each.shape)} {each.dtype} {each.device}"
+        children[parent].append((tensor_text, None))
+    yield printable(facts.path)
+    # The children that are still to be shown, as (depth, child). The next one is at the end.
+    stack = [(1, child) for child in reversed(children[""])]
     while stack:
-        depth, (words, prefix_below) = stack.pop()
-        yield _INDENT * depth + printable(words)
-        if prefix_below is not None:
-            stack += [(depth + 1, line) for line in reversed(under[prefix_below])]
+        depth, (text, prefix_of_child) = stack.pop()
+        yield _INDENT * depth + printable(text)
+        if prefix_of_child is not None:
+            stack += [(depth + 1, child) for child in reversed(children[prefix_of_child])]
 
 
 def run(options: argparse.Namespace) -> int:
-    found = examine(options.path)
+    facts = examine(options.path)
     if options.json:
-        print(json.dumps(found.as_json()))  # on one line: json's encoder with indents is slow
+        print(json.dumps(facts.as_json()))  # on one line: json's encoder with indents is slow
     else:
-        _show(found, as_tree=options.tree)
-    return found.status
+        _show(facts, as_tree=options.tree)
+    return facts.status

@@ -35,15 +35,17 @@ def run(options: argparse.Namespace) -> int:
         thorough = options.check == "bytes"
         disk, directory = disks.of_path(options.directory)
         with disk:
-            found = newest.find(directory, thorough=thorough, bound=contents.bounded, disk=disk)
+            newest_path = newest.find(
+                directory, thorough=thorough, bound=contents.bounded, disk=disk
+            )
     except (OSError, ValueError, StillframeError) as error:
         reason = reason_of(error).replace("no such file", "no such directory")
         print(f"{printable(directory)}: {reason}", file=sys.stderr)
         return UNUSABLE
     finally:
         logger.removeHandler(lines)
-    if found is None:
+    if newest_path is None:
         print(f"{printable(directory)}: no whole checkpoint is in it", file=sys.stderr)
         return UNUSABLE
-    print(found)
+    print(newest_path)
     return 0

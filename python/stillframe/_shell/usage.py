@@ -16,31 +16,33 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"stillframe {support.VERSION}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, description, epilog, arguments) in _COMMANDS.items():
+    for name, (summary, description, epilog, add_arguments) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=description, epilog=epilog)
-        arguments(command)
+        add_arguments(command)
     return top
 
 
-# ---- the arguments of each command -------------------------------------------------------------
+# ---- functions that add the arguments of each command --------------------------------------------
 
 
-def _verify(verify: argparse.ArgumentParser) -> None:
-    words = "a file, a directory of files, or a URL"
-    verify.add_argument("paths", nargs="+", metavar="PATH", help=words)
-    verify.add_argument("--json", action="store_true", help="print a list of objects, not lines")
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    path_help = "a file, a directory of files, or a URL"
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=path_help)
+    parser.add_argument("--json", action="store_true", help="print a list of objects, not lines")
 
 
-def _inspect(inspect: argparse.ArgumentParser) -> None:
-    inspect.add_argument("path", metavar="FILE", help="a checkpoint, or its URL")
-    how = inspect.add_mutually_exclusive_group()
-    how.add_argument("--tree", action="store_true", help="as a tree, with the bytes of each branch")
-    how.add_argument("--json", action="store_true", help="print an object, not a table")
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="FILE", help="a checkpoint, or its URL")
+    layout = parser.add_mutually_exclusive_group()
+    layout.add_argument(
+        "--tree", action="store_true", help="as a tree, with the bytes of each branch"
+    )
+    layout.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
-def _latest(latest: argparse.ArgumentParser) -> None:
-    latest.add_argument("directory", metavar="DIR", help="a directory of checkpoints, or its URL")
-    latest.add_argument(
+def _add_latest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a directory of checkpoints, or its URL")
+    parser.add_argument(
         "--check",
         choices=("files", "bytes"),
         default="files",
@@ -48,30 +50,30 @@ def _latest(latest: argparse.ArgumentParser) -> None:
     )
 
 
-def _bench(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
-    bench.add_argument(
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
+    parser.add_argument(
         "--size",
         type=sizes.argparse_type(),
         help="size of the state, such as 500MB (default: what the disk writes in a second, 33.6 to"
         " 537 MB)",
     )
-    bench.add_argument("--json", action="store_true", help="print an object, not a table")
+    parser.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
-def _info(info: argparse.ArgumentParser) -> None:
-    info.add_argument(
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "directory",
         nargs="?",
         default=".",
         metavar="DIR",
         help="where checkpoints go (default: the current directory)",
     )
-    info.add_argument("--json", action="store_true", help="print an object, not lines")
+    parser.add_argument("--json", action="store_true", help="print an object, not lines")
 
 
-def _completion(completion: argparse.ArgumentParser) -> None:
-    completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
 
 # command: (line in the list of commands, description, exit status, function that adds arguments)
@@ -80,7 +82,7 @@ _COMMANDS = {
         "check that checkpoints are whole",
         "Checks the structure of checkpoints and the CRC of every record in them.",
         "Exit status: 0 all are whole; 1 damaged; 2 missing, unreadable or not a checkpoint.",
-        _verify,
+        _add_verify,
     ),
     "inspect": (
         "show what is in a checkpoint, without loading it",
@@ -88,14 +90,14 @@ _COMMANDS = {
         " The file's pickle is only read: nothing in it is executed.",
         "Exit status: 0 shown; 1 damaged, shown as far as possible; 2 missing, unreadable or not a"
         " checkpoint.",
-        _inspect,
+        _add_inspect,
     ),
     "latest": (
         "print the newest whole checkpoint in a directory",
         "Prints the path of the newest checkpoint that is whole. Those that are truncated,"
         " unfinished or damaged are passed over, and named on stderr with the reason.",
         "Exit status: 0 printed; 2 there is none, or DIR cannot be read.",
-        _latest,
+        _add_latest,
     ),
     "bench": (
         "measure a disk, and saves and loads on it",
@@ -103,7 +105,7 @@ _COMMANDS = {
         " gives advice. It takes half a minute. Its files go to a new directory in DIR and are"
         " removed.",
         "Exit status: 0 measured; 2 DIR cannot be measured, or bad usage.",
-        _bench,
+        _add_bench,
     ),
     "info": (
         "show versions, machine and disk, for a bug report",
@@ -111,14 +113,14 @@ _COMMANDS = {
         " DIR: a megabyte, which is removed again. Shows what is still to be uploaded from DIR to a"
         " mirror.",
         "Exit status: 0 shown; 2 a save into DIR fails; the reason is shown.",
-        _info,
+        _add_info,
     ),
     "completion": (
         "print completion for a shell",
         'Prints completion for a shell. In ~/.bashrc: eval "$(stillframe completion bash)"; in'
         ' ~/.zshrc, after compinit: eval "$(stillframe completion zsh)".',
         None,
-        _completion,
+        _add_completion,
     ),
 }
 
@@ -128,31 +130,32 @@ _COMMANDS = {
 
 def completion(top: argparse.ArgumentParser, shell: str) -> str:
     """Return a script that completes commands, options and files."""
-    words, helps = _words(top)
-    return _bash(words) if shell == "bash" else _zsh(words, helps)
+    words_after, helps = _words_and_helps(top)
+    return _bash_script(words_after) if shell == "bash" else _zsh_script(words_after, helps)
 
 
-def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
+def _words_and_helps(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return two dicts: the words that may follow each command, and each command's help. The key ""
-    of the first has the words before a command is typed."""
+    of the first dict has the words that may come before any command."""
     # argparse keeps all commands in one action of the parser.
     (commands,) = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
-    words = {name: _options(each) for name, each in commands.choices.items()}
-    words["completion"] = ["bash", "zsh", *words["completion"]]
-    words[""] = [*commands.choices, *_options(top)]
-    return words, {each.dest: str(each.help) for each in commands._choices_actions}
+    words_after = {name: _options(parser) for name, parser in commands.choices.items()}
+    words_after["completion"] = ["bash", "zsh", *words_after["completion"]]
+    words_after[""] = [*commands.choices, *_options(top)]
+    return words_after, {each.dest: str(each.help) for each in commands._choices_actions}
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long options of a command."""
     texts = [text for action in parser._actions for text in action.option_strings]
     return [text for text in texts if text.startswith("--")]
 
 
-def _bash(words: dict[str, list[str]]) -> str:
-    """Return the script for bash; for `words` see the function `_words`."""
-    cases = ""
-    for name, found in words.items():
-        pattern, joined = name or "''", " ".join(found)
+def _bash_script(words_after: dict[str, list[str]]) -> str:
+    """Return the script for bash. `words_after` has the words that may follow each command."""
+    cases = ""  # of the `case` statement: one for each command
+    for command, words in words_after.items():
+        pattern, joined = command or "''", " ".join(words)
         cases += f'    {pattern}) words="{joined}" ;;\n'
     return f"""_stillframe() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} command='' words='' each
@@ -171,13 +174,14 @@ complete -o default -F _stillframe stillframe
 """
 
 
-def _zsh(words: dict[str, list[str]], helps: dict[str, str]) -> str:
-    """Return the script for zsh; for the arguments see the function `_words`."""
+def _zsh_script(words_after: dict[str, list[str]], helps: dict[str, str]) -> str:
+    """Return the script for zsh. `words_after` has the words that may follow each command, `helps`
+    has a line of help for each."""
     commands = "\n".join(f"        '{name}:{summary}'" for name, summary in helps.items())
-    cases = ""
-    for name, found in words.items():
-        if name:  # the words before a command are in the list `commands`
-            cases += f"        {name}) words_of=({' '.join(found)}) ;;\n"
+    cases = ""  # of the `case` statement: one for each command
+    for command, words in words_after.items():
+        if command:  # the words that may come before any command are not needed here
+            cases += f"        {command}) words_of=({' '.join(words)}) ;;\n"
     return f"""#compdef stillframe
 _stillframe() {{
     local -a commands words_of
@@ -186,7 +190,7 @@ _stillframe() {{
     )
     if (( CURRENT == 2 )); then
         _describe command commands
-        [[ $PREFIX == -* ]] && compadd -- {" ".join(w for w in words[""] if w[0] == "-")}
+        [[ $PREFIX == -* ]] && compadd -- {" ".join(w for w in words_after[""] if w[0] == "-")}
         return
     fi
     case $words[2] in

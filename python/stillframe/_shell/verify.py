@@ -62,14 +62,14 @@ def _verify(argument: str, disk: Disk, display: _Display) -> Iterator[Finding]:
         yield display.verify(argument, disk)
         return
     failures: list[OSError] = []
-    nothing = True
+    has_checkpoint = False
     for path in checkpoints_in(argument, failures, disk):
         yield display.verify(path, disk)
-        nothing = False
+        has_checkpoint = True
     for error in failures:
         path = str(error.filename or argument)
         yield display.show(Finding(path, UNUSABLE, reason_of(error)))
-    if nothing and not failures:
+    if not has_checkpoint and not failures:
         yield display.show(Finding(argument, UNUSABLE, _NOTHING))
 
 

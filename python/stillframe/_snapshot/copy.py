@@ -58,7 +58,7 @@ class Copy:
         shared: Forked children may read the memory.
         error_seen: A caller has got the error, so it is not logged when the Snapshot is freed.
         gate_wait_s: How long optimizer steps have waited for the copy.
-        snapshot: A weak reference to the Snapshot; None before there is one.
+        weak_snapshot: A weak reference to the Snapshot; None before there is one.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Copy:
         self.shared = shared
         self.error_seen = False
         self.gate_wait_s = 0.0
-        self.snapshot: Callable[[], SnapshotLike | None] | None = None
+        self.weak_snapshot: Callable[[], SnapshotLike | None] | None = None
         self._when_settled: list[Callable[[], object]] = []  # functions to call
         # Empty until the copy is settled. Then the first element is the error, or None.
         self._ends: list[StillframeError | None] = []
@@ -105,8 +105,8 @@ class Copy:
             if self.devices:
                 copied = self.core.gate(_device.streams(self.devices))
             else:
-                copied = True
                 self.core.wait(None)
+                copied = True
             self.gate_wait_s += time.perf_counter() - entered
             if copied:
                 self.settle()
@@ -130,14 +130,14 @@ class Copy:
         ended, torn = self.core.wait(0)  # `torn` is the number of a changed storage, or -1
         if not ended:
             return
-        failed = self.core.error()
-        if torn < 0 and not failed:
+        reason = self.core.error()  # why the copy has failed, or ""
+        if torn < 0 and not reason:
             torn = self.verdict.judge()
         if self.is_settled():  # by a signal handler, or another thread
             return
         error: StillframeError | None = None
-        if failed:
-            error = StillframeError(f"the snapshot could not be copied: {failed}")
+        if reason:
+            error = StillframeError(f"the snapshot could not be copied: {reason}")
         elif torn >= 0:
             error = self._torn_error(torn)
         self._ends.append(error)  # the first one counts
@@ -166,7 +166,7 @@ class Copy:
 
     def _torn_error(self, index: int) -> TornSnapshotError:
         """Return the error of a snapshot whose storage number `index` changed during the copy."""
-        snapshot = self.snapshot() if self.snapshot is not None else None
+        snapshot = self.weak_snapshot() if self.weak_snapshot is not None else None
         names = snapshot._names(index) if snapshot is not None else []
         what = self.verdict.blame(index, names)
         error = TornSnapshotError(
@@ -175,7 +175,7 @@ class Copy:
             " optimizer's state is copied during the call from now on.",
             names,
         )
-        if snapshot is None and self.snapshot is not None:
+        if snapshot is None and self.weak_snapshot is not None:
             # The Snapshot was freed, but tensors of the tree may be in use.
             log.error("stillframe: a snapshot that is in use is damaged: %s", error)
         return error

@@ -40,17 +40,17 @@ def call_at_end(process_or_future: Any, function: Callable[[], object]) -> None:
             function()
             return
         try:
-            # `sentinel` becomes readable when the process ends. `close()` of the process object
-            # closes it, so wait for a duplicate.
-            end = os.dup(process_or_future.sentinel)
+            # `sentinel` becomes readable when the process ends. Wait for a duplicate of it, because
+            # `close()` of the process object closes the sentinel.
+            sentinel = os.dup(process_or_future.sentinel)
         except ValueError as error:
             raise ValueError(
                 f"{process_or_future!r} has to be started before something is held for it"
             ) from error
         try:
-            call_after(lambda: _wait_readable(end), function)
+            call_after(lambda: _wait_readable(sentinel), function)
         except BaseException:
-            os.close(end)
+            os.close(sentinel)
             raise
         return
     if isinstance(process_or_future, subprocess.Popen):

@@ -14,9 +14,9 @@ The lending process sends the descriptor only when the borrower asks for it. A b
 too late gets an error. One offer serves all storages of a pickle. A borrower maps the memory
 privately, so nobody else sees its writes.
 
-Callers that need memory of the pool wait up to two minutes for memory on loan. After that, the
-memory counts as held by its user: a loop in the borrower may keep the tensors of its last item
-while it waits for the next one.
+Calls that need memory of the pool wait up to two minutes for memory on loan. Then they raise
+PoolExhaustedError, because the borrower may keep the memory for long: a loop keeps the tensors of
+its last item while it waits for the next one.
 
 A *reducer* tells multiprocessing how to pickle the objects of a class. The reducers here handle
 storages on loan and leave all others to torch's reducers, which move storages to shared memory.
@@ -95,7 +95,7 @@ class Lender:
         thread, and return the other end."""
         with _offering:
             ours, theirs = socket.socketpair()
-            with theirs:
+            with theirs:  # closed here, because `DupFd` duplicates it
                 channel = resource_sharer.DupFd(theirs.fileno())
             loan = Loan(self, ours)
             _loans.append(loan)
@@ -126,7 +126,7 @@ class Lender:
 
 
 class Loan:
-    """The loan to one process, and our end of its channel. It holds the memory until `end`."""
+    """The loan to one process, and our end of its channel. The memory is held until `end`."""
 
     def __init__(self, lender: Lender, channel: socket.socket) -> None:
         self.lender = lender
@@ -165,10 +165,10 @@ class Loan:
         need this memory then raise PoolExhaustedError instead of waiting."""
         core = self.lender.core
         core.view()
-        core.will_return(False)  # so nobody waits for it any more
+        core.will_return(False)  # so nobody waits for the memory any more
         core.unhold()
         self._give_back = core.unview
-        self._channel.settimeout(None)
+        self._channel.settimeout(None)  # from now on, wait for the borrower without a limit
 
     def end(self) -> None:
         """Give the memory back when the channel has ended."""
@@ -236,9 +236,9 @@ def explanation() -> str:
 
 def _forked() -> None:
     """Close the parent's channels in a forked child."""
-    _offering.release()
+    _offering.release()  # acquired before the fork
     if _loans:
-        # Close the borrowers' ends, of which multiprocessing keeps copies.
+        # multiprocessing keeps copies of the borrowers' ends: have it close them.
         resource_sharer._resource_sharer._afterfork()  # type: ignore[attr-defined]
     for loan in _loans:
         loan.forget()
@@ -317,14 +317,14 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryO
         StillframeError: The memory is not lent any more.
     """
     descriptors: list[int] = []
-    ours = socket.socket(fileno=channel.detach())
+    connection = socket.socket(fileno=channel.detach())
     try:
-        ours.sendall(b"\0")
-        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError:  # the other end is closed
+        connection.sendall(b"\0")
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError:  # the lender has closed its end, so there is no descriptor
         pass
     if not descriptors:
-        ours.close()
+        connection.close()
         raise StillframeError(
             "the memory of this snapshot is not lent any more: what its hold_until was given has"
             " ended, or the process that took it has"
@@ -334,11 +334,11 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryO
     try:
         memory = MemoryOnLoan(descriptors[0], nbytes, flags, access, offset=offset)
     except BaseException:
-        ours.close()
+        connection.close()
         raise
     finally:
         os.close(descriptors[0])
-    memory.channel = ours
+    memory.channel = connection
     return memory
 
 

@@ -28,7 +28,7 @@ from stillframe.errors import StillframeError
 
 
 class SnapshotSave(ExternalSave):
-    """The handle of a save that Python code writes; for its arguments see `ExternalSave`."""
+    """The handle of a save that Python code writes; `ExternalSave` explains the arguments."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class SnapshotSave(ExternalSave):
         known_as: str = "a save",
     ) -> None:
         super().__init__(path, given, on_durable, entered=entered, slot=slot, known_as=known_as)
-        self._taken: Snapshot[Any] | None = None
+        self._snapshot: Snapshot[Any] | None = None  # the snapshot that is written, if any
         self._nbytes = self._deferred_nbytes = self._num_tensors = 0  # of the snapshot
         self._copied_s: float | None = None  # seconds from the call to the end of the copy
 
@@ -52,14 +52,14 @@ class SnapshotSave(ExternalSave):
         return (self._nbytes if self._outcome.settled else 0), self._nbytes
 
     def _is_staged(self) -> bool:
-        taken = self._taken
-        return taken is not None and is_copied(taken)
+        snapshot = self._snapshot
+        return snapshot is not None and is_copied(snapshot)
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
-        taken = self._taken
-        if taken is not None and not self._outcome.settled:
+        snapshot = self._snapshot
+        if snapshot is not None and not self._outcome.settled:
             try:
-                taken.wait(deadline.left())
+                snapshot.wait(deadline.left())
             except TimeoutError:
                 raise self._timeout_error(deadline, "staged") from None
             except StillframeError:  # the copy failed, so the save will fail too
@@ -68,34 +68,34 @@ class SnapshotSave(ExternalSave):
 
     # ---- for the code that makes the save ----
 
-    def set_snapshot(self, taken: Snapshot[Any]) -> None:
-        """Set the snapshot that is written. Without this call the state itself is written."""
-        self._taken = taken
-        self._nbytes, self._num_tensors = taken.nbytes, taken.num_tensors
-        self._deferred_nbytes = taken.deferred_nbytes
+    def set_snapshot(self, snapshot: Snapshot[Any]) -> None:
+        """Set the snapshot that is written. Without this call, the user's state itself is."""
+        self._snapshot = snapshot
+        self._nbytes, self._num_tensors = snapshot.nbytes, snapshot.num_tensors
+        self._deferred_nbytes = snapshot.deferred_nbytes
 
     def snapshot(self) -> Snapshot[Any] | None:
         """Return the snapshot that is written, or None. Return None after the save's end too."""
-        return self._taken
+        return self._snapshot
 
     def record_launch(self) -> None:
-        """Record that the save goes on even if the call raises. Callers then wait for the memory of
-        its snapshot."""
-        taken = self._taken
+        """Record that the save goes on even if the call raises. From now on, calls that need the
+        snapshot's memory wait for it."""
+        snapshot = self._snapshot
         super().record_launch()
-        if taken is not None:
-            will_return(taken)
+        if snapshot is not None:
+            will_return(snapshot)
 
     def _release(self) -> None:
-        self._taken = None
+        self._snapshot = None
 
     def record_copied(self) -> None:
         """Record that the copy has ended, successfully or not. May be called again."""
         if self._copied_s is None:
             self._copied_s = time.perf_counter() - self._entered
-        taken = self._taken
-        if taken is not None:
-            self._outcome.notify_staged(copy_error(taken))
+        snapshot = self._snapshot
+        if snapshot is not None:
+            self._outcome.notify_staged(copy_error(snapshot))
 
     def report(
         self,
@@ -114,7 +114,7 @@ class SnapshotSave(ExternalSave):
         """
         self.record_copied()
         assert self._copied_s is not None
-        taken = self._taken
+        snapshot = self._snapshot
         durable_after_s = time.perf_counter() - self._entered
         call_s = min(self._call_time.seconds, durable_after_s)  # the call may not have returned
         return SaveReport(
@@ -124,7 +124,7 @@ class SnapshotSave(ExternalSave):
             captured_nbytes=self._nbytes - self._deferred_nbytes,
             deferred_nbytes=self._deferred_nbytes,
             blocked_s=call_s,
-            gate_wait_s=0.0 if taken is None else gate_wait_s(taken),
+            gate_wait_s=0.0 if snapshot is None else gate_wait_s(snapshot),
             backpressure_s=self._slot_wait_s,
             staged_after_s=self._copied_s,
             durable_after_s=durable_after_s,

@@ -46,7 +46,7 @@ Shared = Literal[False, True, "spawn"]
 
 # The longest wait for memory, in seconds, inside external work of the log. Saves that hold the
 # memory may wait for that work, so the wait must end.
-_INSIDE_S = 10.0
+_EXTERNAL_WORK_WAIT_S = 10.0
 
 
 class Snapshot(Generic[T]):
@@ -135,7 +135,7 @@ class Snapshot(Generic[T]):
             self._copy.settle()
         if self._copy.error is not None:
             self._copy.error_seen = True
-            self._tree = None  # the error's traceback would keep the memory
+            self._tree = None  # otherwise the error's traceback would keep the memory
             raise self._copy.error
 
     def release(self) -> None:
@@ -167,8 +167,9 @@ class Snapshot(Generic[T]):
         """
         self._birth.refuse_forked_child()
         core = self._copy.core
-        if not core.hold():
-            # For a spawned process, torch's pickling moved the tensors out of the pool.
+        is_held = core.hold()
+        if not is_held:  # the memory has been returned to the pool
+            # A spawned process does not need it: torch's pickling has copied the tensors.
             if has_memory_of_its_own(process_or_future):
                 return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
@@ -252,13 +253,14 @@ def snapshot(
         ValueError: `shared` is not False, True or "spawn", or does not fit the engine's memory.
         StillframeError: The engine is closed; the tensors of a CUDA device cannot be copied (no
             usable driver, or the device has failed); a CUDA graph is being captured.
-        Exception: An error of a tensor of an unusual kind when its parts are read, as in
+        Exception: An error that a tensor of an unusual kind raises when it is taken apart, as in
             `torch.save`.
 
     Tensors on a CUDA device are copied on a separate stream directly into pinned memory of the
     pool. The copies take no memory of the device, and all of them are queued in the call. The
     caller's current stream waits for them, and so do `.wait()` and `.tree`, but not the call. The
-    storages are kept until then. Tensors on other devices are copied by torch during the call.
+    copied storages are kept until the copies are done. Tensors on other devices are copied by torch
+    during the call.
     """
     check_booleans(overlap=overlap)
     with inside_call():
@@ -296,12 +298,12 @@ def snapshot_to_write(
     while True:
         try:
             with inside_call():
-                used = engine_or_default(engine)
-                shared: Shared = "spawn" if limits_of(used).shared_memory else False
+                chosen = engine_or_default(engine)
+                shared: Shared = "spawn" if limits_of(chosen).shared_memory else False
                 # The writer ends by itself, so other callers wait for this memory without a limit.
-                return _take(tree, overlap, shared, used, copy_objects=True, patience_s=None)
+                return _take(tree, overlap, shared, chosen, copy_objects=True, patience_s=None)
         except PoolExhaustedError:
-            if not wait_for_room():
+            if not wait_for_room():  # nothing is left that may give memory back
                 raise
 
 
@@ -331,13 +333,13 @@ def _check_shared(engine: Engine, shared: Shared) -> Engine:
 
 
 def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> None:
-    """Call `function` on the callback thread once `taken.wait()` would not wait any more."""
+    """Call `function` on the callback thread when the copy has ended, successfully or not."""
     taken._copy.call_when_settled(function)
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
-    """Declare that a snapshot's memory comes back by itself. Callers then wait for the memory
-    instead of raising PoolExhaustedError. `yes=False` withdraws the declaration."""
+    """Declare that a snapshot's memory comes back by itself. Calls that need it then wait, and do
+    not raise PoolExhaustedError. `yes=False` withdraws the declaration."""
     taken._copy.core.will_return(yes)
 
 
@@ -350,8 +352,9 @@ def gate_wait_s(taken: Snapshot[Any]) -> float:
 
 
 def _longest_wait_s() -> float | None:
-    """Return how many seconds a call may wait for memory; None for no limit."""
-    return _INSIDE_S if ordered.is_in_external_work() else None
+    """Return how many seconds a call may wait for memory. None: without a limit, because the call
+    is not external work, for which saves that hold the memory may wait."""
+    return _EXTERNAL_WORK_WAIT_S if ordered.is_in_external_work() else None
 
 
 def unfinished_tree(taken: Snapshot[T]) -> T | None:
@@ -400,11 +403,11 @@ def _take(
     except BaseException:
         deferral.close()
         raise
-    # Wait now if rebuilding the tree reads the copied bytes, or to raise a known error.
+    # Wait now if `rebuild` reads copied bytes, or if the copy has failed already.
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
         if copy.error is not None:
-            del memory  # the error's traceback would keep it
+            del memory  # otherwise the error's traceback would keep it
             raise StillframeError(str(copy.error))
     offsets = core.offsets()
     built, address = source.rebuild(memory, offsets, objects=objects)
@@ -413,16 +416,16 @@ def _take(
     if deferral.indices:
         nbytes = [nbytes for _, nbytes in source.sources()]
         taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
-    copy.snapshot = weakref.ref(taken)
+    copy.weak_snapshot = weakref.ref(taken)
     if copy.error is not None:
-        del memory, built  # the error's traceback would keep them
+        del memory, built  # otherwise the error's traceback would keep them
         taken.wait()  # raises the error
-    source.forget()
+    source.forget()  # drops the user's tensors; the storages are kept until they are copied
     return taken
 
 
 def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
-    """Log a warning for each module that is left whole, except those copied into `objects`."""
+    """Log a warning for each module that is not copied. `objects` has the copied objects, by id."""
     for node in source.left_whole:
         if id(node) not in objects and isinstance(node, torch.nn.Module):
             log.warning(
@@ -445,7 +448,7 @@ def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | N
     try:
         memory = core.lease(most_s)
     except PoolExhaustedError as error:
-        if _is_from_signal_handler(error):  # it is about a snapshot that the handler takes
+        if _is_from_signal_handler(error):  # the handler's own snapshot does not fit
             raise
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."

@@ -57,7 +57,7 @@ def _parts(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, (list, tuple)):
         yield from ((f".{index}", value) for index, value in enumerate(node))
     elif isinstance(node, (set, frozenset)):
-        yield from ((".{}", value) for value in node)
+        yield from ((".{}", value) for value in node)  # an element has neither key nor index
     if not isinstance(node, type):
         attributes = getattr(node, "__dict__", None)
         if isinstance(attributes, dict):

@@ -33,11 +33,12 @@ _ALIGN = 4096  # the first tensor starts at a multiple of this
 _METADATA = "__metadata__"
 _MEMBER = struct.Struct("=QQII")  # struct sfr_member: off, nbytes, source, reserved
 
-# A dtype with two elements in a byte. torch's shapes count bytes, the format's shapes elements.
-_PAIRS = "F4"
+# The dtype with two elements in a byte. torch's shapes count bytes, the format's shapes elements.
+_HALF_BYTE_DTYPE = "F4"
 # dtype: (name in the format, position in the library's order, bytes per element in torch)
 _DTYPES: dict[torch.dtype, tuple[str, int, int]] = {}
-for _rank, (_name, (_, _name_in_torch)) in enumerate(safetensors.DTYPES.items()):
+for _rank, _name in enumerate(safetensors.DTYPES):
+    _, _name_in_torch = safetensors.DTYPES[_name]
     _dtype = getattr(torch, _name_in_torch, None)
     if _dtype is not None:  # an older torch may lack the newest dtypes
         _DTYPES[_dtype] = _name, _rank, _dtype.itemsize
@@ -146,19 +147,19 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
     """
     with torch._C.DisableTorchFunction():
         tensors = checked(obj)
-        found = _Builder()
+        builder = _Builder()
         for name, tensor in tensors.items():
-            found.add(name, tensor)
+            builder.add(name, tensor)
     return Flat(
         data=b"",
-        storages=found.storages,
-        numbers=_core.Numbers(list(found.numbers)),
-        rows=found.rows,
+        storages=builder.storages,
+        numbers=_core.Numbers(list(builder.numbers)),
+        rows=builder.rows,
         num_tensors=len({id(tensor) for tensor in tensors.values()}),
-        fallbacks=[copied_sentence(count, origin) for origin, count in found.copied.items()],
-        # `found.devices` has 0 for host memory, and n + 1 for CUDA device n.
-        devices=tuple(sorted(device - 1 for device in found.devices if device)),
-        members=found.members,
+        fallbacks=[copied_sentence(count, origin) for origin, count in builder.copied.items()],
+        # `builder.devices` has 0 for host memory, and n + 1 for CUDA device n.
+        devices=tuple(sorted(device - 1 for device in builder.devices if device)),
+        members=builder.members,
         metadata=metadata,
     )
 
@@ -251,12 +252,12 @@ class _Builder:
                 f"You are trying to save a non contiguous tensor: `{name}`, which is not allowed."
                 " Call `.contiguous()` on it, or save the tensor that it is a view of"
             )
-        known = _DTYPES.get(tensor.dtype)
-        if known is None:
+        dtype_entry = _DTYPES.get(tensor.dtype)
+        if dtype_entry is None:
             raise KeyError(
                 f"`{name}` has the dtype {tensor.dtype}, which safetensors does not support"
             )
-        word, rank, itemsize = known
+        dtype_name, rank, itemsize = dtype_entry
         device = _device.number_of_tensor(tensor)
         if device < 0:  # neither in host memory nor on a CUDA device
             origin = str(tensor.device)
@@ -266,13 +267,15 @@ class _Builder:
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()
         nbytes, offset = tensor.numel() * itemsize, int(tensor.storage_offset()) * itemsize
-        number = -1
+        storage = -1  # its number; -1 for a tensor without bytes
         if nbytes:
-            number = self._add_storage(name, tensor, device, least_nbytes=offset + nbytes)
+            storage = self._add_storage(name, tensor, device, least_nbytes=offset + nbytes)
         shape = list(tensor.shape)
-        if word == _PAIRS:
+        if dtype_name == _HALF_BYTE_DTYPE:
             shape = _shape_in_elements(name, shape)
-        self.members.append(Member(name, word, rank, itemsize, shape, number, offset, nbytes))
+        self.members.append(
+            Member(name, dtype_name, rank, itemsize, shape, storage, offset, nbytes)
+        )
 
     def _add_storage(self, name: str, tensor: Tensor, device: int, least_nbytes: int) -> int:
         """Add the tensor's storage if it is new, and return its number. Raise ValueError if the

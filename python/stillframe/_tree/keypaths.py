@@ -43,7 +43,7 @@ class Stub:
 
     # The unpickler calls these methods, as it would call those of the real object.
 
-    def __call__(self, *args: Any) -> Stub:
+    def __call__(self, *args: Any) -> Stub:  # the result of a call is a stub too
         return Stub(self, *args)
 
     def __setstate__(self, state: Any) -> None:
@@ -93,14 +93,15 @@ class Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         _, kind, key, location, numel = pid[:5]
-        storage = Storage(getattr(kind, "_name", ""), key, location, numel)
+        class_name = getattr(kind, "_name", "")  # `kind` is a stub class, unless the pickle is bad
+        storage = Storage(class_name, key, location, numel)
         self.storages.setdefault(str(key), storage)
         return storage
 
 
 def children(node: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a node, each with its path relative to the node. The path is "" if users
-    know no name or index for the part."""
+    know no name or index for the part. The keys of a dict are parts too: they may hold storages."""
     if isinstance(node, dict):
         yield from ((f".{_key(key)}", value) for key, value in node.items())
         yield from (("", key) for key in node)
@@ -131,6 +132,7 @@ def _flatten(arg: Any) -> Iterator[Any]:
 
 
 def _key(key: Any) -> str:
+    """Return a key of a dict as a part of a path."""
     if isinstance(key, tuple):
         return "(" + ", ".join(_key(part) for part in key) + ")"
     if isinstance(key, Stub):

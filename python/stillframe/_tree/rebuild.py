@@ -49,13 +49,13 @@ getstate = object.__getstate__  # returns a tensor's attributes; None if it has 
 
 
 def is_array(node: object) -> bool:
-    """Return whether a node is a NumPy array. Without the import of NumPy there is none."""
+    """Return whether a node is a NumPy array. It is none if no code has imported NumPy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(node, numpy.ndarray)
 
 
 def is_atom(node: object) -> bool:
-    """Return whether the walk does not enter a node although its type is not in `ATOMS`."""
+    """Return whether the walk does not enter a node for a reason other than `ATOMS`."""
     numpy = sys.modules.get("numpy")
     return isinstance(node, ATOM_BASES) or (
         numpy is not None and isinstance(node, (numpy.generic, numpy.dtype))
@@ -67,7 +67,7 @@ def attributes_of(node: object) -> dict[str, Any]:
 
 
 def dict_of(state: Any) -> dict[str, Any]:
-    """Return the attributes that users have set on a plain tensor; `state` is its `getstate`."""
+    """Return the attributes that users have set on a plain tensor, from `state = getstate(it)`."""
     return state if isinstance(state, dict) else {}
 
 
@@ -81,23 +81,23 @@ def _slots_of(node: object) -> list[Any]:
 
 
 def opaque_object_with_tensors(parts: list[Any], opaque: Any = None) -> object | None:
-    """Return an object that the walk would leave whole although it has tensors inside, or None.
+    """Return an *opaque* object that has tensors inside, or None.
 
-    Such an object would bring the old tensors' memory into the new tree. The search enters
-    containers and attributes at any depth.
+    The walk does not enter an opaque object: the new tree has the same object, and would keep the
+    memory of the old tensors in it. The search enters containers and attributes at any depth.
 
     Args:
         parts: The parts of a tensor.
-        opaque: An object around all `parts` that the walk leaves whole, if there is one.
+        opaque: The opaque object that holds all `parts`, if there is one.
     """
-    # Nodes to search, each with the outermost object around it that the walk leaves whole.
+    # Nodes to search, each with the outermost opaque object that holds it, or None.
     stack: list[tuple[Any, Any]] = [(part, opaque) for part in parts]
     seen: set[int] = set()
     while stack:
-        node, opaque = stack.pop()
+        node, holder = stack.pop()
         if isinstance(node, _WITH_BYTES):
-            if opaque is not None:
-                return opaque  # type: ignore[no-any-return]
+            if holder is not None:
+                return holder  # type: ignore[no-any-return]
             continue
         if id(node) in seen or type(node) in ATOMS or is_atom(node) or is_array(node):
             continue
@@ -106,9 +106,9 @@ def opaque_object_with_tensors(parts: list[Any], opaque: Any = None) -> object |
         if isinstance(node, _CONTAINERS):
             inner += node.values() if isinstance(node, dict) else node
         else:
-            opaque = node if opaque is None else opaque
+            holder = node if holder is None else holder
             inner += _slots_of(node)
-        stack.extend((each, opaque) for each in inner)
+        stack.extend((each, holder) for each in inner)
     return None
 
 
@@ -150,11 +150,12 @@ class Builder:
     """Rebuilds one tree.
 
     Args:
-        made: New objects that exist already, by the ids of the old objects. `build` adds to it.
+        memo: id of an old object -> the new object. Has the new objects that exist already; `build`
+            adds the others.
         tensor_of: For each storage, by number, a new tensor over it; None if there is none yet.
-        views: By the ids of old tensors that are views of one storage: the storage's number.
-        others: By the ids of other tensors: what to make them from. The new tree has the same
-            tensor if that is the old tensor itself.
+        views: id of an old tensor that is a plain view of a storage -> the storage's number.
+        others: id of any other old tensor -> what the new one is made from. A Tensor here is the
+            old tensor, which the new tree keeps.
         numbers: Numbers of the old storages, by the addresses of their StorageImpls.
         memory: An object with the buffer protocol that holds the bytes of the new storages.
         offsets, nbytes: Where each new storage is in `memory`, and its length.
@@ -162,7 +163,7 @@ class Builder:
 
     def __init__(
         self,
-        made: dict[int, Any],
+        memo: dict[int, Any],
         tensor_of: list[Tensor | None],
         views: dict[int, int],
         others: dict[int, Flattened | Reduced | Tensor],
@@ -171,7 +172,7 @@ class Builder:
         offsets: list[int],
         nbytes: Sequence[int],
     ) -> None:
-        self._memo = made
+        self._memo = memo
         self._tensor_of = tensor_of
         self._views = views
         self._others = others
@@ -253,27 +254,29 @@ class Builder:
 
     def _rebuild_other(self, tensor: Tensor) -> Tensor:
         """Return the new tensor for an old one that is not in `views`."""
-        found = self._others.get(id(tensor))
-        if found is None:  # another thread has changed the tree
+        parts = self._others.get(id(tensor))
+        if parts is None:  # another thread has changed the tree
             raise RuntimeError("a tensor came into the tree while it was copied")
-        if isinstance(found, Flattened):
-            new = self._rebuild_flattened(found)
-        elif isinstance(found, Reduced):
-            new = self._rebuild_reduced(found)
+        if isinstance(parts, Flattened):
+            new = self._rebuild_flattened(parts)
+        elif isinstance(parts, Reduced):
+            new = self._rebuild_reduced(parts)
         else:
-            new = tensor
+            new = tensor  # a tensor without bytes
         self._memo[id(tensor)] = new
         return new
 
-    def _rebuild_flattened(self, found: Flattened) -> Tensor:
-        inner = {name: self.build(part) for name, part in found.inner.items()}
-        kind: Any = type(found.tensor)
-        new: Tensor = kind.__tensor_unflatten__(inner, found.context, found.size, found.stride)
-        for name, value in attributes_of(found.tensor).items():
+    def _rebuild_flattened(self, parts: Flattened) -> Tensor:
+        """Return a new tensor of a wrapper subclass, around new inner tensors."""
+        old = parts.tensor
+        inner = {name: self.build(part) for name, part in parts.inner.items()}
+        kind: Any = type(old)
+        new: Tensor = kind.__tensor_unflatten__(inner, parts.context, parts.size, parts.stride)
+        for name, value in attributes_of(old).items():
             if name not in attributes_of(new):
                 new.__dict__[name] = self.build(value)
-        if found.tensor.requires_grad != new.requires_grad and new.is_leaf:  # only leaves allow it
-            new.requires_grad_(found.tensor.requires_grad)
+        if old.requires_grad != new.requires_grad and new.is_leaf:  # only leaves allow it
+            new.requires_grad_(old.requires_grad)
         return new
 
     def make_dtensors(
@@ -286,13 +289,13 @@ class Builder:
         which never change.
 
         Args:
-            kind: The class DTensor, if there are DTensors.
-            wrapped: By id, the old DTensors with their local tensors.
+            kind: The class DTensor, or None if there are no DTensors.
+            wrapped: id of an old DTensor -> (the old DTensor, its local tensor).
             with_attributes: DTensors on which users have set attributes, with these attributes.
         """
         memo = self._memo
-        # Skip __init__: it does nothing, but its wrapper costs more than all the rest.
-        make: Any = getattr(kind, "__new__", None)
+        # Call only __new__: __init__ does nothing, but its wrapper costs more than all the rest.
+        make: Any = getattr(kind, "__new__", None)  # not called if `kind` is None
         for key, (old, local) in wrapped.items():
             new_local = memo.get(id(local))
             if new_local is None:
@@ -302,13 +305,14 @@ class Builder:
             new = memo[id(old)]
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
 
-    def _rebuild_reduced(self, found: Reduced) -> Tensor:
-        args = [self.build(arg) for arg in found.args]
+    def _rebuild_reduced(self, reduced: Reduced) -> Tensor:
+        """Return a new tensor, made as by an unpickler, but from new arguments and a new state."""
+        args = [self.build(arg) for arg in reduced.args]
         with warnings.catch_warnings():  # torch's own functions use its deprecated TypedStorage
             warnings.simplefilter("ignore", UserWarning)
-            new: Any = found.function(*args)
-        if found.state is not None:
-            state = self.build(found.state)
+            new: Any = reduced.function(*args)
+        if reduced.state is not None:
+            state = self.build(reduced.state)
             if hasattr(type(new), "__setstate__"):
                 new.__setstate__(state)
             else:
@@ -373,9 +377,9 @@ class Builder:
             new = self._memo[id(node)] = set()
             new.update([self.build(value) for value in node])
             return new
-        else:  # a subclass: copy the object with its old parts, which are replaced below
+        else:  # a subclass: copy the object; its parts are replaced below
             new = copy.copy(node)
-            if type(new) is not kind or new is node:  # an unusual subclass is left whole
+            if type(new) is not kind or new is node:  # an unusual subclass: keep the old object
                 return node
         self._memo[id(node)] = new
         if isinstance(node, dict):

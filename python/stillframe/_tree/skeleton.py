@@ -148,13 +148,14 @@ def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
 
 
 def _learn_words() -> bool:
-    """Have the C code find the words of torch's tensors that the fast path reads. Return False if
-    this torch keeps them elsewhere, so that the fast path is impossible."""
+    """Let the C code find at which offsets in torch's objects the fast path has to read. Return
+    False if it finds none in this torch, so that the fast path is impossible."""
     samples = _samples()
     try:
         return _core.learn_words(samples)
     finally:
-        _from_handles([sample[-1] for sample in samples])  # releases the handles
+        handles = [sample[-1] for sample in samples]
+        _from_handles(handles)  # releases the handles
 
 
 def _keys(*names: str) -> int:
@@ -184,11 +185,11 @@ def _where(tensor: Tensor) -> int:
     return 1 if tensor.is_cuda else -1
 
 
-def _make_types(**other: Any) -> _core.TorchTypes:
+def _make_types(**replacements: Any) -> _core.TorchTypes:
     """Return what the C code needs from torch: classes, functions and dtypes.
 
     Args:
-        **other: Replaces single items. `dtypes` are pairs of a dtype and its name.
+        **replacements: Items to use instead of those below. `dtypes` are pairs of dtype and name.
     """
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
@@ -214,7 +215,7 @@ def _make_types(**other: Any) -> _core.TorchTypes:
         "backward_hooks": attributes["_backward_hooks"],
         "dtypes": dtypes,
     }
-    parts.update(other)
+    parts.update(replacements)
     sample = torch.empty(_MOST_ITEMSIZE, dtype=torch.uint8, device="cpu")
     parts["dtypes"] = [
         (dtype, name, dtype.itemsize, sample.view(dtype)) for dtype, name in parts["dtypes"]
@@ -232,7 +233,8 @@ def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
 
 
 make_tensors = True
-"""Whether C code makes the tensors of a snapshot. torch has a function for it since 2.11."""
+"""Whether C code makes the tensors of a snapshot, if torch has the function for it (since 2.11).
+Tests set it to False."""
 
 # No mode that is active during the import may change the sample tensors.
 with (
@@ -320,6 +322,7 @@ def build(obj: object) -> Skeleton:
     except Exception as error:
         culprit.note(error, obj)
         raise
+    # `elsewhere` has the numbers of the storages that are on devices of other kinds.
     storages, numbers, rows, elsewhere, num_tensors, devices = collector.finish()
     data = collector.splice(pickle)
     fallbacks = _fetch(storages, rows, elsewhere)

@@ -5,9 +5,9 @@
 that occurs twice in the old tree occurs twice in the new one, and so does a storage.
 
 The walk enters dicts, lists, tuples and their subclasses, deques, sets, tensors with their
-attributes, and storages. NumPy arrays are copied. Every other object is *left whole*: the new tree
-has the very same object. So a tree may contain objects that cannot be pickled, such as process
-groups.
+attributes, and storages. NumPy arrays are copied. Every other object is *left whole* (*opaque*):
+the new tree has the very same object. So a tree may contain objects that cannot be pickled, such as
+process groups.
 
 New tensors are made in one of four ways:
 - C code (skeleton/copies.c) makes all plain tensors, as skeleton.py defines them, in one call. It
@@ -67,17 +67,17 @@ class Tree:
         numbers: The storages' numbers, by the addresses of their StorageImpls.
         rows: One ``struct sfr_source`` for each storage, every lane 0. The address is 0 if a
             storage is neither in host memory nor on a CUDA device.
-        elsewhere: Numbers of the storages whose address is 0. torch copies them.
+        elsewhere: Numbers of the storages whose address in `rows` is 0. torch copies their bytes.
         devices: Numbers of the CUDA devices that have storages.
-        reads_bytes: `rebuild` may read the bytes, so they must be copied before. That is so for
-            tensors that reduce themselves.
+        reads_bytes: `rebuild` may read the storages' bytes, so they must be copied before. This is
+            so if some tensor has to be made from what its `__reduce_ex__` returns.
         left_whole: Objects that are neither containers nor tensors nor plain values, in the order
-            of the walk.
+            of the walk. The new tree has the same objects.
     """
 
     def __init__(self, root: object, *, lanes: bool = True) -> None:
-        """Walk the tree under `root`. If `lanes` is False, storages on CUDA devices are in
-        `elsewhere` too."""
+        """Walk the tree under `root`. If `lanes` is False, torch has to copy storages on CUDA
+        devices too, so they are in `elsewhere`."""
         self._root = root
         self._lanes = lanes
         self.reads_bytes = False
@@ -86,21 +86,21 @@ class Tree:
         # How to make each tensor that is not plain, by its id; see `Builder`.
         self._views: dict[int, int] = {}
         self._others: dict[int, Flattened | Reduced | Tensor] = {}
-        self._held: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
-        self._dtensor = dtensor()
-        # By id, the DTensors with their local tensors.
-        self._wrapped: dict[int, tuple[Any, Tensor]] = {}
+        self._kept_alive: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
+        self._dtensor_class = dtensor()
+        # id of a DTensor -> (the DTensor, its local tensor)
+        self._dtensors: dict[int, tuple[Any, Tensor]] = {}
         # DTensors on which users have set attributes, with these attributes.
         self._with_attributes: list[tuple[Any, dict[str, Any]]] = []
         with torch._C.DisableTorchFunction(), no_garbage_collection():
             self._find(root, self._collector)
-            found = self._collector.finish()
-        self.storages, self.numbers, self.rows, self.elsewhere, num_exact, self.devices = found
+            result = self._collector.finish()
+        self.storages, self.numbers, self.rows, self.elsewhere, num_exact, self.devices = result
         # The collector has counted the tensors of the types in PLAIN.
-        others = [each for each in self._held if type(each) not in PLAIN]
-        self._num_tensors = num_exact + len(others) + len(self._wrapped)
+        others = [each for each in self._kept_alive if type(each) not in PLAIN]
+        self._num_tensors = num_exact + len(others) + len(self._dtensors)
         if self.devices and not lanes:
-            self._forgo_lanes()
+            self._move_device_storages_elsewhere()
 
     def _find(self, root: object, collector: _core.Collector) -> None:
         """Walk the tree and find its tensors. The collector, which is C code, handles plain
@@ -118,30 +118,31 @@ class Tree:
     def _collect_plain(
         self, nodes: list[Any] | tuple[Any, ...], seen: set[int], collector: _core.Collector
     ) -> list[Any]:
-        """Have the collector walk the nodes. Return the others as a stack, the first one last."""
-        rest = collector.walk(nodes, seen)
-        if self._dtensor is not None and rest:
-            rest = self._record_dtensors(rest, collector)
-        rest.reverse()
-        return rest
+        """Let the collector walk the nodes. Return the nodes that it does not know as a stack, the
+        first one last."""
+        unknown = collector.walk(nodes, seen)
+        if self._dtensor_class is not None and unknown:
+            unknown = self._record_dtensors(unknown, collector)
+        unknown.reverse()
+        return unknown
 
     def _record_dtensors(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
         """Record the DTensors among the nodes. Return the nodes that are still to be walked."""
-        kind, known = self._dtensor, self._wrapped
-        to_walk, locals_ = [], []
+        dtensors = self._dtensors
+        to_walk, local_tensors = [], []
         for node in nodes:
-            if type(node) is not kind:
+            if type(node) is not self._dtensor_class:
                 to_walk.append(node)
-            elif id(node) not in known:
-                local = node._local_tensor
-                known[id(node)] = node, local
-                locals_.append(local)
+            elif id(node) not in dtensors:
+                local_tensor = node._local_tensor
+                dtensors[id(node)] = node, local_tensor
+                local_tensors.append(local_tensor)
                 attributes = attributes_of(node)
                 if attributes:
                     self._with_attributes.append((node, attributes))
                     to_walk += collector.collect(tuple(attributes.values()))
-        if locals_:
-            to_walk += collector.collect(locals_)
+        if local_tensors:  # `collect` keeps the plain ones, and returns the others
+            to_walk += collector.collect(local_tensors)
         return to_walk
 
     def _record(
@@ -168,7 +169,7 @@ class Tree:
         key = id(tensor)
         if key in self._views or key in self._others:
             return []
-        self._held.append(tensor)
+        self._kept_alive.append(tensor)
         if type(tensor) in PLAIN and tensor.is_meta:
             self._others[key] = tensor  # it has no bytes, so the new tree has the same tensor
             return []
@@ -186,7 +187,7 @@ class Tree:
             if opaque is not None:
                 raise TypeError(self._refusal(tensor, opaque))
             self._others[key] = flattened
-            # Other parts, such as the device mesh of a DTensor subclass, are not copied.
+            # Other parts, such as the device mesh of a DTensor subclass, are not walked.
             inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
             return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
@@ -198,11 +199,12 @@ class Tree:
         return [*reduced.args, reduced.state]
 
     def _refusal(self, tensor: Tensor, opaque: object) -> str:
-        """Return the message about a tensor with bytes in `opaque`, an object left whole."""
+        """Return the message about a tensor with bytes in `opaque`, an object not entered."""
         path = next((path for path, _ in paths(self._root, lambda node: node is tensor)), "")
         kind = type(tensor).__qualname__
+        subject = f"{path} is" if path else "there is"
         return (
-            f"{f'{path} is' if path else 'there is'} a {kind}, whose bytes cannot be copied: they"
+            f"{subject} a {kind}, whose bytes cannot be copied: they"
             f" are in an object of class {type(opaque).__qualname__} inside of it, which would keep"
             f" its live memory. Take the tensors out of the {kind}, or save it with async_save"
         )
@@ -213,21 +215,22 @@ class Tree:
             device = -1  # the collector then puts the storage into `elsewhere`
         return collector.add_storage(storage, storage._cdata, device, 0, torch.uint8)
 
-    def _forgo_lanes(self) -> None:
-        """Add the storages on CUDA devices to `elsewhere`, so that torch copies them."""
+    def _move_device_storages_elsewhere(self) -> None:
+        """Move the storages on CUDA devices to `elsewhere`, so that torch copies them."""
         for number in range(len(self.storages)):
-            row = number * skeleton.SOURCE.size
-            _, nbytes, _, device = skeleton.SOURCE.unpack_from(self.rows, row)
-            if device:
-                skeleton.SOURCE.pack_into(self.rows, row, 0, nbytes, 0, 0)
+            row_offset = number * skeleton.SOURCE.size
+            _, nbytes, _, device = skeleton.SOURCE.unpack_from(self.rows, row_offset)
+            is_on_device = device != 0
+            if is_on_device:
+                skeleton.SOURCE.pack_into(self.rows, row_offset, 0, nbytes, 0, 0)
                 self.elsewhere.append(number)
         self.devices = ()
 
     def copy_objects(self) -> dict[int, Any]:
-        """Return deep copies of the objects left whole, by the ids of the objects. An object that
-        two of them refer to is copied once.
+        """Return deep copies of the objects in `left_whole`, by the ids of these objects. An object
+        that two of them share is copied once.
 
-        An object that cannot be copied is skipped. A later pickling of it raises the error.
+        An object that cannot be copied is skipped. When it is pickled later, that raises the error.
         """
         memo: dict[int, Any] = {}
         copies: dict[int, Any] = {}
@@ -244,7 +247,7 @@ class Tree:
         return zip(self._column(0), self._column(1), strict=True)
 
     def _column(self, number: int) -> memoryview:
-        """Return a column of `rows`: 0, the addresses, or 1, the lengths in bytes."""
+        """Return a column of `rows`: the addresses (0) or the lengths in bytes (1)."""
         # A row has three words of 8 bytes: the address, the length, and lane and device.
         return memoryview(self.rows).cast("Q")[number::3]
 
@@ -262,7 +265,7 @@ class Tree:
             memory: An object with the buffer protocol. It holds the bytes of all storages except
                 those in `elsewhere`, which torch copies into it now.
             offsets: The offset of each storage in `memory`.
-            objects: Replacements of objects left whole, by the ids of the objects.
+            objects: id of an object in `left_whole` -> the object that replaces it in the new tree.
         """
         collector, self._collector = self._collector, None
         assert collector is not None
@@ -273,17 +276,17 @@ class Tree:
             torch.no_grad(),
             no_garbage_collection(),
         ):
-            made, tensor_of, left = collector.copies(memory, offsets, skeleton.make_tensors)
+            memo, tensor_of, not_made = collector.copies(memory, offsets, skeleton.make_tensors)
             # C code has not made these tensors, so the builder makes them.
-            self._views.update((id(tensor), number) for tensor, number in left)
-            made.update(objects or {})
-            nbytes = self._column(1)
+            self._views.update((id(tensor), number) for tensor, number in not_made)
+            memo.update(objects or {})
+            nbytes = self._column(1)  # of each storage
             builder = Builder(
-                made, tensor_of, self._views, self._others, self.numbers, memory, offsets, nbytes
+                memo, tensor_of, self._views, self._others, self.numbers, memory, offsets, nbytes
             )
             for number in self.elsewhere:
                 builder.copy_storage(number, self.storages[number])
-            builder.make_dtensors(self._dtensor, self._wrapped, self._with_attributes)
+            builder.make_dtensors(self._dtensor_class, self._dtensors, self._with_attributes)
             built = builder.build(self._root)
             if self.reads_bytes:
                 # torch keeps rebuilt sparse tensors alive in a list until this call.
@@ -300,8 +303,8 @@ class Tree:
         self._collector = None
         self._views = {}
         self._others = {}
-        self._held = []
-        self._wrapped = {}
+        self._kept_alive = []
+        self._dtensors = {}
         self._with_attributes = []
 
 

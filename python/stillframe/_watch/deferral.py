@@ -41,7 +41,7 @@ class Deferral:
         "_indices",
         "_numbers",
         "_owner_ends",
-        "_storages",
+        "_storage_numbers",
         "_tensors",
         "_versions",
         "fallbacks",
@@ -52,10 +52,10 @@ class Deferral:
     def __init__(self) -> None:
         self.indices: list[int] = []
         self.fallbacks: list[str] = []
-        self._storages: _core.Numbers | None = None  # the numbers of all storages of the save
+        self._numbers: _core.Numbers | None = None  # the numbers of all storages of the save
         self._indices: set[int] | None = None  # `indices` as a set; made by the first `is_deferred`
         self._tensors: list[torch.Tensor] = []
-        self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
+        self._storage_numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._versions: list[int] = []  # for each of `_tensors`, its version counter at the call
         # The owners, in the order of their storages in `indices`, each with the position after its
         # last storage there.
@@ -74,14 +74,16 @@ class Deferral:
         if not tensors:
             return -1  # `release` was called
         with torch._C.DisableTorchFunction():
-            position = _core.Observer.changed(tensors, self._versions)
-        return -1 if position < 0 else self._numbers[position]
+            changed_index = _core.Observer.changed(tensors, self._versions)
+        no_tensor_changed = changed_index < 0
+        return -1 if no_tensor_changed else self._storage_numbers[changed_index]
 
     def distrust(self, index: int) -> None:
-        """Have the optimizer that owns storage ``index`` captured completely from now on."""
+        """Have the optimizer that owns storage number ``index`` captured completely from now on."""
         if index not in self.indices:
             return
         position = self.indices.index(index)
+        # Each owner's storages follow each other in `indices`, up to the position `end`.
         for end, owner in self._owner_ends:
             if position < end:
                 owner.distrust("something other than its step changed it while it was copied")
@@ -92,14 +94,15 @@ class Deferral:
         StorageImpl."""
         if self._indices is None:
             self._indices = set(self.indices)
-        return self._storages is not None and self._storages.get(identity) in self._indices
+        return self._numbers is not None and self._numbers.get(identity) in self._indices
 
     def release(self) -> None:
         """Drop the tensors. `distrust` may still be called."""
         self._tensors = []
 
     def close(self) -> None:
-        """Let steps go on without waiting for the call. May be called again."""
+        """Let steps of other threads go on without waiting for the call that makes the save. May be
+        called again."""
         unlaunched_calls.pop(id(self), None)
 
     def ask_owners(self, sources: Sources) -> None:
@@ -108,21 +111,21 @@ class Deferral:
             numbers=sources.numbers,
             rows=sources.rows,
             indices=self.indices,
-            storage_numbers=self._numbers,
+            storage_numbers=self._storage_numbers,
             tensors=self._tensors,
             versions=self._versions,
         )
         owners = list(ownership.living())
         for each in owners:
-            # Such steps do not wait, so no other owner may defer the storages that they write.
+            # Steps without hooks wait for no copy, so no other owner may defer what they write.
             if each.has_unhooked_steps:
                 each.capture_for_others()
         for owner in (*owners, *memory_owners.registered):
             nr_before = len(self.indices)
             owner.defer(marks)
-            if len(self.indices) > nr_before:
+            if len(self.indices) > nr_before:  # the owner has deferred some storages
                 self._owner_ends.append((len(self.indices), owner))
-        self._storages = sources.numbers
+        self._numbers = sources.numbers
         for each in owners:
             sentence = each.why_captured(marks)
             if sentence is not None and sentence not in self.fallbacks:

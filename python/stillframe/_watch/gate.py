@@ -64,7 +64,7 @@ _pendings: dict[int, Pending] = {}  # the saves that steps wait for, by their id
 _deferrals: dict[int, Deferral] = {}  # their deferrals, by the ids of the saves
 _readers: list[Readers] = []
 # The serials of optimizers with compiled steps without hooks that must now wait for `_readers`.
-# When this string changes, torch compiles the steps again.
+# The serials are in one string, because torch compiles these steps again when the string changes.
 must_wait = ""
 
 
@@ -81,9 +81,11 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     if not overlap:
         return deferral
     key = id(deferral)
+    # When the deferral is freed, its entry goes, so a call that has raised holds no step back.
     reference = weakref.ref(deferral, lambda _: unlaunched_calls.pop(key, None))
     unlaunched_calls[key] = (threading.get_ident(), reference)
-    # A step that began before this entry was made is active now. A later step finds the entry.
+    # A step that is running now may be writing, so nothing is deferred. A step that begins later
+    # finds the entry and waits.
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():
@@ -131,7 +133,8 @@ def wait() -> None:
         if not new:
             return
         for pending in new:
-            if pending.gate() is False:
+            next_step_must_wait_too = pending.gate() is False
+            if next_step_must_wait_too:
                 still_tracked.append(pending)
             else:
                 untrack(pending)
@@ -151,7 +154,8 @@ def wait_for_storage(identity: int) -> None:
         pending = _pendings.get(save_id)
         if pending is None or not deferral.is_deferred(identity):
             continue
-        if pending.gate() is not False:  # no later step has to wait for it
+        next_step_must_wait_too = pending.gate() is False
+        if not next_step_must_wait_too:
             untrack(pending)
 
 
@@ -205,7 +209,8 @@ def concerns(optimizer: Optimizer) -> bool:
 
 
 def readers_changed() -> None:
-    """Set `must_wait` again, after a reader was added or removed."""
+    """Set `must_wait` again, after a reader was added or removed. If the string changes, torch
+    compiles the steps of these optimizers again."""
     global must_wait
     serials: list[str] = []
     for owner in ownership.living():

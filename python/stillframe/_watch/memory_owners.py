@@ -53,5 +53,6 @@ registered: weakref.WeakSet[MemoryOwner] = weakref.WeakSet()
 
 
 def register(owner: MemoryOwner) -> None:
-    """Ask this owner at every save, for as long as it lives."""
+    """Have every save call `owner.defer` to learn which of the owner's storages it may copy after
+    the call. The registration ends with the owner's life."""
     registered.add(owner)

@@ -24,10 +24,13 @@ import torch
 
 from stillframe._watch import gate, ownership
 
+# The methods of `torch.UntypedStorage` that free or move a storage's memory.
 _MOVERS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
 def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that waits for copies of the storage and then calls `mover`."""
+
     @functools.wraps(mover)
     def wait_and_move(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if gate.anything_copied():
@@ -38,6 +41,9 @@ def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `swap_tensors` that waits for all copies, and has the observers drop their weak
+    references, because torch refuses to swap tensors that have weak references."""
+
     @functools.wraps(swap)
     def swap_tensors(*args: Any, **kwargs: Any) -> Any:
         if gate.anything_copied():

@@ -81,9 +81,10 @@ class Owner:
 
     Attributes:
         closure_index: The index of the closure among a step's positional arguments, if it has one.
+        gate_is_ahead: The running step was given a closure with the gate at its end, and has not
+            come to the gate yet.
         kind: The optimizer's class.
         observer: Knows which of the optimizer's storages change in steps only.
-        reached_gate: False while a closure runs that has the gate at its end.
         ref: A weak reference to the optimizer.
         serial: A number that no other owner has.
         skipped_closure: A step has not called the closure that it was given. From then on the gate
@@ -101,10 +102,10 @@ class Owner:
         "_steps_nested",
         "_why_distrusted",
         "closure_index",
+        "gate_is_ahead",
         "has_unhooked_steps",
         "kind",
         "observer",
-        "reached_gate",
         "ref",
         "serial",
         "skipped_closure",
@@ -113,7 +114,7 @@ class Owner:
     def __init__(self, optimizer: Optimizer) -> None:
         self.serial = next(_serials)
         self._steps_nested = 0  # how many steps are running, one inside the other
-        self._step_is_known = False  # the last result of `qualifies`
+        self._step_is_known = False  # the last result of `has_known_step`
         self._is_idle = False  # after the last step, the observer had nothing to record or compare
         # `_step_is_known` was found for this step function and number of registered classes.
         self._examined_step: tuple[weakref.ref[Any] | None, int] = (None, 0)
@@ -122,7 +123,7 @@ class Owner:
         self.closure_index: int | None = None
         self.skipped_closure = False
         self.has_unhooked_steps = False
-        self.reached_gate = True
+        self.gate_is_ahead = False
         self.kind = type(optimizer)
         self.observer = _core.Observer(_first_owners, self.serial)
         self.ref = weakref.ref(optimizer, _OwnerRemoval(id(optimizer)))
@@ -146,31 +147,32 @@ class Owner:
     def capture_for_others(self) -> None:
         """Have saves capture this optimizer's parameters, even if other optimizers own them too."""
         optimizer = self.ref()
-        rivals = [each for each in living() if each is not self]
-        if optimizer is None or not rivals:
+        other_owners = [each for each in living() if each is not self]
+        if optimizer is None or not other_owners:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 memory = memory_of(parameter)
                 if isinstance(memory, torch.Tensor) and memory.layout is torch.strided:
                     storage = memory.untyped_storage()._cdata
-                    for rival in rivals:
-                        rival.observer.capture(storage)
+                    for other in other_owners:
+                        other.observer.capture(storage)
 
-    def qualifies(self, optimizer: Optimizer) -> bool:
-        """Return whether the step is known (`steps.is_known`). Set `closure_index`."""
+    def has_known_step(self, optimizer: Optimizer) -> bool:
+        """Return whether the step is known (`steps.is_known`). Also set `closure_index`."""
         # LR schedulers put a wrapper of the step into the optimizer itself.
         wrapper = optimizer.__dict__.get("step")
         step = type(optimizer).step if wrapper is None else wrapper
-        examined, nr_vouched = self._examined_step
+        examined, nr_registered = self._examined_step
         is_same_step = examined is not None and examined() is step
-        if not is_same_step or nr_vouched != len(steps.vouched):
+        # A class that was registered in the meantime may make the same step known.
+        if not is_same_step or nr_registered != len(steps.registered):
             self._step_is_known = steps.is_known(type(optimizer), step)
             self.closure_index = steps.closure_index(step)
             # A weak reference, because a bound method would keep the optimizer alive. A reference
             # to a bound method is dead at once, so such a step is examined each time.
             try:
-                self._examined_step = (weakref.ref(step), len(steps.vouched))
+                self._examined_step = (weakref.ref(step), len(steps.registered))
             except TypeError:  # no weak references to this object
                 self._examined_step = (None, 0)
         return self._step_is_known
@@ -184,7 +186,7 @@ class Owner:
             self._steps_nested += 1
         else:
             self._steps_nested = 1
-            self.reached_gate = True
+            self.gate_is_ahead = False
 
     def end(self, optimizer: Optimizer) -> bool:
         """Note that a step has ended, and record samples of the storages. Return False if the step
@@ -192,7 +194,7 @@ class Owner:
         if self._steps_nested > 1:
             self._steps_nested -= 1
             return False
-        if not self.reached_gate:
+        if self.gate_is_ahead:
             self.skipped_closure = True
             self.distrust("its step did not call the closure it was given")
         try:
@@ -210,48 +212,49 @@ class Owner:
         # A torch function mode would run Python code at each read.
         with torch._C.DisableTorchFunction():
             # Storages that have another owner too: (serial of that owner, storage).
-            clashes: list[tuple[int, int]] = []
-            # `stepped` returns True if the observer has to find the optimizer's storages again.
-            if self.observer.stepped(groups, state):
+            shared_storages: list[tuple[int, int]] = []
+            must_find_storages = self.observer.stepped(groups, state)
+            if must_find_storages:
                 kind = dtensor()
                 if kind is not None:  # the observer watches the local tensor of a DTensor
                     _core.Observer.see_through(kind, "_local_tensor")
                 try:
-                    clashes = self.observer.enrol(groups, state)
+                    # `enrol` finds the optimizer's storages and begins to watch them.
+                    shared_storages = self.observer.enrol(groups, state)
                 except MemoryError:
                     return  # the observer watches nothing now, so everything is captured
             self._probe()
-        for serial, storage in clashes:
-            for rival in living():
-                if rival.serial == serial:
-                    rival.observer.capture(storage)
-                    rival._rivals.add(self)
-                    self._rivals.add(rival)
+        for other_serial, storage in shared_storages:
+            for owner in living():
+                if owner.serial == other_serial:
+                    owner.observer.capture(storage)
+                    owner._rivals.add(self)
+                    self._rivals.add(owner)
 
     @bookkeeping
     def compare(self) -> None:
         """Compare the storages with the samples of the last step. Call this at the gate of the next
         step, when no storage should have changed."""
         if self._is_idle:
-            return
+            return  # the observer has nothing to compare
         with torch._C.DisableTorchFunction():
             self.observer.compare()
             self._probe()
 
     def _probe(self) -> None:
         """Start the comparisons of device storages that are due."""
-        devices = self.observer.due()
-        if devices:
-            self.observer.probe(device.streams(devices))
+        devices_due = self.observer.due()
+        if devices_due:
+            self.observer.probe(device.streams(devices_due))
 
     @bookkeeping
     def defer(self, marks: Marks) -> None:
         """Mark the storages of a save that may be copied after its call; see ``Observer.defer``."""
         optimizer = self.ref()
-        if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
+        if optimizer is None or not self.has_known_step(optimizer) or self.distrusted:
             return
         if id(optimizer) in _active:
-            return  # the last step of the owner has raised and may have written a part
+            return  # the last step of the owner's optimizer raised, perhaps before it wrote all
         self.observer.defer(optimizer.param_groups, optimizer.state, marks)
 
     @bookkeeping
@@ -347,7 +350,7 @@ def find_or_make(optimizer: Optimizer) -> Owner:
 
 def living() -> Iterator[Owner]:
     """Iterate over every owner that exists now."""
-    # list() copies the values in one step. In tuple() a garbage collection may remove owners.
+    # list() copies the values in one step. A garbage collection during tuple() could remove owners.
     return iter(list(_owners.values()))
 
 
@@ -377,10 +380,11 @@ def active() -> bool:
     # sys._current_frames may deadlock.
     this_thread = threading.current_thread()
     for thread in list(_active.values()):
-        if thread is not this_thread:
-            if thread.is_alive():
-                return True
-        elif any(map(_may_step, stack(sys._getframe()))):
+        if thread is this_thread:
+            mark_counts = any(map(_may_step, stack(sys._getframe())))
+        else:
+            mark_counts = thread.is_alive()
+        if mark_counts:
             return True
     return False
 
@@ -391,5 +395,5 @@ def _may_step(frame: FrameType) -> bool:
     return (
         code in step_codes
         or code.co_filename == steps.HOOKED.co_filename  # compiled code keeps its file name
-        or code.co_name.startswith("torch_dynamo_resume")  # the rest after a graph break
+        or code.co_name.startswith("torch_dynamo_resume")  # the part after a graph break
     )

@@ -51,7 +51,7 @@ def eager(function: _F) -> _F:
 @eager
 def _after_closure(optimizer: Optimizer, owner: Owner) -> None:
     """Wait at the gate after the closure."""
-    owner.reached_gate = True
+    owner.gate_is_ahead = False
     owner.compare()
     gate.hold_back(optimizer)
 
@@ -67,7 +67,7 @@ def _gated_closure(
         _after_closure(optimizer, owner)
         return value
 
-    owner.reached_gate = False
+    owner.gate_is_ahead = True
     return gated
 
 
@@ -77,7 +77,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arg
 @bookkeeping
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Begin a step. Return its arguments, with a closure that waits at the gate. Return None if the
-    gate cannot be in a closure; the caller must then wait now."""
+    gate cannot be in a closure: then the caller has to wait at the gate now."""
     owner = ownership.find(optimizer)
     if owner is None:
         owner = ownership.find_or_make(optimizer)
@@ -86,7 +86,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if _device.capturing():
         # A captured graph can be replayed, and then changes everything without running a hook.
         owner.allow_unhooked_steps("its step was captured in a CUDA graph")
-    calls_closure = owner.qualifies(optimizer) and not owner.skipped_closure
+    calls_closure = owner.has_known_step(optimizer) and not owner.skipped_closure
     has_arguments = len(args) > 1 or kwargs  # args[0] is the optimizer
     if calls_closure and has_arguments:
         arguments = _with_gated_closure(optimizer, owner, args, kwargs)
@@ -101,7 +101,7 @@ def _with_gated_closure(
 ) -> Arguments | None:
     """Return a step's arguments with the gate at the end of the closure, or None if the gate must
     be before the step."""
-    # Another pre-hook may write before the closure, so the gate cannot be later.
+    # A user's pre-hook may write before the closure runs. One of the global hooks is stillframe's.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
     closure, index = kwargs.get("closure"), owner.closure_index
@@ -126,12 +126,13 @@ def _end(optimizer: Optimizer) -> bool:
 def _before_writing(optimizer: Optimizer) -> None:
     """Begin a step in a method that is not `step`, and wait at the gate."""
     ownership.enter(optimizer)
-    _begin(optimizer, (), {})
+    _begin(optimizer, (), {})  # without arguments, because the method is given no closure
     gate.hold_back(optimizer)
 
 
 def _gate_writers(kind: type[Any]) -> None:
-    """Make the methods other than `step` in which a listed class writes count as steps."""
+    """Make some methods other than `step` count as steps: those in which a class that
+    `third_party.toml` lists writes parameters or state."""
     for each in kind.__mro__:
         for name in steps.writers(each):
             method = each.__dict__.get(name)
@@ -147,7 +148,8 @@ def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            if _end(self) is not False:  # None if the bookkeeping failed
+            is_inside_another_step = _end(self) is False
+            if not is_inside_another_step:
                 ownership.leave(self)
 
     ownership.step_codes.add(writing.__code__)
@@ -158,14 +160,14 @@ def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
     """Begin a step: the pre-hook of every step. Return new arguments, or None to keep them."""
-    if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
+    if torch.compiler.is_compiling() and _leaves_out_hooks(optimizer, gate.must_wait):
         return None
     return _step_begins(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """End a step: the post-hook of every step."""
-    if torch.compiler.is_compiling() and _is_one_graph(optimizer, gate.must_wait):
+    if torch.compiler.is_compiling() and _leaves_out_hooks(optimizer, gate.must_wait):
         return
     _step_ends(optimizer)
 
@@ -186,15 +188,16 @@ def _step_begins(
 @eager
 def _step_ends(optimizer: Optimizer) -> None:
     """Do the work of `_after_step`, outside compiled graphs."""
-    if _end(optimizer) is not False:  # None if the bookkeeping failed
+    is_inside_another_step = _end(optimizer) is False
+    if not is_inside_another_step:
         ownership.leave(optimizer)
     gate.stepped(optimizer)
     _core.trace_step_ends(optimizer)
 
 
-def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
-    """Return whether a step that is being traced has to become one graph, without hooks. If so,
-    have later saves capture what the optimizer writes, and wait for the copies in flight.
+def _leaves_out_hooks(optimizer: Optimizer, must_wait: str) -> bool:
+    """Return whether the step that torch is compiling becomes one graph without our hooks. If so,
+    first have later saves capture what the optimizer writes, and wait for the copies in flight.
 
     The compiler treats the answer as a constant. It traces again for another optimizer, or when
     `must_wait` (`gate.must_wait`) has changed.
@@ -203,11 +206,11 @@ def _is_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
         return False
     _capture_all_of(optimizer)
     gate.hold_back(optimizer)
-    return True
+    return True  # the hooks are left out of the graph
 
 
-# torch.compiler.assume_constant_result sets this too, but it imports torch._dynamo (1.4 s).
-_is_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Like torch.compiler.assume_constant_result, which would import torch._dynamo (1.4 s).
+_leaves_out_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_tracing_one_graph() -> bool:

@@ -21,7 +21,7 @@ HOOKED = Optimizer.profile_hook_step(lambda *_: None).__code__
 _MAX_WRAPPERS = 32  # wrappers around a step; more of them mean a cycle
 _VARARGS = 0x04  # inspect.CO_VARARGS
 
-vouched: set[Any] = set()  # the step functions of registered classes
+registered: set[Any] = set()  # the step functions of classes given to `register_optimizer`
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +86,19 @@ def register_optimizer(optimizer_class: type[Optimizer]) -> None:
             f"expected a subclass of torch.optim.Optimizer, not {name}"
             + (hint if isinstance(given, Optimizer) else "")
         )
-    layers = _layers(optimizer_class.step)
-    if layers:
-        vouched.add(layers[0])  # the outermost wrapper, or the step itself
+    functions = _functions_of(optimizer_class.step)
+    if functions:
+        registered.add(functions[0])  # the outermost wrapper, or the step itself
 
 
 def _name(instance: object) -> str:
     return type(instance).__name__
 
 
-def _layers(step: Any) -> list[Any]:
-    """Return a step's function and its wrappers inside torch's hooks, outermost first. Wrappers
-    outside the hooks run before the pre-hook or after the post-hook, and are left out."""
-    layers: list[Any] = []
+def _functions_of(step: Any) -> list[Any]:
+    """Return a step's wrappers inside torch's hooks, outermost first, and then its own function.
+    Wrappers outside the hooks run before the pre-hook or after the post-hook, and are left out."""
+    functions: list[Any] = []
     is_inside_hooks = False
     for _ in range(_MAX_WRAPPERS):
         if step is None:
@@ -106,14 +106,14 @@ def _layers(step: Any) -> list[Any]:
         step = getattr(step, "__func__", step)  # the function of a bound method
         if not is_inside_hooks and getattr(step, "__code__", None) is HOOKED:
             is_inside_hooks = True
-            layers.clear()
+            functions.clear()  # the functions so far are wrappers outside the hooks
         else:
-            layers.append(step)
+            functions.append(step)
         wrapped = getattr(step, "__wrapped__", None)
         if wrapped is None:  # perhaps a compiled step
             wrapped = getattr(step, "_torchdynamo_orig_callable", None)
         step = wrapped
-    return layers
+    return functions
 
 
 def _module_of(function: Any) -> str:
@@ -130,16 +130,16 @@ def is_known(kind: type[Any], step: Any) -> bool:
         kind: The class of the optimizer.
         step: The step function of the class or of one optimizer.
     """
-    layers = _layers(step)
-    if not layers:
+    functions = _functions_of(step)
+    if not functions:
         return False
-    if layers[0] in vouched:
+    outermost, wrappers, function = functions[0], functions[:-1], functions[-1]
+    if outermost in registered:
         return True
-    wrappers = layers[:-1]
-    defined_in = _module_of(layers[-1])
     if not all(_module_of(wrapper).startswith("torch.") for wrapper in wrappers):
         return False
-    return defined_in.startswith("torch.optim.") or _is_listed(kind, defined_in, layers[0])
+    defined_in = _module_of(function)
+    return defined_in.startswith("torch.optim.") or _is_listed(kind, defined_in, outermost)
 
 
 def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
@@ -154,7 +154,8 @@ def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
         if package is None or each.__qualname__ not in package.classes.get(each.__module__, ()):
             continue
         same_package = defined_in.partition(".")[0] == each.__module__.partition(".")[0]
-        same_step = _layers(getattr(each, "step", None))[:1] == [outermost]
+        functions = _functions_of(getattr(each, "step", None))
+        same_step = bool(functions) and functions[0] == outermost
         same_writers = all(getattr(kind, name) is getattr(each, name) for name in writers(each))
         return same_package and same_step and same_writers and _is_tried(package)
     return False
@@ -165,8 +166,8 @@ def _package_of(kind: type[Any]) -> Package | None:
 
 
 def writers(kind: type[Any]) -> list[str]:
-    """Return the names of the methods other than `step` in which a listed class writes. Return []
-    for other classes."""
+    """Return the names of the methods other than `step` in which a class that `third_party.toml`
+    lists writes. Return [] for other classes."""
     package = _package_of(kind)
     if package is None or kind.__qualname__ not in package.classes.get(kind.__module__, ()):
         return []
@@ -186,8 +187,10 @@ def _is_tried(package: Package) -> bool:
 def closure_index(step: Any) -> int | None:
     """Return the index of the closure among a step's positional arguments, where `self` has index
     0. Return None if the closure can only be passed by keyword."""
-    layers = _layers(step)
-    code = getattr(layers[-1], "__code__", None) if layers else None
+    functions = _functions_of(step)
+    if not functions:
+        return None
+    code = getattr(functions[-1], "__code__", None)  # of the step's own function
     if code is None:
         return None
     named = code.co_varnames[: code.co_argcount]

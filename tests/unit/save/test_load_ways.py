@@ -333,7 +333,7 @@ def test_load_that_cannot_plan_its_copies_goes_by_way_of_host_memory(
     path, monkeypatch, caplog, used_restores
 ):
     monkeypatch.setattr(placement, "may_find", lambda map_location: True)
-    monkeypatch.setattr(placement, "_devices", lambda peek, map_location: 1 / 0)
+    monkeypatch.setattr(placement, "_devices", lambda core, map_location: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):
         assert same(stillframe.load(path), small_state())
     assert "by way of host memory: no devices were found ahead: ZeroDivisionError" in caplog.text

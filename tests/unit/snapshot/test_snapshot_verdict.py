@@ -199,7 +199,7 @@ def test_signal_handler_during_the_verdict_gives_no_second_one(made, monkeypatch
 
 def test_torn_copy_known_only_to_its_tensors_is_logged(made, caplog):
     copy = made(Deferral(0))
-    copy.snapshot = lambda: None
+    copy.weak_snapshot = lambda: None
     ended(copy)
     assert "a snapshot that is in use is damaged" in caplog.text
 
