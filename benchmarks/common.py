@@ -104,7 +104,7 @@ class Series:
         found = [float(value) for value in values]
         middle = statistics.median(found)
         deviation = statistics.median(abs(value - middle) for value in found)
-        error = 1.2533 * 1.4826 * deviation / math.sqrt(len(found))
+        error = 1.2533 * 1.4826 * deviation / math.sqrt(len(found))  # see the class for the factors
         return cls(middle, error, min(found), max(found), len(found))
 
     @property
@@ -322,9 +322,9 @@ def _json(value: Any, indent: str = "", column: int = 0) -> str:
     text = begin
     for key, each in zip(keys, items, strict=True):
         item = key + json.dumps(each)
-        present_line = text[text.rfind("\n") + 1 :]
+        last_line = text[text.rfind("\n") + 1 :]
         # An item that would end beyond MOST_COLUMNS, with its comma, begins a new line.
-        if column + len(present_line) + 1 + len(item) > MOST_COLUMNS:
+        if column + len(last_line) + 1 + len(item) > MOST_COLUMNS:
             text, column = f"{text.rstrip()}\n{indent} ", 0
         text += f"{item}, "
     return text.removesuffix(", ") + end

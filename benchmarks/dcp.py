@@ -126,7 +126,7 @@ class RankProcesses:
                 raise WayError(
                     f"the process of rank {rank} ended{self._last_log_line(rank)}"
                 ) from None
-        failures = [each for each in answers if isinstance(each, str)]
+        failures = [each for each in answers if isinstance(each, str)]  # the texts of errors
         if failures:
             raise WayError(failures[0])
         return answers
@@ -154,7 +154,7 @@ class Run:
     """The measurements of all ways.
 
     Attributes:
-        failed: Why a way has no more figures, by its name. After Ctrl-C it also has "the run".
+        failed: The name of each way that failed, and its error. After Ctrl-C "the run" is a name.
     """
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
@@ -280,8 +280,9 @@ def main(argv: list[str] | None = None) -> int:
         # Each way holds the state and copies of it, and torch takes 300 MB of each rank's process.
         need = len(options.ways) * (3 * options.state + options.ranks * 300_000_000)
         check_memory(need)
+        disk = 4 * options.state  # each way removes its checkpoint, so this is more than enough
         with scratch_directory(
-            options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=4 * options.state
+            options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=disk
         ) as directory:
             facts = machine_facts(directory)
             run = Run(options, directory)

@@ -148,6 +148,7 @@ class Rank:
             call_s, steps = self._steps_during_a_save(found)
             after = self._steps(LOOP_STEPS)
             found["lost_s"].append(call_s + _extra_time(steps, before + after))
+            # The noise is that of about as many steps as the save took.
             plain = self._steps(min(len(steps), 2 * LOOP_STEPS))
             before = self._steps(LOOP_STEPS)
             found["noise_s"].append(_extra_time(plain, after + before))

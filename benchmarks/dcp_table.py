@@ -68,7 +68,7 @@ def figures_of(document: dict[str, Any]) -> Figures:
     for scenario, ways in document["figures"].items():
         for way, metrics in ways.items():
             for metric, series in metrics.items():
-                figures.keep(scenario, way, metric, Series(**series))
+                figures.add_statistics(scenario, way, metric, Series(**series))
     return figures
 
 

@@ -76,11 +76,11 @@ class _Meta:
 
     def __init__(self, manager: Any, write: Future[Any]) -> None:
         self.upload_completion = write
-        self.staging_completion = self  # it has the method `result` of a future
+        self.staging_completion = self  # `result` below is that of a future
         self._manager = manager
 
     def result(self) -> None:
-        """Wait until the state is copied: a training takes this lock around its optimizer step."""
+        """Wait until the state is copied, by taking the lock that a training takes for a step."""
         with self._manager.lock():
             pass
 
@@ -125,7 +125,9 @@ def _bound() -> Callable[..., Any]:
         """Return `node` with each DTensor replaced by this rank's part of it."""
         if isinstance(node, dict):
             return {name: local(each) for name, each in node.items()}
-        return getattr(node, "_local_tensor", node) if isinstance(node, torch.Tensor) else node
+        if isinstance(node, torch.Tensor):
+            return getattr(node, "_local_tensor", node)  # only a DTensor has it
+        return node
 
     def end_saves() -> None:  # on a thread: ends each save that `save` has begun
         while True:

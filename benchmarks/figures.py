@@ -87,12 +87,12 @@ def _sections(s: Settings) -> list[tuple[str, str, tuple[Any, ...]]]:
     return sections
 
 
-def _cell(series: Series | None, form: Format) -> str:
+def _cell(series: Series | None, format_values: Format) -> str:
     if series is None:
         return "-"
     if series.n == 1:
-        return form([series.median])
-    return form(series.spread)
+        return format_values([series.median])
+    return format_values(series.spread)
 
 
 def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[list[str] | None]:
@@ -104,13 +104,13 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
     rows: list[list[str] | None] = []
     for scenario, title, metrics in _sections(settings):
         first_metric = metrics[0][0]
-        if not any(figures.series(scenario, p, first_metric) for p in peers):
+        if not any(figures.series(scenario, peer, first_metric) for peer in peers):
             continue  # the scenario was not measured
         if rows:
             rows.append(None)  # an empty line between scenarios
         rows.append([title, *[""] * (len(peers) + 2)])  # empty cells: the peers, raw and verdict
-        for metric, label, form in metrics:
-            cells = [_cell(figures.series(scenario, p, metric), form) for p in peers]
+        for metric, label, format_values in metrics:
+            cells = [_cell(figures.series(scenario, peer, metric), format_values) for peer in peers]
             raw = figures.series(scenario, RAW, metric)
             verdicts = [
                 goal.verdict(figures)
@@ -118,11 +118,11 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
                 if (goal.scenario, goal.row or goal.metric) == (scenario, metric)
             ]
             first = verdicts[0] if verdicts else ""
-            rows.append([f"  {label}", *cells, _cell(raw, form) if raw else "", first])
+            rows.append([f"  {label}", *cells, _cell(raw, format_values) if raw else "", first])
             for verdict in verdicts[1:]:  # each in a row without figures
                 rows.append(["", *[""] * (len(peers) + 1), verdict])
             if metric == "lost_s":
-                lost = [figures.series(scenario, p, metric) for p in peers]
+                lost = [figures.series(scenario, peer, metric) for peer in peers]
                 errors = [f"± {format_seconds(s.error)}" if s and s.n > 2 else "-" for s in lost]
                 rows.append(["  (standard error of that median)", *errors, "", ""])
     return rows
@@ -143,7 +143,7 @@ def print_results(
     print()
     print_table(
         "Medians (min..max)",
-        ["", *[f"{p} ({ENDS.get(p, 'unsynced')})" for p in peers], "raw", "goal"],
+        ["", *[f"{peer} ({ENDS.get(peer, 'unsynced')})" for peer in peers], "raw", "goal"],
         table_rows(figures, settings, peers),
     )
     shares = figures.everywhere("others")

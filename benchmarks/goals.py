@@ -36,8 +36,8 @@ class Goal:
     at_most: bool = True
     row: str = ""
 
-    def _sides(self, figures: Figures) -> tuple[Series, Series | None] | None:
-        """Return our series, and the one of `others` with the least median (None without others).
+    def _compared(self, figures: Figures) -> tuple[Series, Series | None] | None:
+        """Return our series, and that of `others` with the least median (None without others).
 
         Return None if this run lacks our figure, or all figures of `others`.
         """
@@ -58,30 +58,32 @@ class Goal:
 
         Return None if the run has no such figure, or if the least median is not above zero.
         """
-        sides = self._sides(figures)
-        if sides is None:
+        compared = self._compared(figures)
+        if compared is None:
             return None
-        ours, least = sides
-        if least is None:
+        ours, least_other = compared
+        if least_other is None:  # the goal has no `others`
             return ours.median
-        return ours.median / least.median if least.median > 0 else None
+        return ours.median / least_other.median if least_other.median > 0 else None
 
     def judge(self, figures: Figures) -> str:
         """Return whether the goal is MET, MISSED, UNCLEAR or ABSENT."""
-        sides = self._sides(figures)
-        if sides is None:
+        compared = self._compared(figures)
+        if compared is None:
             return ABSENT
-        ours, least = sides
-        if least is None:
+        ours, least_other = compared
+        if least_other is None:  # the goal has no `others`
             limit, error = self.bound, ours.error
         else:
-            factor = self.bound if least.median > 0 else 1.0
-            limit = factor * least.median
-            error = math.hypot(ours.error, factor * least.error)  # of the difference
-        beyond = ours.median - limit if self.at_most else limit - ours.median
-        if error > 0 and abs(beyond) <= error:
+            # A multiple of a time that is not above zero would be no sensible limit.
+            factor = self.bound if least_other.median > 0 else 1.0
+            limit = factor * least_other.median
+            error = math.hypot(ours.error, factor * least_other.error)  # of the difference
+        # How far our median is on the wrong side of the limit; negative on the right side.
+        excess = ours.median - limit if self.at_most else limit - ours.median
+        if error > 0 and abs(excess) <= error:
             return UNCLEAR
-        return MET if beyond <= 0 else MISSED
+        return MET if excess <= 0 else MISSED
 
     def is_met(self, figures: Figures) -> bool | None:
         """Return whether the goal is met; None if it is not measured, or unclear."""
@@ -102,12 +104,13 @@ class Goal:
     def verdict(self, figures: Figures) -> str:
         """Return one line: the goal's text, the ratio if there is one, and whether it is met."""
         judged, value = self.judge(figures), self.value(figures)
-        miss = self.times_the_bound(figures)
+        times_the_bound = self.times_the_bound(figures)
         if judged == ABSENT:
             return f"{self.text}: -"
+        # Without other figures to compare with, `value` is no ratio.
         ratio = f" ({_format_ratio(value)})" if self.others else ""
         if judged == MISSED:
-            times = "" if miss is None else f" ({miss:.2f} x the bound)"
+            times = "" if times_the_bound is None else f" ({times_the_bound:.2f} x the bound)"
             return f"{self.text}{ratio}: MISSED{times}"
         return f"{self.text}{ratio}: {judged}"
 

@@ -51,11 +51,11 @@ class CallCounter:
         """
         now, before = self._now(), self._before
         self._before = now
-        made = {name: now[name] - before[name] for name in now}
+        new_calls = {name: now[name] - before[name] for name in now}
         return {
-            "calls": made["*"] - made["cuEventQuery"],
-            "samples": sum(made[name] for name in SAMPLES),
-            "copies": sum(made[name] for name in COPIES),
+            "calls": new_calls["*"] - new_calls["cuEventQuery"],
+            "samples": sum(new_calls[name] for name in SAMPLES),
+            "copies": sum(new_calls[name] for name in COPIES),
         }
 
 
@@ -133,14 +133,14 @@ def count(
             shares.append(report.deferred_nbytes / total)
             counter.take()  # the calls of the save are not counted
         with stream_of_its_own(driver):
-            counter.take()
+            counter.take()  # forget the calls that made the stream
             handle = save()
             call = counter.take()
             gate.wait()
             at_gate = counter.take()
             handle.wait_staged()
             report = handle.result()
-            counter.take()
+            counter.take()  # forget the calls since the gate
             handle = save(overlap=False)
             captured = counter.take()
             blocks = -(-handle.result().captured_nbytes // block_bytes)

@@ -104,6 +104,7 @@ class Driver:
         self.call("cuMemHostAlloc", ctypes.byref(host), nbytes, portable)
         self.host = host.value or 0
         device = "cpu" if rehearse else "cuda"
+        # In a rehearsal a bit of the address makes host memory the fake driver's device memory.
         self.memory = torch.zeros(self.host_bytes, dtype=torch.uint8, device=device)
         self.device = self.memory.data_ptr() | (FAKE_DEVICE if rehearse else 0)
 
@@ -168,7 +169,7 @@ class Driver:
             copy.src = Operand(type=1, ptr=self.device + i * rows * 128, row_len=128)
             copy.dst = Operand(type=1, ptr=self.host + i * rows * 80, row_len=80)
             copy.width, copy.height, copy.depth = 64, rows, 1
-            copy.order, copy.flags = 1, 1  # as in `batch`
+            copy.order, copy.flags = 1, 1  # in stream order; if possible during kernels
         self.call(
             "cuMemcpy3DBatchAsync_v2", ctypes.c_size_t(nr), copies, ctypes.c_uint64(0), self.stream
         )

@@ -42,17 +42,17 @@ LOG_BYTES = 512 << 10  # the most bytes of one log
 OUT_BYTES = 15 << 20  # the most bytes of all files together
 GRACE_S = 5  # seconds of PART_S that are left for ending a part's processes
 
-# $1 is the directory of --dir, and $2 is Python. A tool that is missing must not fail the part.
+# A shell script that prints the facts of the machine.
 FACTS = """
 nvidia-smi; nvidia-smi topo -m; nvidia-smi -q | head -150
 uname -a; nproc; free -g; lscpu | head -30; ulimit -a
 grep -iE 'huge|mlocked|unevict' /proc/meminfo; cat /sys/kernel/mm/transparent_hugepage/enabled
 grep -E 'Node|present|managed' /proc/zoneinfo | grep -A2 -i movable
 cat /proc/driver/nvidia/version /proc/driver/nvidia/params 2>/dev/null | head -40
-df -h "$1" /tmp /dev/shm; findmnt -T "$1"; lsblk -o NAME,MODEL,SIZE,ROTA 2>/dev/null
+df -h "$1" /tmp /dev/shm; findmnt -T "$1"; lsblk -o NAME,MODEL,SIZE,ROTA 2>/dev/null  # $1: --dir
 "$2" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
-"$2" -c 'import stillframe; print(stillframe.default_engine().stats())'
-true
+"$2" -c 'import stillframe; print(stillframe.default_engine().stats())'  # $2: Python
+true  # a missing tool must not fail the part
 """
 
 
@@ -79,22 +79,22 @@ def parts(options: argparse.Namespace) -> list[Part]:
         """Return a part that runs gpu.py for one of its own parts, with `more` options."""
         script = [python, str(ROOT / "benchmarks" / "gpu.py"), "--dir", str(options.dir)]
         script += ["--json", str(out / f"{name}.json"), "--parts", part, "--until-s", "560"]
-        return Part(name, [*script, *more, *rehearse], {}, busy)
+        return Part(name, [*script, *more, *rehearse], env={}, busy=busy)
 
     driver = [python, str(ROOT / "benchmarks" / "gpu_driver.py")]
     offload = [python, str(ROOT / "benchmarks" / "offload.py")]
     ours = ["--ways", "stillframe"]
     cores = 1 if options.rehearse else os.cpu_count() or 1
     return [
-        Part("facts", ["sh", "-c", FACTS, "facts", str(options.dir), python], {}),
-        Part("tests", pytest, {}),
+        Part("facts", ["sh", "-c", FACTS, "facts", str(options.dir), python], env={}),
+        Part("tests", pytest, env={}),
         Part(
             "segments",
             pytest,
             {"PYTORCH_CUDA_ALLOC_CONF": config, "PYTORCH_ALLOC_CONF": config},
         ),
         Part("one-queue", pytest, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        Part("driver", [*driver, "--json", str(out / "driver.json"), *rehearse], {}),
+        Part("driver", [*driver, "--json", str(out / "driver.json"), *rehearse], env={}),
         gpu_part("pinning", "pinning", "--states", "small"),
         gpu_part("small", "saves", "--states", "small"),
         gpu_part("large", "saves", "--states", "large"),
@@ -102,7 +102,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
         gpu_part("sweep", "sweep", "--states", "small"),
         gpu_part("profile", "profile", "--states", "small"),
         gpu_part("ahead", "ahead", "--states", "small"),
-        Part("offload", [*offload, "--out", str(out / "offload.json"), *rehearse], {}),
+        Part("offload", [*offload, "--out", str(out / "offload.json"), *rehearse], env={}),
     ]
 
 

@@ -57,6 +57,7 @@ def plain_copy(train: Train) -> float:
     """
     torch, nbytes = train.torch, train.nbytes()
     length = min(nbytes, 512 * MIB)
+    nr_copies = max(nbytes // length, 1)
     is_cuda = train.device == "cuda"
     source = torch.empty(length, dtype=torch.uint8, device=train.device)
     target = torch.empty(length, dtype=torch.uint8, pin_memory=is_cuda)
@@ -64,12 +65,12 @@ def plain_copy(train: Train) -> float:
     for _ in range(3):
         train.synchronize()
         start = time.perf_counter()
-        for _ in range(max(nbytes // length, 1)):
+        for _ in range(nr_copies):
             target.copy_(source, non_blocking=True)
         train.synchronize()
         best = min(best, time.perf_counter() - start)
     # Whole multiples of `length` were copied, so the time is scaled to `nbytes`.
-    return best * nbytes / (max(nbytes // length, 1) * length)
+    return best * nbytes / (nr_copies * length)
 
 
 def peak_without_save(train: Train, steps: int) -> tuple[int, int]:
@@ -101,7 +102,7 @@ def one_round(
     tree = train.tree()
     began = time.perf_counter()
     way.start(tree, path)
-    called = time.perf_counter()
+    returned = time.perf_counter()
     in_call = train.memory()
     train.reset_memory()
     # In the first step after the call, a way that still copies has to wait before the update.
@@ -116,24 +117,25 @@ def one_round(
     times = train.timed_steps(steps)
     times.insert(0, train.seconds_between(first, second))
     in_steps = train.memory()
-    more = way.finish()
+    own_figures = way.finish()  # {} for most ways
     ended = time.perf_counter()
     del tree
-    allocated, reserved = (
-        max(call - rest, steps_after - max(plain, rest), 0)
-        for call, rest, steps_after, plain in zip(
-            in_call, at_rest, in_steps, without_save, strict=True
-        )
-    )
+
+    def memory_of_save(index: int) -> int:
+        """Return the device memory that the save took; index 0: allocated, 1: reserved."""
+        during_call = in_call[index] - at_rest[index]
+        during_steps = in_steps[index] - max(without_save[index], at_rest[index])
+        return max(during_call, during_steps, 0)
+
     return {
-        "call_s": called - began,
-        "gate_s": gate_s + more.get("gate_wait_s", 0.0),
-        "end_s": more.get("durable_after_s", ended - began),
+        "call_s": returned - began,
+        "gate_s": gate_s + own_figures.get("gate_wait_s", 0.0),
+        "end_s": own_figures.get("durable_after_s", ended - began),
         "step_s": times,
-        "allocated": allocated,
-        "reserved": reserved,
+        "allocated": memory_of_save(0),
+        "reserved": memory_of_save(1),
         "rss": max(status_bytes("VmHWM") - rss, 0),
-        "report": more,
+        "report": own_figures,
     }
 
 
@@ -246,7 +248,7 @@ def measure_pinning(options: argparse.Namespace, size: str, directory: Path) -> 
         with stillframe.Engine(pool_bytes=_pool_bytes(nbytes)) as engine:
             start = time.perf_counter()
             report = stillframe.async_save(train.tree(), directory / "cold", engine=engine)
-            called = time.perf_counter() - start
+            cold_call_s = time.perf_counter() - start
             train.step()
             cold = report.result()
         with stillframe.Engine(pool_bytes=_pool_bytes(nbytes)) as engine:
@@ -260,7 +262,7 @@ def measure_pinning(options: argparse.Namespace, size: str, directory: Path) -> 
             "nbytes": nbytes,
             "warm_up_s": warm_s,
             "torch_pin_s": time.perf_counter() - start,
-            "cold_call_s": called,
+            "cold_call_s": cold_call_s,
             "cold_gate_s": cold.gate_wait_s,
             "cold_durable_s": cold.durable_after_s,
             "fallbacks": list(cold.fallbacks),

@@ -28,59 +28,60 @@ def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
         if isinstance(result, str):
             rows.append([f"  {name}", "failed", result[:60], "", "", "", "", "", ""])
             continue
-        warm = result["rounds"]
-        blocked = Series.of([each["call_s"] + each["gate_s"] for each in warm]).median
-        base = Series.of(result["base_step_s"]).median
+        rounds = result["rounds"]
+        blocked_s = Series.of([each["call_s"] + each["gate_s"] for each in rounds]).median
+        plain_step_s = Series.of(result["base_step_s"]).median
         # The mean, because a wait falls into one step only.
-        step = Series.of([statistics.fmean(each["step_s"]) for each in warm]).median
+        step_s = Series.of([statistics.fmean(each["step_s"]) for each in rounds]).median
         item, idle = Series.of(result["item_s"]), Series.of(result["item_idle_s"])
         # Only stillframe reports when its copy ended. The speed is that of the fastest copy.
-        copy_times = [each["report"].get("staged_after_s") for each in warm]
+        copy_times = [each["report"].get("staged_after_s") for each in rounds]
         copy_times = [seconds for seconds in copy_times if seconds]
-        speed = result["nbytes"] / min(copy_times) / 1e9 if copy_times else 0.0
-        plain = result["nbytes"] / result["plain_copy_s"] / 1e9
-        end = Series.of([each["end_s"] for each in warm]).median
+        copy_gb_s = result["nbytes"] / min(copy_times) / 1e9 if copy_times else 0.0
+        plain_gb_s = result["nbytes"] / result["plain_copy_s"] / 1e9
+        end_s = Series.of([each["end_s"] for each in rounds]).median
         rows.append(
             [
                 f"  {name}",
-                format_seconds(blocked),
-                format_size(max(each["allocated"] for each in warm)),
-                format_size(max(each["reserved"] for each in warm)),
-                f"{step / base:.3f} x",
-                f"{speed:.1f} of {plain:.1f}" if speed else f"- of {plain:.1f}",
+                format_seconds(blocked_s),
+                format_size(max(each["allocated"] for each in rounds)),
+                format_size(max(each["reserved"] for each in rounds)),
+                f"{step_s / plain_step_s:.3f} x",
+                f"{copy_gb_s:.1f} of {plain_gb_s:.1f}" if copy_gb_s else f"- of {plain_gb_s:.1f}",
                 f"+{(item.max - idle.median) * 1e3:.2f} ms",
-                format_seconds(end) + ("" if result["durable"] else ", not synced"),
-                format_size(max(each["rss"] for each in warm)),
+                format_seconds(end_s) + ("" if result["durable"] else ", not synced"),
+                format_size(max(each["rss"] for each in rounds)),
             ]
         )
         if name == OURS:
-            rows.append(goal_row(result, blocked, step / base, speed / plain, end))
+            step, copy = step_s / plain_step_s, copy_gb_s / plain_gb_s
+            rows.append(goal_row(result, blocked_s, step, copy, end_s))
     return rows
 
 
 def goal_row(
-    result: dict[str, Any], blocked: float, step: float, copy: float, end: float
+    result: dict[str, Any], blocked_s: float, step: float, copy: float, end_s: float
 ) -> list[str]:
     """Return a row that says for each figure of the row above whether its goal is met.
 
     step: Mean step with a save, relative to one without. copy: Speed relative to a plain copy.
     """
-    warm = result["rounds"]
-    allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3  # 2 us a tensor, and 2 ms
-    most = max(max(each["allocated"], each["reserved"]) for each in warm)
-    extra = max(result["item_s"]) - Series.of(result["item_idle_s"]).median
-    raw = result["raw_disk_s"]  # nan if there is no O_DIRECT
+    rounds = result["rounds"]
+    allowed_s = 2e-6 * rounds[0]["report"]["num_tensors"] + 2e-3  # 2 us a tensor, and 2 ms
+    memory_bytes = max(max(each["allocated"], each["reserved"]) for each in rounds)
+    item_delay_s = max(result["item_s"]) - Series.of(result["item_idle_s"]).median
+    raw_s = result["raw_disk_s"]  # nan if there is no O_DIRECT
     end_goal = "no O_DIRECT here"
-    if not math.isnan(raw):
-        end_goal = verdict(end <= 1.2 * raw, f"<= 1.2 x {raw:.2f} s")
+    if not math.isnan(raw_s):
+        end_goal = verdict(end_s <= 1.2 * raw_s, f"<= 1.2 x {raw_s:.2f} s")
     return [
         "    goals",
-        verdict(blocked <= allowed, f"<= {allowed * 1e3:.1f} ms"),
-        verdict(most == 0, "0 B"),
+        verdict(blocked_s <= allowed_s, f"<= {allowed_s * 1e3:.1f} ms"),
+        verdict(memory_bytes == 0, "0 B"),
         "",
         verdict(step <= 1.02, "<= 1.02 x"),
         verdict(copy >= 0.95, ">= 95 %"),
-        verdict(extra <= 1e-3, "<= +1 ms"),
+        verdict(item_delay_s <= 1e-3, "<= +1 ms"),
         end_goal,
         "",
     ]

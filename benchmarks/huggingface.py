@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             for way in WAYS
         ]
         batch = find_batch(workers[0])
-        for worker in workers:  # pool and allocator are warm from here on
+        for worker in workers:  # a short training with saves warms up pool and allocator
             worker.call("fit", batch, steps=2 * SKIPPED + 4, every=SKIPPED)
         others = Others()
         steps = SKIPPED + options.every * options.saves
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def verdict(share: float, error: float, goal: float) -> str:
-    """Return whether `share` is at most `goal`, if the difference exceeds `error`."""
+    """Return whether `share` is at most `goal`, or that the difference is within `error`."""
     if share + error <= goal:
         return "met"
     return "MISSED" if share - error > goal else "within the error"
@@ -96,8 +96,8 @@ def verdict(share: float, error: float, goal: float) -> str:
 
 def rows(fits: dict[str, list[dict[str, float]]]) -> list[list[str] | None]:
     """Return a row for each way; ours has the verdicts on the goals."""
-    series = {
-        way: {name: Series.of([fit[name] for fit in turns]) for name in turns[0]}
+    series = {  # way -> metric -> statistics
+        way: {metric: Series.of([fit[metric] for fit in turns]) for metric in turns[0]}
         for way, turns in fits.items()
     }
     table: list[list[str] | None] = []
@@ -107,6 +107,7 @@ def rows(fits: dict[str, list[dict[str, float]]]) -> list[list[str] | None]:
             blocked = found["blocked_s"].median / series["transformers"]["blocked_s"].median
             plain = series["async_save"]["lost_s"]
             lost = found["lost_s"].median / plain.median
+            # The error of a quotient, to first order, where the quotient is LOST_GOAL.
             error = (found["lost_s"].error + LOST_GOAL * plain.error) / plain.median
             verdicts = (
                 f"blocked: 1/{1 / blocked:.0f} of transformers, goal 1/{1 / BLOCKED_GOAL:.0f}:"
@@ -136,6 +137,7 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=8, help="of each training, 8")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way, 7")
     options = parser.parse_args()
+    # An estimate: trainings and copies of three ways, and an old and a new checkpoint of each.
     need = {"memory": 9 * options.state, "disk": 9 * options.state}
     with measured_in(options, **need) as (directory, facts):
         result = run(options, directory)

@@ -82,7 +82,7 @@ def run_state(nbytes: int, intervals: list[int], rounds: int, saves: int, direct
             stack.enter_context(Worker(way, Fits, way, nbytes, directory)).ready() for way in WAYS
         ]
         batch = find_batch(workers[0])
-        for worker in workers:  # pool and allocator are warm from here on
+        for worker in workers:  # a short fit with saves warms up pool and allocator
             worker.call("fit", batch, steps=2 * SKIPPED + 4, every=SKIPPED)
         others = Others()
         found: dict[int, dict[str, list[dict[str, float]]]] = {}
@@ -175,6 +175,7 @@ def main() -> int:
     options = parser.parse_args()
     largest = max(options.state)
     results: dict[int, Any] = {}
+    # An estimate: trainings and copies of four ways, and an old and a new checkpoint of each.
     with measured_in(options, memory=9 * largest, disk=8 * largest) as (directory, facts):
         for nbytes in options.state:
             results[nbytes] = run_state(

@@ -33,7 +33,8 @@ class RawDisk:
         """Write and sync a file once and remove it; return the seconds without the removal."""
         path = self._directory / name
         try:
-            return raw.write_seconds(path, self._source, direct=direct, nbytes=self._nbytes)[0]
+            seconds, _ = raw.write_seconds(path, self._source, direct=direct, nbytes=self._nbytes)
+            return seconds
         finally:
             path.unlink(missing_ok=True)
 

@@ -43,7 +43,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-        self._from_json: dict[tuple[str, str, str], Series] = {}  # see `keep`
+        self._from_json: dict[tuple[str, str, str], Series] = {}  # of `add_statistics`
 
     def add(self, scenario: str, way: str, figures: dict[str, float]) -> None:
         """Add one value of each metric; a value of nan is left out."""
@@ -51,8 +51,8 @@ class Figures:
             if not math.isnan(value):
                 self._values[scenario, way, metric].append(value)
 
-    def keep(self, scenario: str, way: str, metric: str, series: Series) -> None:
-        """Add a metric of which only the statistics are known, from an earlier run."""
+    def add_statistics(self, scenario: str, way: str, metric: str, series: Series) -> None:
+        """Add a metric whose statistics an earlier run has saved; its values are not known."""
         self._from_json[scenario, way, metric] = series
 
     def series(self, scenario: str, way: str, metric: str) -> Series | None:

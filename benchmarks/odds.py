@@ -64,7 +64,7 @@ def table() -> list[str]:
     for nbytes, nr in STATES:
         size = f"{nbytes // MB:,} MB" if nbytes < GB else f"{nbytes // GB} GB"
         heads.append(f"{size}, one tensor" if nr == 1 else f"{size}, {nr:,} tensors")
-    lines = [f"| written after the call | {' | '.join(heads)} |", "|---" * 5 + "|"]
+    lines = [f"| written after the call | {' | '.join(heads)} |", "|---" * (1 + len(STATES)) + "|"]
     for times, written in WRITES:
         size = f"{written // KIB} KiB" if written % KIB == 0 else f"{written:,} bytes"
         name = size if times == 1 else f"{times} rows of {size}, scattered"

@@ -90,16 +90,19 @@ def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
     Both directions run at the same time.
     """
     directions = []
-    for way, per_layer in (("in", 2), ("out", 1)):  # each weight comes twice, one result leaves
+    for direction, per_layer in (
+        ("in", 2),
+        ("out", 1),
+    ):  # each weight comes twice, one result leaves
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         nr_copies = per_layer * len(pinned)
-        directions.append((way, nr_copies, begin, end, torch.cuda.Stream(device)))
+        directions.append((direction, nr_copies, begin, end, torch.cuda.Stream(device)))
     buffer, result = (torch.empty_like(pinned[0], device=device) for _ in range(2))
     on_host = torch.empty_like(pinned[0], pin_memory=True)
     torch.cuda.synchronize(device)
     began = time.perf_counter()
-    for way, nr_copies, begin, end, stream in directions:
-        to, source = (buffer, pinned[0]) if way == "in" else (on_host, result)
+    for direction, nr_copies, begin, end, stream in directions:
+        to, source = (buffer, pinned[0]) if direction == "in" else (on_host, result)
         with torch.cuda.stream(stream):
             begin.record()
             for _ in range(nr_copies):
@@ -107,9 +110,9 @@ def copy_speeds(pinned: Weights, device: torch.device) -> dict[str, float]:
             end.record()
     torch.cuda.synchronize(device)
     figures = {"seconds": time.perf_counter() - began}
-    for way, nr_copies, begin, end, _ in directions:
+    for direction, nr_copies, begin, end, _ in directions:
         nbytes = nr_copies * pinned[0].nbytes
-        figures[f"{way}_gb_per_s"] = nbytes / begin.elapsed_time(end) / 1e6  # of bytes per ms
+        figures[f"{direction}_gb_per_s"] = nbytes / begin.elapsed_time(end) / 1e6  # from bytes/ms
     return figures
 
 
@@ -163,6 +166,7 @@ def measure_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
     pinned = [weight.pin_memory() for weight in host]
     on_device = [weight.to(device) for weight in host]
     x = torch.randn(options.batch, options.side, device=device)
+    # Twice the room for each weight and result, each with a partly filled block of 16 MiB.
     engine = stillframe.Engine(pool_bytes=4 * options.layers * (host[0].nbytes + 16 * MIB))
     offloader = Offloader(device, slots=2, engine=engine)
     tickets = [offloader.adopt([weight]) for weight in host]
@@ -177,7 +181,7 @@ def measure_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
     expected = [each.cpu() for each in resident(on_device, x)]
     figures: dict[str, Any] = {name: {"seconds": []} for name in ways}
     before = offloader.stats()
-    alone = []
+    copies_alone = []  # of each step: seconds and speeds of its copies without compute
     for step in range(options.steps + 1):
         for name, way in ways.items():
             torch.cuda.reset_peak_memory_stats(device)
@@ -195,16 +199,16 @@ def measure_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
             if name != "save_on_cpu":  # its results are gradients
                 assert are_equal(results, expected), name
             del results
-        alone.append(copy_speeds(pinned, device))
+        copies_alone.append(copy_speeds(pinned, device))
         if step == 0:
             before = offloader.stats()
     figures["ours"]["stats"] = stats_between(before, offloader.stats())
-    of_profiler = count_waiting_calls(list, {})  # of a way that does nothing
+    of_profiler = count_waiting_calls(list, {})  # `list` is a way that does nothing
     for name, way in ways.items():
         figures[name]["synchronised"] = count_waiting_calls(way, of_profiler)
         figures[name]["steps_per_s"] = 1 / statistics.median(figures[name]["seconds"])
     figures["copies"] = {
-        name: statistics.median(each[name] for each in alone[1:]) for name in alone[0]
+        name: statistics.median(each[name] for each in copies_alone[1:]) for name in copies_alone[0]
     }
     offloader.close()
     engine.close()

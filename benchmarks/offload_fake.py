@@ -36,7 +36,8 @@ class FakeStreams(Streams):
     """The streams, events and copies of `Streams`, made with calls of the fake driver.
 
     The fake driver's default stream, `compute`, is the calling thread: its work is done when the
-    call returns. "Device memory" is host memory, to whose addresses `_copy` adds a bit.
+    call returns. "Device memory" is host memory. `_copy` sets a bit in its addresses, by which the
+    driver takes it for device memory.
     """
 
     def __init__(self, driver: Any) -> None:
@@ -44,7 +45,7 @@ class FakeStreams(Streams):
         self.driver, self.call = driver, driver._library  # `call` has the functions of libcuda
         self.sent: list[torch.Tensor] = []  # sources, which must live until they are copied
         self.pinned: list[ctypes.c_void_p] = []
-        self.copy_stream: Any = None  # of `in_stream_order`; made at its first call
+        self.copy_stream: Any = None  # made by the first call of `in_stream_order`
         self.used: set[int] = set()  # streams with copies for which `finish` has to wait
         self.context = ctypes.c_void_p()
 
@@ -123,7 +124,7 @@ class FakeStreams(Streams):
     def _copy(self, call: Any, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         target, origin = to.data_ptr(), source.data_ptr()
         if call is self.call.cuMemcpyDtoHAsync_v2:
-            origin |= testing._DEVICE_BIT
+            origin |= testing._DEVICE_BIT  # the driver takes it for device memory
         else:
             target |= testing._DEVICE_BIT
         nbytes = ctypes.c_size_t(to.nbytes)
@@ -135,16 +136,17 @@ class FakeStreams(Streams):
 
 
 def copies(host: Weights, streams: FakeStreams) -> None:
-    """Copy the bytes of a step, both directions at once, each on a stream of its own."""
-    inward, outward, begun = streams.stream(), streams.stream(), streams.event()
-    streams.record(begun, streams.compute)
+    """Copy as many bytes as a step, both directions at once, each on a stream of its own."""
+    inward, outward, computed = streams.stream(), streams.stream(), streams.event()
+    streams.record(computed, streams.compute)
     for stream in (inward, outward):
-        streams.wait(stream, begun)
-    buffer, result = (torch.empty_like(host[0], device=streams.device) for _ in range(2))
+        streams.wait(stream, computed)
+    buffer = torch.empty_like(host[0], device=streams.device)
+    result = torch.empty_like(host[0], device=streams.device)  # its values do not matter
     on_host = streams.new_pinned(host[0].shape)
-    for weight in host:
+    for weight in host:  # forward
         streams.copy_to_device(buffer, weight, inward)
-    for weight in reversed(host):
+    for weight in reversed(host):  # in reverse each weight comes again, and a result leaves
         streams.copy_to_device(buffer, weight, inward)
         streams.copy_to_host(on_host, result, outward)
     streams.finish()
@@ -156,19 +158,19 @@ CALLS = (*COPIES, "cuEventRecord", "cuStreamWaitEvent", "cuMemHostRegister_v2")
 
 
 def plain_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned: bool) -> Results:
-    """Run the way `plain` with the driver calls that torch would make for it."""
+    """Compute as `plain` of offload_ways.py, with the driver calls that torch would make for it."""
     out = []
     streams.driver.allow_pageable(not pinned)
 
     def fetch(weight: torch.Tensor) -> torch.Tensor:
-        to = torch.empty_like(weight)
-        streams.in_stream_order(streams.copy_to_device, to, weight)
-        return to
+        on_device = torch.empty_like(weight)
+        streams.in_stream_order(streams.copy_to_device, on_device, weight)
+        return on_device
 
     for weight in host:
         x = forward(x, fetch(weight))
     for weight in reversed(host):
-        result = leaving_result(x, fetch(weight))
+        result = leaving_result(x, fetch(weight))  # on the device
         out.append(streams.new_pinned(result.shape) if pinned else torch.empty_like(result))
         streams.in_stream_order(streams.copy_to_host, out[-1], result)
     streams.finish()
@@ -176,7 +178,7 @@ def plain_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned
 
 
 def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Results:
-    """Run the way `saved_on_cpu` with the driver calls that torch would make for it.
+    """Compute as `saved_on_cpu`, with the driver calls that torch would make for it.
 
     Like torch, it waits for each copy to the host.
     """
@@ -186,20 +188,19 @@ def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Res
         on_host = streams.new_pinned(source.shape)
         streams.in_stream_order(streams.copy_to_host, on_host, source)
         streams.synchronize()
-        # The result has the strides of `tensor`, which may be a transposed weight.
         if tensor.is_contiguous():
             return on_host.view_as(source)
-        return on_host.t().contiguous().t()
+        return on_host.t().contiguous().t()  # `tensor` is a transposed weight: keep its strides
 
     def unpack(on_host: torch.Tensor) -> torch.Tensor:
-        to = torch.empty_like(on_host)
-        streams.in_stream_order(streams.copy_to_device, to, on_host)
-        return to
+        unpacked = torch.empty_like(on_host)
+        streams.in_stream_order(streams.copy_to_device, unpacked, on_host)
+        return unpacked
 
     on_device = [torch.empty_like(weight) for weight in host]
-    for to, weight in zip(on_device, host, strict=True):
-        streams.in_stream_order(streams.copy_to_device, to, weight)
-        to.requires_grad_()
+    for device_weight, weight in zip(on_device, host, strict=True):
+        streams.in_stream_order(streams.copy_to_device, device_weight, weight)
+        device_weight.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         for weight in on_device:
             x = forward(x, weight)
@@ -234,12 +235,11 @@ def count_driver_calls(options: argparse.Namespace) -> dict[str, Any]:
     host = weights(options.layers, options.side)
     x = torch.randn(options.batch, options.side, generator=torch.Generator().manual_seed(2))
     expected = resident(host, x)
-    block = MIB
-    # The pool has room for each weight, for each result, and for partly filled blocks.
-    room = 4 * options.layers * (host[0].nbytes + 2 * block)
+    # Twice the room for each weight and result, each with two partly filled blocks.
+    pool_bytes = 4 * options.layers * (host[0].nbytes + 2 * MIB)
     with (
         testing.host_as_device() as driver,
-        stillframe.Engine(pool_bytes=room, block_bytes=block) as engine,
+        stillframe.Engine(pool_bytes=pool_bytes, block_bytes=MIB) as engine,
         Offloader("cpu", slots=2, engine=engine) as offloader,
         FakeStreams(driver) as streams,
     ):
@@ -247,8 +247,8 @@ def count_driver_calls(options: argparse.Namespace) -> dict[str, Any]:
         tickets = [offloader.adopt([weight]) for weight in host]
         device = torch.device("cpu")
 
-        # Counts the calls in `names`, or in CALLS, and compares the results with `expected`.
         def count_calls(way: Callable[[], Any], expected: Any, *names: str) -> dict[str, int]:
+            """Return the counts of `names` (default: CALLS), after a check of the results."""
             return run_counted(driver, way, expected, names or CALLS)
 
         calls = {

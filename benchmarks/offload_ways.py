@@ -55,11 +55,11 @@ def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Result
     Unlike the other ways, it returns gradients.
     """
     with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
-        given = [weight.to(device, non_blocking=True).requires_grad_() for weight in host]
-        for weight in given:
+        on_device = [weight.to(device, non_blocking=True).requires_grad_() for weight in host]
+        for weight in on_device:
             x = forward(x, weight)
     x.sum().backward()
-    return [weight.grad.cpu() for weight in reversed(given) if weight.grad is not None]
+    return [weight.grad.cpu() for weight in reversed(on_device) if weight.grad is not None]
 
 
 class Streams:
@@ -104,18 +104,18 @@ def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
     """Overlap by hand with two buffers: one is filled while the computation uses the other."""
     compute, inward, outward = streams.compute, streams.stream(), streams.stream()
     buffers = [torch.empty_like(host[0], device=streams.device) for _ in range(2)]
-    # Events of each buffer: it has its weight, and the computation has used that.
-    filled, used = ([streams.event() for _ in range(2)] for _ in range(2))
+    filled = [streams.event() for _ in buffers]  # the copy of a weight into the buffer is done
+    used = [streams.event() for _ in buffers]  # the computation with the buffer's weight is done
     order = [*range(len(host)), *reversed(range(len(host)))]
     out: Results = []
 
-    def fetch(turn: int) -> None:  # the weight that the computation needs in this turn
-        slot = turn % 2
-        streams.wait(inward, used[slot])
-        streams.copy_to_device(buffers[slot], host[order[turn]], inward)
-        streams.record(filled[slot], inward)
+    def fetch(turn: int) -> None:
+        """Copy the weight that the computation needs in this turn, once its buffer is free."""
+        streams.wait(inward, used[turn % 2])
+        streams.copy_to_device(buffers[turn % 2], host[order[turn]], inward)
+        streams.record(filled[turn % 2], inward)
 
-    for event in used:  # both buffers are free at first
+    for event in used:  # at first both buffers are free
         streams.record(event, compute)
     fetch(0)
     for turn in range(len(order)):
@@ -127,9 +127,9 @@ def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
             x = forward(x, weight)
         else:
             result = leaving_result(x, weight)
-            made = streams.event()
-            streams.record(made, compute)
-            streams.wait(outward, made)
+            computed = streams.event()
+            streams.record(computed, compute)
+            streams.wait(outward, computed)
             out.append(streams.new_pinned(result.shape))
             streams.copy_to_host(out[-1], result, outward)
         streams.record(used[turn % 2], compute)
@@ -140,7 +140,7 @@ def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
 def ours(offloader: Offloader, tickets: list[Any], x: torch.Tensor) -> Results:
     """Let an Offloader move weights and results; `tickets` are what `adopt` returned."""
     order = [*tickets, *reversed(tickets)]
-    sent = []
+    result_tickets = []
     for index, ticket in enumerate(order):
         (weight,) = offloader.onload(ticket)
         if index + 1 < len(order):
@@ -148,7 +148,7 @@ def ours(offloader: Offloader, tickets: list[Any], x: torch.Tensor) -> Results:
         if index < len(tickets):
             x = forward(x, weight)
         else:
-            sent.append(offloader.offload([leaving_result(x, weight)]))
+            result_tickets.append(offloader.offload([leaving_result(x, weight)]))
         offloader.release([weight])
         del weight
-    return [each.tensors()[0] for each in sent]
+    return [each.tensors()[0] for each in result_tickets]  # a ticket's group is one result

@@ -237,7 +237,7 @@ def _draw_fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
     for index, fits in enumerate(result["every"].values()):
         for number, way in enumerate(FITS):
             lost, error = (100 * fits[way]["lost"][name] for name in ("median", "error"))
-            at = index + 0.26 * (number - 1)
+            at = index + 0.26 * (number - 1)  # three bars next to each other, around `index`
             label = FITS[way] if index == 0 else "_" + way  # with "_" it is not in the legend
             axes.bar(at, lost, width=0.24, color=_colour(way), label=label)
             axes.errorbar(at, lost, yerr=error, color="#222222", capsize=3, lw=1.2)
@@ -259,6 +259,7 @@ def _draw_timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> 
     """
     chosen = {way: each["shown"] for way, each in turns.items()}
     step = max(each["step_s"] for each in chosen.values())
+    # From 1.6 steps before the call to 9 steps after it, or to some time after our save's end.
     left, right = -1.6 * step, max(9 * step, 1.15 * chosen[OURS]["ended_s"])
     for row, (way, found) in enumerate(chosen.items()):
         _draw_training(axes, row, way, found)
@@ -401,6 +402,7 @@ def _draw_loads(axes: Any, states: dict[str, Any]) -> None:
                 # matplotlib leaves a label with "_" out of the legend
                 label = "_" + way if way in in_legend else way
                 in_legend.add(way)
+                # The bars of one label are next to each other, 0.8 high in all, around the label.
                 height = 0.8 / len(series)
                 level = len(labels) + height * (number + 0.5) - 0.4
                 rate = figures["nbytes"] / found["median"] / 1e9

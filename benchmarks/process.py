@@ -96,9 +96,10 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self._connection.close()
-        self._process.join(30 if kind is None else 0)  # after an error it may be in a long call
+        # After an error the process may be in a long call, so it is killed at once.
+        self._process.join(30 if error_type is None else 0)
         if self._process.is_alive():
             self._process.kill()
         self._process.join()

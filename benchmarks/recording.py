@@ -127,9 +127,9 @@ def _line(cells: dict[int, object]) -> Line:
         style = (_colour(cell.fg), cell.bold)  # type: ignore[attr-defined]
         if runs:
             last = runs[-1]
-            gap = column - (last.column + len(last.text))
-            if (last.colour, last.bold) == style and gap <= 1:
-                text = last.text + " " * gap + cell.data  # type: ignore[attr-defined]
+            nr_spaces = column - (last.column + len(last.text))
+            if (last.colour, last.bold) == style and nr_spaces <= 1:
+                text = last.text + " " * nr_spaces + cell.data  # type: ignore[attr-defined]
                 runs[-1] = last._replace(text=text)
                 continue
         runs.append(Run(column, cell.data, *style))  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ def svg_of(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> s
 def _stretches(
     screens: list[tuple[float, Screen]], row: int, speed: float
 ) -> list[tuple[Line, float, float | None]]:
-    """Return each content of a row with the time from which and until which it is visible.
+    """Return (content, begin, end) for each span of time in which a row has one content.
 
     Times are seconds of the animation, rounded down to a frame. None as the end means the end of
     the animation.
@@ -200,17 +200,18 @@ def _stretches(
     Args:
         speed: Seconds of the animation for each second of `screens`.
     """
-    found: list[tuple[Line, float, float | None]] = []
+    stretches: list[tuple[Line, float, float | None]] = []
     for at, screen in screens:
         line = screen.get(row, ())
         now = int(at * speed * FRAMES_PER_S) / FRAMES_PER_S
-        if found and found[-1][0] == line:
-            continue
-        if found:
-            found[-1] = (found[-1][0], found[-1][1], now)
-        found.append((line, now, None))
+        if stretches:
+            last_line, begin, _ = stretches[-1]
+            if last_line == line:
+                continue
+            stretches[-1] = (last_line, begin, now)
+        stretches.append((line, now, None))
     # If a row changes several times within a frame, only the last content is visible.
-    return [each for each in found if each[1] != each[2]]
+    return [(line, begin, end) for line, begin, end in stretches if begin != end]
 
 
 def _text(row: int, line: Line, css: str) -> str:

@@ -123,32 +123,32 @@ def run(
 
 def rows(latency: str, figures: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
     """Return the rows of the table for one latency; ratios are to stillframe's figures."""
-    lines = [[f"{latency} for each request", "", "", "", "", "", ""]]
+    table = [[f"{latency} for each request", "", "", "", "", "", ""]]
     ours = figures.get("stillframe")
 
-    def ratio(found: dict[str, Any], metric: str) -> str:
-        if ours is None or found is ours or ours[metric]["median"] <= 0:
+    def ratio(theirs: dict[str, Any], metric: str) -> str:
+        if ours is None or theirs is ours or ours[metric]["median"] <= 0:
             return ""
-        return f" ({found[metric]['median'] / ours[metric]['median']:.1f} x)"
+        return f" ({theirs[metric]['median'] / ours[metric]['median']:.1f} x)"
 
-    def times(found: dict[str, Any], metric: str) -> str:
-        return format_times([found[metric][name] for name in ("median", "min", "max")])
+    def times(series: dict[str, float]) -> str:
+        return format_times([series[name] for name in ("median", "min", "max")])
 
-    for way, found in figures.items():
-        lost = found["loop_lost_s"]
-        lines.append(
+    for way, metrics in figures.items():
+        lost = metrics["loop_lost_s"]
+        table.append(
             [
                 way,
-                times(found, "call_s"),
-                times(found, "finished_s") + ratio(found, "finished_s"),
+                times(metrics["call_s"]),
+                times(metrics["finished_s"]) + ratio(metrics, "finished_s"),
                 f"{format_times([lost['median']])} ± {format_times([lost['error']])}"
-                + ratio(found, "loop_lost_s"),
-                f"{100 * found['loop_speed']['median']:.0f} %",
-                f"{max(0.0, found['extra_rss']['max']):.2f} x the state",
-                f"{found['requests']['median']:.0f}",
+                + ratio(metrics, "loop_lost_s"),
+                f"{100 * metrics['loop_speed']['median']:.0f} %",
+                f"{max(0.0, metrics['extra_rss']['max']):.2f} x the state",
+                f"{metrics['requests']['median']:.0f}",
             ]
         )
-    return lines
+    return table
 
 
 COLUMNS = (

@@ -128,14 +128,14 @@ class Saves:
             time.sleep(0.002)
             if time.perf_counter_ns() - start > GIVE_UP_S * 1e9:
                 raise BenchError(f"a save has not finished after {GIVE_UP_S:.0f} s")
-        own = self._peer.collect()
+        peer_figures = self._peer.collect()
         peak = status_bytes("VmHWM")
         return key, {
             "call_s": call_s,
             "finished_s": (stamp.at_ns - start) / 1e9,
             "extra_rss": (peak - self._rss) / self._state.nbytes,
             "others": others.share(),
-            **own,
+            **peer_figures,
         }
 
     def loop(self, steps: int, batch: int) -> tuple[str, dict[str, float]]:
@@ -160,13 +160,13 @@ class Saves:
             if time.perf_counter() - start > GIVE_UP_S:
                 raise BenchError(f"a save has not finished after {GIVE_UP_S:.0f} s")
         total_s = time.perf_counter() - start
-        own = self._peer.collect()
+        peer_figures = self._peer.collect()
         plain_s += self._timed_steps(steps - steps // 2, batch)
         step_s = plain_s / steps
         return key, {
             "lost_s": total_s - count * step_s,
             "call_s": call_s,
-            "gate_s": own.get("gate_wait_s", 0.0),
+            "gate_s": peer_figures.get("gate_wait_s", 0.0),
             "step_s": step_s,
             "steps": float(count),
             "speed": count * step_s / total_s,

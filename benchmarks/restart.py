@@ -56,7 +56,7 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
     If `way` is MAKE, the training begins from scratch and saves that checkpoint at its end.
 
     Returns:
-        "at": the time (time.monotonic) at which the first step ended. "peak_nbytes": the peak of
+        "at": the end of the first step (time.monotonic()). "peak_nbytes": the peak of
         resident memory when training began, less the resident memory with the model alone.
     """
     import lightning as L
@@ -78,12 +78,12 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
             return torch.optim.AdamW(self.parameters())
 
         def on_train_start(self) -> None:
-            found["peak_nbytes"] = float(status_bytes("VmHWM") - before)
+            result["peak_nbytes"] = float(status_bytes("VmHWM") - bytes_of_model)
 
         def on_train_batch_end(self, *_: Any) -> None:
-            found.setdefault("at", time.monotonic())  # later steps do not replace it
+            result.setdefault("at", time.monotonic())  # at the end of the first step only
 
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}  # filled by the hooks of `Module`
     warnings.simplefilter("ignore")  # about few workers, few batches and no validation
     trainer = L.Trainer(
         max_steps=2 if way == MAKE else 3,  # one more than the checkpoint has
@@ -95,13 +95,13 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
         accelerator="cpu",
     )
     module = Module()
-    before = status_bytes("VmRSS")
+    bytes_of_model = status_bytes("VmRSS")  # and of everything that is imported
     reset_peak_rss()
     data = torch.utils.data.DataLoader(torch.zeros(8, 1))  # type: ignore[arg-type]
     trainer.fit(module, data, ckpt_path=None if way == MAKE else str(path))
     if way == MAKE:
         trainer.save_checkpoint(path)
-    return found
+    return result
 
 
 # ---- in the parent -----------------------------------------------------------------------------
@@ -124,8 +124,9 @@ def _run_in_new_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
     )
     if child.returncode != 0:
         raise BenchError(f"a training failed: {child.stderr.strip()[-500:]}")
-    found: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
-    return {"seconds": found["at"] - start, "peak_nbytes": found["peak_nbytes"]}
+    result: dict[str, float] = json.loads(child.stdout.splitlines()[-1])  # of `run`
+    first_step_end = result["at"]
+    return {"seconds": first_step_end - start, "peak_nbytes": result["peak_nbytes"]}
 
 
 def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
@@ -137,16 +138,16 @@ def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
     }
     for number in range(rounds):
         ways = WAYS if number % 2 == 0 else WAYS[::-1]
-        for situation, found in runs.items():
+        for situation, runs_by_way in runs.items():
             for way in ways:
                 if situation == COLD:
                     raw.forget(path)
                 else:
                     path.read_bytes()  # brings the file into the page cache
-                found[way].append(_run_in_new_process(way, path, nbytes))
+                runs_by_way[way].append(_run_in_new_process(way, path, nbytes))
     document: dict[str, dict[str, Any]] = {WARM: {}, COLD: {}}
-    for situation, found in runs.items():
-        for way, figures in found.items():
+    for situation, runs_by_way in runs.items():
+        for way, figures in runs_by_way.items():
             document[situation][way] = {
                 name: Series.of([each[name] for each in figures]).to_json()
                 for name in ("seconds", "peak_nbytes")

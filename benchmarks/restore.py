@@ -159,7 +159,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]]) -> None:
-    """Load once in each way and situation, and add the figures to `values`.
+    """Load once in each way and situation, and add the figures to `values[situation][way]`.
 
     Every other round takes the ways in reverse order.
     """
@@ -169,14 +169,14 @@ def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]
     values[COLD][RAW].append(Load(raw_seconds(path, 4), math.nan, math.nan))
     for situation in (FIRST, COLD):
         for way in ways:
-            with new_process() as ask:
+            with new_process() as ask:  # `ask` calls a function there
                 for each in files_of(path):
                     if situation == COLD:
                         raw.forget(each)
                     else:
                         _bring_into_page_cache(each)
                 values[situation][way].append(ask("load", str(path), way))
-                if situation == FIRST:
+                if situation == FIRST:  # a second load in the same process
                     values[AGAIN][way].append(ask("load", str(path), way))
                 if situation == FIRST and way == OURS:
                     seconds = ask("memcpy", str(path))
@@ -356,6 +356,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"no such state: {', '.join(sorted(unknown))}; there are {list(chosen)}")
         chosen = {state: chosen[state] for state in args.only}
     largest = max(file.spec.nbytes for file in chosen.values())
+    # An estimate: the disk has a state in three formats.
     with (
         measured_in(args, memory=3 * largest, disk=5 * largest) as (directory, facts),
         progress_line() as progress,

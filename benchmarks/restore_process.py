@@ -79,14 +79,14 @@ def load(path: str, way: str) -> Load:
     read = _load_functions()[way]
     before = status_bytes("VmRSS")
     reset_peak_rss()
-    start, cpu = time.perf_counter(), time.process_time()
+    start, cpu_start = time.perf_counter(), time.process_time()
     tensors = states.tensors_of(read(path))
     for each in tensors:
         each.sum()
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     if not tensors:
         raise BenchError(f"{way} found no tensors")
-    return Load(seconds, cpu, status_bytes("VmHWM") - before)
+    return Load(seconds, cpu_seconds, status_bytes("VmHWM") - before)
 
 
 def verify(path: str) -> float:

@@ -163,11 +163,11 @@ class Session:
             if time.perf_counter_ns() - start > GIVE_UP_NS:
                 raise BenchError(f"a save has not finished after {GIVE_UP_NS / 1e9:.0f} s")
         total_s = (time.perf_counter_ns() - start) / 1e9
-        own = self._peer.collect()
+        peer_figures = self._peer.collect()
         _remove(path)
         plain_s += self._timed_steps(steps - steps // 2, batch)
         lost_s = total_s - count * plain_s / steps
-        gate_s = own.get("gate_wait_s", 0.0)
+        gate_s = peer_figures.get("gate_wait_s", 0.0)
         return {
             "lost_s": lost_s,
             "call_s": call_s,
@@ -177,7 +177,7 @@ class Session:
             "step_s": plain_s / steps,
             "steps": float(count),
             "others": others.share(),
-            **{f"report_{name}": value for name, value in own.items()},
+            **{f"report_{name}": value for name, value in peer_figures.items()},
         }
 
     def _timed_steps(self, steps: int, batch: int) -> float:
@@ -202,10 +202,10 @@ class Session:
             del tree
             time.sleep(pause_s)
             self._state.update()
-            own = self._peer.collect()
+            peer_figures = self._peer.collect()
             _remove(path)
-            answer[name] = own.get("gate_wait_s", 0.0)
-            answer["deferred_share"] = own.get("deferred_nbytes", 0.0) / self._state.nbytes
+            answer[name] = peer_figures.get("gate_wait_s", 0.0)
+            answer["deferred_share"] = peer_figures.get("deferred_nbytes", 0.0) / self._state.nbytes
         return answer
 
     def growth(self, saves: int) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Session:
             path, stamp = self._next_path(), Stamp()
             self._peer.save(self._state.tree(), str(path), stamp)
             now = time.perf_counter_ns()
-            tick(stamp, now, now + GIVE_UP_NS, busy=False)
+            tick(stamp, now, now + GIVE_UP_NS, busy=False)  # waits until the save has finished
             self._peer.collect()
             _remove(path)
             resident.append(status_bytes("VmRSS"))

@@ -47,11 +47,11 @@ ENDS = {TORCH: ", not synced", LIGHTNING: ", not synced", OURS: ", durable"}
 def time_format(*, spread: bool) -> Callable[[dict[str, Any]], str]:
     """Return a function that formats a figure's median, with smallest and largest if `spread`."""
 
-    def text(figure: dict[str, Any]) -> str:
+    def format_time(figure: dict[str, Any]) -> str:
         more = [figure["min"], figure["max"]] if spread else []
         return format_times([figure["median"], *more])
 
-    return text
+    return format_time
 
 
 def format_memory(figure: dict[str, Any]) -> str:
@@ -64,15 +64,16 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
 
     spread: Show the smallest and largest value too.
     """
-    facts, settings, time = document["facts"], document["settings"], time_format(spread=spread)
+    facts, settings = document["facts"], document["settings"]
+    format_time = time_format(spread=spread)
     rows = [
-        ("busy", "call_s", "main thread busy: the call blocks", time),
-        ("busy", "finished_s", "finished after", time),
-        ("busy", "stall_s", "longest stall of the main thread", time),
-        ("idle", "call_s", "main thread idle: the call blocks", time),
-        ("idle", "finished_s", "finished after", time),
-        ("beside", "call_s", "a Python thread computes as well: the call blocks", time),
-        ("beside_two", "call_s", "two of them: the call blocks", time),
+        ("busy", "call_s", "main thread busy: the call blocks", format_time),
+        ("busy", "finished_s", "finished after", format_time),
+        ("busy", "stall_s", "longest stall of the main thread", format_time),
+        ("idle", "call_s", "main thread idle: the call blocks", format_time),
+        ("idle", "finished_s", "finished after", format_time),
+        ("beside", "call_s", "a Python thread computes as well: the call blocks", format_time),
+        ("beside_two", "call_s", "two of them: the call blocks", format_time),
         ("idle", "extra_rss", "extra memory", format_memory),
     ]
     lines = [
@@ -84,11 +85,11 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
         "| | " + " | ".join(WAYS.values()) + " |",
         "|---|" + "---|" * len(WAYS),
     ]
-    for scenario, metric, title, text in rows:
+    for scenario, metric, title, format_figure in rows:
         cells = []
         for way in WAYS:
             figure = document["figures"].get(scenario, {}).get(way, {}).get(metric)
-            cell = "-" if figure is None else text(figure)
+            cell = "-" if figure is None else format_figure(figure)
             if metric == "finished_s" and figure is not None:
                 cell += ENDS[way]
             if way == OURS and not spread:
@@ -123,7 +124,7 @@ def lost_time(document: dict[str, Any]) -> list[str]:
 def fits(document: dict[str, Any]) -> list[str]:
     """Return the table of the share of a Lightning training's speed that checkpoints cost."""
     titles = {**FITS, "none": "none against none"}
-    (result,) = document["results"].values()
+    (result,) = document["results"].values()  # of the only state
     lines = [f"| | {' | '.join(titles.values())} |", "|---|" + "---|" * len(titles)]
     for every, found in result["every"].items():
         cells = []
@@ -157,13 +158,13 @@ def remote(document: dict[str, Any]) -> list[str]:
                 f"| {size}, {latency} added to each request | {' | '.join(ways)} |",
                 "|---|" + "---|" * len(ways),
             ]
-            for metric, title, text in (
+            for metric, title, format_figure in (
                 ("call_s", "the call blocks", time_format(spread=False)),
                 ("finished_s", "acknowledged after", time_format(spread=False)),
                 ("loop_lost_s", "lost time of a training", format_lost_time),
                 ("extra_rss", "extra memory", format_memory),
             ):
-                cells = [text(figures[metric]) for figures in ways.values()]
+                cells = [format_figure(figures[metric]) for figures in ways.values()]
                 lines.append(f"| {title} | {' | '.join(cells)} |")
             lines.append("")
     return lines[:-1]  # without the empty line after the last table

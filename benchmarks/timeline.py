@@ -32,9 +32,9 @@ from peers import DCP, LIGHTNING, OURS, PEERS, TORCH
 from process import Worker
 
 WAYS = (TORCH, LIGHTNING, DCP, OURS)
-BEFORE = 3  # steps that are drawn before the save
-AFTER = 8  # least steps that are drawn after it
-PLAIN = 8  # steps on each side that measure a plain step
+STEPS_BEFORE = 3  # steps that are drawn before the save
+LEAST_STEPS_AFTER = 8  # least steps that are drawn after it
+PLAIN_STEPS = 8  # steps on each side that measure a plain step
 BACKGROUND = {  # names of spans in stillframe's timeline, and their kinds in the picture
     "copy storage": "copy",
     "copy": "copy",
@@ -73,10 +73,10 @@ class _Training:
         self.spans += [("forward, backward", start, middle)]
         self.spans += [("optimizer.step()", middle, time.perf_counter())]
 
-    def steps(self, number: int) -> float:
-        """Make steps; return the seconds that all of them took."""
+    def steps(self, count: int) -> float:
+        """Make `count` steps; return the seconds that all of them took."""
         start = time.perf_counter()
-        for _ in range(number):
+        for _ in range(count):
             self.step()
         return time.perf_counter() - start
 
@@ -91,21 +91,21 @@ def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dic
     keep_memory()
     training = _Training(Spec(nbytes, "mlp", 120, threads), batch)
     peer = PEERS[way][0]()
-    training.steps(6)
+    training.steps(6)  # not measured: until the optimizer's state is known, and all is warm
     _save(training, peer, f"{directory}/warm-up")
     training.steps(2)
-    plain_s = training.steps(PLAIN)
+    plain_s = training.steps(PLAIN_STEPS)
     training.spans.clear()  # the picture begins with the next steps
-    training.steps(BEFORE)
+    training.steps(STEPS_BEFORE)
     trace = Path(directory, "trace.json")
     with _traced(way, trace):
         measured = _save_in_training(training, peer, f"{directory}/save")
     nr_steps, total_s, start, returned, ended, waited_s = measured  # see _save_in_training
-    plain_s += training.steps(PLAIN)
+    plain_s += training.steps(PLAIN_STEPS)
     peer.close()
-    step_s = plain_s / (2 * PLAIN)
+    step_s = plain_s / (2 * PLAIN_STEPS)
     # Each step has two spans. The spans of the plain steps after the save are left out.
-    spans = [("call", start, returned), *training.spans[: 2 * (BEFORE + nr_steps)]]
+    spans = [("call", start, returned), *training.spans[: 2 * (STEPS_BEFORE + nr_steps)]]
     return {
         "step_s": step_s,
         "lost_s": total_s - nr_steps * step_s,
@@ -148,18 +148,19 @@ def _save_in_training(
     stamp = Stamp()
     begun = time.perf_counter()
     tree = training.state.tree()
-    start = time.perf_counter()
+    call_begun = time.perf_counter()
     peer.save(tree, path, stamp)
     returned = time.perf_counter()
-    number = 0
-    while number < AFTER or not stamp.at_ns:
+    nr_steps = 0
+    while nr_steps < LEAST_STEPS_AFTER or not stamp.at_ns:
         training.step()
-        number += 1
+        nr_steps += 1
         if returned + MOST_S < time.perf_counter():
             raise BenchError(f"a save has not ended after {MOST_S:.0f} s")
-    total = time.perf_counter() - begun
-    waited = peer.collect().get("gate_wait_s", 0.0)
-    return number, total, start, returned, stamp.at_ns / 1e9, waited
+    total_s = time.perf_counter() - begun
+    waited_s = peer.collect().get("gate_wait_s", 0.0)
+    save_ended = stamp.at_ns / 1e9
+    return nr_steps, total_s, call_begun, returned, save_ended, waited_s
 
 
 def _traced(way: str, path: Path) -> Any:
@@ -229,10 +230,10 @@ def summary(turns: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]
     """Return the lost time of each way over its turns, and the turn that the picture shows."""
     return {
         way: {
-            "lost_s": Series.of([turn["lost_s"] for turn in each]).to_json(),
-            "shown": min(each, key=lambda turn: turn["step_s"]),
+            "lost_s": Series.of([turn["lost_s"] for turn in turns_of_way]).to_json(),
+            "shown": min(turns_of_way, key=lambda turn: turn["step_s"]),  # disturbed least
         }
-        for way, each in turns.items()
+        for way, turns_of_way in turns.items()
     }
 
 
@@ -244,6 +245,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    # An estimate: the disk has the files of a turn, those of the warm-up and of the save.
     need = {"memory": 6 * options.state, "disk": 3 * options.state}
     with measured_in(options, **need) as (directory, facts):
         turns = run(options, directory)

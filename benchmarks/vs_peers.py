@@ -59,7 +59,8 @@ class Run:
 
     def run_all(self, names: list[str]) -> None:
         """Run the scenarios of these names. Scenarios of one state run in the same processes."""
-        chosen = [s for s in SCENARIOS if s.name in names and peers_of(s, self._peers)]
+        named = [scenario for scenario in SCENARIOS if scenario.name in names]
+        chosen = [scenario for scenario in named if peers_of(scenario, self._peers)]
         states = dict.fromkeys(scenario.state for scenario in chosen)  # an ordered set
         for state in states:
             scenarios = [s for s in chosen if s.state == state]
@@ -258,9 +259,12 @@ def _need_memory(settings: Settings, names: list[str], nr_peers: int) -> int:
         spec = spec_of(scenario.state, settings)
         alone = scenario.state in ONE_AFTER_ANOTHER or scenario.only_ours
         processes = 1 if alone else nr_peers
-        gradients = 1.0 if spec.kind == "few" else 1.4
+        # Gradients are a third of the state, but those of "few" take no memory (states.py).
+        state_and_gradients = (1.0 if spec.kind == "few" else 1.4) * spec.nbytes
+        torch_bytes = 5e8
         # Warm pools and staging caches stay allocated in each peer that has one.
-        need = processes * (gradients * spec.nbytes + 5e8) + (3 if alone else 5.5) * spec.nbytes
+        copies = (3 if alone else 5.5) * spec.nbytes
+        need = processes * (state_and_gradients + torch_bytes) + copies
         most = max(most, int(need))
     return most
 
@@ -323,7 +327,8 @@ def main(argv: list[str] | None = None) -> int:
     names = [scenario.name for scenario in chosen]
     largest = max((spec_of(each.state, settings).nbytes for each in chosen), default=0)
     json_path = args.json or Path("build") / "vs_peers.json"
-    memory, disk = _need_memory(settings, names, len(peers)), int(2.5 * largest)
+    memory = _need_memory(settings, names, len(peers))
+    disk = int(2.5 * largest)  # each file is removed after its save, so this is more than enough
     with (
         measured_in(args, memory=memory, disk=disk) as (directory, facts),
         progress_line() as progress,

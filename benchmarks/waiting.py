@@ -151,9 +151,9 @@ def snapshot(nbytes: int, rounds: int, nr_busy: int) -> None:
 
 
 def gate(nbytes: int, directory: Path, rounds: int) -> None:
-    """Print the median times of a deferred save with its gate and of a captured one, and the
-    ratio."""
-    size = nbytes // 12 // 16  # as in `snapshot`
+    """Print two median times and their ratio: of a deferred save's call and the wait for its copy,
+    and of the call of a save that captures everything."""
+    size = nbytes // 12 // 16  # numbers in each of 16 weights: 4 bytes, and two moments of 4
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for _ in range(16)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(4):

@@ -26,7 +26,7 @@ def train(steps: int, signal_at: int = 0) -> None:
         return {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}
 
     with stillframe.preemption(deadline=25) as p:
-        p.save(make_state, CHECKPOINT)  # registers it; a signal makes it happen
+        p.save(make_state, CHECKPOINT)  # registers the save, which a signal starts
         while step < steps:
             inputs = torch.randn(32, 64)
             loss = (model(inputs) - inputs.mean(dim=1, keepdim=True)).square().mean()

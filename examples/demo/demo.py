@@ -60,15 +60,15 @@ def run(asked: argparse.Namespace) -> int:
             warnings.simplefilter("ignore")
             _check_room(asked.size, directory)
             with console.status("Importing Lightning and scikit-learn ..."):
-                story_of = _import_story()
+                story_class = _import_story()
             with _quiet():
-                return story_of(
+                return story_class(
                     console,
                     nbytes=asked.size,
                     steps=asked.steps,
                     directory=directory / "checkpoints",
-                    described=f"{directory}, {_file_system(directory)}",
-                    kept=asked.dir is not None,
+                    directory_text=f"{directory}, {_file_system(directory)}",
+                    is_users_directory=asked.dir is not None,
                 ).run()
     except CannotRun as reason:
         print(f"demo: {reason}", file=sys.stderr)
@@ -110,9 +110,10 @@ def _directory(asked: Path | None) -> Iterator[Path]:
             raise CannotRun(f"{asked / 'checkpoints'} is there already: give another --dir")
         yield asked.resolve()
         return
-    usual = Path(tempfile.gettempdir())
-    on_disk = [each for each in (usual, Path("/var/tmp"), Path.cwd()) if _is_writable_disk(each)]
-    parent = on_disk[0] if on_disk else usual
+    temporary = Path(tempfile.gettempdir())
+    candidates = (temporary, Path("/var/tmp"), Path.cwd())
+    on_disk = [each for each in candidates if _is_writable_disk(each)]
+    parent = on_disk[0] if on_disk else temporary
     with tempfile.TemporaryDirectory(prefix="stillframe-demo-", dir=parent) as name:
         yield Path(name).resolve()
 

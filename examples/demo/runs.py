@@ -68,8 +68,8 @@ class Run:
     losses: dict[int, float] = field(default_factory=dict)
     model: DigitsModel | None = None
 
-    def _plain_step(self, number: int, period: int) -> float | None:
-        """Return the mean seconds of a step in the window without a save after save `number`.
+    def _plain_step(self, save_number: int, period: int) -> float | None:
+        """Return the mean seconds of a step in the window without a save after save `save_number`.
 
         Number 0 means the window before the first save. None means that the save had not finished
         when the window began.
@@ -77,10 +77,10 @@ class Run:
         half = period // 2
         # The step that ends in save n has the index n * period - 1. It begins the save's window of
         # `half` steps; the window without a save fills the rest of the period.
-        begin = number * period - 1 + half
-        end = (number + 1) * period - 1
-        if number > 0:
-            save = self.saves[number - 1]
+        begin = save_number * period - 1 + half
+        end = (save_number + 1) * period - 1
+        if save_number > 0:
+            save = self.saves[save_number - 1]
             if save.finished_s is None or save.started + save.finished_s > self.starts[begin]:
                 return None
         return (self.starts[end] - self.starts[begin]) / (end - begin)
@@ -89,26 +89,26 @@ class Run:
         """Return the lost time of each save in seconds, for a save every `period` steps.
 
         The first save is left out because its memory is new, and the last two because the run ends
-        soon after them. The list is empty if no window was without a save.
+        soon after them. The list is empty if the run has too few steps.
         """
-        numbers = range(len(self.starts) // period - 1)
-        plain_steps: dict[int, float] = {}
-        for number in numbers:
+        save_numbers = range(len(self.starts) // period - 1)
+        plain_step_s: dict[int, float] = {}  # by the number of the save before the window
+        for number in save_numbers:
             step_s = self._plain_step(number, period)
             if step_s is not None:
-                plain_steps[number] = step_s
-        if not plain_steps:
+                plain_step_s[number] = step_s
+        if not plain_step_s:
             return []
-        found = []
-        for number in numbers[2:]:
-            adjacent = [plain_steps[n] for n in (number - 1, number) if n in plain_steps]
-            usual_s = statistics.mean(adjacent or plain_steps.values())
+        lost_s = []
+        for number in save_numbers[2:]:  # 0 is no save, 1 is the first one
+            adjacent_s = [plain_step_s[n] for n in (number - 1, number) if n in plain_step_s]
+            usual_s = statistics.mean(adjacent_s or plain_step_s.values())
             # If the save had not finished at the end of its window, the next window is its as well.
-            length = period // 2 if number in plain_steps else period
-            start = number * period - 1
-            window_s = self.starts[start + length] - self.starts[start]
-            found.append(window_s - length * usual_s)
-        return found
+            nr_steps = period // 2 if number in plain_step_s else period
+            begin = number * period - 1
+            window_s = self.starts[begin + nr_steps] - self.starts[begin]
+            lost_s.append(window_s - nr_steps * usual_s)
+        return lost_s
 
 
 class _Clock(Callback):
@@ -280,9 +280,9 @@ def figures(runs: list[Run], plain: list[Run], period: int) -> Figures:
     lost = [each for run in runs for each in run.lost(period)]
     finished = [save.finished_s for save in warm if save.finished_s is not None]
     memory = [
-        run.grown_bytes - bare.grown_bytes
-        for run, bare in zip(runs, plain, strict=True)
-        if run.grown_bytes is not None and bare.grown_bytes is not None
+        run.grown_bytes - plain_run.grown_bytes
+        for run, plain_run in zip(runs, plain, strict=True)
+        if run.grown_bytes is not None and plain_run.grown_bytes is not None
     ]
     return Figures(
         call_s=statistics.median(save.call_s for save in warm),

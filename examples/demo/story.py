@@ -65,8 +65,8 @@ class Story:
 
     Args:
         directory: Receives the checkpoints.
-        described: The directory as it is printed.
-        kept: The user gave the directory, so it is left there.
+        directory_text: The directory and its file system, as they are printed.
+        is_users_directory: The user gave the directory, so its files are left there.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Story:
         nbytes: int,
         steps: int | None,
         directory: Path,
-        described: str,
-        kept: bool,
+        directory_text: str,
+        is_users_directory: bool,
     ) -> None:
         self.console = console
         self.nbytes = nbytes
@@ -86,8 +86,8 @@ class Story:
         self.every = self.steps // SAVES
         self.rounds = ROUNDS
         self.directory = directory
-        self.described = described
-        self.kept = kept
+        self.directory_text = directory_text
+        self.is_users_directory = is_users_directory
         self.failed = False
 
     def run(self) -> int:
@@ -102,13 +102,13 @@ class Story:
             with bar("warming up", WARM_UP_STEPS) as tick:  # libraries are loaded at the first use
                 self._choose_steps(train(self.width, WARM_UP_STEPS, tick))
             for number in range(1, self.rounds + 1):
-                of = f"{number} of {self.rounds}"
-                with bar(f"without saves, {of}", self.steps) as tick:
+                of_rounds = f"{number} of {self.rounds}"
+                with bar(f"without saves, {of_rounds}", self.steps) as tick:
                     plain.append(without_saves(self.width, self.steps, tick))
-                with bar(f"Lightning's plugin, {of}", self.steps) as tick:
-                    theirs.append(self._saving(with_lightnings, tick))
-                with bar(f"stillframe's plugin, {of}", self.steps) as tick:
-                    ours.append(self._saving(with_ours, tick))
+                with bar(f"Lightning's plugin, {of_rounds}", self.steps) as tick:
+                    theirs.append(self._train_and_save(with_lightnings, tick))
+                with bar(f"stillframe's plugin, {of_rounds}", self.steps) as tick:
+                    ours.append(self._train_and_save(with_ours, tick))
             half = self.steps // self.every // 2 * self.every  # the step of a save
             with bar(f"going on from step {half}", self.steps - half) as tick:
                 resumed = train(
@@ -122,7 +122,9 @@ class Story:
         self._check_losses([*plain, *theirs, *ours])
         self._check_resume(ours[-1], resumed, half)
         self._check_file(ours[-1])
-        left = f"checkpoints kept in {self.directory}" if self.kept else "nothing is left behind"
+        left = "nothing is left behind"
+        if self.is_users_directory:
+            left = f"checkpoints kept in {self.directory}"
         self.console.print(f"  [dim]{time.monotonic() - started:.0f} s in all; {left}[/dim]")
         return 1 if self.failed else 0
 
@@ -131,16 +133,16 @@ class Story:
         if not self.steps:
             starts = itertools.pairwise(warm_up.starts)
             step_s = statistics.median(next_start - start for start, next_start in starts)
-            # The resumed run takes half of the steps. The rest is a margin for slower steps.
-            runs = 3 * ROUNDS + 1.5
-            fitting = int(STEPS_S / (step_s * runs))
-            if fitting < LEAST_STEPS:
+            # Three kinds of runs, a resumed run of half the steps, and a margin for slower steps.
+            nr_runs = 3 * ROUNDS + 0.5 + 1
+            nr_fitting = int(STEPS_S / (step_s * nr_runs))
+            if nr_fitting < LEAST_STEPS:
                 self.rounds = 1
-            self.steps = min(max(fitting - fitting % SAVES, LEAST_STEPS), MOST_STEPS)
+            self.steps = min(max(nr_fitting - nr_fitting % SAVES, LEAST_STEPS), MOST_STEPS)
             self.every = self.steps // SAVES
 
-    def _saving(self, way: Callable[..., Run], tick: Tick) -> Run:
-        """Run into an empty directory, so that only the files of the last run exist."""
+    def _train_and_save(self, way: Callable[..., Run], tick: Tick) -> Run:
+        """Train with a way of saving, after removing the files of the last run."""
         shutil.rmtree(self.directory, ignore_errors=True)
         return way(self.width, self.steps, tick, self.directory, self.every)
 
@@ -155,7 +157,7 @@ class Story:
             "data": f"1,797 handwritten digits (scikit-learn), batches of {BATCH}",
             "machine": f"{os.cpu_count()} cores; Python {platform.python_version()}, "
             f"torch {torch.__version__}, Lightning {metadata.version('lightning')}",
-            "files": self.described,
+            "files": self.directory_text,
         }
         for name, fact in facts.items():
             self.console.print(f"  [dim]{name:8}[/dim]{fact}", soft_wrap=True)
@@ -261,10 +263,10 @@ class Story:
         self.console.print(grid, style=style, width=min(self.console.width, 100))
         self.console.print()
 
-    def _memory(self, of: Figures) -> str:
-        if of.memory_bytes is None:
+    def _memory(self, measured: Figures) -> str:
+        if measured.memory_bytes is None:
             return "not measured"
-        return f"{decimal(of.memory_bytes)}, {of.memory_bytes / self.nbytes:.1f} x"
+        return f"{decimal(measured.memory_bytes)}, {measured.memory_bytes / self.nbytes:.1f} x"
 
     def _check(self, holds: bool, claim: str) -> None:
         """Print `claim` with a mark that says whether it holds; if not, the demo has failed."""
@@ -283,12 +285,12 @@ class Story:
         same = all(run.losses == runs[0].losses for run in runs)
         self._check(same, f"all {len(runs)} runs have the same {self.steps} losses, bit for bit")
 
-    def _check_resume(self, whole: Run, resumed: Run, half: int) -> None:
-        """Check that the run resumed at step `half` has the losses and weights of `whole`."""
-        assert whole.model is not None
+    def _check_resume(self, uninterrupted: Run, resumed: Run, half: int) -> None:
+        """Check that the run resumed at step `half` has the losses and weights of the other."""
+        assert uninterrupted.model is not None
         assert resumed.model is not None
-        rest = {step: loss for step, loss in whole.losses.items() if step >= half}
-        weights = whole.model.state_dict()
+        rest = {step: loss for step, loss in uninterrupted.losses.items() if step >= half}
+        weights = uninterrupted.model.state_dict()
         same = rest == resumed.losses and all(
             torch.equal(tensor, weights[name])
             for name, tensor in resumed.model.state_dict().items()
@@ -317,17 +319,19 @@ class Story:
         )
 
 
-def _is_above_noise(of: Figures) -> bool:
+def _is_above_noise(measured: Figures) -> bool:
     """Return whether the lost time is larger than its standard error."""
-    return of.lost_s is not None and of.error_s is not None and abs(of.lost_s) > of.error_s
+    if measured.lost_s is None or measured.error_s is None:
+        return False
+    return abs(measured.lost_s) > measured.error_s
 
 
-def _lost_time(of: Figures) -> str:
-    if of.lost_s is None or of.error_s is None:
+def _lost_time(measured: Figures) -> str:
+    if measured.lost_s is None or measured.error_s is None:
         return "not measured"
-    if not _is_above_noise(of):
-        return f"within the noise, ± {_ms(of.error_s)}"
-    return f"{_ms(of.lost_s)} ± {_ms(of.error_s)}"
+    if not _is_above_noise(measured):
+        return f"within the noise, ± {_ms(measured.error_s)}"
+    return f"{_ms(measured.lost_s)} ± {_ms(measured.error_s)}"
 
 
 def _ms(seconds: float | None) -> str:

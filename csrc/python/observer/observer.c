@@ -119,7 +119,7 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 		return NULL;
 	if (self->busy)
 		Py_RETURN_FALSE;
-	/* drops the recordings that the last gate did not compare: the step has changed the memory */
+	/* The step has changed the memory, so samples that the last gate left are dropped. */
 	self->nr_to_compare = 0;
 	/* not enter(), because other threads run meanwhile and need the garbage collector */
 	self->busy = 1;

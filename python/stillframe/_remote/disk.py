@@ -31,7 +31,9 @@ def of_path(path: object, storage_options: Mapping[str, Any] | None = None) -> t
         return RemoteDisk(text, storage_options), urls.shown(text)
     if storage_options is not None:
         raise ValueError("storage_options= is for URLs (scheme://), and this is a local path")
-    return LOCAL, paths.as_text(urls.local_path(path) if isinstance(path, str) else path)
+    if isinstance(path, str):
+        path = urls.local_path(path)
+    return LOCAL, paths.as_text(path)
 
 
 class RemoteDisk(Disk):
@@ -138,7 +140,7 @@ class RemoteDisk(Disk):
         parent = self._known(os.path.dirname(key))
         if parent is None:
             return None
-        inside = parent.get(os.path.basename(key), {})  # a listing shows no empty directories
+        inside = parent.get(os.path.basename(key), {})  # {}: no object is below it
         return inside if isinstance(inside, dict) else None
 
     def _directory(self, key: str) -> _Directory:
@@ -148,7 +150,8 @@ class RemoteDisk(Disk):
             directory = self._listed[key] = {}
             for found in self._store.list(key):
                 _add(directory, found.key[len(key) :].strip("/").split("/"), found)
-                # Without a version, `Object.refuse_changed` needs a result of `Store.find`.
+                # Objects without a version are left out. `Object.refuse_changed` compares them with
+                # a later `Store.find`, from which a listing may differ.
                 if found.version:
                     self._found[found.key] = found
         return directory

@@ -53,7 +53,7 @@ class Object:
     def refuse_changed(self) -> None:
         """Raise OSError if the object was replaced."""
         if self.found.version:
-            return  # each request named the version, so it failed after a replacement
+            return  # each request names the version, so the store refuses it for another object
         if self._store.find(self.found.key) != self.found:
             words = "the object was replaced while it was read: read it again"
             raise OSError(errno.ESTALE, words, self._store.shown(self.found.key))
@@ -126,9 +126,9 @@ class Fetcher:
 def _fetch(arrivals: _core.Arrivals, ranges: dict[int, Range]) -> None:
     """Fetch the bytes that readers wait for, until `Arrivals.end` is called."""
     while (request := arrivals.next()) is not None:
-        number, start, end = request  # of the bytes in the file
+        number, start, end = request  # the file's number, and the wanted range of its bytes
         content = ranges.get(number)
-        if content is None:  # the file was closed meanwhile
+        if content is None:  # the file was closed after `Arrivals.next`
             continue
         remote = content.remote
         try:
@@ -175,12 +175,12 @@ class RemoteFile:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.release_memory()
         if error is not None and not isinstance(error, Exception):
-            return  # Ctrl-C
+            return  # Ctrl-C ends the block as it is
         try:
             if self._object.failure is not None:
                 raise self._object.failure
             self._object.refuse_changed()
-        except Exception as reason:
-            for note in getattr(error, "__notes__", ()):  # the replaced error may have none
-                reason.add_note(note)
-            raise reason from None
+        except Exception as object_error:  # raised in place of `error`, if there is one
+            for note in getattr(error, "__notes__", ()):  # `error` may be None or without notes
+                object_error.add_note(note)
+            raise object_error from None

@@ -33,10 +33,10 @@ class FsspecStore(Store):
 
     client = "fsspec"
 
-    def __init__(self, url: Url, options: Mapping[str, Any], given: str) -> None:
-        """`given` is the URL as the user gave it."""
+    def __init__(self, url: Url, options: Mapping[str, Any], user_url: str) -> None:
+        """Open the store. `user_url` is the URL as the user gave it."""
         super().__init__(url, options)
-        scheme, _, rest = given.partition("://")
+        scheme, _, rest = user_url.partition("://")
         host = f"{url.user}@{url.bucket}" if url.user else url.bucket
         if url.account:  # az://container@account.dfs.core.windows.net/...
             account_host = rest.partition("@")[2].partition("/")[0]
@@ -45,7 +45,7 @@ class FsspecStore(Store):
         self._query = f"?{url.query}" if url.query else ""
         self._fs = self._open(options)
         # File systems without async calls, such as FTP, may take only one call at a time.
-        self._one_call = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
+        self._call_lock = contextlib.nullcontext() if self._fs.async_impl else threading.RLock()
 
     def _open(self, options: Mapping[str, Any]) -> Any:
         import fsspec
@@ -64,8 +64,8 @@ class FsspecStore(Store):
         raise failed
 
     def _call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call fsspec; see `_one_call`."""
-        with self._one_call:
+        """Call fsspec, one call at a time if the file system needs that."""
+        with self._call_lock:
             return function(*args, **options)
 
     def _path(self, key: str) -> str:

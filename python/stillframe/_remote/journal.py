@@ -163,7 +163,7 @@ class Pending(Lock):
         """Rename the entry to .due, so that the local file is uploaded. Any thread may call this,
         several times too. Raise OSError if the entry cannot be synced or renamed."""
         if durable:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # then the rename below fails too
                 self.sync()
         fd = self._take_fd()
         if fd is None:
@@ -172,10 +172,10 @@ class Pending(Lock):
         try:
             os.rename(path, path.removesuffix(".save") + ".due")
         except FileNotFoundError:  # without locks, another process may have removed the entry
-            _unlock(fd)
+            _unlock(fd)  # and write a new entry
             add_due(self.entry, durable=durable)
         except BaseException:
-            self._fds.append(fd)  # so that a later call tries again
+            self._fds.append(fd)  # undoes `_take_fd`, so that a later call tries again
             raise
         else:
             _unlock(fd)
@@ -189,12 +189,12 @@ class Pending(Lock):
         paths.sync_directory(os.path.dirname(self.entry.entry_path))
 
 
-def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
+def add(entry: Entry, tried: list[Pending] | None = None) -> Pending:
     """Write an entry for a save that begins, and return it locked. Do not sync it.
 
     Args:
-        made: The entry is appended to this list before it is in the journal. So the caller has the
-            entry even if Ctrl-C comes before the return.
+        tried: Each try appends its entry to this list before the entry is in the journal. So the
+            caller has the entry even if Ctrl-C comes before the return.
     """
     fields = {"path": entry.local_name, "prefix": entry.prefix, "name": entry.object_name}
     content = json.dumps(fields).encode()
@@ -203,28 +203,28 @@ def add(entry: Entry, made: list[Pending] | None = None) -> Pending:
         new_path = entry._replace(entry_name=f"{stem}.new").entry_path
         try:
             fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:
+        except FileNotFoundError:  # there is no journal yet
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.dirname(new_path))
             continue
-        except FileExistsError:  # on another machine a process has the same number
+        except FileExistsError:  # a process on another machine has the same id
             continue
         pending = Pending(entry._replace(entry_name=f"{stem}.save"), fd)
         try:
-            if made is not None:
-                made.append(pending)
-            if _flock(fd):
+            if tried is not None:
+                tried.append(pending)
+            if _flock(fd):  # else another process has locked the .new to remove it
                 os.write(fd, content)
                 os.rename(new_path, pending.entry.entry_path)
                 return pending
         except FileNotFoundError:
-            pass
+            pass  # another process has removed the .new
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(new_path)
             pending.release()
             raise
-        pending.release()  # try again: another process is removing the .new, or has removed it
+        pending.release()  # and try again with a new name
     raise FileExistsError(errno.EEXIST, "no entry could be made", entry.directory)
 
 
@@ -252,7 +252,7 @@ def entries(directory: str) -> list[Entry]:
                 entry = _read(directory, name)
                 if entry is not None:
                     found[name] = entry
-        # A list that is made during a rename may have neither the old name nor the new name.
+        # `_names` misses an entry that is renamed meanwhile, so it has to return the same twice.
         names_before = names
         names = _names(directory)
         if names == names_before:
@@ -298,14 +298,15 @@ def lock(directory: str) -> Lock | None:
 
 
 def unlock(directory: str, upload_lock: Lock) -> None:
-    """Release the lock. Before that, remove invalid entries, and the journal if it is empty."""
+    """Release the lock for uploads. Before that, remove invalid entries, and an empty journal."""
     known = _known.get(directory, {})
     for name in _names(directory):
         if name in known:
-            continue  # it was read, so it is valid
+            continue  # only valid entries are known
         entry = Entry(directory, "", "", "", name)
         with contextlib.suppress(OSError):  # the entry is gone, or belongs to another user
-            if _read(directory, name) is None and entry.is_due():
+            is_invalid = _read(directory, name) is None
+            if is_invalid and entry.is_due():  # due: no running process is writing it
                 entry.remove()
     with contextlib.suppress(OSError):  # there are other files, or a new entry
         if not _names(directory):

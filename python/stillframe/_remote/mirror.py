@@ -78,12 +78,12 @@ class MirrorUpload:
         self.entry = Entry(directory, name, urls.shown(url), name)
         self._durable = durable
         self._create_parents = create_parents
-        # Empty until `begin`. The last element is the entry in the journal.
+        # Empty until `begin`. It has an entry for each try to add one; the last is in the journal.
         self._pending: list[journal.Pending] = []
         uploader.set_target(url, dict(storage_options or {}))
 
     def begin(self) -> None:
-        """Write the entry, without a sync; log an error. Called before the save begins."""
+        """Write the entry without a sync, before the save begins. Log an OSError."""
         try:
             if self._create_parents:
                 paths.make_directories(self.entry.directory, self._durable)
@@ -97,12 +97,12 @@ class MirrorUpload:
         if os.path.isdir(os.path.join(self.entry.directory, journal.NAME)):
             uploader.check_journal(self.entry.directory)
 
-    def end(self, good: bool) -> None:
-        """Make the entry due if the save succeeded (`good`), else remove it. Log an error. May be
-        called again."""
-        for pending in self._pending:
+    def end(self, succeeded: bool) -> None:
+        """Make the entry due if the save succeeded, else remove it. Log an OSError instead of
+        raising it. May be called several times."""
+        for pending in self._pending:  # only one of them is in the journal: see `__init__`
             try:
-                if good:
+                if succeeded:
                     pending.make_due(durable=self._durable)
                 else:
                     pending.remove()
@@ -124,7 +124,7 @@ class _GivenUpError(Exception):
 class _Failures(NamedTuple):
     """The uploads to one prefix that have failed since the last success."""
 
-    number: int
+    nr_failed: int
     next_try_s: float  # by time.monotonic()
 
 
@@ -140,7 +140,7 @@ class _Uploader:
     def __init__(self) -> None:
         # The directories whose journals are read. The dict is an ordered set.
         self._directories: dict[str, None] = {}
-        # The URL and the options of each mirror, as this process gave them, by `urls.key`.
+        # The URL and options of each mirror, as this process gave them, by the URL's `urls.key`.
         self._targets: dict[bytes, tuple[str, Options]] = {}
         self._failures: dict[str, _Failures] = {}  # by prefix
         self._unreadable: set[Entry] = set()  # entries whose local files cannot be read
@@ -194,14 +194,14 @@ class _Uploader:
         thread does not run, return what is left."""
         if not self._directories:
             return None
-        over = Event()
-        self._callbacks.append(("", over.set))  # every path is below ""
+        all_uploaded = Event()
+        self._callbacks.append(("", all_uploaded.set))  # every path is below ""
         self._wake()
         end_s = float("inf") if timeout is None else time.monotonic() + timeout
-        while not over.wait(min(_POLL_S, end_s - time.monotonic())):
+        while not all_uploaded.wait(min(_POLL_S, end_s - time.monotonic())):
             if time.monotonic() >= end_s or not self._thread.is_alive():
                 break
-        return None if over.is_set() else self.left()
+        return None if all_uploaded.is_set() else self.left()
 
     def left(self) -> Backlog | None:
         """Return what is to be uploaded; None if that is nothing."""
@@ -268,18 +268,18 @@ class _Uploader:
                 return
 
     def _next(self) -> float | None:
-        """Upload one entry. Return the seconds to wait before the next call; None if nothing is
-        left to upload."""
+        """Upload one entry if one is due. Return the seconds to wait before the next call; None if
+        nothing is left to upload."""
         entries = _entries_of(list(self._directories))
         now_s = time.monotonic()
         paused = set()  # the prefixes that wait after a failure
         for prefix, failures in self._failures.items():
-            if self._ending or now_s < failures.next_try_s:  # at exit there is no other try
+            if self._ending or now_s < failures.next_try_s:  # at exit nothing is tried again
                 paused.add(prefix)
         directories = dict.fromkeys(each.directory for each in entries)  # an ordered set
         for directory in directories:
             if self._upload_from(directory, entries, paused):
-                return 0.0
+                return 0.0  # the next entry may be due already
         for directory in self._directories.keys() - directories.keys():
             self._forget(directory)
         left = [each for each in entries if each not in self._unreadable]
@@ -288,7 +288,7 @@ class _Uploader:
         for entry in left:
             if entry.prefix in paused:
                 pauses_s.append(self._failures[entry.prefix].next_try_s - now_s)
-            else:  # it waits for another process, or for the end of a save
+            else:  # another process uploads from the directory, or the entry's save goes on
                 pauses_s.append(_POLL_S)
         return min(pauses_s, default=None)
 
@@ -301,18 +301,18 @@ class _Uploader:
                 function()
 
     def _forget(self, directory: str) -> None:
-        """Remove an empty journal, and read it no longer."""
+        """Remove the empty journal of a directory, and read it no longer."""
         upload_lock = journal.lock(directory)
         if upload_lock is not None:
             journal.unlock(directory, upload_lock)  # removes the journal if it is empty
         del self._directories[directory]
-        if os.path.exists(os.path.join(directory, journal.NAME)):  # there may be a new entry
-            self._directories[directory] = None
+        if os.path.exists(os.path.join(directory, journal.NAME)):
+            self._directories[directory] = None  # read it again: it may have a new entry
 
     def _upload_from(self, directory: str, entries: list[Entry], paused: set[str]) -> bool:
         """Upload the oldest due entry of a directory, except those of prefixes in `paused`. Return
-        False if there is none, or if another process uploads from the directory. `entries` were
-        read without the lock."""
+        False if there is none, or if another process uploads from the directory. `entries` may be
+        out of date, because they were read without the lock."""
 
         def may_upload(entry: Entry) -> bool:
             return entry.prefix not in paused and entry not in self._unreadable
@@ -339,7 +339,7 @@ class _Uploader:
             journal.unlock(directory, upload_lock)
 
     def _upload(self, entry: Entry) -> None:
-        """Upload the file of an entry and remove the entry. Log an error."""
+        """Upload the file of an entry and remove the entry. Log an error instead of raising it."""
         began_s = time.monotonic()
         try:
             store, base = open_store(*self._target(entry.prefix))
@@ -363,16 +363,17 @@ class _Uploader:
             raise _GivenUpError
 
     def _target(self, prefix: str) -> tuple[str, Options]:
-        """Return the URL and the options with which to open the store of a prefix."""
-        known = self._targets.get(urls.key(prefix))
-        if known is not None:
-            return known
+        """Return the URL and the options with which to open the store of a prefix. If this process
+        has no mirror with the prefix, the options are the last ones for its bucket, or else {}."""
+        target = self._targets.get(urls.key(prefix))
+        if target is not None:
+            return target
         root = urls.Url.parse(prefix).root
-        latest: Options = {}
+        options_of_bucket: Options = {}
         for url, options in list(self._targets.values()):
             if urls.Url.parse(url).root == root:
-                latest = options
-        return prefix, latest
+                options_of_bucket = options
+        return prefix, options_of_bucket
 
     def _could_not_read(self, entry: Entry, cause: BaseException | None) -> None:
         """Handle a local file that cannot be read, because of the error `cause`."""
@@ -385,18 +386,19 @@ class _Uploader:
             if not entry.is_of_killed_save():
                 log.warning("stillframe: %s is gone, and was not uploaded", entry.local)
             return
-        # The directory changed. If a later save has replaced it, the entry of that save counts.
-        has_later = any(
+        # The path exists, so it is a directory that has changed during the upload. If a later save
+        # has replaced it, the entry of that save uploads it.
+        has_later_entry = any(
             each.local == entry.local and each.entry_name > entry.entry_name  # by time
             for each in _entries_of([entry.directory])
         )
-        if not has_later:
+        if not has_later_entry:
             self._failed(entry, cause)
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
         """Log the failure of an upload, and pause the entry's prefix."""
         failures = self._failures.get(entry.prefix)
-        nr_before = 0 if failures is None else failures.number
+        nr_before = 0 if failures is None else failures.nr_failed
         # Each pause is twice the last. min(nr_before, 16) keeps the power small.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(nr_before, 16))
         pause_s *= random.uniform(0.5, 1.0)  # so that not all ranks try again at the same time

@@ -28,10 +28,10 @@ from stillframe._remote.store import (
     Buffer,
     Feed,
     Found,
-    Kind,
+    KeyGroup,
     Store,
     fork_error,
-    kind_of,
+    key_group_of,
     part_bytes,
 )
 
@@ -45,13 +45,13 @@ RETRY_S = 180.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
 REQUEST_S = 120.0  # the time limit of a request of PART_BYTES; larger requests get more
-CLEANING_PAUSE_S = 3600.0  # directories that are new within this time are not cleaned
+CLEANING_PAUSE_S = 3600.0  # the least time from one clean-up in a store to the next
 
 # A metadata field with the id of the upload that made the object. The name has only letters,
 # because some proxies pass no others.
 _MARK = "stillframeupload"
-# `_core.fork_generation()` of the process that has obstore's threads; None: not used yet.
-_used_in: int | None = None
+# `_core.fork_generation()` of the process that started obstore's threads; None: obstore is unused.
+_threads_generation: int | None = None
 
 
 def _obstore() -> Any:
@@ -68,9 +68,9 @@ class ObstoreStore(Store):
     client = "obstore"
 
     def __init__(self, url: Url, options: Mapping[str, Any]) -> None:
-        global _used_in
+        global _threads_generation
         super().__init__(url, options)
-        was_forked = _used_in not in (None, self._generation)
+        was_forked = _threads_generation not in (None, self._generation)
         if was_forked:  # obstore's threads do not exist in this process
             raise fork_error()
         self._url = url
@@ -81,7 +81,7 @@ class ObstoreStore(Store):
         self._clients: dict[int, Any] = {}  # obstore's clients, by their timeouts in seconds
         self._cleaned_s = -math.inf  # when `_clean` last started a thread, by time.monotonic()
         self._client(PART_BYTES)  # raises ValueError for wrong options
-        _used_in = self._generation
+        _threads_generation = self._generation  # obstore may have started threads now
 
     def _client(self, nbytes: int = 0) -> Any:
         """Return a client for requests of up to `nbytes`; 0: for short requests."""
@@ -177,16 +177,17 @@ class ObstoreStore(Store):
             return
         self._cleaned_s = time.monotonic()
         thread = threading.Thread(
-            target=self._abort_stale, args=(kind_of(key),), name="sf-clean", daemon=True
+            target=self._abort_stale, args=(key_group_of(key),), name="sf-clean", daemon=True
         )
         threads.start(thread)
 
-    def _abort_stale(self, kind: Kind) -> None:
-        """Abort stale uploads of a kind of keys, and log their URLs."""
+    def _abort_stale(self, group: KeyGroup) -> None:
+        """Abort stale uploads to the keys of a group, and log their URLs."""
         config, endpoint = self._client().config, self._config.endpoint
         verify = not self._config.client.get("allow_invalid_certificates")
         with contextlib.suppress(Exception):  # a failed clean-up is no error
-            for key in unfinished.abort_stale(config, endpoint, *kind, STALE_S, verify=verify):
+            # `*group` is its directory and its suffix.
+            for key in unfinished.abort_stale(config, endpoint, *group, STALE_S, verify=verify):
                 name = self.shown(key)
                 log.info("stillframe: aborted an upload to %s, left by a killed process", name)
 

@@ -131,16 +131,16 @@ def _read_files(profile: str | None, values: dict[str, Any]) -> None:
     """Add the credentials in AWS's files to `values`, because obstore does not read these files. If
     `profile` is None, credentials in the environment come first."""
     if profile is None and any(map(os.environ.get, _OTHER_CREDENTIALS)):
-        return
-    name = profile or os.environ.get("AWS_PROFILE") or "default"
-    found = {
-        **_section("AWS_CONFIG_FILE", "~/.aws/config", f"profile {name}", name),
-        **_section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
+        return  # obstore finds the credentials in the environment
+    section = profile or os.environ.get("AWS_PROFILE") or "default"
+    settings = {
+        **_section("AWS_CONFIG_FILE", "~/.aws/config", f"profile {section}", section),
+        **_section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", section),
     }
-    if "aws_access_key_id" in found:
-        for name_in_file, name in {"region": "region", **_S3_CLIENT}.items():
-            if name_in_file in found:
-                values.setdefault(name, found[name_in_file])
+    if "aws_access_key_id" in settings:
+        for name_in_file, obstore_name in {"region": "region", **_S3_CLIENT}.items():
+            if name_in_file in settings:
+                values.setdefault(obstore_name, settings[name_in_file])
     elif profile is not None:
         raise ValueError(
             f"storage_options: the profile {profile!r} has no aws_access_key_id in AWS's files, and"

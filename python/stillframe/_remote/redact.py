@@ -103,18 +103,19 @@ def failure(doing: str, shown: str, error: BaseException, secrets: Iterable[str]
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror  # without the number and the file name
     cause = redact(text, secrets) or type(error).__name__
-    part = _PART.search(text)
-    if part is not None:
-        doing = f"{doing} (part {part[1]})"
-    found = _STATUS.search(text)
-    status = "" if found is None else found[1]
+    part_match = _PART.search(text)
+    if part_match is not None:
+        doing = f"{doing} (part {part_match[1]})"
+    status_match = _STATUS.search(text)
+    status = "" if status_match is None else status_match[1]
     sentence = f"{doing} failed: {cause}"
     if isinstance(error, FileNotFoundError) or status == "404":
-        is_other = "Code>" in text and "NoSuchKey" not in text  # for example NoSuchBucket
-        if not is_other:
+        # The store's answer may name another thing that is missing, such as the bucket.
+        has_other_code = "Code>" in text and "NoSuchKey" not in text
+        if not has_other_code:
             sentence = "no such object"
         return FileNotFoundError(errno.ENOENT, sentence, shown)
     if isinstance(error, PermissionError) or status in ("401", "403"):
         return PermissionError(errno.EACCES, sentence, shown)
-    number = error.errno if isinstance(error, OSError) else None
-    return OSError(number or errno.EIO, sentence, shown)
+    error_number = error.errno if isinstance(error, OSError) else None
+    return OSError(error_number or errno.EIO, sentence, shown)

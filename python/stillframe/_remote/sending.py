@@ -105,6 +105,7 @@ def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:
         return {name: (info.st_ino, info.st_size, info.st_mtime_ns) for name, info in infos.items()}
 
     if versions(files) != versions(files_of(path)):
+        # The mirror tries again after a FileNotFoundError, and only then.
         raise LocalError from FileNotFoundError("the directory changed while it was uploaded")
 
 

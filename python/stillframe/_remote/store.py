@@ -28,7 +28,7 @@ Buffer: TypeAlias = Any  # collections.abc.Buffer, since Python 3.12
 
 MIB = 1 << 20
 PART_BYTES = 16 * MIB
-MOST_PARTS = 9_500  # of one object; S3 takes 10,000
+MOST_PARTS = 9_500  # of one object; a little below the 10,000 that S3 allows
 SLOW_S = 10.0  # a longer wait for the store is logged
 STALE_S = 24 * 3600.0  # an unfinished upload of this age was left by a killed process
 
@@ -42,16 +42,16 @@ class Found(NamedTuple):
     version: str = ""  # the ETag, which every change changes; "": not known
 
 
-class Kind(NamedTuple):
-    """The directory and the suffix of a key, which the checkpoints of one training share."""
+class KeyGroup(NamedTuple):
+    """All keys in one directory with one suffix, such as those of one training's checkpoints."""
 
     directory: str
     suffix: str  # such as ".pt"
 
 
-def kind_of(key: str) -> Kind:
+def key_group_of(key: str) -> KeyGroup:
     directory, _, name = key.rpartition("/")
-    return Kind(directory, os.path.splitext(name)[1])
+    return KeyGroup(directory, os.path.splitext(name)[1])
 
 
 def part_bytes(nbytes: int | None) -> int:
@@ -77,7 +77,7 @@ class Store(ABC):
         self._root = url.root
         self._secrets = secrets_of(options, url.user)
         self._generation = _core.fork_generation()
-        self._cleaned: set[Kind] = set()  # kinds of keys for which `_clean` was called
+        self._cleaned: set[KeyGroup] = set()  # the groups for which `_clean` was called
 
     def put(self, key: str, pieces: Iterable[Buffer], nbytes: int | None = None) -> None:
         """Upload an object: all of `pieces`, or nothing.
@@ -86,16 +86,16 @@ class Store(ABC):
         not copy a piece: it holds the piece until the store has acknowledged it, at most five parts
         at a time.
 
-        The first upload of each `Kind` is followed by `_clean`.
+        The first upload to each `KeyGroup` is followed by `_clean`.
 
         Args:
             pieces: Contiguous buffers of bytes.
             nbytes: The size of the object in bytes, if it is known.
 
         Raises:
-            Exception: What `pieces` raises, unchanged. The object is the old one.
-            OSError: The store refused. The object is the old one, except if the answer to the last
-                request was lost and the store cannot be asked again.
+            Exception: What `pieces` raises, unchanged. The store keeps the old object.
+            OSError: The store refused. The store keeps the old object, except if its answer to the
+                last request was lost and it cannot be asked again.
         """
         feed = Feed(pieces, self.shown(key))
         _this_thread.uploads += 1
@@ -110,10 +110,10 @@ class Store(ABC):
             feed.close()
         if feed.error is not None:
             raise feed.error
-        kind = kind_of(key)
-        if kind not in self._cleaned:
-            self._cleaned.add(kind)
-            with contextlib.suppress(Exception):  # the object is there all the same
+        group = key_group_of(key)
+        if group not in self._cleaned:
+            self._cleaned.add(group)
+            with contextlib.suppress(Exception):  # the upload has succeeded all the same
                 self._clean(key)
 
     def get(self, key: str, start: int, end: int, version: str = "") -> Buffer:
@@ -183,7 +183,7 @@ class Store(ABC):
 
     @abstractmethod
     def _clean(self, key: str) -> None:
-        """Remove what killed processes have left of uploads of the kind of `key`. May raise any
+        """Remove what killed processes have left of uploads to the key's group. May raise any
         error."""
 
     def _ask(self, doing: str, key: str, call: Callable[[], T]) -> T:
@@ -197,12 +197,13 @@ class Store(ABC):
         try:
             return call()
         except BaseException as error:
-            # A panic in obstore's Rust code is a BaseException.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            # obstore raises it for a panic in its Rust code, and it is no Exception.
+            is_panic = type(error).__name__ == "PanicException"
+            if not isinstance(error, Exception) and not is_panic:
                 raise
-            failed = failure(doing, self.shown(key), error, self._secrets)
+            translated = failure(doing, self.shown(key), error, self._secrets)
         # Raised outside the handler, so that it does not refer to an error with credentials.
-        raise failed
+        raise translated
 
 
 class Feed:
@@ -211,7 +212,7 @@ class Feed:
     def __init__(self, pieces: Iterable[Buffer], shown: str) -> None:
         self._iterator = iter(pieces)
         self._shown = shown
-        self._given_s = math.inf  # when the client took the last piece, by time.monotonic()
+        self._last_piece_s = math.inf  # when the client took a piece last, by time.monotonic()
         self.error: BaseException | None = None  # the exception that the iterator raised
         self.ended = False  # the client has taken all pieces
 
@@ -219,7 +220,7 @@ class Feed:
         return self
 
     def __next__(self) -> Buffer:
-        waited_s = time.monotonic() - self._given_s
+        waited_s = time.monotonic() - self._last_piece_s
         if waited_s > SLOW_S:  # no client reports its own retries
             log.info(
                 "stillframe: %s: the store acknowledged no part for %.0f s; failed requests are"
@@ -229,7 +230,7 @@ class Feed:
             )
         try:
             piece = next(self._iterator)
-            self._given_s = time.monotonic()
+            self._last_piece_s = time.monotonic()
             return piece
         except StopIteration:
             self.ended = True
@@ -262,7 +263,7 @@ def _on_other_thread_if_needed(call: Callable[[], T]) -> T:
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main and not _this_thread.uploads:
         return call()
-    over = Event()
+    returned = Event()
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -272,13 +273,13 @@ def _on_other_thread_if_needed(call: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
         finally:
-            over.set()
+            returned.set()
 
     try:
         threads.start(threading.Thread(target=run, name="sf-store", daemon=True))
     except (OSError, RuntimeError):  # the interpreter is exiting, or there are too many threads
         return call()
-    over.wait()
+    returned.wait()
     if errors:
         raise errors.pop()
     return results.pop()

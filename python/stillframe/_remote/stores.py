@@ -19,7 +19,7 @@ __all__ = ["Found", "Store", "open_store"]
 
 STORES_KEPT = 8
 
-_OBSTORE = ("s3", "gs", "az")  # the schemes that obstore serves
+_OBSTORE_SCHEMES = ("s3", "gs", "az")  # the schemes that obstore serves
 # The stores that were opened last, each with the arguments and environment that it was opened with.
 # They are kept for their connections and tokens. There is no lock, because a signal handler may
 # open a store too.
@@ -40,12 +40,12 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     """
     parsed = Url.parse(url)
     key = parsed.path.rstrip("/")
-    if parsed.scheme in _OBSTORE:
-        _refuse_misread(parsed, key)
+    if parsed.scheme in _OBSTORE_SCHEMES:
+        _check_obstore_url(parsed, key)
     options = dict(storage_options or {})
     root = (parsed.scheme, parsed.user, parsed.bucket, parsed.account, parsed.query)
     arguments = (root, options, _environment(), _core.fork_generation())
-    for kept_arguments, store in tuple(_kept):
+    for kept_arguments, store in tuple(_kept):  # a copy: a signal handler may change the list
         if kept_arguments == arguments:
             return store, key
     store = _open(parsed, options, url)
@@ -57,17 +57,17 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
 def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
     """Raise the errors that `open_store` would raise, except ForkError. Make no connection."""
     scheme = Url.parse(url).scheme
-    if scheme not in _OBSTORE or importlib.util.find_spec("obstore") is None:
+    if scheme not in _OBSTORE_SCHEMES or importlib.util.find_spec("obstore") is None:
         import fsspec
 
-        with contextlib.suppress(ImportError, ValueError):  # `open_store` raises the right error
+        with contextlib.suppress(ImportError, ValueError):  # `open_store` raises it with advice
             fsspec.get_filesystem_class(scheme)
-            return  # opening a store of fsspec may connect to the server
+            return  # without `open_store`, because fsspec may connect when it opens a store
     with contextlib.suppress(ForkError):
         open_store(url, storage_options)
 
 
-def _refuse_misread(url: Url, key: str) -> None:
+def _check_obstore_url(url: Url, key: str) -> None:
     """Raise ValueError for a URL that obstore would misread or ignore in part."""
     reason = ""
     if url.user:
@@ -82,14 +82,14 @@ def _refuse_misread(url: Url, key: str) -> None:
         raise ValueError(f"{url.root}/{key}: {reason}")
 
 
-def _open(url: Url, options: Mapping[str, Any], given: str) -> Store:
-    """Return a new store. `given` is the URL as the user gave it."""
-    if url.scheme not in _OBSTORE:
-        return FsspecStore(url, options, given)
+def _open(url: Url, options: Mapping[str, Any], user_url: str) -> Store:
+    """Return a new store. `user_url` is the URL as the user gave it."""
+    if url.scheme not in _OBSTORE_SCHEMES:
+        return FsspecStore(url, options, user_url)
     if importlib.util.find_spec("obstore") is not None:
         return ObstoreStore(url, options)
     with contextlib.suppress(StillframeError):  # fsspec has no client for the scheme either
-        return FsspecStore(url, options, given)
+        return FsspecStore(url, options, user_url)
     raise StillframeError(
         f"{url.root}: no client for this store is installed: pip install 'stillframe[remote]'"
     )

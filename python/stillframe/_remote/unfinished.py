@@ -1,8 +1,8 @@
 """Aborts unfinished uploads to S3: a program that `abort_stale` runs in a process of its own.
 
-obstore cannot list unfinished uploads, so the program uses botocore. The imports of botocore would
-hold the interpreter lock of a training for up to a second. Therefore this file imports nothing
-else of stillframe.
+obstore cannot list unfinished uploads, so the program uses botocore. It has a process of its own,
+because importing botocore would hold a training's interpreter lock for up to a second. It imports
+nothing else of stillframe, because that would import torch.
 """
 
 from __future__ import annotations
