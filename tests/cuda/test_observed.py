@@ -170,7 +170,7 @@ def test_storages_on_an_unreadable_device_are_captured(call, tmp_path):
     code = BLIND.format(oracle=oracle, call=call, code=2)
     done = run_python("-c", code, tmp_path / "a", env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
-    assert "copied in the call from now on" in done.stderr  # the log has this line
+    assert "from now on, saves copy during the call" in done.stderr  # the log has this line
 
 
 GROWN = """
