@@ -52,7 +52,7 @@ PyObject *sfr_py_error_text(const struct sfr_err *err)
 	if (err->code == 0)
 		return PyUnicode_FromString("");
 	if (err->note[0])
-		return sfr_py_text(err->note);
+		return sfr_py_decode_text(err->note);
 	if (IS_ERRNO(err->code))
 		return PyUnicode_FromString(strerror(-err->code));
 	return PyUnicode_FromString(sfr_code_message(err->code));
@@ -106,12 +106,12 @@ PyObject *sfr_py_bool_or_raise(PyObject *object, int rc, int false_code)
 	return PyBool_FromLong(rc == 0);
 }
 
-PyObject *sfr_py_text(const char *text)
+PyObject *sfr_py_decode_text(const char *text)
 {
 	return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-int sfr_py_u64(PyObject *number, uint64_t *out)
+int sfr_py_int_to_u64(PyObject *number, uint64_t *out)
 {
 	*out = PyLong_AsUnsignedLongLong(number);
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
@@ -119,9 +119,9 @@ int sfr_py_u64(PyObject *number, uint64_t *out)
 
 #define SLICE_NS UINT64_C(50000000) /* 50 ms: the longest time until a signal is answered */
 
-struct sfr_py_wait sfr_py_wait(PyObject *timeout)
+struct sfr_py_wait_state sfr_py_wait_state(PyObject *timeout)
 {
-	struct sfr_py_wait wait = { .left_ns = SFR_FOREVER, .rc = SFR_PY_BEGINS };
+	struct sfr_py_wait_state wait = { .left_ns = SFR_FOREVER, .rc = SFR_PY_BEGINS };
 	double seconds;
 
 	if (timeout == NULL || timeout == Py_None)
@@ -137,7 +137,7 @@ struct sfr_py_wait sfr_py_wait(PyObject *timeout)
 	return wait;
 }
 
-int sfr_py_next_slice(struct sfr_py_wait *wait)
+int sfr_py_next_slice(struct sfr_py_wait_state *wait)
 {
 	const bool first = wait->rc == SFR_PY_BEGINS;
 	const bool again = wait->rc == SFR_EAGAIN && wait->left_ns > 0;

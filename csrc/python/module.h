@@ -63,8 +63,8 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 			     unsigned flags);
 /* Makes a Restore of a file of another format. Its records are the `nr` stretches in `v`, which end
  * at or before the offset `end`. The call does not keep `v`. */
-struct sfr_stretch;
-PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
+struct sfr_file_range;
+PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_file_range *v,
 				  uint64_t nr, uint64_t end, int fd, unsigned flags);
 
 /* Sets MemoryError. Always returns -1. */
@@ -113,14 +113,14 @@ PyObject *sfr_py_none_or_raise(PyObject *object, int rc);
 /* Returns True for 0 and False for `false_code`, or raises as sfr_py_raise. */
 PyObject *sfr_py_bool_or_raise(PyObject *object, int rc, int false_code);
 /* Makes a str of a text of the core. Bytes that are not UTF-8 are replaced. */
-PyObject *sfr_py_text(const char *text);
+PyObject *sfr_py_decode_text(const char *text);
 /* Converts a Python int to *out. */
-int sfr_py_u64(PyObject *number, uint64_t *out);
+int sfr_py_int_to_u64(PyObject *number, uint64_t *out);
 
 /* A wait that answers signals. It is made of slices: calls into the core that return SFR_EAGAIN
  * after slice_ns, and may run without the interpreter lock.
  *
- *     struct sfr_py_wait w = sfr_py_wait(timeout);       seconds; None or NULL: forever
+ *     struct sfr_py_wait_state w = sfr_py_wait_state(timeout);       seconds; None or NULL: forever
  *     while (sfr_py_next_slice(&w))                         at least once
  *             w.rc = ...(w.slice_ns);
  *
@@ -129,14 +129,14 @@ enum {
 	SFR_PY_BEGINS = 1, /* no slice has run yet */
 	SFR_PY_RAISED,     /* an exception is set, by a signal handler or for a bad timeout */
 };
-struct sfr_py_wait {
+struct sfr_py_wait_state {
 	uint64_t left_ns;  /* time after this slice, or SFR_FOREVER */
 	uint64_t slice_ns; /* length of this slice */
 	int rc;            /* the last slice's result, or one of the two values above */
 };
-struct sfr_py_wait sfr_py_wait(PyObject *timeout);
+struct sfr_py_wait_state sfr_py_wait_state(PyObject *timeout);
 /* Runs Python's signal handlers. Returns whether another slice follows, and sets its length. */
-int sfr_py_next_slice(struct sfr_py_wait *wait);
+int sfr_py_next_slice(struct sfr_py_wait_state *wait);
 
 /* Starts to load the cache line at `address`. The address may be invalid, because a prefetch cannot
  * fault. The asm statement keeps GCC from dropping calls of this function. */

@@ -112,7 +112,7 @@ static inline void dir_clean(const char *dir)
 	int fd = open(dir, O_PATH | O_DIRECTORY | O_CLOEXEC);
 
 	CHECK(fd >= 0);
-	sfr__tmp_clean(fd, dir);
+	sfr__tmp_clean_dir(fd, dir);
 	CHECK_EQ(close(fd), 0);
 }
 

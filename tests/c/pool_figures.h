@@ -5,7 +5,8 @@
 #include "memory/pool_int.h"
 #include "check.h"
 
-static inline uint32_t pool__nr_listed(const struct sfr__list *list, enum sfr__block_state state)
+static inline uint32_t pool__nr_listed(const struct sfr__block_list *list,
+				       enum sfr__block_state state)
 {
 	uint32_t nr = 0;
 

@@ -202,7 +202,7 @@ static inline int saving_content_in(int fd, const struct saving_state *layout)
 	    sfr__image_init(&img, &desc, SAVING_BLOCK) == 0) {
 		found = -3;
 		for (uint32_t i = 0; i < img.nr_entries; i++) {
-			const struct sfr__entry *entry = &img.entries[i];
+			const struct sfr__image_entry *entry = &img.entries[i];
 
 			if (entry->source < 0)
 				continue;
@@ -317,7 +317,7 @@ static inline void saving__remove_dir(void)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr__file_remove(saving__dir, NULL, &err);
+	(void)sfr__file_remove_tree(saving__dir, NULL, &err);
 }
 
 /* Makes an empty directory, which is removed after the last test. */

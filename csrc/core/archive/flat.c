@@ -61,7 +61,7 @@ static uint32_t count_extents(const struct sfr_save_desc *desc)
 	return nr;
 }
 
-static void open_extent(struct sfr__image *img, uint64_t key)
+static void begin_extent(struct sfr__image *img, uint64_t key)
 {
 	img->extents[img->nr_extents++] = (struct sfr__extent){ .lane = (uint32_t)(key >> 32),
 								.device = (uint32_t)key,
@@ -72,7 +72,7 @@ static void open_extent(struct sfr__image *img, uint64_t key)
 static void add_entry(struct sfr__image *img, const char *src, uint64_t nbytes, uint64_t off,
 		      int64_t source)
 {
-	img->entries[img->nr_entries++] = (struct sfr__entry){
+	img->entries[img->nr_entries++] = (struct sfr__image_entry){
 		.src = src, .nbytes = nbytes, .hdr_off = off, .data_off = off, .source = source
 	};
 	img->extents[img->nr_extents - 1].nr_entries++;
@@ -89,7 +89,7 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
 	uint64_t previous = 0, current;
 
 	if (key == 0) { /* the header begins the first extent */
-		open_extent(img, 0);
+		begin_extent(img, 0);
 		add_entry(img, desc->skeleton, desc->skeleton_len, 0, -1);
 		*total = desc->skeleton_len;
 	}
@@ -98,7 +98,7 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
 
 		current = member_key(desc, i);
 		if (current == key && previous != key)
-			open_extent(img, key);
+			begin_extent(img, key);
 		if (current == key) {
 			const struct sfr_source *source = &desc->sources[member->source];
 
@@ -116,8 +116,8 @@ static void add_extents(struct sfr__image *img, const struct sfr_save_desc *desc
  * first page, adds the page to the list of edge pages. Returns 0 or -EFBIG. */
 static int end_extent(struct sfr__image *img, struct sfr__extent *extent)
 {
-	struct sfr__entry *first = &img->entries[extent->first_entry];
-	const struct sfr__entry *last = first + extent->nr_entries - 1;
+	struct sfr__image_entry *first = &img->entries[extent->first_entry];
+	const struct sfr__image_entry *last = first + extent->nr_entries - 1;
 	uint64_t nr_blocks;
 
 	extent->off = first->data_off / SFR_PAGE * SFR_PAGE;

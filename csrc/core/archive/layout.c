@@ -49,7 +49,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "storages are written 
 _Static_assert(SFR_ALIGN == 64, "the record .storage_alignment says 64");
 
 /* Sets the offsets of an entry that begins at `off`. Returns the offset of its end. */
-static uint64_t lay_out_entry(struct sfr__entry *e, uint64_t off)
+static uint64_t lay_out_entry(struct sfr__image_entry *e, uint64_t off)
 {
 	e->hdr_off = off;
 	e->data_off = sfr__round_up(off + sfr__zip_header_len(e), SFR_ALIGN);
@@ -60,7 +60,7 @@ static uint64_t lay_out_entry(struct sfr__entry *e, uint64_t off)
 /* ---- layout -------------------------------------------------------------- */
 
 /* Writes "archive/data/INDEX" to `name`. */
-static void name_storage(char *name, uint32_t index)
+static void write_storage_name(char *name, uint32_t index)
 {
 	static const char prefix[] = "archive/data/";
 	char digits[10];
@@ -80,7 +80,7 @@ static void name_storage(char *name, uint32_t index)
 static void add_entry(struct sfr__image *img, const char *name, const char *src, uint64_t nbytes,
 		      int64_t source)
 {
-	struct sfr__entry *e = &img->entries[img->nr_entries++];
+	struct sfr__image_entry *e = &img->entries[img->nr_entries++];
 
 	e->src = src;
 	e->nbytes = nbytes;
@@ -97,7 +97,7 @@ static void add_storages(struct sfr__image *img, const struct sfr_save_desc *des
 
 		if (sfr__extent_key(source) != key)
 			continue;
-		name_storage(name, i);
+		write_storage_name(name, i);
 		add_entry(img, name, (const char *)(uintptr_t)source->addr, source->nbytes, i);
 		if (source->lane == SFR_CAPTURED)
 			img->captured_nbytes += source->nbytes;
@@ -233,8 +233,8 @@ void sfr__image_fini(struct sfr__image *img)
 	img->nr_edges = 0;
 }
 
-const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32_t lane,
-					    uint32_t device)
+const struct sfr__extent *sfr__image_find_extent(const struct sfr__image *img, uint32_t lane,
+						 uint32_t device)
 {
 	for (uint32_t r = 0; r < img->nr_extents; r++)
 		if (img->extents[r].lane == lane && img->extents[r].device == device)
@@ -316,7 +316,7 @@ void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 
 /* Finds which of an entry's header, data and descriptor contains offset `off` of the file. Sets the
  * kind and [*begin, *end), its range of the file. Returns false if `off` is after all three. */
-static bool find_in_entry(const struct sfr__entry *e, uint64_t off, enum sfr__seg_kind *kind,
+static bool find_in_entry(const struct sfr__image_entry *e, uint64_t off, enum sfr__seg_kind *kind,
 			  uint64_t *begin, uint64_t *end)
 {
 	const uint64_t data_end = e->data_off + e->nbytes;

@@ -18,7 +18,7 @@
  *   torch's format  a local header, data, a descriptor
  *   file of parts   glue, which is the bytes before a source, and data
  *   flat file       data */
-struct sfr__entry {
+struct sfr__image_entry {
 	const char *src;   /* the data, in the memory that is saved */
 	uint64_t nbytes;   /* length of the data */
 	uint64_t hdr_off;  /* offset of the local header in the file */
@@ -51,7 +51,7 @@ struct sfr__crc_field {
 };
 
 struct sfr__image {
-	struct sfr__entry *entries;
+	struct sfr__image_entry *entries;
 	struct sfr__extent *extents;
 	uint32_t nr_entries, nr_extents;
 	uint64_t block_bytes;        /* length of one block of the pool */
@@ -96,8 +96,8 @@ bool sfr__next_extent_key(const struct sfr_save_desc *desc, uint64_t *key);
 /* Frees the arrays; lengths and tail_off stay valid. Idempotent. */
 void sfr__image_fini(struct sfr__image *img);
 /* Returns the first extent of this lane and device, or NULL. */
-const struct sfr__extent *sfr__image_extent(const struct sfr__image *img, uint32_t lane,
-					    uint32_t device);
+const struct sfr__extent *sfr__image_find_extent(const struct sfr__image *img, uint32_t lane,
+						 uint32_t device);
 /* Return the length of a block in bytes, and its offset in the file. `blk` counts from the start of
  * `extent` and is below extent->nr_lane_blocks, so the block may be in a later extent. */
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__extent *extent,
@@ -113,7 +113,8 @@ void sfr__image_unshared_pages(const struct sfr__image *img, const struct sfr__e
 			       uint32_t blk, uint64_t *from, uint64_t *to);
 
 /* Returns how many bytes of the range [from, to) are before the end of the file. */
-static inline uint64_t sfr__image_in_file(const struct sfr__image *img, uint64_t from, uint64_t to)
+static inline uint64_t sfr__image_bytes_in_file(const struct sfr__image *img, uint64_t from,
+						uint64_t to)
 {
 	to = to < img->len ? to : img->len;
 	return from < to ? to - from : 0;

@@ -27,7 +27,7 @@
 #define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE)
 
 struct sfr_parts {
-	struct sfr__entry *entries; /* the next glue and source are added to the last entry */
+	struct sfr__image_entry *entries; /* the next glue and source are added to the last entry */
 	size_t nr_entries, entries_capacity;
 	struct sfr__crc_field *crc_fields;
 	size_t nr_crc_fields, crc_fields_capacity;
@@ -39,7 +39,8 @@ struct sfr_parts {
 
 /* Makes room for `nr_more` items after the first `nr_items` of an array. *capacity counts items.
  * Returns the array, possibly moved. Returns NULL without memory; `items` then stays valid. */
-static void *grow(void *items, size_t nr_items, size_t *capacity, size_t nr_more, size_t item_size)
+static void *grow_items(void *items, size_t nr_items, size_t *capacity, size_t nr_more,
+			size_t item_size)
 {
 	size_t new_capacity = *capacity == 0 ? 64 : *capacity;
 	void *larger;
@@ -64,14 +65,14 @@ int sfr__parts_fail(struct sfr_parts *p, int rc)
 /* Appends an empty entry, for the next glue and source. Returns 0, or the parts' first error. */
 static int append_entry(struct sfr_parts *p)
 {
-	struct sfr__entry *entries =
-		grow(p->entries, p->nr_entries, &p->entries_capacity, 1, sizeof(*entries));
+	struct sfr__image_entry *entries =
+		grow_items(p->entries, p->nr_entries, &p->entries_capacity, 1, sizeof(*entries));
 
 	if (entries == NULL)
 		return sfr__parts_fail(p, -ENOMEM);
 	p->entries = entries;
 	/* the entry's glue will begin here; it has no source yet (-1) */
-	p->entries[p->nr_entries++] = (struct sfr__entry){
+	p->entries[p->nr_entries++] = (struct sfr__image_entry){
 		.hdr_off = p->len, .data_off = p->len, .source = -1, .glue_at = p->glue_len
 	};
 	return 0;
@@ -124,7 +125,8 @@ static char *add_glue(struct sfr_parts *p, size_t len)
 		(void)sfr__parts_fail(p, -EFBIG);
 		return NULL;
 	}
-	glue = grow(p->glue, p->glue_len, &p->glue_capacity, len, 1); /* an item is one byte */
+	glue = grow_items(p->glue, p->glue_len, &p->glue_capacity, len,
+			  1); /* an item is one byte */
 	if (glue == NULL) {
 		(void)sfr__parts_fail(p, -ENOMEM);
 		return NULL;
@@ -148,7 +150,7 @@ int sfr_parts_bytes(struct sfr_parts *p, const void *bytes, size_t len)
 
 int sfr_parts_source(struct sfr_parts *p, uint64_t addr, uint64_t nbytes)
 {
-	struct sfr__entry *entry;
+	struct sfr__image_entry *entry;
 
 	if (p->rc != 0)
 		return p->rc;
@@ -174,7 +176,8 @@ int sfr__parts_add_crc_field(struct sfr_parts *p, uint64_t off, uint32_t source)
 		return sfr__parts_fail(p, -EINVAL);
 	if (p->nr_crc_fields == UINT32_MAX)
 		return sfr__parts_fail(p, -EFBIG);
-	fields = grow(p->crc_fields, p->nr_crc_fields, &p->crc_fields_capacity, 1, sizeof(*fields));
+	fields = grow_items(p->crc_fields, p->nr_crc_fields, &p->crc_fields_capacity, 1,
+			    sizeof(*fields));
 	if (fields == NULL)
 		return sfr__parts_fail(p, -ENOMEM);
 	p->crc_fields = fields;
@@ -196,7 +199,7 @@ int sfr_parts_crc(struct sfr_parts *p, uint32_t source)
 
 /* Returns whether an entry's data are written in place. Sets [*from, *to) to the whole pages of the
  * file that the data fill. */
-static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
+static bool find_direct_range(const struct sfr__image_entry *e, uint64_t *from, uint64_t *to)
 {
 	const uint64_t data_end = e->data_off + e->nbytes;
 	const bool same_offset = (e->data_off - (uint64_t)(uintptr_t)e->src) % SFR_PAGE == 0;
@@ -244,9 +247,9 @@ static int add_extents(struct sfr__image *img)
 	int rc = 0;
 
 	for (uint32_t i = 0; rc == 0 && i < img->nr_entries; i++) {
-		const struct sfr__entry *e = &img->entries[i];
+		const struct sfr__image_entry *e = &img->entries[i];
 
-		if (!is_direct(e, &from, &to))
+		if (!find_direct_range(e, &from, &to))
 			continue;
 		if (off < from) /* the bytes before it, through a buffer (NULL) */
 			rc = add_extent(img, from, first, i, NULL);
@@ -280,7 +283,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	p->entries[p->nr_entries - 1].data_off = p->len;
 	/* one extent for each source in place, one for the bytes before it, and one for the end */
 	for (size_t i = 0; i < p->nr_entries; i++)
-		if (is_direct(&p->entries[i], &from, &to))
+		if (find_direct_range(&p->entries[i], &from, &to))
 			nr_extents += 2;
 	img->extents = sfr_sys.calloc(nr_extents, sizeof(*img->extents));
 	if (img->extents == NULL)
@@ -313,7 +316,7 @@ static uint32_t first_field_after(const struct sfr__image *img, uint64_t off)
 bool sfr__image_crc_fields_known(const struct sfr__image *img, uint64_t off, size_t len)
 {
 	for (uint32_t i = first_field_after(img, off); i < img->nr_crc_fields; i++) {
-		const struct sfr__entry *e = &img->entries[img->crc_fields[i].entry];
+		const struct sfr__image_entry *e = &img->entries[img->crc_fields[i].entry];
 
 		if (img->crc_fields[i].off >= off + len)
 			break; /* the fields are in ascending order */

@@ -86,7 +86,7 @@ static bool agrees16(uint16_t old, uint64_t value)
 	return old == value || old == MAX16;
 }
 
-static bool agrees32(uint32_t old, uint64_t value)
+static bool equals_or_is_max32(uint32_t old, uint64_t value)
 {
 	return old == value || old == MAX32;
 }
@@ -147,8 +147,9 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 
 		if (wrong != NULL)
 			return wrong;
-		if (!agrees16(nr_records, end->nr_records) || !agrees32(dir_len, end->dir_len) ||
-		    !agrees32(dir_off, end->dir_off))
+		if (!agrees16(nr_records, end->nr_records) ||
+		    !equals_or_is_max32(dir_len, end->dir_len) ||
+		    !equals_or_is_max32(dir_off, end->dir_off))
 			return "its two end records disagree";
 		dir_end = end->len - SFR__UNZIP_TAIL_LEN;
 	} else {
@@ -168,7 +169,7 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 
 /* ---- directory --------------------------------------------------------------- */
 
-const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec)
+const char *sfr__unzip_parse_central(const unsigned char *fixed, struct sfr__unzip_record *rec)
 {
 	if (le32(fixed) != SIG_CENTRAL)
 		return "a record of its directory is damaged";
@@ -231,8 +232,9 @@ static bool widen_from_zip64(uint64_t *value, const unsigned char **field, size_
 	return true;
 }
 
-const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
-				     const struct sfr__unzip_end *end)
+const char *sfr__unzip_parse_central_extra(const unsigned char *extra,
+					   struct sfr__unzip_record *rec,
+					   const struct sfr__unzip_end *end)
 {
 	const unsigned char *field;
 	size_t left;
@@ -255,7 +257,7 @@ const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unz
 	return NULL;
 }
 
-const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec)
+const char *sfr__unzip_check_name(const unsigned char *name, const struct sfr__unzip_record *rec)
 {
 	if (memchr(name, 0, rec->name_len) != NULL)
 		return "its name holds a zero byte";
@@ -277,8 +279,8 @@ static bool sizes_agree(uint32_t in_header, uint64_t in_dir, const struct sfr__u
 	       (in_header == 0 && (rec->flags & SFR__UNZIP_HAS_DESC) != 0);
 }
 
-const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
-			     size_t *extra_len)
+const char *sfr__unzip_check_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
+				   size_t *extra_len)
 {
 	const bool has_desc = (rec->flags & SFR__UNZIP_HAS_DESC) != 0;
 	uint32_t crc = le32(fixed + 14);
@@ -330,8 +332,8 @@ const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned ch
 	return NULL;
 }
 
-const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
-			    const struct sfr__unzip_record *rec, size_t *desc_len)
+const char *sfr__unzip_check_desc(const unsigned char *bytes, size_t len,
+				  const struct sfr__unzip_record *rec, size_t *desc_len)
 {
 	*desc_len = 0;
 	if ((rec->flags & SFR__UNZIP_HAS_DESC) == 0)

@@ -53,22 +53,23 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 /* Check a record of the central directory and fill *rec. Return NULL, or a text about the damage.
  * The first function gets the record's fixed part, SFR__UNZIP_CENTRAL_LEN bytes; the second gets
  * its extra fields, rec->extra_len bytes. Lengths and hdr_off are final only after the second. */
-const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
-const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
-				     const struct sfr__unzip_end *end);
+const char *sfr__unzip_parse_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
+const char *sfr__unzip_parse_central_extra(const unsigned char *extra,
+					   struct sfr__unzip_record *rec,
+					   const struct sfr__unzip_end *end);
 /* Checks a record's name, of rec->name_len bytes. rec->unpacked_len must be final. */
-const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
+const char *sfr__unzip_check_name(const unsigned char *name, const struct sfr__unzip_record *rec);
 /* Compares the fixed part of a local header, SFR__UNZIP_LOCAL_LEN bytes, with the directory. After
  * it the file has rec->name_len bytes of name, then *extra_len bytes of extra fields. Returns NULL,
  * or a text about the damage, like the other functions. */
-const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
-			     size_t *extra_len);
+const char *sfr__unzip_check_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
+				   size_t *extra_len);
 /* Compares the zip64 sizes in a local header's extra fields with the directory. */
 const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
 				   size_t extra_len, const struct sfr__unzip_record *rec);
 /* Checks the descriptor of a record, if the record has one. `bytes` are the `len` bytes after the
  * data, at most SFR__UNZIP_DESC_MAX. *desc_len receives the descriptor's length, or 0. */
-const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
-			    const struct sfr__unzip_record *rec, size_t *desc_len);
+const char *sfr__unzip_check_desc(const unsigned char *bytes, size_t len,
+				  const struct sfr__unzip_record *rec, size_t *desc_len);
 
 #endif

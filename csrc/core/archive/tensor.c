@@ -63,7 +63,7 @@ struct pickle {
 	unsigned char nr_memo; /* objects in the pickler's memo so far */
 };
 
-static void put(struct pickle *p, const void *bytes, size_t len)
+static void append_bytes(struct pickle *p, const void *bytes, size_t len)
 {
 	memcpy(p->at, bytes, len);
 	p->at += len;
@@ -86,8 +86,8 @@ static void put_text(struct pickle *p, const char *text)
 	uint32_t len = (uint32_t)strlen(text);
 
 	put_byte(p, BINUNICODE);
-	put(p, &len, sizeof(len));
-	put(p, text, len);
+	append_bytes(p, &len, sizeof(len));
+	append_bytes(p, text, len);
 	memoize(p);
 }
 
@@ -95,9 +95,9 @@ static void put_text(struct pickle *p, const char *text)
 static void put_global(struct pickle *p, const char *module, const char *name)
 {
 	put_byte(p, GLOBAL);
-	put(p, module, strlen(module));
+	append_bytes(p, module, strlen(module));
 	put_byte(p, '\n');
-	put(p, name, strlen(name));
+	append_bytes(p, name, strlen(name));
 	put_byte(p, '\n');
 	memoize(p);
 }
@@ -110,13 +110,13 @@ static void put_int(struct pickle *p, int64_t value)
 
 	if (value >= 0 && value < 256) {
 		put_byte(p, BININT1);
-		put(p, &bits, 1);
+		append_bytes(p, &bits, 1);
 	} else if (value >= 0 && value < 65536) {
 		put_byte(p, BININT2);
-		put(p, &bits, 2);
+		append_bytes(p, &bits, 2);
 	} else if (value >= INT32_MIN && value <= INT32_MAX) {
 		put_byte(p, BININT);
-		put(p, &bits, 4);
+		append_bytes(p, &bits, 4);
 	} else {
 		/* drop the highest byte while it only repeats the sign bit of the next byte */
 		while (len > 1) {
@@ -128,7 +128,7 @@ static void put_int(struct pickle *p, int64_t value)
 		}
 		put_byte(p, LONG1);
 		put_byte(p, len);
-		put(p, &bits, (size_t)len);
+		append_bytes(p, &bits, (size_t)len);
 	}
 }
 
@@ -200,7 +200,7 @@ static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 
 	a->hdr_off[i] = used;
 	a->crc[i] = sfr_crc32(0, a->data[i], a->nbytes[i]);
-	at += sfr__zip_put_local(at, records[i].name, a->nbytes[i], 0); /* 0: no padding */
+	at += sfr__zip_put_local_header(at, records[i].name, a->nbytes[i], 0); /* 0: no padding */
 	memcpy(at, a->data[i], a->nbytes[i]);
 	at += a->nbytes[i];
 	at += sfr__zip_put_desc(at, a->crc[i], a->nbytes[i]);
@@ -217,7 +217,8 @@ static size_t padding_len(uint64_t off, const struct sfr_tensor *tensor)
 
 /* Writes everything before the data to `dst`, and returns its length. `off` is the offset of the
  * archive in the file. */
-static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct sfr_tensor *tensor)
+static size_t write_head(struct archive *a, char *dst, uint64_t off,
+			 const struct sfr_tensor *tensor)
 {
 	char unpadded[SFR__ZIP_LOCAL_MAX]; /* the tensor's header, made only for its length */
 	size_t used = 0, len, pad;
@@ -225,9 +226,9 @@ static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used = put_record(a, dst, used, i);
 	a->hdr_off[TENSOR] = used;
-	len = sfr__zip_put_local(unpadded, DATA_NAME, tensor->nbytes, 0);
+	len = sfr__zip_put_local_header(unpadded, DATA_NAME, tensor->nbytes, 0);
 	pad = padding_len(off + used + len, tensor);
-	return used + sfr__zip_put_local(dst + used, DATA_NAME, tensor->nbytes, pad);
+	return used + sfr__zip_put_local_header(dst + used, DATA_NAME, tensor->nbytes, pad);
 }
 
 /* Adds everything after the data. `begin` is the offset of the archive in the file, `source` the
@@ -274,7 +275,7 @@ int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
 		a.data[i] = records[i].data;
 		a.nbytes[i] = strlen(records[i].data);
 	}
-	head_len = make_head(&a, head, begin, tensor);
+	head_len = write_head(&a, head, begin, tensor);
 	rc = sfr_parts_bytes(parts, head, head_len);
 	if (rc == 0)
 		rc = sfr_parts_source(parts, tensor->addr, tensor->nbytes);

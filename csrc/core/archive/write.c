@@ -33,7 +33,7 @@
 #define DESC64_LEN 24u            /* the same with zip64 */
 #define CENTRAL_LEN 46u           /* fixed part of a directory record */
 #define END_LEN (56u + 20u + 22u) /* zip64 end record, its locator, end record */
-#define NAME_MAX_LEN sizeof(((struct sfr__entry *)0)->name)
+#define NAME_MAX_LEN sizeof(((struct sfr__image_entry *)0)->name)
 #define HEADER_MAX (LOCAL_LEN + NAME_MAX_LEN + ZIP64_LEN + EXTRA_HEAD_LEN + SFR_ALIGN)
 
 /* written instead of a number that is in the zip64 field or record */
@@ -55,7 +55,7 @@ static bool needs_zip64(uint64_t value)
 	return value >= sfr_limits.zip64_bytes;
 }
 
-static bool is_zip64(const struct sfr__entry *e)
+static bool is_zip64(const struct sfr__image_entry *e)
 {
 	return needs_zip64(e->nbytes) || needs_zip64(e->hdr_off);
 }
@@ -68,12 +68,12 @@ uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off
 	return LOCAL_LEN + name_len + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
 }
 
-uint64_t sfr__zip_header_len(const struct sfr__entry *e)
+uint64_t sfr__zip_header_len(const struct sfr__image_entry *e)
 {
 	return sfr__zip_local_len(strlen(e->name), e->nbytes, e->hdr_off);
 }
 
-uint32_t sfr__zip_desc_len(const struct sfr__entry *e)
+uint32_t sfr__zip_desc_len(const struct sfr__image_entry *e)
 {
 	return is_zip64(e) ? DESC64_LEN : DESC_LEN;
 }
@@ -87,7 +87,7 @@ static uint64_t central_zip64_len(bool long_size, bool long_off)
 }
 
 /* Returns the length of an entry's record in the central directory. */
-static uint64_t central_len(const struct sfr__entry *e)
+static uint64_t central_record_len(const struct sfr__image_entry *e)
 {
 	return CENTRAL_LEN + strlen(e->name) +
 	       central_zip64_len(needs_zip64(e->nbytes), needs_zip64(e->hdr_off));
@@ -102,7 +102,7 @@ static bool tail_is_zip64(const struct sfr__image *img)
 
 /* Returns the length of the tail without its zeros: the record .data/serialization_id (the id), the
  * central directory, and the end records. Sets *dir_len to the length of the directory. */
-static uint64_t tail_used(const struct sfr__image *img, uint64_t *dir_len)
+static uint64_t used_tail_len(const struct sfr__image *img, uint64_t *dir_len)
 {
 	bool zip64 = tail_is_zip64(img);
 	uint64_t id_header_len = LOCAL_LEN + ID_NAME_LEN + (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN;
@@ -111,7 +111,7 @@ static uint64_t tail_used(const struct sfr__image *img, uint64_t *dir_len)
 	/* the directory has a record of the id, too; false: the id's length fits into 32 bits */
 	*dir_len = CENTRAL_LEN + ID_NAME_LEN + central_zip64_len(false, zip64);
 	for (uint32_t i = 0; i < img->nr_entries; i++)
-		*dir_len += central_len(&img->entries[i]);
+		*dir_len += central_record_len(&img->entries[i]);
 	return id_header_len + ID_LEN + id_desc_len + *dir_len + END_LEN;
 }
 
@@ -119,7 +119,7 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img)
 {
 	uint64_t dir_len;
 
-	return sfr__round_up(tail_used(img, &dir_len), SFR_PAGE);
+	return sfr__round_up(used_tail_len(img, &dir_len), SFR_PAGE);
 }
 
 /* ---- records ------------------------------------------------------------- */
@@ -129,7 +129,7 @@ struct cursor {
 	unsigned char *at;
 };
 
-static void put(struct cursor *out, const void *src, size_t len)
+static void put_raw_bytes(struct cursor *out, const void *src, size_t len)
 {
 	memcpy(out->at, src, len);
 	out->at += len;
@@ -139,23 +139,23 @@ static void put16(struct cursor *out, uint64_t value)
 {
 	uint16_t v = (uint16_t)value;
 
-	put(out, &v, sizeof(v));
+	put_raw_bytes(out, &v, sizeof(v));
 }
 
 static void put32(struct cursor *out, uint64_t value)
 {
 	uint32_t v = (uint32_t)value;
 
-	put(out, &v, sizeof(v));
+	put_raw_bytes(out, &v, sizeof(v));
 }
 
 static void put64(struct cursor *out, uint64_t value)
 {
-	put(out, &value, sizeof(value));
+	put_raw_bytes(out, &value, sizeof(value));
 }
 
 /* Writes a value in 32 bits; or 0xffffffff if the value is written to the zip64 field or record. */
-static void put32_max(struct cursor *out, uint64_t value)
+static void put32_or_max(struct cursor *out, uint64_t value)
 {
 	put32(out, needs_zip64(value) ? MAX32 : value);
 }
@@ -175,14 +175,14 @@ static void put_local(struct cursor *out, const char *name, uint64_t nbytes, boo
 	put32(out, 0); /* size */
 	put16(out, name_len);
 	put16(out, (zip64 ? ZIP64_LEN : 0) + EXTRA_HEAD_LEN + pad);
-	put(out, name, name_len);
+	put_raw_bytes(out, name, name_len);
 	if (zip64) {
 		put16(out, ZIP64_TAG);
 		put16(out, ZIP64_LEN - EXTRA_HEAD_LEN);
 		put64(out, nbytes); /* size */
 		put64(out, nbytes); /* packed size */
 	}
-	put(out, "FB", 2); /* the tag of the padding */
+	put_raw_bytes(out, "FB", 2); /* the tag of the padding */
 	put16(out, pad);
 	memset(out->at, 'Z', pad);
 	out->at += pad;
@@ -202,8 +202,8 @@ static void put_descriptor(struct cursor *out, uint32_t crc, uint64_t nbytes, bo
 }
 
 /* Writes a directory record. With `long_off` the offset goes to the zip64 field. */
-static void put_central(struct cursor *out, const char *name, uint32_t crc, uint64_t nbytes,
-			uint64_t hdr_off, bool long_off)
+static void put_central_record(struct cursor *out, const char *name, uint32_t crc, uint64_t nbytes,
+			       uint64_t hdr_off, bool long_off)
 {
 	bool long_size = needs_zip64(nbytes);
 	size_t name_len = strlen(name), extra_len = (size_t)central_zip64_len(long_size, long_off);
@@ -215,8 +215,8 @@ static void put_central(struct cursor *out, const char *name, uint32_t crc, uint
 	put16(out, 0); /* stored */
 	put32(out, 0); /* time and date */
 	put32(out, crc);
-	put32_max(out, nbytes); /* packed size */
-	put32_max(out, nbytes); /* size */
+	put32_or_max(out, nbytes); /* packed size */
+	put32_or_max(out, nbytes); /* size */
 	put16(out, name_len);
 	put16(out, extra_len);
 	put16(out, 0); /* length of the comment */
@@ -224,7 +224,7 @@ static void put_central(struct cursor *out, const char *name, uint32_t crc, uint
 	put16(out, 0); /* internal attributes */
 	put32(out, 0); /* external attributes */
 	put32(out, long_off ? MAX32 : hdr_off);
-	put(out, name, name_len);
+	put_raw_bytes(out, name, name_len);
 	if (extra_len != 0) {
 		put16(out, ZIP64_TAG);
 		put16(out, extra_len - EXTRA_HEAD_LEN);
@@ -264,15 +264,15 @@ static void put_end(struct cursor *out, uint64_t nr_records, uint64_t dir_off, u
 	put16(out, 0);              /* disk with the directory */
 	put16(out, old_nr_records); /* on this disk */
 	put16(out, old_nr_records); /* in all */
-	put32_max(out, dir_len);
-	put32_max(out, dir_off);
+	put32_or_max(out, dir_len);
+	put32_or_max(out, dir_off);
 	put16(out, 0); /* length of the comment */
 }
 
 void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			   void *dst)
 {
-	const struct sfr__entry *e = &img->entries[entry];
+	const struct sfr__image_entry *e = &img->entries[entry];
 	unsigned char header[HEADER_MAX];
 	struct cursor out = { header };
 	size_t pad;
@@ -289,7 +289,7 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			 void *dst)
 {
-	const struct sfr__entry *e = &img->entries[entry];
+	const struct sfr__image_entry *e = &img->entries[entry];
 	unsigned char desc[DESC64_LEN];
 	struct cursor out = { desc };
 
@@ -299,7 +299,7 @@ void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t 
 
 /* ---- archives within a file ----------------------------------------------- */
 
-size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t pad)
+size_t sfr__zip_put_local_header(void *dst, const char *name, uint64_t nbytes, size_t pad)
 {
 	struct cursor out = { dst };
 
@@ -320,7 +320,7 @@ size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t 
 {
 	struct cursor out = { dst };
 
-	put_central(&out, name, crc, nbytes, hdr_off, needs_zip64(hdr_off));
+	put_central_record(&out, name, crc, nbytes, hdr_off, needs_zip64(hdr_off));
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
@@ -359,7 +359,7 @@ static void make_id(const struct sfr__image *img, char id[ID_LEN])
 	uint64_t names = start, contents = start;
 
 	for (uint32_t i = 0; i < img->nr_entries; i++) {
-		const struct sfr__entry *e = &img->entries[i];
+		const struct sfr__image_entry *e = &img->entries[i];
 
 		names = fnv1a(names, e->name, strlen(e->name) + 1);
 		contents = fnv1a(contents, &e->nbytes, sizeof(e->nbytes));
@@ -371,7 +371,7 @@ static void make_id(const struct sfr__image *img, char id[ID_LEN])
 
 void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 {
-	uint64_t dir_len, used = tail_used(img, &dir_len);
+	uint64_t dir_len, used = used_tail_len(img, &dir_len);
 	uint64_t pad = img->tail_len - used; /* zeros before the record of the id */
 	bool zip64 = tail_is_zip64(img);
 	struct cursor out = { (unsigned char *)dst + pad };
@@ -382,14 +382,15 @@ void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 	make_id(img, id);
 	crc = sfr_crc32(0, id, ID_LEN);
 	put_local(&out, ID_NAME, ID_LEN, zip64, 0);
-	put(&out, id, ID_LEN);
+	put_raw_bytes(&out, id, ID_LEN);
 	put_descriptor(&out, crc, ID_LEN, zip64);
 	for (uint32_t i = 0; i < img->nr_entries; i++) {
-		const struct sfr__entry *e = &img->entries[i];
+		const struct sfr__image_entry *e = &img->entries[i];
 
-		put_central(&out, e->name, e->crc, e->nbytes, e->hdr_off, needs_zip64(e->hdr_off));
+		put_central_record(&out, e->name, e->crc, e->nbytes, e->hdr_off,
+				   needs_zip64(e->hdr_off));
 	}
-	put_central(&out, ID_NAME, crc, ID_LEN, img->tail_off + pad, zip64);
+	put_central_record(&out, ID_NAME, crc, ID_LEN, img->tail_off + pad, zip64);
 	/* + 1: the record of the id is not in img->entries */
 	put_end(&out, UINT64_C(1) + img->nr_entries, img->len - END_LEN - dir_len, dir_len);
 }

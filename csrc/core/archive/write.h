@@ -8,8 +8,8 @@
 uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off);
 /* Return the length of an entry's local header (without that padding), and of its descriptor. The
  * entry's name, nbytes and hdr_off must be set. */
-uint64_t sfr__zip_header_len(const struct sfr__entry *e);
-uint32_t sfr__zip_desc_len(const struct sfr__entry *e);
+uint64_t sfr__zip_header_len(const struct sfr__image_entry *e);
+uint32_t sfr__zip_desc_len(const struct sfr__image_entry *e);
 /* Returns the length of an image's tail, a multiple of 4096. The offsets of all entries and
  * tail_off must be set. */
 uint64_t sfr__zip_tail_len(const struct sfr__image *img);
@@ -18,7 +18,7 @@ uint64_t sfr__zip_tail_len(const struct sfr__image *img);
  * the record's length. Offsets count from the start of the archive.
  *   pad                           bytes of padding that align the data
  *   nr_records, dir_off, dir_len  the directory's number of records, offset and length */
-size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t pad);
+size_t sfr__zip_put_local_header(void *dst, const char *name, uint64_t nbytes, size_t pad);
 size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes);
 size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t nbytes,
 			    uint64_t hdr_off);

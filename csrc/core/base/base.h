@@ -103,7 +103,7 @@ int sfr__fd_open(const char *path, int flags, mode_t mode);
 /* Does the same for a name in an open directory. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
 /* Does the same for a new file in memory (memfd_create). */
-int sfr__fd_memory(const char *name);
+int sfr__fd_open_memory(const char *name);
 /* Unregisters and closes the descriptor. Returns 0 or -errno; Linux closes it in both cases. */
 int sfr__fd_close(int fd);
 /* A function that resets the static variables of one source file in a forked child. The child calls
@@ -136,6 +136,6 @@ struct sfr__notice {
 /* Adds the notice to the queue that sfr_notice_wait empties. Callable from any thread. */
 void sfr__notice_post(struct sfr__notice *notice);
 /* Formats and posts a notice of text. If there is no memory, the notice is dropped silently. */
-void sfr__notice_text(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void sfr__notice_post_text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #endif

@@ -313,7 +313,7 @@ static const struct sfr__crc_impl impls[] = {
 static size_t best;
 
 /* Returns a * b mod P for two polynomials. Each round of the loop multiplies `b` by x. */
-static uint32_t multiply(uint32_t a, uint32_t b)
+static uint32_t multiply_polynomials(uint32_t a, uint32_t b)
 {
 	uint32_t product = 0;
 
@@ -340,7 +340,7 @@ __attribute__((constructor)) static void crc_init(void)
 				slices[k - 1][byte] >> 8 ^ slices[0][slices[k - 1][byte] & 0xff];
 	powers[0] = X1;
 	for (int n = 1; n < 32; n++)
-		powers[n] = multiply(powers[n - 1], powers[n - 1]);
+		powers[n] = multiply_polynomials(powers[n - 1], powers[n - 1]);
 
 #if defined(__x86_64__)
 	__builtin_cpu_init();
@@ -374,8 +374,8 @@ uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 	/* bit 0 of len_b means one byte: x^8 = powers[3]; x^(2^32) is powers[0] again */
 	for (unsigned n = 3; len_b != 0; len_b >>= 1, n++)
 		if ((len_b & 1) != 0)
-			shift = multiply(powers[n % 32], shift);
-	return multiply(shift, crc_a) ^ crc_b;
+			shift = multiply_polynomials(powers[n % 32], shift);
+	return multiply_polynomials(shift, crc_a) ^ crc_b;
 }
 
 const struct sfr__crc_impl *sfr__crc_impl(size_t n)

@@ -227,7 +227,7 @@ int sfr__fd_open(const char *path, int flags, mode_t mode)
 	return sfr__fd_openat(AT_FDCWD, path, flags, mode);
 }
 
-int sfr__fd_memory(const char *name)
+int sfr__fd_open_memory(const char *name)
 {
 	int index = begin_open(), fd, rc;
 

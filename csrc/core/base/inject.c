@@ -112,7 +112,7 @@ static const struct {
 
 /* One fault. The fields are those of struct sfr_fault, unless there is a comment. They are atomic,
  * because wrappers read them while a test writes. */
-struct slot {
+struct fault_slot {
 	atomic_uint call; /* enum call; set last, because it makes the slot valid */
 	_Atomic uint64_t nth, delay_ns;
 	_Atomic int64_t limit;
@@ -121,7 +121,7 @@ struct slot {
 	_Atomic uint64_t number;   /* unique to this fault */
 };
 
-static struct slot slots[NR_SLOTS];
+static struct fault_slot slots[NR_SLOTS];
 static _Atomic uint64_t counts[NR_CALLS]; /* calls of each entry since the last clear */
 static _Atomic uint64_t hits;             /* calls on which a fault acted, since the last clear */
 static _Atomic uint64_t nr_faults;        /* faults ever set; gives each its number */
@@ -143,7 +143,7 @@ static void sleep_ns(uint64_t delay_ns)
 }
 
 /* Sleeps until the slot no longer has the fault with this call and number. */
-static void wait_until_removed(const struct slot *s, unsigned call, uint64_t number)
+static void wait_until_removed(const struct fault_slot *s, unsigned call, uint64_t number)
 {
 	while (atomic_load(&s->call) == call && atomic_load(&s->number) == number)
 		sleep_ns(HOLD_STEP_NS);
@@ -154,7 +154,7 @@ static void wait_until_removed(const struct slot *s, unsigned call, uint64_t num
 static struct effect apply_faults(enum call call)
 {
 	struct effect effect = { .err = 0, .limit = -1 }; /* no failure, no limit */
-	const struct slot *acting = NULL;                 /* the slot whose fault acts */
+	const struct fault_slot *acting = NULL;           /* the slot whose fault acts */
 	/* copies of that slot's fields */
 	uint64_t delay_ns = 0, number = 0;
 	unsigned acting_call = CALL_NONE;
@@ -163,7 +163,7 @@ static struct effect apply_faults(enum call call)
 	if (calls[call].can_fail)
 		atomic_fetch_add(&counts[CALL_ANY], 1);
 	for (int i = 0; i < NR_SLOTS; i++) {
-		struct slot *s = &slots[i];
+		struct fault_slot *s = &slots[i];
 		unsigned slot_call = atomic_load(&s->call);
 		bool is_for_call = slot_call == (unsigned)call ||
 				   (slot_call == CALL_ANY && calls[call].can_fail);
@@ -235,7 +235,7 @@ static int inject_close(int fd)
 }
 
 /* Returns how many of `len` bytes a call transfers. `limit` is that of struct sfr_fault. */
-static size_t shorten(size_t len, int64_t limit)
+static size_t limit_transfer_len(size_t len, int64_t limit)
 {
 	if (limit == -1)
 		return len;
@@ -254,13 +254,13 @@ static ssize_t inject_pread(int fd, void *buf, size_t len, off_t off)
 		errno = effect.err;
 		return -1;
 	}
-	return real.pread(fd, buf, shorten(len, effect.limit), off);
+	return real.pread(fd, buf, limit_transfer_len(len, effect.limit), off);
 }
 
 static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 {
 	struct effect effect = apply_faults(CALL_pwrite);
-	size_t limited_len = shorten(len, effect.limit);
+	size_t limited_len = limit_transfer_len(len, effect.limit);
 	size_t whole_len = limited_len / DIRECT_BLOCK * DIRECT_BLOCK;
 	ssize_t put;
 
@@ -338,7 +338,7 @@ int sfr_inject_install(void)
 	return 0;
 }
 
-void sfr_inject_remove(void)
+void sfr_inject_uninstall(void)
 {
 	if (installed)
 		sfr_sys = real;
@@ -354,7 +354,7 @@ int sfr_inject_set(const struct sfr_fault *fault)
 	    (fault->err && !calls[call].can_fail))
 		return -EINVAL;
 	for (int i = 0; i < NR_SLOTS; i++) {
-		struct slot *s = &slots[i];
+		struct fault_slot *s = &slots[i];
 		unsigned expected = CALL_NONE;
 
 		if (!atomic_compare_exchange_strong(&s->call, &expected, CALL_BUSY))
@@ -372,12 +372,12 @@ int sfr_inject_set(const struct sfr_fault *fault)
 	return -ENOSPC;
 }
 
-int sfr_inject_drop(const struct sfr_fault *fault)
+int sfr_inject_remove_fault(const struct sfr_fault *fault)
 {
 	unsigned call = find_call(fault->call);
 
 	for (int i = 0; i < NR_SLOTS && call != CALL_NONE; i++) {
-		struct slot *s = &slots[i];
+		struct fault_slot *s = &slots[i];
 		unsigned expected = call; /* only a fault of this call is removed */
 
 		if (atomic_load(&s->nth) == fault->nth &&
@@ -399,7 +399,7 @@ void sfr_inject_clear(void)
 	atomic_store(&hits, 0);
 }
 
-uint64_t sfr_inject_calls(const char *name)
+uint64_t sfr_inject_count_calls(const char *name)
 {
 	return atomic_load(&counts[find_call(name)]); /* the counter of CALL_NONE stays 0 */
 }

@@ -40,7 +40,7 @@ struct sfr__mutex {
 
 #ifdef SFR_CHECK_LOCKS
 /* Returns how many locks the calling thread holds. */
-unsigned sfr__locks_held(void);
+unsigned sfr__count_locks_held(void);
 /* Called just before a lock is taken, and just before it is released. */
 void sfr__lock_check_acquire(enum sfr__lock_rank rank);
 void sfr__lock_check_release(enum sfr__lock_rank rank);

@@ -27,7 +27,7 @@ void sfr__notice_post(struct sfr__notice *notice)
 	sfr__unlock(&notices.mu);
 }
 
-void sfr__notice_text(const char *format, ...)
+void sfr__notice_post_text(const char *format, ...)
 {
 	enum { TEXT_LEN = 1024 };
 	struct sfr__notice *notice = sfr_sys.malloc(sizeof(*notice));
@@ -47,7 +47,7 @@ void sfr__notice_text(const char *format, ...)
 }
 
 /* Copies the notice to *out, which takes over the notice's reference. */
-static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
+static void hand_over_notice(struct sfr__notice *notice, struct sfr_notice *out)
 {
 	out->what = notice->what;
 	out->number = notice->number;
@@ -87,7 +87,7 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 	}
 	sfr__unlock(&notices.mu);
 	if (notice)
-		hand_over(notice, out);
+		hand_over_notice(notice, out);
 	return out->what ? 0 : SFR_EAGAIN;
 }
 

@@ -80,7 +80,7 @@ struct sfr_fault {
 	uint64_t delay_ns; /* the call first sleeps; SFR_FOREVER: until the fault is removed */
 };
 /* Puts counting wrappers into sfr_sys; a second call does nothing. Returns 0. No other thread may
- * be inside the core during this call or sfr_inject_remove. */
+ * be inside the core during this call or sfr_inject_uninstall. */
 int sfr_inject_install(void);
 /* Adds a fault; the first that is due wins. Returns 0, or:
  *   -EINVAL  an unknown call, nth 0, or an error for a call that can only be slow (free, readdir,
@@ -89,15 +89,15 @@ int sfr_inject_install(void);
 int sfr_inject_set(const struct sfr_fault *fault);
 /* Removes one fault that equals *fault; the counters stay. Returns 0, or -ENOENT if there is
  * none. */
-int sfr_inject_drop(const struct sfr_fault *fault);
+int sfr_inject_remove_fault(const struct sfr_fault *fault);
 /* Removes all faults and resets the counters. */
 void sfr_inject_clear(void);
 /* Returns how often the entry of this name was called since the last clear; 0 for an unknown name.
  * "*" stands for all entries that can fail. */
-uint64_t sfr_inject_calls(const char *call);
+uint64_t sfr_inject_count_calls(const char *call);
 /* Returns how often a fault acted on a call since the last clear. */
 uint64_t sfr_inject_hits(void);
 /* Restores the plain table. */
-void sfr_inject_remove(void);
+void sfr_inject_uninstall(void);
 
 #endif

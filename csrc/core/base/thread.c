@@ -10,7 +10,7 @@
 #define WORKER_NICE 10       /* a lower priority than the training thread's, which has 0 */
 
 /* Arguments for thread_main, which frees them. */
-struct thread_start {
+struct thread_main_args {
 	void *(*main)(void *);
 	void *arg;
 	char name[16]; /* the kernel's limit, with the final zero */
@@ -19,7 +19,7 @@ struct thread_start {
 
 static void *thread_main(void *arg)
 {
-	struct thread_start start = *(struct thread_start *)arg;
+	struct thread_main_args start = *(struct thread_main_args *)arg;
 
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
@@ -39,7 +39,7 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 		      void *(*main)(void *), void *arg)
 {
 	static const int fault_signals[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
-	struct thread_start *start;
+	struct thread_main_args *start;
 	sigset_t all, old;
 	int rc;
 

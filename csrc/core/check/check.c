@@ -21,7 +21,8 @@
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
  *     BYTES   record_bytes   one chunk of the record's data (records.c)
  *     SORT    sort_names     sorts the names by their hashes: a bounded number of moves
- *     NAMES   check_names    compares a pair of names; at the end, looks for data.pkl and version
+ *     NAMES   check_next_same_hash_names    compares a pair of names; at the end, looks for
+ *                                           data.pkl and version
  *     DONE                   the result is final
  *
  * A step is a function that returns 0, SFR_EAGAIN or -errno, and sets c->state to the next step. If
@@ -108,7 +109,7 @@ static int make_windows(struct sfr_check *c)
 	const size_t chunk_bytes =
 		reads_data ? (size_t)sfr_limits.check_chunk_bytes : HEADER_CHUNK_BYTES;
 	const size_t body_bytes = chunk_bytes > WINDOW_BYTES ? chunk_bytes : WINDOW_BYTES;
-	enum sfr__way way = SFR__WAY_CACHE;
+	enum sfr__read_way way = SFR__WAY_CACHE;
 	int rc;
 
 	if (c->body_window.mem != NULL)
@@ -219,7 +220,7 @@ static void end_sums(struct sfr_check *c)
 
 /* Checks the directory, and starts the reader if there is no damage. Returns 0, SFR_EAGAIN, or an
  * error; after an error the walk checks the file. */
-static int start_sums(struct sfr_check *c)
+static int check_dir_and_start_sums(struct sfr_check *c)
 {
 	int rc = 0;
 
@@ -237,7 +238,7 @@ static int start_sums(struct sfr_check *c)
 static int check_sums(struct sfr_check *c)
 {
 	const bool started = c->reader != NULL;
-	int rc = started ? sfr__check_sums(c) : start_sums(c);
+	int rc = started ? sfr__check_await_sums(c) : check_dir_and_start_sums(c);
 
 	if (rc == SFR_EAGAIN)
 		return 0; /* the state stays SUMS: the step is tried again */
@@ -265,7 +266,7 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 	if (rc != 0)
 		return rc;
 	/* the record was valid before, but the file may have been changed since */
-	if (sfr__unzip_central(entry, &c->rec) != NULL ||
+	if (sfr__unzip_parse_central(entry, &c->rec) != NULL ||
 	    c->rec.name_len > sfr__check_dir_end(c) - off - len)
 		return SFR_ECORRUPT;
 	len += c->rec.name_len;
@@ -279,7 +280,7 @@ static int reread_name(struct sfr_check *c, uint64_t off)
 
 /* Compares the names of the directory records at two offsets. If they are equal, the second record
  * is bad. Returns 0, SFR_EAGAIN or -errno. */
-static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
+static int check_names_differ(struct sfr_check *c, uint64_t first, uint64_t second)
 {
 	char first_name[sizeof(c->name)];
 	size_t first_len;
@@ -294,7 +295,7 @@ static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 		return sfr__check_unreadable(c, rc);
 	if (first_len != c->rec.name_len || memcmp(first_name, c->name, first_len) != 0)
 		return 0;
-	return sfr__check_bad_record(c, "its name occurs twice");
+	return sfr__check_add_bad_record(c, "its name occurs twice");
 }
 
 static int sort_names(struct sfr_check *c)
@@ -324,7 +325,7 @@ static int give_verdict(struct sfr_check *c)
 
 /* Compares the next two names with the same hash. The first two equal names end the check, because
  * a hostile file may have a million of them. */
-static int check_names(struct sfr_check *c)
+static int check_next_same_hash_names(struct sfr_check *c)
 {
 	const uint64_t nr_bad = c->result.nr_bad;
 	uint64_t names_pos = c->names_pos, first, second;
@@ -332,7 +333,7 @@ static int check_names(struct sfr_check *c)
 
 	if (!sfr__names_next_same_hash(&c->names, &names_pos, &first, &second))
 		return give_verdict(c);
-	rc = compare_names(c, first, second);
+	rc = check_names_differ(c, first, second);
 	if (rc != SFR_EAGAIN) /* else the step is tried again with the same names */
 		c->names_pos = names_pos;
 	if (rc != 0 || c->state == SFR__CHECK_DONE)
@@ -357,7 +358,7 @@ uint64_t sfr__check_find(const struct sfr_check *c, const char *short_name, size
 	len += c->prefix_len;
 	while (sfr__names_find(&c->names, name, len, &pos, &entry_off)) {
 		uint64_t index = sfr__listing_find(&c->listing, entry_off);
-		const struct sfr__listed *listed = &c->listing.records[index];
+		const struct sfr__listed_record *listed = &c->listing.records[index];
 
 		if (index < c->listing.nr && listed->name_len == len &&
 		    memcmp(c->listing.names + listed->name_off, name, len) == 0)
@@ -403,7 +404,7 @@ int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 		[SFR__CHECK_RECORD] = sfr__check_next_record,
 		[SFR__CHECK_BYTES] = sfr__check_record_bytes,
 		[SFR__CHECK_SORT] = sort_names,
-		[SFR__CHECK_NAMES] = check_names,
+		[SFR__CHECK_NAMES] = check_next_same_hash_names,
 	};
 	const uint64_t deadline = sfr__deadline(slice_ns);
 
@@ -419,12 +420,12 @@ int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 	return check->code;
 }
 
-uint64_t sfr_check_done(const struct sfr_check *check)
+uint64_t sfr_check_bytes_done(const struct sfr_check *check)
 {
 	return check->body_pos;
 }
 
-bool sfr_check_os_error(const struct sfr_check *check)
+bool sfr_check_has_os_error(const struct sfr_check *check)
 {
 	return check->os_error;
 }

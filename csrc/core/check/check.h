@@ -69,9 +69,9 @@ int sfr_check_new_part(int fd, uint64_t off, uint64_t len, unsigned flags, struc
  *               return the same error */
 int sfr_check_run(struct sfr_check *check, uint64_t slice_ns);
 /* Returns whether a run failed because the operating system refused to read the file. */
-bool sfr_check_os_error(const struct sfr_check *check);
+bool sfr_check_has_os_error(const struct sfr_check *check);
 /* Returns how many of the result's `nbytes` are checked. */
-uint64_t sfr_check_done(const struct sfr_check *check);
+uint64_t sfr_check_bytes_done(const struct sfr_check *check);
 /* Returns the result. It is final once sfr_check_run has returned 0, and lives as long as the
  * check. */
 const struct sfr_check_result *sfr_check_result(const struct sfr_check *check);

@@ -27,7 +27,7 @@ int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t l
 {
 	if (names->nr == names->cap) {
 		uint64_t cap = names->cap == 0 ? 256 : 2 * names->cap;
-		struct sfr__named *entries =
+		struct sfr__hashed_name *entries =
 			sfr_sys.realloc(names->entries, cap * sizeof(*entries));
 
 		if (entries == NULL)
@@ -41,14 +41,15 @@ int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t l
 }
 
 /* The order of the list: by hash, then by offset. */
-static bool is_before(const struct sfr__named *a, const struct sfr__named *b)
+static bool is_before(const struct sfr__hashed_name *a, const struct sfr__hashed_name *b)
 {
 	return a->hash != b->hash ? a->hash < b->hash : a->offset < b->offset;
 }
 
 /* Puts `moved` into the heap v[0, end), in which index `at` is free. Moves descendants of `at` that
  * are larger than `moved` up to make the heap valid. */
-static void sift_down(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
+static void sift_down(struct sfr__hashed_name *v, uint64_t at, uint64_t end,
+		      struct sfr__hashed_name moved)
 {
 	for (;;) {
 		uint64_t child = 2 * at + 1;
@@ -69,7 +70,7 @@ static void sift_down(struct sfr__named *v, uint64_t at, uint64_t end, struct sf
  * the largest element repeatedly goes to the end of the heap, and heap_to decreases. */
 bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 {
-	struct sfr__named *v = names->entries;
+	struct sfr__hashed_name *v = names->entries;
 
 	if (!names->sorting) {
 		names->sorting = true;
@@ -81,7 +82,7 @@ bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 			names->heap_from--;
 			sift_down(v, names->heap_from, names->heap_to, v[names->heap_from]);
 		} else {
-			struct sfr__named moved = v[--names->heap_to];
+			struct sfr__hashed_name moved = v[--names->heap_to];
 
 			v[names->heap_to] = v[0]; /* the largest element */
 			sift_down(v, 0, names->heap_to, moved);

@@ -7,13 +7,13 @@
 #include <stdint.h>
 
 /* A name: its hash, and the offset at which the caller can read the name again. */
-struct sfr__named {
+struct sfr__hashed_name {
 	uint64_t hash, offset;
 };
 
 /* A list of names; all zero is an empty list. */
 struct sfr__names {
-	struct sfr__named *entries; /* `nr` names, with memory for `cap` */
+	struct sfr__hashed_name *entries; /* `nr` names, with memory for `cap` */
 	uint64_t nr, cap;
 	uint64_t heap_from, heap_to; /* progress of the heap sort */
 	bool sorting;

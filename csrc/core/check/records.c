@@ -1,8 +1,10 @@
 /* Checks one record of a checkpoint's archive: two of the steps of a check (check.c).
  *
  *     directory record --> local header --> [data, chunk by chunk] --> descriptor --> next
- *       read_central        read_local         record_bytes            read_desc
- *                      or  find_end_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
+ *       (1)                  (2)              (3)                        (4)
+ *
+ * (1) read_central, (2) check_local_header, (3) record_bytes, (4) check_data_descriptor. With
+ * SFR_CHECK_DIRECTORY, (2) is find_end_by_directory, and there is nothing after it.
  *
  * The functions set *wrong to the first damage of the record. The record is then put on the list of
  * bad records and not checked further. They return 0, SFR_EAGAIN or -errno, as a step does.
@@ -17,10 +19,10 @@
 /* Copies the record's name to c->name and checks the name. The first name sets the prefix that all
  * others must have. Sets c->has_pickle if the record is data.pkl, and c->has_version if it is the
  * version. Returns NULL, or the damage. */
-static const char *take_name(struct sfr_check *c, const unsigned char *name)
+static const char *store_and_check_name(struct sfr_check *c, const unsigned char *name)
 {
 	size_t len = c->rec.name_len;
-	const char *wrong = sfr__unzip_name(name, &c->rec);
+	const char *wrong = sfr__unzip_check_name(name, &c->rec);
 	const char *short_name;
 
 	memcpy(c->name, name, len);
@@ -39,7 +41,7 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 	if (len < c->prefix_len || memcmp(name, c->prefix, c->prefix_len) != 0)
 		return "it is not in the same directory of the archive as the first record";
 
-	/* sfr__unzip_name has found no zero byte, so the name can be used as a string */
+	/* sfr__unzip_check_name has found no zero byte, so the name can be used as a string */
 	short_name = c->name + c->prefix_len;
 	if (strcmp(short_name, "data.pkl") == 0)
 		c->has_pickle = true;
@@ -65,7 +67,7 @@ static int read_central(struct sfr_check *c, const char **wrong)
 			     sfr__check_dir_end(c), &entry, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	damage = sfr__unzip_central(entry, &c->rec);
+	damage = sfr__unzip_parse_central(entry, &c->rec);
 	if (damage != NULL)
 		return sfr__check_fatal(c, damage);
 	len = (size_t)SFR__UNZIP_CENTRAL_LEN + c->rec.name_len + c->rec.extra_len +
@@ -81,8 +83,8 @@ static int read_central(struct sfr_check *c, const char **wrong)
 	if (rc != 0)
 		return rc;
 	c->dir_pos += len;
-	damage = sfr__unzip_central_extra(name + c->rec.name_len, &c->rec, &c->end);
-	*wrong = take_name(c, name);
+	damage = sfr__unzip_parse_central_extra(name + c->rec.name_len, &c->rec, &c->end);
+	*wrong = store_and_check_name(c, name);
 	if (*wrong == NULL) /* damage of the name is reported first */
 		*wrong = damage;
 	return 0;
@@ -102,8 +104,8 @@ static bool is_out_of_order(const struct sfr_check *c)
  * c->rec_end to the end that the record has if its local header has no extra fields. */
 static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 {
-	/* The record's end if its name were empty. sfr__unzip_central_extra has checked that it is
-	 * not after the directory's start. */
+	/* The record's end if its name were empty. sfr__unzip_parse_central_extra has checked that
+	 * it is not after the directory's start. */
 	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL_LEN + c->rec.packed_len;
 
 	if (is_out_of_order(c))
@@ -115,7 +117,7 @@ static void find_end_by_directory(struct sfr_check *c, const char **wrong)
 }
 
 /* Compares the local header with the directory, and sets c->data_off. */
-static int read_local(struct sfr_check *c, const char **wrong)
+static int check_local_header(struct sfr_check *c, const char **wrong)
 {
 	const uint64_t limit = c->end.dir_off; /* data ends where the directory begins */
 	const struct sfr__unzip_record *rec = &c->rec;
@@ -133,7 +135,7 @@ static int read_local(struct sfr_check *c, const char **wrong)
 		return sfr__check_unreadable(c, rc);
 	/* even if this header is damaged, the next record cannot begin before its end */
 	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL_LEN;
-	*wrong = sfr__unzip_local(header, rec, &extra_len);
+	*wrong = sfr__unzip_check_local(header, rec, &extra_len);
 	if (*wrong != NULL)
 		return 0;
 	len = SFR__UNZIP_LOCAL_LEN + rec->name_len + extra_len;
@@ -156,7 +158,7 @@ static int read_local(struct sfr_check *c, const char **wrong)
 }
 
 /* Checks the descriptor if there is one. Sets c->rec_end. */
-static int read_desc(struct sfr_check *c, const char **wrong)
+static int check_data_descriptor(struct sfr_check *c, const char **wrong)
 {
 	uint64_t off = c->data_off + c->rec.packed_len, left = c->end.dir_off - off;
 	size_t len = left < SFR__UNZIP_DESC_MAX ? (size_t)left : SFR__UNZIP_DESC_MAX;
@@ -170,44 +172,44 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 	rc = sfr__window_get(&c->body_window, off, len, c->end.dir_off, &bytes, NULL);
 	if (rc != 0)
 		return sfr__check_unreadable(c, rc);
-	*wrong = sfr__unzip_desc(bytes, len, &c->rec, &len);
+	*wrong = sfr__unzip_check_desc(bytes, len, &c->rec, &len);
 	c->rec_end = off + len;
 	return 0;
 }
 
 /* Returns whether the check of the current record goes on: there was no error (`rc`), no damage of
  * the record (`wrong`), and no damage that ended the check (c->state would be DONE). */
-static bool goes_on(const struct sfr_check *c, int rc, const char *wrong)
+static bool record_check_goes_on(const struct sfr_check *c, int rc, const char *wrong)
 {
 	return rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL;
 }
 
 /* Checks the next record. With SFR_CHECK_BYTES, leaves its data and descriptor to the step
  * BYTES. */
-static int read_record(struct sfr_check *c)
+static int check_directory_record(struct sfr_check *c)
 {
 	const bool reads_headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	const uint64_t entry_off = c->dir_pos;
 	const char *wrong = NULL;
 	int rc = read_central(c, &wrong);
 
-	if (goes_on(c, rc, wrong) && !reads_headers)
+	if (record_check_goes_on(c, rc, wrong) && !reads_headers)
 		find_end_by_directory(c, &wrong);
-	if (goes_on(c, rc, wrong) && reads_headers)
-		rc = read_local(c, &wrong);
-	if (goes_on(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
+	if (record_check_goes_on(c, rc, wrong) && reads_headers)
+		rc = check_local_header(c, &wrong);
+	if (record_check_goes_on(c, rc, wrong) && (c->flags & SFR_CHECK_BYTES) != 0 &&
 	    c->rec.method == SFR__UNZIP_STORED) {
 		c->data_done = 0;
 		c->crc = 0;
 		c->state = SFR__CHECK_BYTES; /* the next step */
 		return 0;
 	}
-	if (goes_on(c, rc, wrong) && reads_headers)
-		rc = read_desc(c, &wrong);
+	if (record_check_goes_on(c, rc, wrong) && reads_headers)
+		rc = check_data_descriptor(c, &wrong);
 	if (rc != 0 || c->state != SFR__CHECK_RECORD) /* an error, or the check has ended */
 		return rc;
 	if (wrong != NULL)
-		return sfr__check_bad_record(c, wrong);
+		return sfr__check_add_bad_record(c, wrong);
 	if ((c->flags & SFR_CHECK_KEEP) != 0) {
 		c->listing.prefix_len = c->prefix_len;
 		rc = sfr__listing_add(&c->listing, &c->rec, c->name, entry_off);
@@ -234,7 +236,7 @@ int sfr__check_next_record(struct sfr_check *c)
 		c->state = SFR__CHECK_SORT;
 		return 0;
 	}
-	rc = read_record(c);
+	rc = check_directory_record(c);
 	if (rc == SFR_EAGAIN) { /* undo this step, which is tried again */
 		c->names.nr = nr;
 		c->dir_pos = dir_pos;
@@ -271,7 +273,7 @@ int sfr__check_record_bytes(struct sfr_check *c)
 		return 0;
 	}
 	/* all data are read: check the descriptor and the CRC */
-	rc = read_desc(c, &wrong);
+	rc = check_data_descriptor(c, &wrong);
 	if (rc != 0 || c->state != SFR__CHECK_BYTES) /* an error, or the check has ended */
 		return rc;
 	c->state = SFR__CHECK_RECORD;
@@ -282,7 +284,7 @@ int sfr__check_record_bytes(struct sfr_check *c)
 	else if (c->crc != c->rec.crc && wrong == NULL)
 		wrong = "its bytes do not match their CRC";
 	if (wrong != NULL)
-		return sfr__check_bad_record(c, wrong);
+		return sfr__check_add_bad_record(c, wrong);
 	c->body_pos = c->rec_end;
 	return 0;
 }

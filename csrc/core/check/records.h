@@ -71,7 +71,7 @@ int sfr__check_fatal(struct sfr_check *c, const char *wrong);
  *   -errno      the operating system's error */
 int sfr__check_unreadable(struct sfr_check *c, int rc);
 /* Puts the current record on the list of bad records. Returns 0 or -ENOMEM. */
-int sfr__check_bad_record(struct sfr_check *c, const char *reason);
+int sfr__check_add_bad_record(struct sfr_check *c, const char *reason);
 
 /* Returns the index in c->listing of the record with this name, or listing.nr if there is none.
  * `short_name` is the name without the archive's directory, of `len` bytes. The check must be
@@ -86,13 +86,13 @@ int sfr__check_record_bytes(struct sfr_check *c);
 /* ---- sums.c: the reader's part of the step SUMS ---- */
 
 /* Starts the reader, once the check of the directory has found no damage. Returns 0 or an error of
- * sfr__reader_new or sfr_reader_allow. */
+ * sfr__reader_new or sfr_reader_allow_records. */
 int sfr__check_start_sums(struct sfr_check *c);
 /* Waits for the reader and takes its result. Returns:
  *   0                       the check has ended
  *   SFR_EAGAIN              the slice is over
  *   -EOPNOTSUPP, SFR_EFORK  the file must be read in one thread instead (check.c)
  *   another -errno          the file cannot be read, or there is no memory */
-int sfr__check_sums(struct sfr_check *c);
+int sfr__check_await_sums(struct sfr_check *c);
 
 #endif

@@ -29,12 +29,12 @@ int sfr__check_start_sums(struct sfr_check *c)
 	int rc = sfr__reader_new(&spec, &c->reader);
 
 	if (rc == 0)
-		rc = sfr_reader_allow(c->reader, spec.listing->nr); /* all records */
+		rc = sfr_reader_allow_records(c->reader, spec.listing->nr); /* all records */
 	return rc;
 }
 
 /* Copies the reader's result to the check's, and ends the check. Returns 0 or -ENOMEM. */
-static int take_result(struct sfr_check *c)
+static int copy_reader_result(struct sfr_check *c)
 {
 	const struct sfr__listing *listing = &c->dir_check->listing;
 	struct sfr_check_result *r = &c->result;
@@ -43,7 +43,7 @@ static int take_result(struct sfr_check *c)
 	r->headers = true;
 	r->nr_unchecked = 0; /* counted again below, now that the CRCs of the bytes are known */
 	for (uint64_t i = 0; i < listing->nr; i++) {
-		const struct sfr__listed *listed = &listing->records[i];
+		const struct sfr__listed_record *listed = &listing->records[i];
 		bool unchecked;
 		const char *wrong = sfr__reader_damage(c->reader, i, &unchecked);
 		int rc = 0;
@@ -52,10 +52,10 @@ static int take_result(struct sfr_check *c)
 			r->nr_unchecked++;
 		if (wrong == NULL)
 			continue;
-		/* sfr__check_bad_record takes the name from the current record */
+		/* sfr__check_add_bad_record takes the name from the current record */
 		c->rec.name_len = listed->name_len;
 		memcpy(c->name, listing->names + listed->name_off, listed->name_len);
-		rc = sfr__check_bad_record(c, wrong);
+		rc = sfr__check_add_bad_record(c, wrong);
 		if (rc != 0)
 			return rc;
 	}
@@ -65,15 +65,15 @@ static int take_result(struct sfr_check *c)
 	return 0;
 }
 
-int sfr__check_sums(struct sfr_check *c)
+int sfr__check_await_sums(struct sfr_check *c)
 {
 	int rc = sfr_reader_wait(c->reader, c->dir_check->listing.nr,
 				 sfr__time_left(c->deadline_ns));
 
 	if (rc == 0)
-		return take_result(c);
+		return copy_reader_result(c);
 	if (rc == SFR_EAGAIN)
-		c->body_pos = sfr_reader_done(c->reader); /* the progress */
+		c->body_pos = sfr_reader_bytes_read(c->reader); /* the progress */
 	if (rc == SFR_EAGAIN || rc == -EOPNOTSUPP || rc == SFR_EFORK)
 		return rc;
 	return sfr__check_unreadable(c, rc);

@@ -26,7 +26,7 @@ int sfr__check_unreadable(struct sfr_check *c, int rc)
 
 /* Returns a new string with the current record's name, in which '?' replaces control characters.
  * Returns NULL if there is no memory. */
-static char *show_name(const struct sfr_check *c)
+static char *make_printable_name(const struct sfr_check *c)
 {
 	size_t len = c->rec.name_len;
 	char *shown = sfr_sys.malloc(len + 1);
@@ -42,7 +42,7 @@ static char *show_name(const struct sfr_check *c)
 	return shown;
 }
 
-int sfr__check_bad_record(struct sfr_check *c, const char *reason)
+int sfr__check_add_bad_record(struct sfr_check *c, const char *reason)
 {
 	struct sfr_check_result *r = &c->result;
 	char *name;
@@ -57,7 +57,7 @@ int sfr__check_bad_record(struct sfr_check *c, const char *reason)
 			return -ENOMEM;
 		r->bad = c->bad;
 	}
-	name = show_name(c);
+	name = make_printable_name(c);
 	if (name == NULL)
 		return -ENOMEM;
 	if (r->nr_bad++ == 0)

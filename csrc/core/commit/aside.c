@@ -126,9 +126,10 @@ void sfr__log_report_hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 		if (!hangs_locked(front, now) || is_hang_reported_locked(front->fs))
 			continue;
 		front->hang_reported = true;
-		sfr__notice_text("the file system of %s has not answered for %u s: saves to "
-				 "others go on without it; its own saves, and all removes, wait",
-				 front->key, seconds_waited_locked(front, now));
+		sfr__notice_post_text(
+			"the file system of %s has not answered for %u s: saves to "
+			"others go on without it; its own saves, and all removes, wait",
+			front->key, seconds_waited_locked(front, now));
 	}
 }
 

@@ -109,11 +109,11 @@ void sfr_log_tune(uint64_t patience_ns)
 }
 
 /* Runs in a forked child. */
-static void forget(void)
+static void forget_parents_log(void)
 {
 	/* entries and threads are the parent's; a thread may have held the lock */
 	memset(&sfr__log, 0, sizeof(sfr__log));
 	sfr__log.patience_ns = PATIENCE_NS;
 	sfr__mutex_init(&sfr__log.mu, SFR__LOCK_LOG);
 }
-SFR__AT_FORK(forget)
+SFR__AT_FORK(forget_parents_log)

@@ -19,7 +19,7 @@ struct sfr_log_load {
 };
 
 /* Opens the file for reading. Returns a descriptor or -errno. */
-static int open_key(const char *key)
+static int open_for_reading(const char *key)
 {
 	int fd = -1;
 
@@ -36,7 +36,7 @@ void sfr__log_open_loads(struct sfr_log_load *load)
 {
 	while (load) {
 		struct sfr_log_load *next = load->next;
-		int fd = open_key(load->key);
+		int fd = open_for_reading(load->key);
 
 		sfr__lock(&sfr__log.mu);
 		load->fd = fd;
@@ -97,7 +97,7 @@ int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out)
 	if (load->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
 	if (!load->attached) {
-		int fd = open_key(load->key);
+		int fd = open_for_reading(load->key);
 
 		if (fd < 0)
 			return fd;

@@ -41,7 +41,7 @@ static int start_thread_locked(void)
 }
 
 /* Starts another thread if all threads are busy, and an entry may have to overtake. */
-static void start_spare_locked(void)
+static void start_spare_thread_locked(void)
 {
 	const bool all_busy = sfr__log.nr_threads > 0 && sfr__log.nr_idle == 0;
 
@@ -57,14 +57,14 @@ static void start_spare_locked(void)
 
 /* Release the lock for work on an entry, and take it again afterwards. In between fs_wait_since_ns
  * is not 0, so no other thread works on the entry or frees it. */
-static void begin_work_locked(struct sfr__log_entry *e)
+static void unlock_for_entry_locked(struct sfr__log_entry *e)
 {
 	e->fs_wait_since_ns = sfr__now_ns();
-	start_spare_locked();
+	start_spare_thread_locked();
 	sfr__unlock(&sfr__log.mu);
 }
 
-static void end_work_locked(struct sfr__log_entry *e)
+static void relock_after_entry_locked(struct sfr__log_entry *e)
 {
 	sfr__lock(&sfr__log.mu);
 	e->fs_wait_since_ns = 0;
@@ -76,9 +76,9 @@ static void run_entry_locked(struct sfr__log_entry *e)
 	bool last_save_ok = !sfr__log.last_save_failed;
 
 	e->state = SFR__LOG_RUNNING;
-	begin_work_locked(e);
+	unlock_for_entry_locked(e);
 	e->ops->run(e, last_save_ok);
-	end_work_locked(e);
+	relock_after_entry_locked(e);
 }
 
 /* Opens the entry's loads. Releases the lock meanwhile, so other threads may add loads to it. */
@@ -87,9 +87,9 @@ static void open_loads_locked(struct sfr__log_entry *e)
 	struct sfr_log_load *loads = e->loads;
 
 	e->loads = NULL;
-	begin_work_locked(e);
+	unlock_for_entry_locked(e);
 	sfr__log_open_loads(loads);
-	end_work_locked(e);
+	relock_after_entry_locked(e);
 }
 
 /* Removes the head `e` from the list, and calls its `release` without the lock. */
@@ -108,7 +108,7 @@ static void remove_head_locked(struct sfr__log_entry *e)
 
 /* Returns whether an ended entry has loads, and they may be opened: every entry in front of it that
  * concerns its name is over. */
-static bool may_open_locked(const struct sfr__log_entry *e)
+static bool may_open_loads_locked(const struct sfr__log_entry *e)
 {
 	for (const struct sfr__log_entry *front = sfr__log.entries.head; front != e;
 	     front = front->next)
@@ -138,7 +138,7 @@ static bool may_run_locked(const struct sfr__log_entry *e, uint64_t now)
 
 /* Takes the first possible step: removes the head, opens loads, or runs an entry. Returns false if
  * no step is possible. */
-static bool step_locked(void)
+static bool advance_log_locked(void)
 {
 	struct sfr__log_entry *head = sfr__log.entries.head;
 	uint64_t now = head ? sfr__now_ns() : 0;
@@ -154,7 +154,7 @@ static bool step_locked(void)
 
 		if (e->fs_wait_since_ns != 0)
 			continue; /* a thread is working on it */
-		if (ended && may_open_locked(e)) {
+		if (ended && may_open_loads_locked(e)) {
 			open_loads_locked(e);
 			return true;
 		}
@@ -194,7 +194,7 @@ static void *log_main(void *unused)
 		/* Wait no longer: nothing wakes the thread when an entry begins to hang. */
 		uint64_t max_wait_ns = sfr__log.patience_ns;
 
-		if (step_locked())
+		if (advance_log_locked())
 			continue;
 		if (sfr__log.nr_idle > 0)
 			break; /* one waiting thread is enough */
@@ -274,17 +274,17 @@ uint64_t sfr__log_append(struct sfr__log_entry *entry)
 	return seq;
 }
 
-void sfr__log_ready(struct sfr__log_entry *entry)
+void sfr__log_mark_ready(struct sfr__log_entry *entry)
 {
 	sfr__lock(&sfr__log.mu);
 	if (entry->state == SFR__LOG_WAITING)
 		entry->state = SFR__LOG_READY;
 	pthread_cond_signal(&sfr__log.cv_work);
-	start_spare_locked();
+	start_spare_thread_locked();
 	sfr__unlock(&sfr__log.mu);
 }
 
-void sfr__log_ended(struct sfr__log_entry *entry, bool succeeded)
+void sfr__log_mark_ended(struct sfr__log_entry *entry, bool succeeded)
 {
 	sfr__lock(&sfr__log.mu);
 	if (!sfr__log_has_ended(entry))

@@ -16,9 +16,9 @@ struct sfr__log_ops {
 	bool close_waits;     /* closing an engine waits for the entry */
 	bool makes_directory; /* makes a directory with all its contents */
 	/* Does the entry's work, a rename or a remove, on a thread of the log. Called without the
-	 * log's lock. Calls sfr__log_ended, unless another thread does so later. `last_save_ok`:
-	 * the last save before the entry succeeded, or there was none. NULL for external work,
-	 * which is not done by the log. */
+	 * log's lock. Calls sfr__log_mark_ended, unless another thread does so later.
+	 * `last_save_ok`: the last save before the entry succeeded, or there was none. NULL for
+	 * external work, which is not done by the log. */
 	void (*run)(struct sfr__log_entry *entry, bool last_save_ok);
 	/* Called when the log does not use the entry any more, so that it can be freed. Called on a
 	 * thread of the log, without the log's lock. */
@@ -29,7 +29,7 @@ struct sfr__log_ops {
 	uint64_t (*fs_wait_since)(const struct sfr__log_entry *entry);
 };
 
-enum sfr__log_state {
+enum sfr__log_entry_state {
 	SFR__LOG_WAITING,   /* a save that is not synced, or external work behind the head */
 	SFR__LOG_READY,     /* can run when it is the head; external work: it is the head */
 	SFR__LOG_RUNNING,   /* a thread is working on it */
@@ -47,7 +47,7 @@ struct sfr__log_entry {
 	/* guarded by the log's mutex */
 	struct sfr__log_entry *next;
 	uint64_t seq; /* its position: 1, 2, ... in the order of submission */
-	enum sfr__log_state state;
+	enum sfr__log_entry_state state;
 	struct sfr_log_load *loads; /* a list of files to open when this entry has ended */
 	/* While a thread of the log works on this entry: the time since which the thread waits for
 	 * the entry's file system. Else 0. Only that thread writes it, also without the mutex. */
@@ -64,9 +64,9 @@ void sfr__log_unreserve(void);
  * the entry alive until ops->release is called. Returns its sequence number. */
 uint64_t sfr__log_append(struct sfr__log_entry *entry);
 /* Makes a waiting entry ready. Does nothing in any other state. */
-void sfr__log_ready(struct sfr__log_entry *entry);
+void sfr__log_mark_ready(struct sfr__log_entry *entry);
 /* Sets the state to SUCCEEDED or FAILED. Only the first call for an entry counts. */
-void sfr__log_ended(struct sfr__log_entry *entry, bool succeeded);
+void sfr__log_mark_ended(struct sfr__log_entry *entry, bool succeeded);
 /* Returns the sequence number of the last entry that closing an engine waits for, or 0. */
 uint64_t sfr__log_close_seq(void);
 /* Waits until the head is external work that no caller has taken, and takes it. Sets *number to the

@@ -19,17 +19,18 @@ static void remove_or_report(struct sfr__log_entry *entry, bool last_save_ok)
 
 	SFR__TRACE(SFR_TRACE_REMOVE, 0, 0);
 	if (!last_save_ok) {
-		sfr__notice_text("%s was not removed: the save before it did not become durable",
-				 path);
-	} else if (sfr__file_remove(path, &entry->fs_wait_since_ns, &err) < 0) {
-		sfr__notice_text("%s could not be removed: %s", path, sfr_code_message(err.code));
+		sfr__notice_post_text(
+			"%s was not removed: the save before it did not become durable", path);
+	} else if (sfr__file_remove_tree(path, &entry->fs_wait_since_ns, &err) < 0) {
+		sfr__notice_post_text("%s could not be removed: %s", path,
+				      sfr_code_message(err.code));
 	}
 }
 
 static void run_remove(struct sfr__log_entry *entry, bool last_save_ok)
 {
 	remove_or_report(entry, last_save_ok);
-	sfr__log_ended(entry, true); /* also after a failure, which was only reported */
+	sfr__log_mark_ended(entry, true); /* also after a failure, which was only reported */
 }
 
 static void free_entry(struct sfr__log_entry *entry)

@@ -109,7 +109,7 @@ int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good)
 void sfr_log_work_end(struct sfr_log_work *work, int ok)
 {
 	if (!is_inherited(work) && atomic_load(&work->appended))
-		sfr__log_ended(&work->entry, ok != 0);
+		sfr__log_mark_ended(&work->entry, ok != 0);
 }
 
 void sfr_log_work_put(struct sfr_log_work *work)

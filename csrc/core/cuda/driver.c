@@ -35,7 +35,7 @@
 SFR__CUDA_VALUES(X)
 #undef X
 #define X(member, name, symbol, params)                                                            \
-	_Static_assert(__builtin_types_compatible_p(__typeof__(((struct sfr__cuda *)NULL)          \
+	_Static_assert(__builtin_types_compatible_p(__typeof__(((struct sfr__cuda_api *)NULL)      \
 								       ->member),                  \
 						    __typeof__(&name)),                            \
 		       symbol);
@@ -60,7 +60,7 @@ _Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER
 								 CUmemcpyAttributes *, size_t *,   \
 								 __VA_ARGS__)) &&                  \
 			       __builtin_types_compatible_p(                                       \
-				       __typeof__(((struct sfr__cuda *)NULL)->member),             \
+				       __typeof__(((struct sfr__cuda_api *)NULL)->member),         \
 				       CUresult (*)(CUdeviceptr *, CUdeviceptr *, size_t *,        \
 						    size_t, struct sfr__cu_copy_attributes *,      \
 						    size_t *, __VA_ARGS__)),                       \
@@ -97,7 +97,7 @@ static struct {
 	CUresult init_rc;
 	char name[192]; /* name of the library that was tried */
 	char why[512];  /* why the driver cannot be used; "" if it can */
-	struct sfr__cuda table;
+	struct sfr__cuda_api table;
 } driver = { .mu = SFR__MUTEX(SFR__LOCK_DRIVER) };
 
 /* Stores dlsym's result as a function pointer. ISO C does not define a cast for this. */
@@ -109,10 +109,10 @@ static struct {
 
 /* Loads the library and fills the table, unless that has succeeded before, or failed with the same
  * library. After a failure driver.why is set. */
-static void load_locked(void)
+static void load_driver_locked(void)
 {
 	const char *name = getenv(LIBRARY_VARIABLE);
-	struct sfr__cuda *table = &driver.table;
+	struct sfr__cuda_api *table = &driver.table;
 	const char *missing = NULL;
 	void *handle;
 
@@ -162,7 +162,7 @@ static void load_locked(void)
 }
 
 /* Initialises the loaded driver. After a failure driver.why is set. */
-static void init_locked(void)
+static void init_driver_locked(void)
 {
 	driver.init_rc = driver.table.init(0);
 	if (driver.init_rc != CUDA_SUCCESS) {
@@ -180,7 +180,7 @@ static void init_locked(void)
 }
 
 /* Runs in a forked child. */
-static void forget(void)
+static void forget_driver_in_child(void)
 {
 	sfr__mutex_init(&driver.mu, SFR__LOCK_DRIVER); /* a thread of the parent may have held it */
 	if (!driver.ready)
@@ -191,17 +191,17 @@ static void forget(void)
 		       "CUDA was initialised before this process was forked; the start method "
 		       "\"spawn\" makes processes that can use it");
 }
-SFR__AT_FORK(forget)
+SFR__AT_FORK(forget_driver_in_child)
 
-const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
+const struct sfr__cuda_api *sfr__cuda_get(char *why, size_t why_len)
 {
-	const struct sfr__cuda *cu;
+	const struct sfr__cuda_api *cu;
 	char text[sizeof(driver.why)] = ""; /* for a notice, which is posted without the lock */
 
 	sfr__lock(&driver.mu);
-	load_locked();
+	load_driver_locked();
 	if (driver.loaded && !driver.ready)
-		init_locked();
+		init_driver_locked();
 	cu = driver.ready ? &driver.table : NULL;
 	if (!cu && why)
 		(void)snprintf(why, why_len, "%s", driver.why);
@@ -211,14 +211,14 @@ const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 	}
 	sfr__unlock(&driver.mu);
 	if (text[0])
-		sfr__notice_text("CUDA tensors cannot be saved or loaded: %s", text);
+		sfr__notice_post_text("CUDA tensors cannot be saved or loaded: %s", text);
 	return cu;
 }
 
-void sfr__cuda_sentence(char *text, size_t len)
+void sfr__cuda_describe_driver(char *text, size_t len)
 {
 	sfr__lock(&driver.mu);
-	load_locked();
+	load_driver_locked();
 	if (driver.why[0])
 		(void)snprintf(text, len, "CUDA tensors cannot be saved or loaded: %s.",
 			       driver.why);
@@ -236,7 +236,8 @@ void sfr__cuda_sentence(char *text, size_t len)
 /* Retains a device's primary context. The driver may allocate memory, which may be forbidden while
  * a thread captures a graph. So this and the release run in the relaxed capture mode, which allows
  * everything. */
-static CUresult retain(const struct sfr__cuda *cu, CUcontext *context, CUdevice dev)
+static CUresult retain_primary_context(const struct sfr__cuda_api *cu, CUcontext *context,
+				       CUdevice dev)
 {
 	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
 	CUresult rc = cu->exchange_mode(&mode);
@@ -248,7 +249,7 @@ static CUresult retain(const struct sfr__cuda *cu, CUcontext *context, CUdevice 
 	return rc;
 }
 
-int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
+int sfr__cuda_retain(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *context, char *why,
 		     size_t why_len)
 {
 	unsigned int flags = 0;
@@ -267,7 +268,7 @@ int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *con
 		return -ENODEV;
 	}
 	if (rc == CUDA_SUCCESS)
-		rc = retain(cu, context, dev);
+		rc = retain_primary_context(cu, context, dev);
 	if (rc != CUDA_SUCCESS) {
 		sfr__cuda_explain(cu, device, "cuDevicePrimaryCtxRetain", rc, why, why_len);
 		*context = NULL;
@@ -276,7 +277,7 @@ int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *con
 	return 0;
 }
 
-void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device)
+void sfr__cuda_release(const struct sfr__cuda_api *cu, uint32_t device)
 {
 	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
 	CUdevice dev = 0;
@@ -290,7 +291,7 @@ void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device)
 		(void)cu->exchange_mode(&mode);
 }
 
-CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *cu,
+CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda_api *cu,
 			 CUcontext context)
 {
 	CUresult rc;
@@ -323,7 +324,7 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope)
 	scope->pushed = false;
 }
 
-int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *context,
+int sfr__cuda_open(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *context,
 		   CUstream *stream, char *why, size_t why_len)
 {
 	const char *call = "cuCtxPushCurrent";
@@ -350,8 +351,8 @@ int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *conte
 
 /* ---- errors --------------------------------------------------------------- */
 
-void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
-		       char *text, size_t len)
+void sfr__cuda_explain(const struct sfr__cuda_api *cu, uint32_t device, const char *call,
+		       CUresult rc, char *text, size_t len)
 {
 	const char *name = NULL;
 

@@ -53,7 +53,7 @@
 	  (const CUDA_MEMCPY2D *copy, CUstream stream))
 /* clang-format on */
 
-struct sfr__cuda {
+struct sfr__cuda_api {
 #define X(member, name, symbol, params) CUresult(*member) params;
 	SFR__CUDA_CALLS(X)
 #undef X
@@ -76,27 +76,27 @@ struct sfr__cuda {
  * process. Returns NULL if no driver is usable, with the reason in `why` unless `why` is NULL.
  * Callable from any thread. A process that does not use CUDA must not call this function, because
  * cuInit makes CUDA unusable in forked children. */
-const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len);
+const struct sfr__cuda_api *sfr__cuda_get(char *why, size_t why_len);
 /* Describes the driver, or what is missing, in one sentence. Loads the driver but does not
  * initialise it. */
-void sfr__cuda_sentence(char *text, size_t len);
+void sfr__cuda_describe_driver(char *text, size_t len);
 
 /* Retains the primary context of a device, which the caller releases with sfr__cuda_release. Never
  * makes a context: other code, such as torch, must have made the context active. Returns 0, or
  * -ENODEV or -EIO with the reason in `why`. */
-int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
+int sfr__cuda_retain(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *context, char *why,
 		     size_t why_len);
-void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device);
+void sfr__cuda_release(const struct sfr__cuda_api *cu, uint32_t device);
 
 /* sfr__cuda_enter makes a context current on the calling thread. It also makes the
  * thread's capture mode relaxed, so that its calls cannot break any thread's graph capture.
  * sfr__cuda_leave undoes both, and may be called after a failure too. */
 struct sfr__cuda_scope {
-	const struct sfr__cuda *cu;
+	const struct sfr__cuda_api *cu;
 	CUstreamCaptureMode mode; /* the former mode, to be restored */
 	bool pushed;              /* the context is current */
 };
-CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *cu,
+CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda_api *cu,
 			 CUcontext context);
 void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
@@ -113,12 +113,12 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
 /* Retains a device's context and makes a stream in it. The caller frees both. Returns 0, or -ENODEV
  * or -EIO with the reason in `why`; then *context and *stream are NULL. */
-int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *context,
+int sfr__cuda_open(const struct sfr__cuda_api *cu, uint32_t device, CUcontext *context,
 		   CUstream *stream, char *why, size_t why_len);
 
 /* Writes a text such as "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)". */
-void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
-		       char *text, size_t len);
+void sfr__cuda_explain(const struct sfr__cuda_api *cu, uint32_t device, const char *call,
+		       CUresult rc, char *text, size_t len);
 /* Returns whether every later call in the context will fail, too. */
 bool sfr__cuda_is_sticky(CUresult rc);
 

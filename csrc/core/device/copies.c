@@ -37,14 +37,14 @@ static bool note_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *unsuppo
 	lane->nr_refused++;
 	sfr__unlock(&lane->mu);
 	if (first)
-		sfr__notice_text("Device %u refuses %s: its copies are made one by one.",
-				 lane->device,
-				 rc == CUDA_ERROR_NOT_SUPPORTED ? "batched copies" :
-								  "a batch of copies");
+		sfr__notice_post_text("Device %u refuses %s: its copies are made one by one.",
+				      lane->device,
+				      rc == CUDA_ERROR_NOT_SUPPORTED ? "batched copies" :
+								       "a batch of copies");
 	return true;
 }
 
-void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
+void sfr__cuda_describe_refusals(struct sfr__cuda_lane *lane, char *text, size_t len)
 {
 	sfr__lock(&lane->mu);
 	if (lane->no_batches)
@@ -75,7 +75,7 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 {
 	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM,
 						 .flags = SFR__CU_PREFER_OVERLAP };
-	const struct sfr__cuda *cu = lane->cu;
+	const struct sfr__cuda_api *cu = lane->cu;
 	size_t attrs_from = 0; /* the attributes are those of all copies from index 0 on */
 	size_t failed = 0;
 	CUresult rc;
@@ -91,7 +91,7 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 	/* Some of the copies may be queued already. Queueing them again is harmless. */
 	if (note_refusal(lane, rc, &lane->no_batches))
 		return false; /* the caller queues them one by one */
-	(void)sfr__cuda_note_failure(lane, "cuMemcpyBatchAsync", rc, err);
+	(void)sfr__cuda_handle_failure(lane, "cuMemcpyBatchAsync", rc, err);
 	return true;
 }
 
@@ -117,7 +117,7 @@ static void copy_group(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 		}
 	}
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_note_failure(lane, call, rc, err);
+		(void)sfr__cuda_handle_failure(lane, call, rc, err);
 }
 
 static void swap_copies(struct sfr__cuda_batch *batch, size_t i, size_t j)
@@ -179,8 +179,8 @@ void sfr__cuda_batch_free(struct sfr__cuda_batch *batch)
 	sfr_sys.free(batch->len);
 }
 
-void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
-			  struct sfr_err *err)
+void sfr__cuda_queue_batch(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
+			   struct sfr_err *err)
 {
 	const size_t nr_small = partition_by_size(batch);
 	const bool batched = pinned && can_batch(lane, &lane->no_batches);
@@ -196,13 +196,13 @@ void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *b
 
 /* ---- rows ----------------------------------------------------------------------- */
 
-static bool can_batch_rows(const struct sfr__cuda *cu, size_t nr)
+static bool can_batch_rows(const struct sfr__cuda_api *cu, size_t nr)
 {
 	return cu->batch_3d && nr > 1;
 }
 
 /* Queues the copies, up to ROWS_AT_A_TIME with one call. After an error some may be queued. */
-static CUresult copy_rows_batch(const struct sfr__cuda *cu, CUstream stream,
+static CUresult copy_rows_batch(const struct sfr__cuda_api *cu, CUstream stream,
 				const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch)
 {
 	struct sfr__cu_copy_3d copies[ROWS_AT_A_TIME];
@@ -232,7 +232,7 @@ static CUresult copy_rows_batch(const struct sfr__cuda *cu, CUstream stream,
 	return rc;
 }
 
-CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
+CUresult sfr__cuda_queue_rows(const struct sfr__cuda_api *cu, CUstream stream,
 			      const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch,
 			      bool batched)
 {
@@ -255,19 +255,19 @@ CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
 	return rc;
 }
 
-void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows, size_t nr,
-			 size_t dst_pitch, bool pinned, struct sfr_err *err)
+void sfr__cuda_lane_queue_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows,
+			       size_t nr, size_t dst_pitch, bool pinned, struct sfr_err *err)
 {
 	bool batched =
 		pinned && can_batch_rows(lane->cu, nr) && can_batch(lane, &lane->no_row_batches);
-	CUresult rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, batched);
+	CUresult rc = sfr__cuda_queue_rows(lane->cu, lane->stream, rows, nr, dst_pitch, batched);
 
 	if (batched && note_refusal(lane, rc, &lane->no_row_batches)) {
 		batched = false;
-		rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, false);
+		rc = sfr__cuda_queue_rows(lane->cu, lane->stream, rows, nr, dst_pitch, false);
 	}
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_note_failure(lane,
-					     batched ? "cuMemcpy3DBatchAsync" : "cuMemcpy2DAsync",
-					     rc, err);
+		(void)sfr__cuda_handle_failure(lane,
+					       batched ? "cuMemcpy3DBatchAsync" : "cuMemcpy2DAsync",
+					       rc, err);
 }

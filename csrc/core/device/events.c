@@ -19,7 +19,8 @@ void sfr__cuda_mark_dead(struct sfr__cuda_lane *lane, const char *call, CUresult
 	}
 	sfr__unlock(&lane->mu);
 	if (first)
-		sfr__notice_text("%s: nothing on this device can be saved any more", lane->why);
+		sfr__notice_post_text("%s: nothing on this device can be saved any more",
+				      lane->why);
 }
 
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane)
@@ -38,7 +39,7 @@ bool sfr__cuda_fail_if_dead(struct sfr__cuda_lane *lane, struct sfr_err *err)
 	return true;
 }
 
-bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream)
+bool sfr__cuda_is_capturing(const struct sfr__cuda_api *cu, CUstream stream)
 {
 	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
 	CUresult rc = cu->stream_capturing(stream, &status);
@@ -94,8 +95,8 @@ bool sfr__cuda_check_query(struct sfr__cuda_lane *lane, const char *call, CUresu
 	return true;
 }
 
-bool sfr__cuda_note_failure(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			    struct sfr_err *err)
+bool sfr__cuda_handle_failure(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+			      struct sfr_err *err)
 {
 	char text[160];
 	bool dead;
@@ -133,14 +134,14 @@ void sfr__cuda_portion_put(struct sfr__cuda_lane *lane, struct sfr__cuda_portion
 	sfr__unlock(&lane->mu);
 }
 
-CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err)
+CUevent sfr__cuda_record_event(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err)
 {
 	CUevent event = event_get(lane);
 	CUresult rc = event ? lane->cu->event_record(event, stream) : CUDA_ERROR_OUT_OF_MEMORY;
 
 	if (rc == CUDA_SUCCESS)
 		return event;
-	(void)sfr__cuda_note_failure(lane, event ? "cuEventRecord" : "cuEventCreate", rc, err);
+	(void)sfr__cuda_handle_failure(lane, event ? "cuEventRecord" : "cuEventCreate", rc, err);
 	sfr__cuda_event_put(lane, event);
 	return NULL;
 }

@@ -68,7 +68,7 @@ void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
 void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion,
 			    struct sfr_err *err)
 {
-	portion->event = sfr__cuda_record(lane, lane->stream, err);
+	portion->event = sfr__cuda_record_event(lane, lane->stream, err);
 	sfr__lock(&lane->mu);
 	sfr__queue_push(&lane->in_flight, portion);
 	lane->nr_in_flight++;
@@ -80,7 +80,7 @@ void sfr__cuda_portion_send(struct sfr__cuda_lane *lane, struct sfr__cuda_portio
  * Needs no lock, because only the calling thread, the lane's, removes portions. */
 static bool has_portion_ended(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion)
 {
-	const struct sfr__cuda *cu = lane->cu;
+	const struct sfr__cuda_api *cu = lane->cu;
 
 	if (sfr__cuda_is_dead(lane))
 		return true;

@@ -67,7 +67,7 @@ struct sfr__cuda_lane {
 	/* constant */
 	uint32_t device;
 	enum sfr__cuda_direction direction;
-	const struct sfr__cuda *cu;
+	const struct sfr__cuda_api *cu;
 	CUcontext context;
 	CUstream stream;
 	pthread_t thread;
@@ -120,13 +120,13 @@ void sfr__cuda_lanes_report_dead(struct sfr__cuda_lanes *lanes, char *text, size
 /* ---- events.c ---- */
 /* Records an event after the work queued on the stream. Returns the event, or NULL with *err set.
  * sfr__cuda_event_put gives an event back for reuse; accepts NULL. */
-CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
+CUevent sfr__cuda_record_event(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event);
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
 /* Sets *err to a call's failure or, on a dead device, to the error that made it dead. Returns
  * whether the device is dead. */
-bool sfr__cuda_note_failure(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			    struct sfr_err *err);
+bool sfr__cuda_handle_failure(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+			      struct sfr_err *err);
 /* Handles the result `rc` of a query. `call` is the query's name. *nr_failed counts the failed
  * queries in a row. Marks the device dead after a sticky error, or after SFR__CUDA_FAILED_QUERIES
  * failures. Returns whether the wait is over: the work is done, or the device is dead. */
@@ -139,7 +139,7 @@ bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
 bool sfr__cuda_fail_if_dead(struct sfr__cuda_lane *lane, struct sfr_err *err);
 /* Returns whether a stream is being captured into a CUDA graph. Work that is queued on such a
  * stream would become part of the graph or break the capture. */
-bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
+bool sfr__cuda_is_capturing(const struct sfr__cuda_api *cu, CUstream stream);
 /* Returns a zeroed portion, or NULL without memory. sfr__cuda_portion_put gives a portion back. */
 struct sfr__cuda_portion *sfr__cuda_portion_get(struct sfr__cuda_lane *lane);
 void sfr__cuda_portion_put(struct sfr__cuda_lane *lane, struct sfr__cuda_portion *portion);
@@ -178,8 +178,8 @@ int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t sr
 void sfr__cuda_batch_free(struct sfr__cuda_batch *batch);
 /* Queues the copies in the lane's direction and empties the list. Sets *err if that fails.
  * `pinned`: all the host memory is pinned. */
-void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
-			  struct sfr_err *err);
+void sfr__cuda_queue_batch(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
+			   struct sfr_err *err);
 /* A copy of `nr` rows of `width` bytes each, which begin `pitch` bytes apart on the device. */
 struct sfr__cuda_rows {
 	void *dst;       /* address of the first row on the host */
@@ -187,24 +187,24 @@ struct sfr__cuda_rows {
 	size_t width, nr, pitch;
 };
 /* Queues `nr` copies. On the host, rows begin dst_pitch bytes apart. Sets *err if that fails. */
-void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows, size_t nr,
-			 size_t dst_pitch, bool pinned, struct sfr_err *err);
+void sfr__cuda_lane_queue_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows,
+			       size_t nr, size_t dst_pitch, bool pinned, struct sfr_err *err);
 /* Does the same on any stream of the current context. With `batched`, queues all copies with one
  * call if the driver has such a call. Returns the driver's error. */
-CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
+CUresult sfr__cuda_queue_rows(const struct sfr__cuda_api *cu, CUstream stream,
 			      const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch,
 			      bool batched);
 /* Writes a sentence for reports to `text` if the driver has refused batches. */
-void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len);
+void sfr__cuda_describe_refusals(struct sfr__cuda_lane *lane, char *text, size_t len);
 
 /* ---- store.c ---- */
 /* Gets a store of at least `len` bytes, reused or new. Returns 0 or -errno. */
 int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store);
 /* Gives a store back to the lane. Accepts an empty store. */
 void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
-void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *store);
+void sfr__cuda_store_free(const struct sfr__cuda_api *cu, struct sfr__cuda_store *store);
 /* Makes a store in the current context. Returns 0 or -errno. */
-int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda_store *store);
+int sfr__cuda_store_new(const struct sfr__cuda_api *cu, size_t len, struct sfr__cuda_store *store);
 
 /* ---- timer.c; called with the lane's context current ---- */
 /* Record the first and the second point on the stream. If that fails, nothing is measured. */

@@ -7,7 +7,7 @@
 #include "device/lane.h"
 
 /* Frees the lane's events, stream and stores, and releases the device's context. */
-static void fini_device(struct sfr__cuda_lane *lane)
+static void free_device_resources(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_scope scope;
 
@@ -44,7 +44,7 @@ static void free_lane(struct sfr__cuda_lane *lane)
 }
 
 /* Makes the lane's stream and starts its thread. Returns 0, or -errno with the reason in `why`. */
-static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
+static int start_lane(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 {
 	char name[16];
 	int ret =
@@ -86,9 +86,9 @@ static int make_lane(uint32_t device, enum sfr__cuda_direction direction,
 		return rc;
 	}
 	lane->cu = sfr__cuda_get(why, why_len);
-	rc = lane->cu ? init_device(lane, why, why_len) : -ENODEV;
+	rc = lane->cu ? start_lane(lane, why, why_len) : -ENODEV;
 	if (rc < 0) {
-		fini_device(lane);
+		free_device_resources(lane);
 		free_lane(lane);
 		return rc;
 	}
@@ -103,7 +103,7 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 	pthread_cond_signal(&lane->cv);
 	sfr__unlock(&lane->mu);
 	(void)sfr_sys.thread_join(lane->thread, NULL); /* cannot fail: it is joinable */
-	fini_device(lane);
+	free_device_resources(lane);
 }
 
 /* Sets *out to the lane, or to NULL if there is none yet. Returns 0 or SFR_ECLOSED. */

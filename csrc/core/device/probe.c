@@ -32,7 +32,7 @@ struct prober {
 	/* constant */
 	uint32_t device;
 	uint64_t fork_generation;
-	const struct sfr__cuda *cu;
+	const struct sfr__cuda_api *cu;
 	CUcontext context;
 	CUstream stream;
 
@@ -78,9 +78,10 @@ static void close_prober(struct prober *prober, const char *call, CUresult rc)
 	sfr__cuda_explain(prober->cu, prober->device, call, rc, text, sizeof(text));
 	/* at the process's end the driver is deinitialised: no news for the user */
 	if (first && (int)rc != CUDA_ERROR_DEINITIALIZED)
-		sfr__notice_text("%s: from now on, saves copy during the call every tensor that is "
-				 "not yet known to change only in optimizer steps",
-				 text);
+		sfr__notice_post_text(
+			"%s: from now on, saves copy during the call every tensor that is "
+			"not yet known to change only in optimizer steps",
+			text);
 }
 
 /* Makes the prober's stream. Returns 0 or -errno. */
@@ -143,7 +144,7 @@ static int get_prober(uint32_t device, struct prober **out)
 
 /* Marks the prober as used by this thread. Returns false if it is closed or another thread uses
  * it. */
-static bool take_prober(struct prober *prober)
+static bool try_acquire_prober(struct prober *prober)
 {
 	bool available;
 
@@ -155,7 +156,7 @@ static bool take_prober(struct prober *prober)
 	return available;
 }
 
-static void give_prober(struct prober *prober)
+static void release_prober(struct prober *prober)
 {
 	sfr__lock(&probers.mu);
 	prober->busy = false;
@@ -166,7 +167,7 @@ static void give_prober(struct prober *prober)
 
 static void destroy_probe(struct sfr_probe *probe)
 {
-	const struct sfr__cuda *cu = probe->prober->cu;
+	const struct sfr__cuda_api *cu = probe->prober->cu;
 
 	/* a failure only leaks an event */
 	if (probe->ready)
@@ -179,7 +180,7 @@ static void destroy_probe(struct sfr_probe *probe)
 }
 
 /* Returns whether the probe's copies have completed. Closes the prober after an error. */
-static bool query_probe(struct sfr_probe *probe)
+static bool probe_has_completed(struct sfr_probe *probe)
 {
 	CUresult rc = probe->in_flight ? probe->prober->cu->event_query(probe->done) : CUDA_SUCCESS;
 
@@ -210,7 +211,7 @@ static void free_tombstones(struct prober *prober)
 	sfr__unlock(&probers.mu);
 	for (; probe; probe = next) {
 		next = probe->next;
-		if (query_probe(probe))
+		if (probe_has_completed(probe))
 			destroy_probe(probe);
 		else
 			add_tombstone(prober, probe);
@@ -244,20 +245,20 @@ void sfr_probe_free(struct sfr_probe *probe)
 	add_tombstone(prober, probe);
 	/* If another thread uses the prober, a later probe frees this one. If the prober is closed,
 	 * a copy may run forever, so the memory stays. */
-	if (!take_prober(prober))
+	if (!try_acquire_prober(prober))
 		return;
 	if (sfr__cuda_enter(&scope, prober->cu, prober->context) == CUDA_SUCCESS) {
 		free_tombstones(prober);
 		sfr__cuda_leave(&scope);
 	}
-	give_prober(prober);
+	release_prober(prober);
 }
 
 /* Makes memory and events for `nr` storages, unless the probe has them. Called while no copy is in
  * flight. */
-static CUresult allocate_probe(struct sfr_probe *probe, uint32_t nr)
+static CUresult ensure_probe_capacity(struct sfr_probe *probe, uint32_t nr)
 {
-	const struct sfr__cuda *cu = probe->prober->cu;
+	const struct sfr__cuda_api *cu = probe->prober->cu;
 	CUresult rc = CUDA_SUCCESS;
 
 	if (!probe->ready)
@@ -312,10 +313,10 @@ static uint32_t set_up_rows(struct sfr_probe *probe, const struct sfr_probe_rang
 /* Queues the copies in one call (batched), or one by one if the driver refuses that. */
 static CUresult queue_rows(struct prober *prober, const struct sfr__cuda_rows *rows, uint32_t nr)
 {
-	CUresult rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE_LEN, true);
+	CUresult rc = sfr__cuda_queue_rows(prober->cu, prober->stream, rows, nr, LINE_LEN, true);
 
 	if (rc == CUDA_ERROR_NOT_SUPPORTED || rc == CUDA_ERROR_INVALID_VALUE)
-		rc = sfr__cuda_rows_queue(prober->cu, prober->stream, rows, nr, LINE_LEN, false);
+		rc = sfr__cuda_queue_rows(prober->cu, prober->stream, rows, nr, LINE_LEN, false);
 	return rc;
 }
 
@@ -339,8 +340,8 @@ static CUresult queue_copies(struct sfr_probe *probe, CUstream stream, uint32_t 
 }
 
 /* Queues the first or second round of copies. Returns what sfr_probe_copy returns. */
-static int probe_once(struct sfr_probe *probe, CUstream stream,
-		      const struct sfr_probe_range *ranges, uint32_t nr, bool second_round)
+static int queue_probe_round(struct sfr_probe *probe, CUstream stream,
+			     const struct sfr_probe_range *ranges, uint32_t nr, bool second_round)
 {
 	struct prober *prober = probe->prober;
 	CUresult rc = CUDA_SUCCESS;
@@ -351,9 +352,9 @@ static int probe_once(struct sfr_probe *probe, CUstream stream,
 	free_tombstones(prober);
 	/* the second round uses the memory and the events of the first */
 	if (!second_round) {
-		if (!query_probe(probe)) /* the memory is still being written */
+		if (!probe_has_completed(probe)) /* the memory is still being written */
 			return SFR_EBUSY;
-		rc = allocate_probe(probe, nr);
+		rc = ensure_probe_capacity(probe, nr);
 	}
 	if (rc == CUDA_SUCCESS) {
 		probe->nr = nr;
@@ -379,17 +380,17 @@ int sfr_probe_copy(struct sfr_probe *probe, uint64_t stream, const struct sfr_pr
 		return SFR_EFORK;
 	if (nr == 0 || (again && nr != probe->nr))
 		return -EINVAL;
-	if (!take_prober(prober))
+	if (!try_acquire_prober(prober))
 		return is_closed(prober) ? -EIO : SFR_EBUSY;
 	rc = sfr__cuda_enter(&scope, prober->cu, prober->context);
 	if (rc == CUDA_SUCCESS) {
-		ret = probe_once(probe, (CUstream)(uintptr_t)stream, ranges, nr, again != 0);
+		ret = queue_probe_round(probe, (CUstream)(uintptr_t)stream, ranges, nr, again != 0);
 		sfr__cuda_leave(&scope);
 	} else {
 		close_prober(prober, "cuCtxPushCurrent", rc);
 		ret = -EIO;
 	}
-	give_prober(prober);
+	release_prober(prober);
 	return ret;
 }
 
@@ -403,7 +404,7 @@ int sfr_probe_done(struct sfr_probe *probe)
 	if (is_closed(probe->prober) ||
 	    sfr__cuda_enter(&scope, probe->prober->cu, probe->prober->context) != CUDA_SUCCESS)
 		return -EIO;
-	done = query_probe(probe);
+	done = probe_has_completed(probe);
 	sfr__cuda_leave(&scope);
 	return is_closed(probe->prober) ? -EIO : done;
 }

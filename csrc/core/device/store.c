@@ -9,7 +9,7 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda_store *store)
+int sfr__cuda_store_new(const struct sfr__cuda_api *cu, size_t len, struct sfr__cuda_store *store)
 {
 	*store = (struct sfr__cuda_store){ .len = (size_t)sfr__round_up(len, SFR_PAGE) };
 	store->pinned =
@@ -24,7 +24,7 @@ int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda
 	return -errno;
 }
 
-void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *store)
+void sfr__cuda_store_free(const struct sfr__cuda_api *cu, struct sfr__cuda_store *store)
 {
 	if (store->mem && store->pinned)
 		(void)cu->host_free(store->mem); /* at worst the memory is leaked */

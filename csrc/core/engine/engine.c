@@ -15,7 +15,7 @@
 #include "memory/pin.h"
 
 /* Frees the pool, unless snapshots or onloads still use it, or it is freed already. */
-static void free_pool(struct sfr_engine *engine)
+static void free_pool_if_unused(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = NULL;
 
@@ -26,7 +26,7 @@ static void free_pool(struct sfr_engine *engine)
 	}
 	sfr__unlock(&engine->mu);
 	if (pool && engine->cap_is_default)
-		sfr__budget_give(engine->pool_bytes);
+		sfr__budget_give_back(engine->pool_bytes);
 	sfr__pool_free(pool);
 }
 
@@ -39,7 +39,7 @@ void sfr__engine_drop_pool_user(struct sfr_engine *engine)
 	last = engine->nr_pool_users == 0 && engine->closed;
 	sfr__unlock(&engine->mu);
 	if (last)
-		free_pool(engine);
+		free_pool_if_unused(engine);
 }
 
 /* Returns whether this process inherited the engine by a fork. It must then not be touched. */
@@ -65,7 +65,7 @@ static int make_pool(struct sfr_engine *engine)
 		is_too_large = rc == -ENOMEM || rc == -EFBIG;
 		if (!is_too_large || !engine->cap_is_default || half == 0)
 			return rc;
-		sfr__budget_give(engine->pool_bytes - half);
+		sfr__budget_give_back(engine->pool_bytes - half);
 		engine->pool_bytes = half;
 	}
 }
@@ -119,7 +119,7 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	return 0;
 fail:
 	if (engine->cap_is_default)
-		sfr__budget_give(engine->pool_bytes);
+		sfr__budget_give_back(engine->pool_bytes);
 	sfr_sys.free(engine);
 	return rc;
 }
@@ -143,7 +143,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 	if (atomic_fetch_sub_explicit(&engine->refs, 1, memory_order_acq_rel) != 1)
 		return;
 	stop_threads(engine);
-	free_pool(engine);
+	free_pool_if_unused(engine);
 	sfr__cuda_lanes_free(&engine->cuda_lanes);
 	(void)pthread_cond_destroy(&engine->cv_lane); /* nobody waits any more */
 	(void)pthread_cond_destroy(&engine->cv_writer);
@@ -196,7 +196,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	sfr__unlock(&engine->mu);
 	if (stop) {
 		stop_threads(engine);
-		free_pool(engine);
+		free_pool_if_unused(engine);
 	}
 	return 0;
 }
@@ -212,7 +212,8 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	sfr__lock(&engine->mu);
 	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
-	for (const struct sfr__flight *flight = engine->flights; flight; flight = flight->next) {
+	for (const struct sfr__save_in_flight *flight = engine->flights; flight;
+	     flight = flight->next) {
 		nr_save_blocks += flight->blocks_held;
 		if (!flight->excluded_from_stats)
 			out->saves_in_flight++;
@@ -284,7 +285,8 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 		return rc;
 	rc = sfr__cuda_lane_get(&engine->cuda_lanes, device, SFR__CUDA_OUT, &lane, why, why_len);
 	if (rc == 0)
-		rc = sfr__pin_on(sfr__pool_pin(engine->pool), lane->cu, device, why, why_len);
+		rc = sfr__pin_turn_on(sfr__pool_get_pin(engine->pool), lane->cu, device, why,
+				      why_len);
 	end_pool_call(engine);
 	return rc;
 }
@@ -293,7 +295,7 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 {
 	if (is_inherited(engine))
 		return SFR_EFORK;
-	sfr__cuda_sentence(text, len);
+	sfr__cuda_describe_driver(text, len);
 	sfr__cuda_lanes_report_dead(&engine->cuda_lanes, text, len);
 	return 0;
 }
@@ -302,7 +304,7 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 
 struct sfr_slot {
 	struct sfr_engine *engine;
-	struct sfr__flight flight;
+	struct sfr__save_in_flight flight;
 	bool over; /* the slot was given back */
 };
 

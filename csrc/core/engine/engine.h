@@ -10,7 +10,7 @@
 #include "memory/pool.h"
 
 /* The order in which shared work is served: lower values first. */
-enum sfr__shared_rank {
+enum sfr__shared_work_rank {
 	/* A call waits for the work. The lane does not help, because its priority is low. */
 	SFR__RANK_IN_CALL,
 	/* The work has all its memory, so it never waits for blocks. */
@@ -21,18 +21,18 @@ enum sfr__shared_rank {
 
 /* Shared work: a copy that several threads do together, in steps. They are the lane, threads that
  * wait for the copy, and copiers, which help while a thread waits. */
-struct sfr__shared {
-	struct sfr__shared *next;
-	enum sfr__shared_rank rank;
+struct sfr__shared_work {
+	struct sfr__shared_work *next;
+	enum sfr__shared_work_rank rank;
 	/* Does one step, and releases the engine's mutex meanwhile. Waits for blocks only if
 	 * `may_wait` is true. The last step removes the work from the list. Returns false if
 	 * nothing can be done now. */
-	bool (*step_locked)(struct sfr__shared *work, bool may_wait);
+	bool (*step_locked)(struct sfr__shared_work *work, bool may_wait);
 };
 
 /* A save in flight, in the engine's list. Embedded in a ticket or a struct sfr_slot. */
-struct sfr__flight {
-	struct sfr__flight *next, *prev;
+struct sfr__save_in_flight {
+	struct sfr__save_in_flight *next, *prev;
 	pthread_t caller;     /* the thread that took the slot */
 	bool in_call;         /* the caller has neither launched nor abandoned the save yet */
 	uint32_t blocks_held; /* blocks of the pool that the save has now */
@@ -40,7 +40,7 @@ struct sfr__flight {
 	/* constant */
 	bool unordered;           /* does not count against max_in_flight (slots.c) */
 	bool excluded_from_stats; /* a file of a larger save: statistics count only that save */
-	bool uses_pool;           /* leases blocks, so the pool counts it (sfr__pool_join) */
+	bool uses_pool;           /* leases blocks, so the pool counts it (sfr__pool_add_save) */
 };
 
 enum {
@@ -79,14 +79,14 @@ struct sfr_engine {
 
 	struct sfr__cuda_lanes cuda_lanes;  /* has a lock of its own */
 	SFR__QUEUE(struct sfr__task) tasks; /* for the writers */
-	struct sfr__shared *shared;         /* a list of shared work, in the order of ranks */
+	struct sfr__shared_work *shared;    /* a list of shared work, in the order of ranks */
 	uint32_t nr_waiters;                /* threads that wait until a shared copy is done */
 
-	struct sfr__flight *flights; /* a list of the saves in flight */
-	uint32_t nr_in_flight;       /* length of this list */
-	uint32_t nr_unordered;       /* how many of them are unordered */
-	uint64_t last_seq;           /* sfr_ticket.seq of the save that was admitted last */
-	uint64_t nr_saves;           /* saves that were ever admitted, for statistics */
+	struct sfr__save_in_flight *flights; /* a list of the saves in flight */
+	uint32_t nr_in_flight;               /* length of this list */
+	uint32_t nr_unordered;               /* how many of them are unordered */
+	uint64_t last_seq;                   /* sfr_ticket.seq of the save that was admitted last */
+	uint64_t nr_saves;                   /* saves that were ever admitted, for statistics */
 
 	uint32_t nr_copying_snapshots; /* snapshots in the state COPYING */
 	struct sfr__lot *common_lot;   /* from which small snapshots get memory (lot.c), or NULL */
@@ -102,10 +102,10 @@ void sfr__workers_stop(struct sfr_engine *engine);
 /* Queues a task for the writers. They start tasks in the order of the queue. */
 void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);
 /* Insert work into the list, after other work of its rank, and remove it. */
-void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
-void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
+void sfr__shared_work_push_locked(struct sfr_engine *engine, struct sfr__shared_work *work);
+void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared_work *work);
 /* Wakes the threads that may do shared work, because a step may have become possible. */
-void sfr__shared_wake_locked(struct sfr_engine *engine);
+void sfr__shared_work_wake_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
 void sfr__engine_get(struct sfr_engine *engine); /* adds a reference; sfr_engine_put drops it */
@@ -123,8 +123,8 @@ void sfr__engine_drop_pool_user(struct sfr_engine *engine);
 int sfr__engine_admit_locked(struct sfr_engine *engine, bool unordered, uint32_t flags,
 			     uint64_t deadline_ns, bool *over_limit);
 /* Give a save of the calling thread a slot, and take the slot back. */
-void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
-void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
+void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight);
+void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight);
 /* Returns how many saves in flight the calling thread has not launched yet. It must not wait for
  * their end, because it would wait for itself. `only_pool_users`: counts only saves that lease
  * blocks. */

@@ -3,7 +3,7 @@
  *   wait for a slot ──▶ in the call ──launched──▶ in the background ──ended──▶ slot is free
  *
  * A save is *launched* when its caller hands it to other threads, which finish it. The slot is a
- * struct sfr__flight in the save's ticket. A save that the core does not write has a struct
+ * struct sfr__save_in_flight in the save's ticket. A save that the core does not write has a struct
  * sfr_slot instead (engine.c). Both count against max_in_flight, and close waits for both.
  *
  * Unordered saves are the files of a larger save, such as a directory. They do not count against
@@ -17,7 +17,7 @@
 #include "engine/engine.h"
 #include "sfr/save.h"
 
-void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight)
+void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight)
 {
 	engine->nr_in_flight++;
 	if (flight->unordered)
@@ -32,7 +32,7 @@ void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *fli
 	engine->flights = flight;
 }
 
-void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight)
+void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__save_in_flight *flight)
 {
 	engine->nr_in_flight--;
 	if (flight->unordered)
@@ -49,7 +49,8 @@ uint32_t sfr__engine_nr_unlaunched_locked(const struct sfr_engine *engine, bool 
 {
 	uint32_t nr = 0;
 
-	for (const struct sfr__flight *flight = engine->flights; flight; flight = flight->next) {
+	for (const struct sfr__save_in_flight *flight = engine->flights; flight;
+	     flight = flight->next) {
 		const bool is_own = pthread_equal(flight->caller, pthread_self());
 
 		if (is_own && flight->in_call && (flight->uses_pool || !only_pool_users))

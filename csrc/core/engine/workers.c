@@ -14,9 +14,9 @@ void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task)
 /* ---- shared work -------------------------------------------------------------------- */
 
 /* Returns the first work in which the lane takes part, or NULL. */
-static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
+static struct sfr__shared_work *find_work_for_lane_locked(const struct sfr_engine *engine)
 {
-	struct sfr__shared *work = engine->shared;
+	struct sfr__shared_work *work = engine->shared;
 
 	while (work && work->rank == SFR__RANK_IN_CALL)
 		work = work->next;
@@ -24,39 +24,39 @@ static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
 }
 
 /* Returns the first work if some thread waits for shared work, else NULL. */
-static struct sfr__shared *copiers_work_locked(const struct sfr_engine *engine)
+static struct sfr__shared_work *find_copier_work_locked(const struct sfr_engine *engine)
 {
-	struct sfr__shared *first = engine->shared;
+	struct sfr__shared_work *first = engine->shared;
 
 	if (first && first->rank == SFR__RANK_IN_CALL) /* its call waits */
 		return first;
 	return engine->nr_waiters > 0 ? first : NULL;
 }
 
-void sfr__shared_wake_locked(struct sfr_engine *engine)
+void sfr__shared_work_wake_locked(struct sfr_engine *engine)
 {
-	if (lanes_work_locked(engine))
+	if (find_work_for_lane_locked(engine))
 		pthread_cond_signal(&engine->cv_lane);
-	if (copiers_work_locked(engine))
+	if (find_copier_work_locked(engine))
 		pthread_cond_broadcast(&engine->cv_copier);
 	if (engine->nr_waiters != 0)
 		pthread_cond_broadcast(&engine->cv_state);
 }
 
-void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work)
+void sfr__shared_work_push_locked(struct sfr_engine *engine, struct sfr__shared_work *work)
 {
-	struct sfr__shared **at = &engine->shared;
+	struct sfr__shared_work **at = &engine->shared;
 
 	while (*at && (*at)->rank <= work->rank)
 		at = &(*at)->next;
 	work->next = *at;
 	*at = work;
-	sfr__shared_wake_locked(engine);
+	sfr__shared_work_wake_locked(engine);
 }
 
-void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work)
+void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared_work *work)
 {
-	struct sfr__shared **at = &engine->shared;
+	struct sfr__shared_work **at = &engine->shared;
 
 	while (*at && *at != work)
 		at = &(*at)->next;
@@ -79,13 +79,13 @@ struct worker {
 };
 
 /* Returns the shared work that this thread should do next, or NULL. */
-static struct sfr__shared *next_work_locked(const struct worker *worker)
+static struct sfr__shared_work *next_work_locked(const struct worker *worker)
 {
 	switch (worker->kind) {
 	case LANE:
-		return lanes_work_locked(worker->engine);
+		return find_work_for_lane_locked(worker->engine);
 	case COPIER:
-		return copiers_work_locked(worker->engine);
+		return find_copier_work_locked(worker->engine);
 	default:
 		return NULL;
 	}
@@ -100,7 +100,7 @@ static bool is_idle_locked(const struct worker *worker)
 }
 
 /* Does tasks or shared work until the engine stops. */
-static void serve(struct worker *worker)
+static void run_worker(struct worker *worker)
 {
 	struct sfr_engine *engine = worker->engine;
 	const bool may_wait = worker->kind == LANE; /* for blocks */
@@ -108,7 +108,7 @@ static void serve(struct worker *worker)
 	sfr__lock(&engine->mu);
 	for (;;) {
 		struct sfr__task *task = NULL;
-		struct sfr__shared *work;
+		struct sfr__shared_work *work;
 
 		if (worker->kind == WRITER)
 			task = sfr__queue_pop(&engine->tasks);
@@ -136,7 +136,7 @@ static void *lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct worker){ engine, LANE, &engine->cv_lane });
+	run_worker(&(struct worker){ engine, LANE, &engine->cv_lane });
 	return NULL;
 }
 
@@ -144,7 +144,7 @@ static void *writer_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct worker){ engine, WRITER, &engine->cv_writer });
+	run_worker(&(struct worker){ engine, WRITER, &engine->cv_writer });
 	return NULL;
 }
 
@@ -152,7 +152,7 @@ static void *copier_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct worker){ engine, COPIER, &engine->cv_copier });
+	run_worker(&(struct worker){ engine, COPIER, &engine->cv_copier });
 	return NULL;
 }
 

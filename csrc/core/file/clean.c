@@ -26,12 +26,13 @@ static void remove_directory(const struct cleaning *cleaning, const char *path)
 	struct sfr_err err = { .index = -1 };
 
 	if (sfr__dir_sync(cleaning->path) == 0)
-		(void)sfr__file_remove(path, NULL, &err); /* NULL: nobody watches its progress */
+		(void)sfr__file_remove_tree(path, NULL,
+					    &err); /* NULL: nobody watches its progress */
 }
 
 /* Puts back a directory that was moved aside, or removes it if its former name is in use. */
-static void put_back(const struct cleaning *cleaning, const char *name, const char *path,
-		     const struct sfr__tmp_name *parsed)
+static void put_back_or_remove(const struct cleaning *cleaning, const char *name, const char *path,
+			       const struct sfr__tmp_name *parsed)
 {
 	struct stat st;
 
@@ -40,8 +41,9 @@ static void put_back(const struct cleaning *cleaning, const char *name, const ch
 		return;
 	}
 	if (errno == ENOENT && sfr_sys.rename(cleaning->dir_fd, name, parsed->former_name) == 0)
-		sfr__notice_text("%s/%s was put back: the save that was to replace it did not end",
-				 cleaning->path, parsed->former_name);
+		sfr__notice_post_text(
+			"%s/%s was put back: the save that was to replace it did not end",
+			cleaning->path, parsed->former_name);
 }
 
 /* Sends a notice of a temporary whose writer cannot be examined here. */
@@ -51,21 +53,22 @@ static void report_foreign(const struct cleaning *cleaning, const char *path,
 	if (!sfr__tmp_mark_reported(path)) /* it was reported before */
 		return;
 	if (parsed->kind == SFR__TMP_OLD)
-		sfr__notice_text("%s is what %s/%s was before a save on another machine or in an "
-				 "earlier boot: rename it back if that save did not end",
-				 path, cleaning->path, parsed->former_name);
+		sfr__notice_post_text(
+			"%s is what %s/%s was before a save on another machine or in an "
+			"earlier boot: rename it back if that save did not end",
+			path, cleaning->path, parsed->former_name);
 	else
-		sfr__notice_text("%s is a temporary file of another machine or an earlier "
-				 "boot: remove it if no save there uses it",
-				 path);
+		sfr__notice_post_text("%s is a temporary file of another machine or an earlier "
+				      "boot: remove it if no save there uses it",
+				      path);
 }
 
 /* Removes a temporary, or puts it back, if its writer is dead. `path` ends in `name`. */
-static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
-		      const struct sfr__tmp_name *parsed)
+static void clean_temporary(const struct cleaning *cleaning, const char *name, const char *path,
+			    const struct sfr__tmp_name *parsed)
 {
 	char lock_name[SFR__TMP_NAME_LEN];
-	enum sfr__tmp_life life;
+	enum sfr__tmp_writer_state life;
 	int fd, code;
 
 	if (strcmp(parsed->boot_id, cleaning->boot_id) != 0) {
@@ -76,14 +79,14 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 		return;
 	memcpy(lock_name, name, parsed->lock_name_len); /* without a directory's ".d" or ".old-" */
 	lock_name[parsed->lock_name_len] = 0;
-	life = sfr__tmp_examine(cleaning->dir_fd, lock_name, &fd, &code);
+	life = sfr__tmp_lock_if_dead(cleaning->dir_fd, lock_name, &fd, &code);
 	if (life == SFR__TMP_UNKNOWN)
 		sfr__tmp_report_unknown(path, code);
 	if (life == SFR__TMP_DEAD || life == SFR__TMP_GONE) {
 		if (parsed->kind == SFR__TMP_NEW)
 			remove_directory(cleaning, path);
 		else if (parsed->kind == SFR__TMP_OLD)
-			put_back(cleaning, name, path, parsed);
+			put_back_or_remove(cleaning, name, path, parsed);
 		else if (life == SFR__TMP_DEAD)
 			/* if this fails, the next save tries again */
 			(void)sfr_sys.unlink(cleaning->dir_fd, name);
@@ -93,7 +96,7 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 }
 
 /* Called by sfr__dir_each for each name. Returns 0 or -ENOMEM. */
-static int clean_name(void *arg, const char *name)
+static int clean_if_temporary(void *arg, const char *name)
 {
 	const struct cleaning *cleaning = arg;
 	struct sfr__tmp_name parsed;
@@ -104,17 +107,17 @@ static int clean_name(void *arg, const char *name)
 	path = sfr__path_join(cleaning->path, name);
 	if (!path)
 		return -ENOMEM;
-	clean_one(cleaning, name, path, &parsed);
+	clean_temporary(cleaning, name, path, &parsed);
 	sfr_sys.free(path);
 	return 0;
 }
 
-void sfr__tmp_clean(int dir, const char *dir_path)
+void sfr__tmp_clean_dir(int dir, const char *dir_path)
 {
 	struct cleaning cleaning = { .path = dir_path, .dir_fd = dir };
 
 	if (!sfr__tmp_get_boot_id(cleaning.boot_id))
 		return; /* no temporary is known to be of this boot */
 	/* on failure the next save tries again */
-	(void)sfr__dir_each(dir_path, clean_name, &cleaning);
+	(void)sfr__dir_each(dir_path, clean_if_temporary, &cleaning);
 }

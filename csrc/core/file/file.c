@@ -120,7 +120,7 @@ static bool means_no_direct(int code)
 }
 
 /* Writes a page of zeros, which the first block overwrites later. Returns 0 or -errno. */
-static int write_page(int fd)
+static int write_zero_page(int fd)
 {
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
 		ssize_t put = sfr_sys.pwrite(fd, zero_page, sizeof(zero_page), 0);
@@ -150,7 +150,7 @@ static int try_direct(struct sfr__file *f)
 		go_buffered(f, why);
 		return 0;
 	}
-	rc = write_page(f->fd);
+	rc = write_zero_page(f->fd);
 	if (rc == 0) {
 		f->io_mode = SFR_IO_DIRECT;
 		return 0;
@@ -190,7 +190,7 @@ static int open_directory(struct sfr__file *f)
 	return fd < 0 ? fd : 0;
 }
 
-static int open_steps(struct sfr__file *f, struct sfr_err *err)
+static int run_open_steps(struct sfr__file *f, struct sfr_err *err)
 {
 	int rc = open_directory(f);
 
@@ -198,7 +198,7 @@ static int open_steps(struct sfr__file *f, struct sfr_err *err)
 		return fail(err, rc, SFR_PHASE_OPEN,
 			    f->durable ? "the directory, which a durable save reads and syncs" :
 					 "the directory");
-	sfr__tmp_clean(f->dir_fd, f->dir);
+	sfr__tmp_clean_dir(f->dir_fd, f->dir);
 	rc = sfr__tmp_make(f->dir_fd, &f->tmp, &f->fd, err);
 	if (rc < 0)
 		return rc;
@@ -218,7 +218,7 @@ int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 	if (f->state != SFR__FILE_NAMED)
 		return fail(err, SFR_ESTATE, SFR_PHASE_OPEN, NULL);
 	begin_call(f);
-	rc = open_steps(f, err);
+	rc = run_open_steps(f, err);
 	end_call(f);
 	f->state = rc == 0 ? SFR__FILE_OPEN : SFR__FILE_BROKEN;
 	return rc;

@@ -43,7 +43,7 @@ bool sfr__tmp_may_be_live(const char *path, const char *name);
 /* Cleans up after dead writers in the open directory `dir`, whose path is `path`. Removes their
  * temporaries, and puts back directories that they had moved aside. Sends a notice of each
  * temporary that may be alive elsewhere. Errors are ignored: the next save tries again. */
-void sfr__tmp_clean(int dir, const char *path);
+void sfr__tmp_clean_dir(int dir, const char *path);
 
 /* ---- file.c, remove.c (folder.c: sfr/folder.h, steps.c: sfr/steps.h) ---- */
 
@@ -106,7 +106,7 @@ void sfr__file_fini(struct sfr__file *f);
  * checkpoint cannot be removed, its data files are kept. *answered_ns, unless NULL, gets the time
  * (sfr__now_ns) before each name, which shows that a long remove makes progress. Returns 0, or the
  * first error, which is also in `err`. */
-int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err);
+int sfr__file_remove_tree(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err);
 /* Does the same, but removes live temporaries too: for a directory that no other save uses. */
 int sfr__file_remove_all(const char *path, struct sfr_err *err);
 

@@ -61,8 +61,8 @@ struct sfr_folder {
 };
 
 /* Changes the state after a failed step, and sets *err. Returns `code`. */
-static int fail(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_phase phase,
-		const char *note)
+static int fail_step(struct sfr_folder *f, struct sfr_err *err, int code, enum sfr_phase phase,
+		     const char *note)
 {
 	f->state = phase == SFR_PHASE_SYNC_DIR ? PLACED : BROKEN;
 	sfr__err_set(err, code, phase, note);
@@ -114,9 +114,9 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 	/* opened for reading only if it is synced; O_PATH also works without permission to read */
 	f->dir_fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
 	if (f->dir_fd < 0)
-		return fail(f, err, f->dir_fd, SFR_PHASE_OPEN,
-			    "the parent directory, which a durable save reads and syncs");
-	sfr__tmp_clean(f->dir_fd, f->dir);
+		return fail_step(f, err, f->dir_fd, SFR_PHASE_OPEN,
+				 "the parent directory, which a durable save reads and syncs");
+	sfr__tmp_clean_dir(f->dir_fd, f->dir);
 	rc = sfr__tmp_make(f->dir_fd, &f->tmp, &f->lock_fd, err);
 	if (rc < 0) {
 		f->state = BROKEN;
@@ -126,11 +126,11 @@ int sfr_folder_open(struct sfr_folder *f, struct sfr_err *err)
 		       SFR__TMP_NAME_LEN - 1, f->tmp.name);
 	f->temporary_path = sfr__path_join(f->dir, f->temporary_name);
 	if (!f->temporary_path)
-		return fail(f, err, -ENOMEM, SFR_PHASE_OPEN, NULL);
+		return fail_step(f, err, -ENOMEM, SFR_PHASE_OPEN, NULL);
 	/* subject to the umask, like any directory */
 	if (sfr_sys.mkdir(f->dir_fd, f->temporary_name, 0777) < 0)
-		return fail(f, err, -errno, SFR_PHASE_OPEN,
-			    "the temporary directory next to the destination");
+		return fail_step(f, err, -errno, SFR_PHASE_OPEN,
+				 "the temporary directory next to the destination");
 	f->state = OPEN;
 	return 0;
 }
@@ -198,7 +198,7 @@ static int push_directory(struct walk *w, const char *path)
 }
 
 /* Puts a directory on the list, or syncs a file. Returns 0 or -errno. */
-static int visit(struct walk *w, const char *path)
+static int sync_file_or_push_directory(struct walk *w, const char *path)
 {
 	struct stat st;
 
@@ -217,7 +217,7 @@ static int visit_name(void *arg, const char *name)
 {
 	struct walk *w = arg;
 	char *path = sfr__path_join(w->dir, name);
-	int rc = path ? visit(w, path) : -ENOMEM;
+	int rc = path ? sync_file_or_push_directory(w, path) : -ENOMEM;
 
 	if (rc < 0)
 		(void)fail_walk(w, rc, path ? path : w->dir);
@@ -283,7 +283,7 @@ int sfr_folder_sync(struct sfr_folder *f, uint64_t *nbytes, struct sfr_err *err)
 	free_nodes(w.visited);
 	if (rc < 0)
 		/* *err keeps the error that the walk has put there, with the path */
-		return fail(f, err, rc, SFR_PHASE_SYNC, NULL);
+		return fail_step(f, err, rc, SFR_PHASE_SYNC, NULL);
 	*nbytes = w.nbytes;
 	f->state = SYNCED;
 	return 0;
@@ -348,11 +348,11 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 		return rc;
 	rc = exchange_or_rename(f, &note);
 	if (rc < 0)
-		return fail(f, err, rc, SFR_PHASE_RENAME, note);
+		return fail_step(f, err, rc, SFR_PHASE_RENAME, note);
 	rc = f->durable && sfr_sys.fsync(f->dir_fd) < 0 ? -errno : 0;
 	/* These errors mean that the file system cannot sync directories. */
 	if (rc < 0 && rc != -EINVAL && rc != -ENOTSUP && rc != -ENOSYS)
-		return fail(f, err, rc, SFR_PHASE_SYNC_DIR, NULL);
+		return fail_step(f, err, rc, SFR_PHASE_SYNC_DIR, NULL);
 	f->state = DONE;
 	return 0;
 }
@@ -360,7 +360,7 @@ int sfr_folder_commit(struct sfr_folder *f, struct sfr_err *err)
 /* ---- the end ---- */
 
 /* Removes the directory `name` in the parent. Returns 0, or an error that is also in `err`. */
-static int remove_hidden(const struct sfr_folder *f, const char *name, struct sfr_err *err)
+static int remove_in_parent(const struct sfr_folder *f, const char *name, struct sfr_err *err)
 {
 	char *path = sfr__path_join(f->dir, name);
 	int rc;
@@ -383,9 +383,9 @@ int sfr_folder_clear(struct sfr_folder *f, struct sfr_err *err)
 	/* Before a commit the new directory has the temporary name; after an exchange, the old one.
 	 * In the state PLACED the old directory stays, because the parent is not synced. */
 	if (f->temporary_path && f->state != PLACED)
-		rc = remove_hidden(f, f->temporary_name, err);
+		rc = remove_in_parent(f, f->temporary_name, err);
 	if (f->aside_name && f->state == DONE) {
-		aside_rc = remove_hidden(f, f->aside_name, err);
+		aside_rc = remove_in_parent(f, f->aside_name, err);
 		if (rc == 0)
 			rc = aside_rc;
 	}
@@ -422,6 +422,6 @@ void sfr_tidy(const char *dir)
 
 	if (fd < 0)
 		return;
-	sfr__tmp_clean(fd, dir);
+	sfr__tmp_clean_dir(fd, dir);
 	(void)sfr__fd_close(fd); /* nothing was written */
 }

@@ -24,14 +24,14 @@
 #define MAX_SCANS 8
 
 /* A directory still to be removed. */
-struct node {
-	struct node *next;
+struct pending_dir {
+	struct pending_dir *next;
 	unsigned nr_scans; /* how often its entries were read */
 	char path[];
 };
 
 struct walk {
-	struct node *todo;             /* a subdirectory comes before its parent */
+	struct pending_dir *todo;      /* a subdirectory comes before its parent */
 	bool kept_any;                 /* a live temporary was kept */
 	bool removes_live;             /* live temporaries are removed too */
 	_Atomic uint64_t *answered_ns; /* gets the time before each name; or NULL */
@@ -47,7 +47,7 @@ static void keep_error(struct walk *w, int code)
 static void push_directory(struct walk *w, const char *path)
 {
 	size_t len = strlen(path) + 1;
-	struct node *node = sfr_sys.malloc(sizeof(*node) + len);
+	struct pending_dir *node = sfr_sys.malloc(sizeof(*node) + len);
 
 	if (!node) {
 		keep_error(w, -ENOMEM);
@@ -61,7 +61,7 @@ static void push_directory(struct walk *w, const char *path)
 
 /* Removes a file or link, or puts a directory on the list. Keeps a live temporary. `name` is the
  * last component of `path`; or NULL for the tree itself, which is never kept. */
-static void remove_one(struct walk *w, const char *path, const char *name)
+static void remove_file_or_push_directory(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
 	bool may_stay;
@@ -99,7 +99,7 @@ static int remove_entry(void *arg, const char *name)
 
 	if (!path)
 		return -ENOMEM;
-	remove_one(visit->walk, path, name);
+	remove_file_or_push_directory(visit->walk, path, name);
 	sfr_sys.free(path);
 	return 0;
 }
@@ -116,7 +116,7 @@ static void remove_contents(struct walk *w, const char *dir)
 /* ---- checkpoints of DCP ---- */
 
 /* Also accepts a name such as `__3.metadata`, which a rank writes if it saves alone. */
-static bool is_metadata_file(const char *name)
+static bool is_dcp_metadata_file(const char *name)
 {
 	if (strncmp(name, "__", 2) == 0) {
 		name += 2;
@@ -126,7 +126,7 @@ static bool is_metadata_file(const char *name)
 }
 
 /* A data file of DCP has a name such as `__3_0.distcp`. */
-static bool is_data_file(const char *name)
+static bool is_dcp_data_file(const char *name)
 {
 	const char *dot = strrchr(name, '.');
 
@@ -153,8 +153,8 @@ static int remove_if_metadata(void *arg, const char *name)
 	struct visit *visit = arg;
 
 	/* Data files alone also mean DCP: their metadata is removed, but perhaps only in memory. */
-	visit->is_dcp = visit->is_dcp || is_metadata_file(name) || is_data_file(name);
-	return is_metadata_file(name) ? unlink_in(visit->dir, name) : 0;
+	visit->is_dcp = visit->is_dcp || is_dcp_metadata_file(name) || is_dcp_data_file(name);
+	return is_dcp_metadata_file(name) ? unlink_in(visit->dir, name) : 0;
 }
 
 /* If the directory is a checkpoint of DCP, removes its metadata and syncs. Returns false if that
@@ -176,9 +176,9 @@ static bool remove_metadata(struct walk *w, const char *dir)
 /* Visits the directory at the head of the list. The first visit removes its files; the second, when
  * its subdirectories are gone, removes the directory. If the directory is still not empty, scans it
  * again, up to MAX_SCANS times. */
-static void step_directory(struct walk *w)
+static void scan_or_remove_directory(struct walk *w)
 {
-	struct node *node = w->todo;
+	struct pending_dir *node = w->todo;
 
 	if (node->nr_scans == 0) {
 		node->nr_scans = 1;
@@ -214,15 +214,16 @@ static int remove_tree(const char *path, struct walk *walk, struct sfr_err *err)
 	struct sfr_err walk_err = { .index = -1 };
 
 	walk->err = &walk_err;
-	remove_one(walk, path, NULL); /* NULL: the tree itself is removed even if it is live */
+	remove_file_or_push_directory(
+		walk, path, NULL); /* NULL: the tree itself is removed even if it is live */
 	while (walk->todo)
-		step_directory(walk);
+		scan_or_remove_directory(walk);
 	if (walk_err.code)
 		sfr__err_set(err, walk_err.code, walk_err.phase, walk_err.note);
 	return walk_err.code;
 }
 
-int sfr__file_remove(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err)
+int sfr__file_remove_tree(const char *path, _Atomic uint64_t *answered_ns, struct sfr_err *err)
 {
 	struct walk walk = { .answered_ns = answered_ns };
 

@@ -18,7 +18,7 @@ static const char *last_component(const char *path)
 	return slash ? slash + 1 : path;
 }
 
-static bool is_name(const char *last)
+static bool is_real_name(const char *last)
 {
 	return last[0] != '\0' && strcmp(last, ".") != 0 && strcmp(last, "..") != 0;
 }
@@ -67,7 +67,7 @@ int sfr_resolve(const char *path, int follow_link, struct sfr_target *target)
 {
 	char real[SFR_PATH_MAX];
 	const char *last = last_component(path);
-	bool needs_real_path = !is_name(last); /* such as "a/.." */
+	bool needs_real_path = !is_real_name(last); /* such as "a/.." */
 	struct stat st;
 	int rc;
 

@@ -31,7 +31,7 @@ static int write_file(const struct sfr_step *step)
 }
 
 /* Returns 0 or -errno; -EINVAL for an unknown kind. */
-static int take_step(const struct sfr_step *step)
+static int carry_out_step(const struct sfr_step *step)
 {
 	switch (step->kind) {
 	case SFR_STEP_WRITE:
@@ -50,7 +50,7 @@ static int take_step(const struct sfr_step *step)
 int sfr_steps_take(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done)
 {
 	for (*nr_done = 0; *nr_done < nr_steps; (*nr_done)++) {
-		int rc = take_step(&steps[*nr_done]);
+		int rc = carry_out_step(&steps[*nr_done]);
 
 		if (rc < 0)
 			return rc;

@@ -152,7 +152,7 @@ bool sfr__tmp_parse(const char *name, struct sfr__tmp_name *out)
 
 /* ---- the list of live temporaries ---- */
 
-static void add_live(struct sfr__tmp *tmp)
+static void add_to_live_list(struct sfr__tmp *tmp)
 {
 	sfr__lock(&temps.mu);
 	tmp->serial = ++temps.last_serial;
@@ -210,7 +210,7 @@ static bool means_no_locks(int code)
 }
 
 /* Checks that the name still leads to the locked file. Returns 0, -ENOENT if not, or -errno. */
-static int check_name(int fd, int dir, const char *name)
+static int check_name_leads_to_fd(int fd, int dir, const char *name)
 {
 	struct stat locked, named;
 
@@ -236,7 +236,7 @@ static int open_existing(int dir, const char *name)
 	return fd;
 }
 
-enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code)
+enum sfr__tmp_writer_state sfr__tmp_lock_if_dead(int dir, const char *name, int *fd_out, int *code)
 {
 	struct stat st;
 	int fd = open_existing(dir, name), rc;
@@ -251,7 +251,7 @@ enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int 
 	if (rc == 0)
 		rc = try_lock(fd);
 	if (rc == 0)
-		rc = check_name(fd, dir, name);
+		rc = check_name_leads_to_fd(fd, dir, name);
 	*code = rc;
 	if (rc == 0) {
 		*fd_out = fd;
@@ -292,16 +292,16 @@ bool sfr__tmp_mark_reported(const char *path)
 void sfr__tmp_report_unknown(const char *path, int code)
 {
 	if (sfr__tmp_mark_reported(path))
-		sfr__notice_text("%s is a temporary file whose writer may still be running "
-				 "(%s): it was kept",
-				 path, sfr_code_name(code));
+		sfr__notice_post_text("%s is a temporary file whose writer may still be running "
+				      "(%s): it was kept",
+				      path, sfr_code_name(code));
 }
 
 bool sfr__tmp_may_be_live(const char *path, const char *name)
 {
 	struct sfr__tmp_name parsed;
 	char lock_path[SFR_PATH_MAX];
-	enum sfr__tmp_life life;
+	enum sfr__tmp_writer_state life;
 	int fd, code;
 	size_t len;
 
@@ -315,7 +315,7 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 		return true; /* too long to be examined */
 	memcpy(lock_path, path, len);
 	lock_path[len] = '\0';
-	life = sfr__tmp_examine(AT_FDCWD, lock_path, &fd, &code);
+	life = sfr__tmp_lock_if_dead(AT_FDCWD, lock_path, &fd, &code);
 	if (fd >= 0)
 		(void)sfr__fd_close(fd); /* nothing was written to it */
 	if (life == SFR__TMP_UNKNOWN)
@@ -327,13 +327,13 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 
 /* Makes and locks a temporary under a new name. Returns 0, SFR_EAGAIN if the caller must try again,
  * or -errno. *phase is the step that failed. */
-static int try_name(int dir, const char *boot_id, struct sfr__tmp *tmp, int *fd_out,
-		    enum sfr_phase *phase)
+static int try_to_make_tmp(int dir, const char *boot_id, struct sfr__tmp *tmp, int *fd_out,
+			   enum sfr_phase *phase)
 {
 	int fd, rc;
 
 	*phase = SFR_PHASE_OPEN;
-	add_live(tmp);
+	add_to_live_list(tmp);
 	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX,
 		       boot_id, (intmax_t)getpid(), tmp->serial); /* tmp->name is long enough */
 	/* subject to the umask, like any file */
@@ -345,7 +345,7 @@ static int try_name(int dir, const char *boot_id, struct sfr__tmp *tmp, int *fd_
 	*phase = SFR_PHASE_LOCK;
 	rc = try_lock(fd);
 	if (rc == 0 || means_no_locks(rc)) /* without locks the list protects the file */
-		rc = check_name(fd, dir, tmp->name);
+		rc = check_name_leads_to_fd(fd, dir, tmp->name);
 	if (rc == 0) {
 		*fd_out = fd;
 		return 0;
@@ -365,7 +365,7 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 
 	(void)sfr__tmp_get_boot_id(boot_id); /* "noboot" is good enough for a name */
 	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
-		rc = try_name(dir, boot_id, tmp, fd_out, &phase);
+		rc = try_to_make_tmp(dir, boot_id, tmp, fd_out, &phase);
 	/* the last name was in use (OPEN), or cleaners locked or removed the files (LOCK) */
 	if (rc == SFR_EAGAIN)
 		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;

@@ -31,7 +31,7 @@ bool sfr__tmp_get_boot_id(char boot_id[SFR__BOOT_LEN + 1]);
 bool sfr__tmp_is_ours(const struct sfr__tmp_name *name);
 
 /* The state of a writer in another process, as far as it is known. */
-enum sfr__tmp_life {
+enum sfr__tmp_writer_state {
 	SFR__TMP_DEAD,    /* nobody had the lock; the caller has it now */
 	SFR__TMP_GONE,    /* the file with the lock does not exist, so the writer has ended */
 	SFR__TMP_ALIVE,   /* another process has the lock */
@@ -40,7 +40,7 @@ enum sfr__tmp_life {
 /* Tries to lock the file `name` in the open directory `dir`. For SFR__TMP_DEAD, *fd_out is the
  * locked descriptor, which the caller closes; else it is -1. *code is 0, or the error that led to
  * the result. */
-enum sfr__tmp_life sfr__tmp_examine(int dir, const char *name, int *fd_out, int *code);
+enum sfr__tmp_writer_state sfr__tmp_lock_if_dead(int dir, const char *name, int *fd_out, int *code);
 /* Marks a path as reported. Returns false if it was reported before, or if too many paths were. */
 bool sfr__tmp_mark_reported(const char *path);
 /* Sends a notice, once for each path, that the temporary was kept because of the error `code`. */

@@ -4,7 +4,8 @@
 
 #include "memory/pool_int.h"
 
-int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from, size_t to)
+int sfr__pool_commit_memory(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
+			    size_t to)
 {
 	char *mem = sfr__pool_block_addr(pool, block) + from;
 	int rc = sfr__memory_make_accessible(mem, to - from);
@@ -29,19 +30,19 @@ void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *bloc
 {
 	sfr__pin_blocks(&pool->pin, blocks, nr, pool->block_bytes);
 	for (uint32_t i = 0; i < nr; i++)
-		if (sfr__pin_is_foreign(blocks[i]))
+		if (sfr__pin_is_driver_memory(blocks[i]))
 			/* The block now uses the driver's memory. Its own pages are not needed any
 			 * more. */
 			(void)sfr__pool_decommit(pool, blocks[i], 0, (size_t)pool->block_bytes);
 }
 
-void sfr__pool_push(struct sfr__list *list, struct sfr__block *block)
+void sfr__pool_push(struct sfr__block_list *list, struct sfr__block *block)
 {
 	block->next = list->head;
 	list->head = block;
 }
 
-struct sfr__block *sfr__pool_pop(struct sfr__list *list)
+struct sfr__block *sfr__pool_list_pop(struct sfr__block_list *list)
 {
 	struct sfr__block *block = list->head;
 
@@ -50,7 +51,7 @@ struct sfr__block *sfr__pool_pop(struct sfr__list *list)
 	return block;
 }
 
-void sfr__pool_remove_owned(struct sfr__list *list)
+void sfr__list_remove_owned(struct sfr__block_list *list)
 {
 	struct sfr__block **at = &list->head;
 
@@ -116,7 +117,7 @@ void sfr__pool_set_committed_locked(struct sfr__pool *pool, struct sfr__block *b
 	sfr__pool_count_if_whole_locked(pool, block);
 }
 
-struct sfr__block *sfr__pool_take_unused_locked(struct sfr__pool *pool)
+struct sfr__block *sfr__pool_take_never_used_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block;
 
@@ -128,7 +129,7 @@ struct sfr__block *sfr__pool_take_unused_locked(struct sfr__pool *pool)
 	return block;
 }
 
-size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need)
+size_t sfr__pool_target_bytes_for(const struct sfr__pool *pool, uint64_t need)
 {
 	/* at least one huge page, even if nothing is needed */
 	uint64_t nbytes = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);
@@ -138,5 +139,5 @@ size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need)
 
 bool sfr__pool_fills_block(const struct sfr__pool *pool, size_t need)
 {
-	return sfr__pool_memory_for(pool, need) == pool->block_bytes;
+	return sfr__pool_target_bytes_for(pool, need) == pool->block_bytes;
 }

@@ -65,7 +65,7 @@ uint64_t sfr__budget_take(const struct sfr_engine_opts *opts)
 	return bytes;
 }
 
-void sfr__budget_give(uint64_t bytes)
+void sfr__budget_give_back(uint64_t bytes)
 {
 	add_bytes(&sum_of_caps, -(int64_t)bytes);
 }

@@ -14,8 +14,8 @@
 /* The state that the threads of one sfr__pool_grow_all share. */
 struct growth {
 	struct sfr__pool *pool;
-	struct sfr__list work; /* blocks that no thread has taken; guarded by pool->mu */
-	int rc;                /* the first error; guarded by pool->mu */
+	struct sfr__block_list work; /* blocks that no thread has taken; guarded by pool->mu */
+	int rc;                      /* the first error; guarded by pool->mu */
 	/* the caller's function, called for each block */
 	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
 };
@@ -28,12 +28,13 @@ static void *grow_main(void *arg)
 	struct sfr__block *block;
 
 	sfr__lock(&pool->mu);
-	while ((block = sfr__pool_pop(&job->work)) != NULL) {
+	while ((block = sfr__pool_list_pop(&job->work)) != NULL) {
 		int rc = job->rc;
 
 		if (rc == 0) { /* after an error of any thread, the other blocks get no memory */
 			sfr__unlock(&pool->mu);
-			rc = sfr__pool_commit(pool, block, block->committed, block->target_bytes);
+			rc = sfr__pool_commit_memory(pool, block, block->committed,
+						     block->target_bytes);
 			sfr__lock(&pool->mu);
 			if (rc == 0)
 				sfr__pool_set_committed_locked(pool, block, block->target_bytes);
@@ -46,7 +47,7 @@ static void *grow_main(void *arg)
 	return NULL;
 }
 
-int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
+int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__block_list work,
 		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
 					    int rc))
 {
@@ -73,8 +74,8 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 
 /* Moves from `list` to `work` the blocks that need more memory, if the first `nbytes` bytes of the
  * pool are to have memory. Sets block->target_bytes. */
-static void collect_blocks_to_warm_locked(struct sfr__pool *pool, struct sfr__list *list,
-					  uint64_t nbytes, struct sfr__list *work)
+static void collect_blocks_to_warm_locked(struct sfr__pool *pool, struct sfr__block_list *list,
+					  uint64_t nbytes, struct sfr__block_list *work)
 {
 	struct sfr__block **at = &list->head, *block;
 
@@ -82,7 +83,7 @@ static void collect_blocks_to_warm_locked(struct sfr__pool *pool, struct sfr__li
 		uint64_t begin = block->index * pool->block_bytes;
 
 		block->target_bytes =
-			nbytes > begin ? sfr__pool_memory_for(pool, nbytes - begin) : 0;
+			nbytes > begin ? sfr__pool_target_bytes_for(pool, nbytes - begin) : 0;
 		if (block->committed >= block->target_bytes) {
 			at = &block->next;
 			continue;
@@ -94,14 +95,14 @@ static void collect_blocks_to_warm_locked(struct sfr__pool *pool, struct sfr__li
 }
 
 /* Called by sfr__pool_grow_all for each block: makes it FREE, or RESERVED without memory. */
-static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
+static void return_warmed_block_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
 	(void)rc; /* after a failure, too, the block keeps the memory that it had */
 	pool->nr_returned++;
 	sfr__pool_disown_locked(pool, block);
 }
 
-static int by_index(const void *a, const void *b)
+static int compare_block_indices(const void *a, const void *b)
 {
 	uint32_t i = (*(struct sfr__block *const *)a)->index;
 	uint32_t j = (*(struct sfr__block *const *)b)->index;
@@ -137,9 +138,9 @@ static void pin_free_blocks(struct sfr__pool *pool)
 		to_pin[nr++] = block;
 	}
 	sfr__unlock(&pool->mu);
-	qsort(to_pin, nr, sizeof(*to_pin), by_index);
+	qsort(to_pin, nr, sizeof(*to_pin), compare_block_indices);
 	for (uint32_t i = 0, len; i < nr; i += len) {
-		len = sfr__pool_row_len(to_pin + i, nr - i);
+		len = sfr__pool_count_adjacent(to_pin + i, nr - i);
 		sfr__pool_pin_blocks(pool, to_pin + i, len);
 	}
 	sfr__cuda_leave(&scope);
@@ -152,18 +153,18 @@ static void pin_free_blocks(struct sfr__pool *pool)
 
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 {
-	struct sfr__list work = { NULL };
+	struct sfr__block_list work = { NULL };
 	int rc;
 
 	if (nbytes > pool->nr_blocks * pool->block_bytes)
 		nbytes = pool->nr_blocks * pool->block_bytes;
 	sfr__lock(&pool->mu);
 	while (pool->nr_ever_used * pool->block_bytes < nbytes)
-		sfr__pool_push(&pool->reserved, sfr__pool_take_unused_locked(pool));
+		sfr__pool_push(&pool->reserved, sfr__pool_take_never_used_locked(pool));
 	collect_blocks_to_warm_locked(pool, &pool->partial, nbytes, &work);
 	collect_blocks_to_warm_locked(pool, &pool->reserved, nbytes, &work);
 	sfr__unlock(&pool->mu);
-	rc = sfr__pool_grow_all(pool, work, warmed_locked);
+	rc = sfr__pool_grow_all(pool, work, return_warmed_block_locked);
 	if (sfr__pin_is_on(&pool->pin))
 		pin_free_blocks(pool);
 	return rc;
@@ -173,21 +174,21 @@ int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 
 int sfr__pool_trim(struct sfr__pool *pool)
 {
-	struct sfr__list work = { NULL };
+	struct sfr__block_list work = { NULL };
 	struct sfr__block *block;
 	int rc = 0;
 
 	sfr__lock(&pool->mu);
 	pool->nr_whole_target = 0; /* writers make no memory until the next save */
-	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
-	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
+	while ((block = sfr__pool_list_pop(&pool->whole)) != NULL ||
+	       (block = sfr__pool_list_pop(&pool->partial)) != NULL) {
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);
 		sfr__pool_push(&work, block);
 	}
 	sfr__unlock(&pool->mu);
-	sfr__pin_drop(&pool->pin, work.head);
+	sfr__pin_release_regions(&pool->pin, work.head);
 	sfr__lock(&pool->mu);
-	while ((block = sfr__pool_pop(&work)) != NULL) {
+	while ((block = sfr__pool_list_pop(&work)) != NULL) {
 		int block_rc;
 
 		/* its region has a block in use, or the driver did not release the region */

@@ -9,7 +9,7 @@
  * saves can finish and return their blocks. A snapshot's blocks return only when its users release
  * them, and the waiting thread may be such a user. So these blocks are marked `user_held`: no
  * thread waits for them. A request that fits only with held blocks fails at once with
- * SFR_EEXHAUSTED. When the last user has released them, sfr__pool_hold removes the mark.
+ * SFR_EEXHAUSTED. When the last user has released them, sfr__pool_set_held removes the mark.
  *
  * Saves. While a save needs blocks, a lease leaves one block free, which is enough for progress.
  * Every attempt checks this, because a save may begin while a request waits. Two kinds of saves do
@@ -27,8 +27,8 @@
 #include "memory/pool_int.h"
 
 /* Returns how many bytes of memory block number `i` of a run must have for this lease. */
-static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
-			const struct sfr__run_of_blocks *run, uint32_t i)
+static uint64_t bytes_needed_of_block(const struct sfr__pool *pool, const struct sfr__lease *lease,
+				      const struct sfr__run_of_blocks *run, uint32_t i)
 {
 	uint64_t left = run->len - i * pool->block_bytes;
 
@@ -72,12 +72,12 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 			end = run->first + i + 1;
 	}
 	while (pool->nr_ever_used < end)
-		sfr__pool_push(&pool->reserved, sfr__pool_take_unused_locked(pool));
+		sfr__pool_push(&pool->reserved, sfr__pool_take_never_used_locked(pool));
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
-		bool ready = block->committed >= need_of(pool, lease, run, i) &&
-			     !sfr__pin_is_foreign(block);
+		bool ready = block->committed >= bytes_needed_of_block(pool, lease, run, i) &&
+			     !sfr__pin_is_driver_memory(block);
 
 		sfr__pool_move_locked(pool, block, ready ? SFR__BLOCK_LEASED : SFR__BLOCK_GROWING);
 		/* not counted again: saves cannot use a block that a user holds */
@@ -87,9 +87,9 @@ static void take_placed_locked(struct sfr__pool *pool, const struct sfr__placeme
 	}
 	pool->nr_user_held += lease->nr_blocks;
 	/* the taken blocks are owned now, but still in these lists */
-	sfr__pool_remove_owned(&pool->reserved);
-	sfr__pool_remove_owned(&pool->partial);
-	sfr__pool_remove_owned(&pool->whole);
+	sfr__list_remove_owned(&pool->reserved);
+	sfr__list_remove_owned(&pool->partial);
+	sfr__list_remove_owned(&pool->whole);
 	wake_waiters_locked(pool);
 }
 
@@ -136,13 +136,13 @@ static int return_to_range_locked(struct sfr__pool *pool, struct sfr__block *blo
 	int rc;
 
 	sfr__unlock(&pool->mu);
-	block->next = NULL; /* sfr__pin_drop takes a list: this one has one block */
-	sfr__pin_drop(&pool->pin, block);
-	if (sfr__pin_is_foreign(block)) {
+	block->next = NULL; /* sfr__pin_release_regions takes a list: this one has one block */
+	sfr__pin_release_regions(&pool->pin, block);
+	if (sfr__pin_is_driver_memory(block)) {
 		sfr__lock(&pool->mu);
 		return -EIO; /* the driver refused to release its memory */
 	}
-	rc = sfr__pool_commit(pool, block, 0, block->committed);
+	rc = sfr__pool_commit_memory(pool, block, 0, block->committed);
 	sfr__lock(&pool->mu);
 	if (rc != 0)
 		sfr__pool_set_committed_locked(pool, block, 0);
@@ -161,7 +161,7 @@ static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int r
  * an error all blocks are free again and keep the memory that they got. */
 static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
-	struct sfr__list work = { NULL };
+	struct sfr__block_list work = { NULL };
 	int rc = 0;
 
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -170,10 +170,12 @@ static int grow_lease_locked(struct sfr__pool *pool, const struct sfr__lease *le
 
 		if (block->state != SFR__BLOCK_GROWING || rc != 0)
 			continue; /* the block has its memory, or an earlier one got none */
-		if (sfr__pin_is_foreign(block))
+		if (sfr__pin_is_driver_memory(block))
 			rc = return_to_range_locked(pool, block);
-		block->target_bytes = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
-		if (block->committed < need_of(pool, lease, run, i))
+		block->target_bytes =
+			sfr__pool_target_bytes_for(pool,
+						   bytes_needed_of_block(pool, lease, run, i));
+		if (block->committed < bytes_needed_of_block(pool, lease, run, i))
 			sfr__pool_push(&work, block);
 		else if (rc == 0)
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
@@ -200,8 +202,8 @@ static int wait_for_room_locked(struct sfr__pool *pool, struct sfr__placement *p
 				uint32_t nr_blocked_saves, uint64_t deadline_ns,
 				const uint64_t *returned_at_failure, struct sfr__lease *lease)
 {
-	struct sfr__waiter me = { .seq = UINT64_MAX }; /* after the requests of all saves */
-	bool timed_out = deadline_ns == 0;             /* there is no time left to wait */
+	struct sfr__pool_waiter me = { .seq = UINT64_MAX }; /* after the requests of all saves */
+	bool timed_out = deadline_ns == 0;                  /* there is no time left to wait */
 	int rc;
 
 	sfr__pool_enqueue_locked(pool, &me);
@@ -279,7 +281,7 @@ fail:
 	return rc;
 }
 
-void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
+void sfr__pool_set_held(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	sfr__lock(&pool->mu);
 	set_held_locked(pool, lease, held);
@@ -321,7 +323,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 			blocks[nr++] = block;
 	}
 	for (uint32_t i = 0, len; i < nr; i += len) {
-		len = sfr__pool_row_len(blocks + i, nr - i);
+		len = sfr__pool_count_adjacent(blocks + i, nr - i);
 		sfr__pin_in_place(&pool->pin, blocks + i, len, pool->block_bytes);
 	}
 	sfr_sys.free(blocks);
@@ -333,7 +335,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	return all_pinned;
 }
 
-int sfr__pool_file(const struct sfr__pool *pool, const char *mem, uint64_t *off)
+int sfr__pool_locate_in_file(const struct sfr__pool *pool, const char *mem, uint64_t *off)
 {
 	*off = (uint64_t)(mem - pool->range.base);
 	return pool->range.file;
@@ -345,7 +347,8 @@ bool sfr__pool_has(const struct sfr__pool *pool, const char *mem)
 	       (uint64_t)(mem - pool->range.base) < pool->nr_blocks * pool->block_bytes;
 }
 
-size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned)
+size_t sfr__pool_len_for_one_copy(const struct sfr__pool *pool, const char *mem, size_t len,
+				  bool *pinned)
 {
 	uint64_t off = (uint64_t)(mem - pool->range.base);
 	uint32_t i = (uint32_t)(off / pool->block_bytes);
@@ -365,12 +368,13 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	return span_end - off < len ? (size_t)(span_end - off) : len;
 }
 
-int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared)
+int sfr__pool_set_inheritable(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared)
 {
 	for (uint32_t r = 0; r < lease->nr_runs; r++) {
 		const struct sfr__run_of_blocks *run = &lease->runs[r];
 		char *mem = pool->range.base + run->first * pool->block_bytes;
-		int rc = sfr__memory_inherit(mem, sfr__round_up(run->len, SFR_PAGE), shared);
+		int rc =
+			sfr__memory_set_inheritable(mem, sfr__round_up(run->len, SFR_PAGE), shared);
 
 		if (rc != 0)
 			return rc;

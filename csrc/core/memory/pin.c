@@ -43,9 +43,10 @@ struct sfr__region {
 	char *pool_addr; /* the first block's address in the pool; not `mem` if ALLOCATED */
 	enum pin_way way;
 	uint32_t nr_blocks;
-	uint32_t nr_in_list; /* its blocks in the list of sfr__pin_drop; guarded by pin->mu */
-	bool never_release;  /* one of its blocks is retired; guarded by pin->mu */
-	bool released;       /* by the driver, in sfr__pin_drop */
+	/* how many of its blocks are in the list of sfr__pin_release_regions; guarded by pin->mu */
+	uint32_t nr_in_list;
+	bool never_release; /* one of its blocks is retired; guarded by pin->mu */
+	bool released;      /* by the driver, in sfr__pin_release_regions */
 };
 
 void sfr__pin_init(struct sfr__pin *pin)
@@ -58,8 +59,8 @@ bool sfr__pin_is_on(struct sfr__pin *pin)
 	return sfr__under(&pin->mu, pin->cu != NULL);
 }
 
-int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t device, char *why,
-		size_t why_len)
+int sfr__pin_turn_on(struct sfr__pin *pin, const struct sfr__cuda_api *cu, uint32_t device,
+		     char *why, size_t why_len)
 {
 	CUcontext context;
 	int rc;
@@ -97,10 +98,10 @@ static void log_fallback(struct sfr__pin *pin, enum pin_way way, const char *tex
 	}
 	sfr__unlock(&pin->mu);
 	if (!noted)
-		sfr__notice_text("%s", text);
+		sfr__notice_post_text("%s", text);
 }
 
-void sfr__pin_failed(struct sfr__pin *pin, const char *why)
+void sfr__pin_report_failure(struct sfr__pin *pin, const char *why)
 {
 	char text[sizeof(pin->note)];
 
@@ -125,7 +126,7 @@ static void note_fallback_to(struct sfr__pin *pin, enum pin_way way, CUresult rc
 	log_fallback(pin, way, text);
 }
 
-void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
+void sfr__pin_get_note(struct sfr__pin *pin, char *text, size_t len)
 {
 	sfr__lock(&pin->mu);
 	(void)snprintf(text, len, "%s", pin->note);
@@ -223,8 +224,8 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 }
 
 /* Pins adjacent blocks in regions that are as large as possible. Each refusal halves their size. */
-static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
-		     uint64_t block_bytes, bool in_place)
+static void pin_adjacent_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
+				uint64_t block_bytes, bool in_place)
 {
 	uint64_t nr_per_region_max = REGION_BYTES_MAX / block_bytes;
 	uint32_t next = 0, nr_per_region = nr;
@@ -253,13 +254,13 @@ static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		     uint64_t block_bytes)
 {
-	pin_many(pin, blocks, nr, block_bytes, false);
+	pin_adjacent_blocks(pin, blocks, nr, block_bytes, false);
 }
 
 void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		       uint64_t block_bytes)
 {
-	pin_many(pin, blocks, nr, block_bytes, true);
+	pin_adjacent_blocks(pin, blocks, nr, block_bytes, true);
 }
 
 void sfr__pin_never_release(struct sfr__pin *pin, struct sfr__block *block)
@@ -275,14 +276,14 @@ bool sfr__pin_is_pinned(const struct sfr__block *block)
 	return block->region && block->region->way != PAGEABLE;
 }
 
-bool sfr__pin_is_foreign(const struct sfr__block *block)
+bool sfr__pin_is_driver_memory(const struct sfr__block *block)
 {
 	return block->region && block->region->way == ALLOCATED;
 }
 
 /* ---- releasing ------------------------------------------------------------------- */
 
-static void unlink_locked(struct sfr__pin *pin, struct sfr__region *region)
+static void unlink_region_locked(struct sfr__pin *pin, struct sfr__region *region)
 {
 	struct sfr__region **at = &pin->regions;
 
@@ -304,7 +305,7 @@ static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struc
 
 		if (!region || region->nr_in_list != region->nr_blocks)
 			continue;
-		unlink_locked(pin, region);
+		unlink_region_locked(pin, region);
 		region->next = taken;
 		taken = region;
 		region->nr_in_list = 0; /* so that its next block in the list is skipped */
@@ -315,7 +316,7 @@ static struct sfr__region *take_whole_regions_locked(struct sfr__pin *pin, struc
 	return taken;
 }
 
-void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
+void sfr__pin_release_regions(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__cuda_scope scope;
 	struct sfr__region *taken, *region;

@@ -15,7 +15,7 @@ static bool is_usable(const struct sfr__block *block, bool after_wait)
 	return after_wait ? !block->user_held : !sfr__block_is_owned(block->state);
 }
 
-static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool after_wait)
+static uint32_t count_usable_blocks_locked(const struct sfr__pool *pool, bool after_wait)
 {
 	uint32_t nr = 0;
 
@@ -110,7 +110,7 @@ bool sfr__pool_place_locked(const struct sfr__pool *pool, struct sfr__placement 
 			    bool after_wait, bool keep_one_free)
 {
 	uint64_t nr_needed = sfr__round_up(placement->total, pool->block_bytes) / pool->block_bytes;
-	uint64_t nr_usable = nr_usable_locked(pool, after_wait);
+	uint64_t nr_usable = count_usable_blocks_locked(pool, after_wait);
 	uint64_t nr_kept_free = keep_one_free ? 1 : 0;
 	uint32_t first = 0; /* if all items are empty */
 

@@ -57,7 +57,7 @@
 /* ---- lists and states, with the lock -------------------------------------- */
 
 /* Returns the first block that has `need` bytes of memory, or NULL. */
-static struct sfr__block *pop_with_memory(struct sfr__list *list, size_t need)
+static struct sfr__block *pop_with_memory(struct sfr__block_list *list, size_t need)
 {
 	for (struct sfr__block **at = &list->head; *at != NULL; at = &(*at)->next) {
 		struct sfr__block *block = *at;
@@ -73,9 +73,9 @@ static struct sfr__block *pop_with_memory(struct sfr__list *list, size_t need)
 /* Returns a block without memory, or NULL. */
 static struct sfr__block *pop_reserved_locked(struct sfr__pool *pool)
 {
-	struct sfr__block *block = sfr__pool_pop(&pool->reserved);
+	struct sfr__block *block = sfr__pool_list_pop(&pool->reserved);
 
-	return block != NULL ? block : sfr__pool_take_unused_locked(pool);
+	return block != NULL ? block : sfr__pool_take_never_used_locked(pool);
 }
 
 /* Takes a block for `need` bytes, or returns NULL. The block becomes LEASED, or GROWING if it needs
@@ -92,11 +92,11 @@ static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 	    sfr__pool_lacks_whole_locked(pool))
 		block = pop_reserved_locked(pool);
 	if (block == NULL)
-		block = sfr__pool_pop(&pool->whole);
+		block = sfr__pool_list_pop(&pool->whole);
 	if (block == NULL)
 		block = pop_reserved_locked(pool);
 	if (block == NULL)
-		block = sfr__pool_pop(&pool->partial);
+		block = sfr__pool_list_pop(&pool->partial);
 	if (block != NULL) {
 		/* a block without memory is not ready, even if nothing is needed */
 		bool ready = block->committed >= need && block->committed != 0;
@@ -108,9 +108,9 @@ static struct sfr__block *take_block_locked(struct sfr__pool *pool, size_t need)
 
 /* ---- the queue ------------------------------------------------------------ */
 
-void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
+void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__pool_waiter *me)
 {
-	struct sfr__waiter **at = &pool->waiters;
+	struct sfr__pool_waiter **at = &pool->waiters;
 
 	while (*at != NULL && (*at)->seq <= me->seq)
 		at = &(*at)->next;
@@ -118,9 +118,9 @@ void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 	*at = me;
 }
 
-void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
+void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__pool_waiter *me)
 {
-	struct sfr__waiter **at = &pool->waiters;
+	struct sfr__pool_waiter **at = &pool->waiters;
 
 	while (*at != me)
 		at = &(*at)->next;
@@ -135,7 +135,7 @@ static int wait_for_block_locked(struct sfr__pool *pool, uint64_t seq, size_t ne
 				 uint64_t deadline_ns, const uint64_t *returned_at_failure,
 				 struct sfr__block **out)
 {
-	struct sfr__waiter me = { .seq = seq };
+	struct sfr__pool_waiter me = { .seq = seq };
 	bool timed_out = deadline_ns == 0; /* there is no time left to wait */
 	bool all_retired, none_returns;
 
@@ -176,7 +176,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	/* Take a block and make its missing memory without the lock. If the system has no memory,
 	 * put the block back, and try again when another block has returned. */
 	for (;;) {
-		size_t target_bytes = sfr__pool_memory_for(pool, need);
+		size_t target_bytes = sfr__pool_target_bytes_for(pool, need);
 
 		rc = wait_for_block_locked(pool, seq, need, deadline_ns, returned_at_failure,
 					   &block);
@@ -189,7 +189,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 			pool->nr_whole_growing++;
 		}
 		sfr__unlock(&pool->mu);
-		rc = sfr__pool_commit(pool, block, block->committed, target_bytes);
+		rc = sfr__pool_commit_memory(pool, block, block->committed, target_bytes);
 		sfr__lock(&pool->mu);
 		if (sfr__pool_fills_block(pool, need))
 			pool->nr_whole_growing--;
@@ -226,7 +226,7 @@ void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block)
 	sfr__unlock(&pool->mu);
 }
 
-struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool)
+struct sfr__pin *sfr__pool_get_pin(struct sfr__pool *pool)
 {
 	return &pool->pin;
 }
@@ -297,13 +297,13 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
 		.leased_bytes = pool->leased_bytes,
 		.retired_bytes = pool->retired_bytes,
 	};
-	for (const struct sfr__waiter *w = pool->waiters; w != NULL; w = w->next)
+	for (const struct sfr__pool_waiter *w = pool->waiters; w != NULL; w = w->next)
 		out->nr_waiters++;
 	sfr__unlock(&pool->mu);
 }
 
-uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
-			 enum sfr__block_state to)
+uint64_t sfr__pool_nr_moves(struct sfr__pool *pool, enum sfr__block_state from,
+			    enum sfr__block_state to)
 {
 	return sfr__under(&pool->mu, pool->moves[from][to]);
 }

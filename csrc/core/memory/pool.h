@@ -35,7 +35,7 @@ struct sfr__block {
 	size_t target_bytes; /* while the block is GROWING: what `committed` is to become */
 	uint32_t index;      /* the block's number in the pool, from 0 */
 	enum sfr__block_state state; /* guarded by pool->mu */
-	bool user_held; /* only a user can give it back (sfr__pool_hold); guarded by pool->mu */
+	bool user_held; /* only a user can give it back (sfr__pool_set_held); guarded by pool->mu */
 };
 
 /* Statistics of a pool; struct sfr_stats (sfr/engine.h) explains the byte counts. */
@@ -67,7 +67,7 @@ void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block);
 /* Returns whether a lease of `need` bytes gives a block all its memory. */
 bool sfr__pool_fills_block(const struct sfr__pool *pool, size_t need);
 /* Returns the pool's registered regions. */
-struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool);
+struct sfr__pin *sfr__pool_get_pin(struct sfr__pool *pool);
 /* Pins adjacent blocks as sfr__pin_blocks does. The caller owns the blocks; they have all their
  * memory and no region. A block for which the driver allocates memory loses its own. */
 void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *blocks, uint32_t nr);
@@ -75,23 +75,23 @@ void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *bloc
  * threads. Returns 0 or the first error. */
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes);
 /* Gives the memory of free blocks back to the system. Until the next save begins,
- * sfr__pool_keep_pace makes no memory. Returns 0 or the first error. */
+ * sfr__pool_make_whole_blocks makes no memory. Returns 0 or the first error. */
 int sfr__pool_trim(struct sfr__pool *pool);
 void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
 
 /* ---- supply.c ---- */
 
-/* A save calls sfr__pool_join before its first block, and sfr__pool_leave when it needs no more
- * blocks. A *whole* block has all its memory. `nr_whole` is the number of whole blocks that the
- * save could use at a time; it is the same in both calls. If the pool has fewer whole blocks than
- * saves could use, it *lacks* the difference. */
-void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
-void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
+/* A save calls sfr__pool_add_save before its first block, and sfr__pool_remove_save when it needs
+ * no more blocks. A *whole* block has all its memory. `nr_whole` is the number of whole blocks that
+ * the save could use at a time; it is the same in both calls. If the pool has fewer whole blocks
+ * than saves could use, it *lacks* the difference. */
+void sfr__pool_add_save(struct sfr__pool *pool, uint32_t nr_whole);
+void sfr__pool_remove_save(struct sfr__pool *pool, uint32_t nr_whole);
 /* Makes whole blocks that the pool lacks. A writer calls this after each block that it has written.
  * `nr_later_calls` more calls follow for this save, and each can make a block. So this call makes
  * only the blocks that the pool lacks beyond nr_later_calls. It makes none while a thread waits for
  * a block, nor, after the system has refused memory, until the next save begins. */
-void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_later_calls);
+void sfr__pool_make_whole_blocks(struct sfr__pool *pool, uint32_t nr_later_calls);
 /* Makes one whole block that the pool lacks. Returns false if the pool lacks none, or if a thread
  * waits for a block. */
 bool sfr__pool_make_block(struct sfr__pool *pool);
@@ -114,14 +114,15 @@ struct sfr__lease {
 };
 
 /* Leases memory for `nr` items of `lens` bytes, all or nothing. Sets addrs[i] to the address of
- * item i, a multiple of SFR_ALIGN, or to NULL if lens[i] is 0. The lease is held (sfr__pool_hold).
+ * item i, a multiple of SFR_ALIGN, or to NULL if lens[i] is 0. The lease is held
+ * (sfr__pool_set_held).
  *
  *     whole             gives the blocks all their memory, so that they can be registered
  *     nr_blocked_saves  how many saves in flight cannot go on before this call returns
  *     slice_ns          the longest wait; 0: no wait
  *
- * Threads in sfr__pool_get are served first. While another save needs blocks (sfr__pool_join), one
- * block stays free for it. Returns 0, or:
+ * Threads in sfr__pool_get are served first. While another save needs blocks (sfr__pool_add_save),
+ * one block stays free for it. Returns 0, or:
  *     SFR_EAGAIN      there was no room within slice_ns
  *     SFR_EEXHAUSTED  the items do not fit into the blocks outside held leases
  *     -ENOMEM         the system has no memory */
@@ -134,33 +135,34 @@ int sfr__pool_lease(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
 /* Returns the file descriptor of shared pool memory, and sets *off to the offset of `mem` in that
  * file. Returns -1 if the memory is private. */
-int sfr__pool_file(const struct sfr__pool *pool, const char *mem, uint64_t *off);
+int sfr__pool_locate_in_file(const struct sfr__pool *pool, const char *mem, uint64_t *off);
 /* Returns whether the address is in the pool. */
 bool sfr__pool_has(const struct sfr__pool *pool, const char *mem);
 /* Returns how many of the `len` bytes at `mem` can be copied with one device copy, which must not
  * touch two registered regions. `mem` is in a lease. Sets *pinned to whether these bytes are
  * pinned. */
-size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned);
+size_t sfr__pool_len_for_one_copy(const struct sfr__pool *pool, const char *mem, size_t len,
+				  bool *pinned);
 /* Sets whether a user holds the lease; a new lease is held. Only its user can give a held lease
  * back, so no thread waits for its blocks. Idempotent. */
-void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool held);
+void sfr__pool_set_held(struct sfr__pool *pool, const struct sfr__lease *lease, bool held);
 /* Gives the lease's blocks back, or retires them if lease->retired is set. Empties the lease;
  * accepts an empty one. */
 void sfr__pool_unlease(struct sfr__pool *pool, struct sfr__lease *lease);
 /* Sets whether forked children inherit the lease's memory; at first they do not. Returns 0 or
  * -errno. */
-int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared);
+int sfr__pool_set_inheritable(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared);
 
 /* Returns how many times blocks changed between these states; for tests. */
-uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
-			 enum sfr__block_state to);
+uint64_t sfr__pool_nr_moves(struct sfr__pool *pool, enum sfr__block_state from,
+			    enum sfr__block_state to);
 
 /* ---- budget.c ---- */
 
 /* Returns the cap of a default pool, in bytes, and takes it out of the budget (struct
  * sfr_engine_opts). The engine gives the same number of bytes back when its pool is freed. */
 uint64_t sfr__budget_take(const struct sfr_engine_opts *opts);
-void sfr__budget_give(uint64_t bytes);
+void sfr__budget_give_back(uint64_t bytes);
 /* Adds `bytes` to the sum of memory that the process's pools have. `bytes` may be negative. */
 void sfr__budget_add_memory(int64_t bytes);
 

@@ -11,18 +11,18 @@
 
 /* A list of blocks, linked by block->next. Last in, first out: the last used block may still be in
  * a cache. */
-struct sfr__list {
+struct sfr__block_list {
 	struct sfr__block *head;
 };
 
 /* An entry in the queue of waiting threads, on the waiting thread's stack. */
-struct sfr__waiter {
-	struct sfr__waiter *next;
+struct sfr__pool_waiter {
+	struct sfr__pool_waiter *next;
 	uint64_t seq; /* the save's sequence number; UINT64_MAX for a lease */
 };
 
 struct sfr__pool {
-	struct sfr__range range; /* the blocks' address space */
+	struct sfr__memory_range range; /* the blocks' address space */
 	uint64_t block_bytes;
 	uint32_t nr_blocks;
 
@@ -30,13 +30,13 @@ struct sfr__pool {
 	pthread_cond_t cv; /* signals that a block came back or the queue has a new head */
 	struct sfr__block *blocks;
 	uint32_t nr_ever_used; /* blocks[0, nr_ever_used) were used; the others are in no list */
-	struct sfr__list reserved;   /* without memory */
-	struct sfr__list whole;      /* free, memory for the whole block */
-	struct sfr__list partial;    /* free, memory for part of the block */
-	struct sfr__waiter *waiters; /* lowest seq first */
-	uint32_t nr_owned;           /* blocks that are GROWING, LEASED or SHRINKING */
+	struct sfr__block_list reserved;  /* without memory */
+	struct sfr__block_list whole;     /* free, memory for the whole block */
+	struct sfr__block_list partial;   /* free, memory for part of the block */
+	struct sfr__pool_waiter *waiters; /* lowest seq first */
+	uint32_t nr_owned;                /* blocks that are GROWING, LEASED or SHRINKING */
 	uint32_t nr_retired;
-	uint32_t nr_saves;        /* saves that still need blocks (sfr__pool_join) */
+	uint32_t nr_saves;        /* saves that still need blocks (sfr__pool_add_save) */
 	uint32_t nr_whole_useful; /* whole blocks that these saves could use together */
 	/* how many whole blocks the pool should have; missing ones are made ahead of need */
 	uint32_t nr_whole_target;
@@ -81,19 +81,19 @@ static inline char *sfr__pool_block_addr(const struct sfr__pool *pool,
 }
 /* Give memory to bytes [from, to) of a block, or take it away. The caller owns the block and holds
  * no lock. After a success it calls sfr__pool_set_committed_locked. Return 0 or -errno. */
-int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
-		     size_t to);
+int sfr__pool_commit_memory(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
+			    size_t to);
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		       size_t to);
 /* Returns how much memory a lease of `need` bytes gives a block: whole huge pages, at most all of
  * the block. */
-size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
+size_t sfr__pool_target_bytes_for(const struct sfr__pool *pool, uint64_t need);
 /* Returns whether a block in this state belongs to a thread or a lease. Such a block is in no
  * list. */
 bool sfr__block_is_owned(enum sfr__block_state state);
 /* Changes a block's state and the counters that depend on it, and adds the block to the list of its
  * new state. The caller removes the block from its old list, before this call or by
- * sfr__pool_remove_owned. */
+ * sfr__list_remove_owned. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to);
 /* Makes an owned block FREE, or RESERVED if it has no memory. */
@@ -103,7 +103,7 @@ static inline void sfr__pool_disown_locked(struct sfr__pool *pool, struct sfr__b
 			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
 }
 /* Returns how many of these blocks, from the first on, are adjacent in the pool; nr > 0. */
-static inline uint32_t sfr__pool_row_len(struct sfr__block *const *blocks, uint32_t nr)
+static inline uint32_t sfr__pool_count_adjacent(struct sfr__block *const *blocks, uint32_t nr)
 {
 	uint32_t len = 1;
 
@@ -115,11 +115,11 @@ static inline uint32_t sfr__pool_row_len(struct sfr__block *const *blocks, uint3
 void sfr__pool_set_committed_locked(struct sfr__pool *pool, struct sfr__block *block,
 				    size_t nbytes);
 /* Takes the first block that was never used, or returns NULL. */
-struct sfr__block *sfr__pool_take_unused_locked(struct sfr__pool *pool);
-void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
-struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL: the list is empty */
+struct sfr__block *sfr__pool_take_never_used_locked(struct sfr__pool *pool);
+void sfr__pool_push(struct sfr__block_list *list, struct sfr__block *block);
+struct sfr__block *sfr__pool_list_pop(struct sfr__block_list *list); /* NULL: the list is empty */
 /* Removes the blocks that have become owned from a list. */
-void sfr__pool_remove_owned(struct sfr__list *list);
+void sfr__list_remove_owned(struct sfr__block_list *list);
 /* Returns whether pool->nr_whole_for_saves counts the block. Code that changes `committed`,
  * `user_held` or `state` calls the first function below before the change, the second after it. */
 static inline bool sfr__block_is_whole_for_saves(const struct sfr__pool *pool,
@@ -151,15 +151,15 @@ void sfr__pool_raise_target_locked(struct sfr__pool *pool);
  * owns the blocks and holds no lock. Calls grown_locked under pool->mu once for each block: with 0,
  * or with the first error, after which the remaining blocks get no memory. Returns 0 or the first
  * error. */
-int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
+int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__block_list work,
 		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
 					    int rc));
 
 /* ---- the queue, in pool.c ---- */
 /* Add a thread to the queue, and remove it. The queue is sorted by seq. Only the thread at its head
  * may take blocks. */
-void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
-void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
+void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__pool_waiter *me);
+void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__pool_waiter *me);
 /* Returns whether a waiting thread should try to take blocks. `returned_at_failure` is NULL before
  * the first try. If a try fails because the system has no memory, it points to nr_returned at that
  * try. The thread tries again when a block has returned since, or if only users can return one. */

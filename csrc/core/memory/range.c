@@ -30,7 +30,7 @@
 #endif
 
 /* Returns a descriptor or -errno. */
-static int make_file(uint64_t len)
+static int make_memory_file(uint64_t len)
 {
 	struct rlimit limit;
 	int fd, rc;
@@ -48,9 +48,9 @@ static int make_file(uint64_t len)
 }
 
 /* Maps a new file over the range. Returns 0 or -errno; the range owns the file in both cases. */
-static int map_file(struct sfr__range *range)
+static int map_file(struct sfr__memory_range *range)
 {
-	int fd = make_file(range->len);
+	int fd = make_memory_file(range->len);
 
 	if (fd < 0)
 		return fd;
@@ -68,20 +68,20 @@ static int madvise_error(void)
 	return errno == EAGAIN ? -ENOMEM : -errno;
 }
 
-int sfr__memory_inherit(char *mem, size_t len, bool inherit)
+int sfr__memory_set_inheritable(char *mem, size_t len, bool inherit)
 {
 	if (sfr_sys.madvise(mem, len, inherit ? MADV_DOFORK : MADV_DONTFORK) != 0)
 		return madvise_error();
 	return 0;
 }
 
-int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
+int sfr__memory_reserve(struct sfr__memory_range *range, uint64_t len, bool shared)
 {
 	size_t map_len = (size_t)(len + SFR__HUGE_BYTES);
 	char *map;
 	int rc = 0;
 
-	*range = (struct sfr__range){ 0 };
+	*range = (struct sfr__memory_range){ 0 };
 	map = sfr_sys.mmap(NULL, map_len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
 			   -1, 0);
 	if (map == MAP_FAILED)
@@ -96,7 +96,7 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 	/* Forked children get no page of the range: a device might write into the child's copy of a
 	 * private page, and shared pages would change while the child reads them. */
 	if (rc == 0)
-		rc = sfr__memory_inherit(map, map_len, false);
+		rc = sfr__memory_set_inheritable(map, map_len, false);
 	if (rc != 0) {
 		sfr__memory_release(range);
 		return rc;
@@ -106,7 +106,7 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 	return 0;
 }
 
-void sfr__memory_release(struct sfr__range *range)
+void sfr__memory_release(struct sfr__memory_range *range)
 {
 	if (range->map != NULL) {
 		/* cannot fail: a whole mapping of ours */
@@ -119,11 +119,11 @@ void sfr__memory_release(struct sfr__range *range)
 			(void)sfr_sys.close(range->file); /* nothing is written back */
 		}
 	}
-	*range = (struct sfr__range){ 0 };
+	*range = (struct sfr__memory_range){ 0 };
 }
 
 /* Allocates pages of the file, so that touching them raises no signal. Returns 0 or -errno. */
-static int allocate_pages(const struct sfr__range *range, const char *mem, size_t len)
+static int allocate_pages(const struct sfr__memory_range *range, const char *mem, size_t len)
 {
 	int rc;
 
@@ -140,7 +140,7 @@ int sfr__memory_make_accessible(char *mem, size_t len)
 	return sfr_sys.mprotect(mem, len, PROT_READ | PROT_WRITE) != 0 ? -errno : 0;
 }
 
-int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
+int sfr__memory_populate(const struct sfr__memory_range *range, char *mem, size_t len)
 {
 	const bool shared = range->file >= 0;
 	char zero;
@@ -167,7 +167,7 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 	return 0;
 }
 
-int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len)
+int sfr__memory_decommit(const struct sfr__memory_range *range, char *mem, size_t len)
 {
 	if (sfr_sys.madvise(mem, len, range->file >= 0 ? MADV_REMOVE : MADV_DONTNEED) != 0)
 		return madvise_error();

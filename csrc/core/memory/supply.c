@@ -41,7 +41,7 @@ void sfr__pool_raise_target_locked(struct sfr__pool *pool)
 		raise_target_to_locked(pool, pool->nr_whole_useful);
 }
 
-void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole)
+void sfr__pool_add_save(struct sfr__pool *pool, uint32_t nr_whole)
 {
 	sfr__lock(&pool->mu);
 	pool->nr_saves++;
@@ -50,7 +50,7 @@ void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole)
 	sfr__unlock(&pool->mu);
 }
 
-void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole)
+void sfr__pool_remove_save(struct sfr__pool *pool, uint32_t nr_whole)
 {
 	sfr__lock(&pool->mu);
 	pool->nr_saves--;
@@ -71,9 +71,9 @@ static struct sfr__block *take_block_to_grow_locked(struct sfr__pool *pool, uint
 	if (pool->waiters != NULL || !sfr__pool_lacks_whole_locked(pool) ||
 	    nr_expected >= pool->nr_whole_target)
 		return NULL;
-	block = sfr__pool_pop(&pool->reserved);
+	block = sfr__pool_list_pop(&pool->reserved);
 	if (block == NULL)
-		block = sfr__pool_take_unused_locked(pool);
+		block = sfr__pool_take_never_used_locked(pool);
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
 	pool->nr_whole_growing++;
 	return block;
@@ -81,7 +81,7 @@ static struct sfr__block *take_block_to_grow_locked(struct sfr__pool *pool, uint
 
 /* Makes one block whole, and releases the mutex meanwhile. Returns false if no block is to be made
  * whole. Returns true even if the system had no memory. */
-static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_later_calls)
+static bool make_block_whole_locked(struct sfr__pool *pool, uint32_t nr_later_calls)
 {
 	const size_t len = (size_t)pool->block_bytes;
 	struct sfr__block *block = take_block_to_grow_locked(pool, nr_later_calls);
@@ -90,7 +90,7 @@ static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_later_calls)
 	if (block == NULL)
 		return false;
 	sfr__unlock(&pool->mu);
-	rc = sfr__pool_commit(pool, block, 0, len);
+	rc = sfr__pool_commit_memory(pool, block, 0, len);
 	sfr__lock(&pool->mu);
 	pool->nr_whole_growing--;
 	if (rc == 0) {
@@ -105,13 +105,13 @@ static bool make_block_locked(struct sfr__pool *pool, uint32_t nr_later_calls)
 
 bool sfr__pool_make_block(struct sfr__pool *pool)
 {
-	return sfr__under(&pool->mu, make_block_locked(pool, 0)); /* no later calls */
+	return sfr__under(&pool->mu, make_block_whole_locked(pool, 0)); /* no later calls */
 }
 
-void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_later_calls)
+void sfr__pool_make_whole_blocks(struct sfr__pool *pool, uint32_t nr_later_calls)
 {
 	sfr__lock(&pool->mu);
-	while (make_block_locked(pool, nr_later_calls))
+	while (make_block_whole_locked(pool, nr_later_calls))
 		;
 	sfr__unlock(&pool->mu);
 }

@@ -30,7 +30,7 @@ struct sfr_onload {
 };
 
 /* Returns whether the onload belongs to a parent process. */
-static bool is_parents(const struct sfr_onload *onload)
+static bool belongs_to_parent_process(const struct sfr_onload *onload)
 {
 	return onload->fork_generation != sfr_fork_generation();
 }
@@ -74,7 +74,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done };
 
 /* Makes the lane's stream wait for copies into the sources. Returns false if it cannot. */
-static bool wait_for_sources(struct sfr_onload *onload)
+static bool queue_wait_for_sources(struct sfr_onload *onload)
 {
 	const struct sfr__cuda_lane *lane = onload->transfer.lane;
 	const struct sfr_stream stream = { .handle = (uint64_t)(uintptr_t)lane->stream,
@@ -94,7 +94,7 @@ static int queue_copies(struct sfr_onload *onload, const struct sfr_onload_copy 
 
 	if (tr->err.code)
 		return 0;
-	if (!wait_for_sources(onload))
+	if (!queue_wait_for_sources(onload))
 		return SFR_EAGAIN;
 	if (sfr__transfer_prepare_pin(tr, pool) && onload->snapshot)
 		sfr__lot_pin(onload->snapshot); /* the hold keeps the memory in place */
@@ -206,7 +206,7 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 
 /* Makes the stream wait for the copies, and measures the first wait. Returns false if the stream
  * cannot wait. */
-static bool order_stream(struct sfr_onload *onload, const struct sfr_stream *stream)
+static bool make_stream_wait_for_copies(struct sfr_onload *onload, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = onload->transfer.lane;
 	CUstream cu_stream = (CUstream)(uintptr_t)stream->handle;
@@ -232,9 +232,9 @@ int sfr_onload_order(struct sfr_onload *onload, uint64_t stream)
 {
 	const struct sfr_stream waiting = { .handle = stream };
 
-	if (is_parents(onload))
+	if (belongs_to_parent_process(onload))
 		return SFR_EFORK;
-	return order_stream(onload, &waiting) ? 0 : SFR_EAGAIN;
+	return make_stream_wait_for_copies(onload, &waiting) ? 0 : SFR_EAGAIN;
 }
 
 int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns)
@@ -244,7 +244,7 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 	bool known = true;
 
 	*copying_ns = *waited_ns = 0;
-	if (is_parents(onload))
+	if (belongs_to_parent_process(onload))
 		return SFR_EFORK;
 	if (!sfr__transfer_is_over(&onload->transfer))
 		return SFR_EAGAIN;
@@ -261,7 +261,7 @@ int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *
 
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
 {
-	if (is_parents(onload))
+	if (belongs_to_parent_process(onload))
 		return SFR_EFORK;
 	if (slice_ns == 0)
 		return sfr__transfer_is_over(&onload->transfer) ? 0 : SFR_EAGAIN;
@@ -271,7 +271,7 @@ int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 {
 	*out = (struct sfr_err){ .index = -1 };
-	if (is_parents(onload))
+	if (belongs_to_parent_process(onload))
 		return;
 	*out = onload->transfer.err;
 	if (sfr__transfer_is_over(&onload->transfer) && onload->transfer.device_died)
@@ -281,7 +281,7 @@ void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 
 void sfr_onload_put(struct sfr_onload *onload)
 {
-	if (!onload || is_parents(onload))
+	if (!onload || belongs_to_parent_process(onload))
 		return;
 	(void)sfr_onload_wait(onload, SFR_FOREVER); /* always 0 */
 	free_onload(onload);
@@ -296,6 +296,6 @@ int sfr_engine_has_pinned(struct sfr_engine *engine, uint64_t addr)
 		return 0;
 	if (!sfr__pool_has(engine->pool, mem))
 		return 0;
-	(void)sfr__pool_span(engine->pool, mem, 1, &pinned); /* for `pinned` */
+	(void)sfr__pool_len_for_one_copy(engine->pool, mem, 1, &pinned); /* for `pinned` */
 	return pinned;
 }

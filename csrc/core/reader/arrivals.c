@@ -30,9 +30,9 @@
 
 /* Returns the group's file with this number, or NULL. The caller gets a reference, which it drops
  * with sfr__arriving_drop. */
-static struct sfr__arriving *get_locked(const struct sfr_arrivals *group, uint64_t number)
+static struct sfr__arriving_file *get_file_locked(const struct sfr_arrivals *group, uint64_t number)
 {
-	struct sfr__arriving *f = sfr__arrivals.files;
+	struct sfr__arriving_file *f = sfr__arrivals.files;
 
 	while (f != NULL && (f->group != group || f->number != number))
 		f = f->next;
@@ -63,7 +63,7 @@ int sfr_arrivals_new(struct sfr_arrivals **out)
 }
 
 /* Returns the descriptor, or -errno. After an error the caller closes f->fd if it is open. */
-static int open_file(struct sfr__arriving *f)
+static int make_memory_file(struct sfr__arriving_file *f)
 {
 	struct rlimit limit;
 
@@ -71,7 +71,7 @@ static int open_file(struct sfr__arriving *f)
 	/* A longer file would raise SIGXFSZ. */
 	if (sfr_sys.get_limit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < f->len)
 		return -EFBIG;
-	f->fd = sfr__fd_memory("stillframe-remote");
+	f->fd = sfr__fd_open_memory("stillframe-remote");
 	if (f->fd < 0)
 		return f->fd; /* -errno */
 	if (sfr_sys.ftruncate(f->fd, (off_t)f->len) != 0)
@@ -81,11 +81,11 @@ static int open_file(struct sfr__arriving *f)
 
 int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, uint64_t *number)
 {
-	struct sfr__arriving *f, **end;
+	struct sfr__arriving_file *f, **end;
 	uint64_t nr;
 	int rc;
 
-	if (sfr__arrivals_are_parents(group->fork_generation))
+	if (sfr__arrivals_are_inherited(group->fork_generation))
 		return SFR_EFORK;
 	if (chunk == 0 || chunk % SFR_PAGE != 0 || len > INT64_MAX || len / chunk >= SFR__NO_CHUNK)
 		return -EINVAL;
@@ -99,7 +99,7 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 	f->first_requested = SFR__NO_CHUNK;
 	f->refs = 1; /* the group's */
 	f->fork_generation = group->fork_generation;
-	rc = open_file(f); /* a descriptor, which the call returns */
+	rc = make_memory_file(f); /* a descriptor, which the call returns */
 	sfr__lock(&sfr__arrivals.mu);
 	if (rc >= 0 && group->ended)
 		rc = SFR_ECLOSED;
@@ -122,9 +122,9 @@ int sfr_arrivals_open(struct sfr_arrivals *group, uint64_t len, uint64_t chunk, 
 
 /* Takes the first requested chunk of the group's oldest file that has any, and makes it FETCHING.
  * Returns 0, SFR_EAGAIN if there is none, or SFR_ECLOSED. */
-static int take_requested_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
+static int take_requested_chunk_locked(const struct sfr_arrivals *group, struct sfr_wanted *out)
 {
-	struct sfr__arriving *f = sfr__arrivals.files;
+	struct sfr__arriving_file *f = sfr__arrivals.files;
 	uint32_t index;
 
 	if (group->ended)
@@ -146,10 +146,10 @@ int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_
 	bool timed_out = false;
 	int rc;
 
-	if (sfr__arrivals_are_parents(group->fork_generation))
+	if (sfr__arrivals_are_inherited(group->fork_generation))
 		return SFR_EFORK;
 	sfr__lock(&sfr__arrivals.mu);
-	while ((rc = take_requested_locked(group, out)) == SFR_EAGAIN && !timed_out)
+	while ((rc = take_requested_chunk_locked(group, out)) == SFR_EAGAIN && !timed_out)
 		timed_out = sfr__cond_wait(&sfr__arrivals.has_requests, &sfr__arrivals.mu,
 					   deadline) != 0;
 	sfr__unlock(&sfr__arrivals.mu);
@@ -157,7 +157,7 @@ int sfr_arrivals_next(struct sfr_arrivals *group, uint64_t slice_ns, struct sfr_
 }
 
 /* Makes all waits for bytes of the file fail. */
-static void fail_locked(struct sfr__arriving *f)
+static void fail_arriving_locked(struct sfr__arriving_file *f)
 {
 	f->failed = true;
 	f->first_requested = SFR__NO_CHUNK; /* no more chunks are fetched */
@@ -165,7 +165,7 @@ static void fail_locked(struct sfr__arriving *f)
 }
 
 /* Returns whether this range is a chunk that sfr_arrivals_next has given to a thread. */
-static bool is_being_fetched_locked(const struct sfr__arriving *f, uint64_t off, size_t len)
+static bool is_being_fetched_locked(const struct sfr__arriving_file *f, uint64_t off, size_t len)
 {
 	const uint64_t index = off / f->chunk_bytes;
 
@@ -174,7 +174,7 @@ static bool is_being_fetched_locked(const struct sfr__arriving *f, uint64_t off,
 }
 
 /* Makes a chunk that was fetched PRESENT. */
-static void arrived_locked(struct sfr__arriving *f, uint64_t index)
+static void mark_present_locked(struct sfr__arriving_file *f, uint64_t index)
 {
 	f->chunks[index].state = SFR__PRESENT;
 	f->nr_present++;
@@ -186,14 +186,14 @@ static void arrived_locked(struct sfr__arriving *f, uint64_t index)
 int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, const void *bytes,
 		     size_t len)
 {
-	struct sfr__arriving *f;
+	struct sfr__arriving_file *f;
 	size_t written; /* not used: after a failure the whole file has failed */
 	int rc;
 
-	if (sfr__arrivals_are_parents(group->fork_generation))
+	if (sfr__arrivals_are_inherited(group->fork_generation))
 		return SFR_EFORK;
 	sfr__lock(&sfr__arrivals.mu);
-	f = get_locked(group, number);
+	f = get_file_locked(group, number);
 	if (f == NULL)
 		rc = SFR_ECLOSED;
 	else
@@ -205,9 +205,9 @@ int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, 
 		rc = sfr__write_all(f->fd, bytes, len, off, &written);
 	sfr__lock(&sfr__arrivals.mu);
 	if (rc < 0) /* also after -EINVAL: the bytes that readers wait for would never come */
-		fail_locked(f);
+		fail_arriving_locked(f);
 	else
-		arrived_locked(f, off / f->chunk_bytes);
+		mark_present_locked(f, off / f->chunk_bytes);
 	sfr__unlock(&sfr__arrivals.mu);
 	sfr__arriving_drop(f);
 	return rc;
@@ -215,14 +215,14 @@ int sfr_arrivals_put(struct sfr_arrivals *group, uint64_t number, uint64_t off, 
 
 void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number)
 {
-	struct sfr__arriving *f;
+	struct sfr__arriving_file *f;
 
-	if (sfr__arrivals_are_parents(group->fork_generation))
+	if (sfr__arrivals_are_inherited(group->fork_generation))
 		return;
 	sfr__lock(&sfr__arrivals.mu);
-	f = get_locked(group, number);
+	f = get_file_locked(group, number);
 	if (f != NULL) {
-		fail_locked(f);
+		fail_arriving_locked(f);
 		f->refs--; /* not the last one: the group has a reference */
 	}
 	sfr__unlock(&sfr__arrivals.mu);
@@ -230,9 +230,10 @@ void sfr_arrivals_fail(struct sfr_arrivals *group, uint64_t number)
 
 /* Removes the group's file with this number, or any file of the group if the number is 0. Returns
  * the file, or NULL if there is none. The caller gets the group's reference. */
-static struct sfr__arriving *take_out_locked(const struct sfr_arrivals *group, uint64_t number)
+static struct sfr__arriving_file *take_file_out_locked(const struct sfr_arrivals *group,
+						       uint64_t number)
 {
-	struct sfr__arriving **link = &sfr__arrivals.files, *f;
+	struct sfr__arriving_file **link = &sfr__arrivals.files, *f;
 
 	while (*link != NULL) {
 		if ((*link)->group == group && (number == 0 || (*link)->number == number))
@@ -250,27 +251,27 @@ static struct sfr__arriving *take_out_locked(const struct sfr_arrivals *group, u
 
 void sfr_arrivals_close(struct sfr_arrivals *group, uint64_t number)
 {
-	struct sfr__arriving *f;
+	struct sfr__arriving_file *f;
 
-	if (sfr__arrivals_are_parents(group->fork_generation))
+	if (sfr__arrivals_are_inherited(group->fork_generation))
 		return;
-	f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, number));
+	f = sfr__under(&sfr__arrivals.mu, take_file_out_locked(group, number));
 	if (f != NULL)
 		sfr__arriving_drop(f);
 }
 
 void sfr_arrivals_end(struct sfr_arrivals *group)
 {
-	struct sfr__arriving *f;
+	struct sfr__arriving_file *f;
 
-	if (sfr__arrivals_are_parents(group->fork_generation))
+	if (sfr__arrivals_are_inherited(group->fork_generation))
 		return;
 	sfr__lock(&sfr__arrivals.mu);
 	group->ended = true;
 	(void)pthread_cond_broadcast(&sfr__arrivals.has_requests);
 	sfr__unlock(&sfr__arrivals.mu);
 	/* 0: any file of the group */
-	while ((f = sfr__under(&sfr__arrivals.mu, take_out_locked(group, 0))) != NULL)
+	while ((f = sfr__under(&sfr__arrivals.mu, take_file_out_locked(group, 0))) != NULL)
 		sfr__arriving_drop(f);
 }
 

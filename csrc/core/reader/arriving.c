@@ -14,7 +14,7 @@ static void forget_parents_files(void)
 }
 SFR__AT_FORK(forget_parents_files)
 
-void sfr__arriving_drop(struct sfr__arriving *f)
+void sfr__arriving_drop(struct sfr__arriving_file *f)
 {
 	if (sfr__under(&sfr__arrivals.mu, --f->refs) != 0)
 		return;
@@ -22,9 +22,9 @@ void sfr__arriving_drop(struct sfr__arriving *f)
 	sfr_sys.free(f);
 }
 
-struct sfr__arriving *sfr__arriving_get(int fd)
+struct sfr__arriving_file *sfr__arriving_get(int fd)
 {
-	struct sfr__arriving *f;
+	struct sfr__arriving_file *f;
 
 	sfr__lock(&sfr__arrivals.mu);
 	f = sfr__arrivals.files;
@@ -36,16 +36,16 @@ struct sfr__arriving *sfr__arriving_get(int fd)
 	return f;
 }
 
-void sfr__arriving_put(struct sfr__arriving *f)
+void sfr__arriving_put(struct sfr__arriving_file *f)
 {
-	if (f != NULL && !sfr__arrivals_are_parents(f->fork_generation))
+	if (f != NULL && !sfr__arrivals_are_inherited(f->fork_generation))
 		sfr__arriving_drop(f);
 }
 
 /* Adds an absent chunk to the list of chunks to fetch. */
-static void request_locked(struct sfr__arriving *f, uint64_t index)
+static void request_chunk_locked(struct sfr__arriving_file *f, uint64_t index)
 {
-	struct sfr__chunk *c = &f->chunks[index];
+	struct sfr__arriving_chunk *c = &f->chunks[index];
 
 	if (c->state != SFR__ABSENT || f->failed)
 		return;
@@ -62,7 +62,7 @@ static void request_locked(struct sfr__arriving *f, uint64_t index)
 
 /* Finds the chunks of a range: sets *first to the index of the first, and returns the index after
  * the last. Bytes after the end of the file are in no chunk. */
-static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_t len,
+static uint64_t find_chunks(const struct sfr__arriving_file *f, uint64_t off, uint64_t len,
 			    uint64_t *first)
 {
 	uint64_t end;
@@ -76,8 +76,8 @@ static uint64_t find_chunks(const struct sfr__arriving *f, uint64_t off, uint64_
 
 /* Pins chunks [first, end). Clears `read_fully` of chunks that this reader has not read completely,
  * because another reader may have set it. */
-static void pin_locked(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t first,
-		       uint64_t end)
+static void pin_chunks_locked(struct sfr__arriving_file *f, const uint32_t *bytes_read,
+			      uint64_t first, uint64_t end)
 {
 	for (uint64_t i = first; i < end; i++) {
 		f->chunks[i].pins++;
@@ -87,12 +87,12 @@ static void pin_locked(struct sfr__arriving *f, const uint32_t *bytes_read, uint
 }
 
 /* Requests the absent chunks in [first, end). Returns whether all chunks are present. */
-static bool request_all_locked(struct sfr__arriving *f, uint64_t first, uint64_t end)
+static bool request_all_locked(struct sfr__arriving_file *f, uint64_t first, uint64_t end)
 {
 	bool all_present = true;
 
 	for (uint64_t i = first; i < end; i++) {
-		request_locked(f, i);
+		request_chunk_locked(f, i);
 		all_present = all_present && f->chunks[i].state == SFR__PRESENT;
 	}
 	return all_present;
@@ -100,7 +100,7 @@ static bool request_all_locked(struct sfr__arriving *f, uint64_t first, uint64_t
 
 /* Pins chunks [first, end) if all are present, and returns 0. Otherwise requests the others and
  * returns SFR_EAGAIN. Returns -EBADF if the file is closed, -EIO if its bytes cannot be fetched. */
-static int try_pin_locked(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t first,
+static int try_pin_locked(struct sfr__arriving_file *f, const uint32_t *bytes_read, uint64_t first,
 			  uint64_t end)
 {
 	if (f->group == NULL)
@@ -109,11 +109,11 @@ static int try_pin_locked(struct sfr__arriving *f, const uint32_t *bytes_read, u
 		return -EIO;
 	if (!request_all_locked(f, first, end))
 		return SFR_EAGAIN;
-	pin_locked(f, bytes_read, first, end);
+	pin_chunks_locked(f, bytes_read, first, end);
 	return 0;
 }
 
-int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t off,
+int sfr__arriving_pin(struct sfr__arriving_file *f, const uint32_t *bytes_read, uint64_t off,
 		      uint64_t len, uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
@@ -121,7 +121,7 @@ int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *bytes_read, uint6
 	bool timed_out = false;
 	int rc;
 
-	if (sfr__arrivals_are_parents(f->fork_generation))
+	if (sfr__arrivals_are_inherited(f->fork_generation))
 		return SFR_EFORK;
 	end = find_chunks(f, off, len, &first);
 	sfr__lock(&sfr__arrivals.mu);
@@ -132,7 +132,7 @@ int sfr__arriving_pin(struct sfr__arriving *f, const uint32_t *bytes_read, uint6
 	return rc;
 }
 
-void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len)
+void sfr__arriving_unpin(struct sfr__arriving_file *f, uint64_t off, uint64_t len)
 {
 	uint64_t first, end = find_chunks(f, off, len, &first);
 
@@ -142,12 +142,12 @@ void sfr__arriving_unpin(struct sfr__arriving *f, uint64_t off, uint64_t len)
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-void sfr__arriving_will_read(struct sfr__arriving *f, const uint32_t *bytes_read, uint64_t off,
-			     uint64_t end)
+void sfr__arriving_request_range(struct sfr__arriving_file *f, const uint32_t *bytes_read,
+				 uint64_t off, uint64_t end)
 {
 	uint64_t i, chunks_end;
 
-	if (sfr__arrivals_are_parents(f->fork_generation) || end <= off)
+	if (sfr__arrivals_are_inherited(f->fork_generation) || end <= off)
 		return;
 	chunks_end = find_chunks(f, off, end - off, &i); /* chunks [i, chunks_end) */
 	if (chunks_end > i + SFR_ARRIVALS_WINDOW)
@@ -158,17 +158,18 @@ void sfr__arriving_will_read(struct sfr__arriving *f, const uint32_t *bytes_read
 	for (; i < chunks_end; i++)
 		/* skip chunks that the reader has read completely */
 		if (bytes_read == NULL || bytes_read[i] != sfr__chunk_len(f, i))
-			request_locked(f, i);
+			request_chunk_locked(f, i);
 	sfr__unlock(&sfr__arrivals.mu);
 }
 
-uint32_t *sfr__arriving_new_counts(const struct sfr__arriving *f)
+uint32_t *sfr__arriving_new_counts(const struct sfr__arriving_file *f)
 {
 	return sfr_sys.calloc(f->nr_chunks, sizeof(uint32_t));
 }
 
 /* Adds the bytes of a range to `bytes_read` of its chunks, and sets `read_fully`. */
-static void count_locked(struct sfr__arriving *f, uint32_t *bytes_read, uint64_t off, uint64_t len)
+static void count_read_bytes_locked(struct sfr__arriving_file *f, uint32_t *bytes_read,
+				    uint64_t off, uint64_t len)
 {
 	uint64_t first, end = find_chunks(f, off, len, &first);
 
@@ -185,7 +186,7 @@ static void count_locked(struct sfr__arriving *f, uint32_t *bytes_read, uint64_t
 
 /* Finds a chunk that was read completely, and makes it FREEING. Returns false if there is none, or
  * if so few chunks are present that none has to be freed. */
-static bool take_chunk_to_free_locked(struct sfr__arriving *f, uint64_t *index)
+static bool take_chunk_to_free_locked(struct sfr__arriving_file *f, uint64_t *index)
 {
 	if (f->nr_present <= SFR_ARRIVALS_WINDOW || f->keep_all)
 		return false;
@@ -205,15 +206,15 @@ static bool take_chunk_to_free_locked(struct sfr__arriving *f, uint64_t *index)
 	return false;
 }
 
-void sfr__arriving_was_read(struct sfr__arriving *f, uint32_t *bytes_read, uint64_t off,
-			    uint64_t len)
+void sfr__arriving_mark_read(struct sfr__arriving_file *f, uint32_t *bytes_read, uint64_t off,
+			     uint64_t len)
 {
 	uint64_t index;
 
-	if (sfr__arrivals_are_parents(f->fork_generation) || bytes_read == NULL)
+	if (sfr__arrivals_are_inherited(f->fork_generation) || bytes_read == NULL)
 		return;
 	sfr__lock(&sfr__arrivals.mu);
-	count_locked(f, bytes_read, off, len);
+	count_read_bytes_locked(f, bytes_read, off, len);
 	while (take_chunk_to_free_locked(f, &index)) {
 		sfr__unlock(&sfr__arrivals.mu);
 		/* The range of the last chunk may go past the file's end. If the call fails, the
@@ -231,7 +232,7 @@ void sfr__arriving_was_read(struct sfr__arriving *f, uint32_t *bytes_read, uint6
 int sfr_arrivals_fill(int fd, uint64_t slice_ns)
 {
 	const uint64_t deadline = sfr__deadline(slice_ns);
-	struct sfr__arriving *f = sfr__arriving_get(fd);
+	struct sfr__arriving_file *f = sfr__arriving_get(fd);
 	int rc = 0;
 
 	if (f == NULL)
@@ -240,7 +241,7 @@ int sfr_arrivals_fill(int fd, uint64_t slice_ns)
 	f->keep_all = true;
 	sfr__unlock(&sfr__arrivals.mu);
 	for (uint64_t off = 0; off < f->len && rc == 0; off += f->chunk_bytes) {
-		sfr__arriving_will_read(f, NULL, off, f->len);
+		sfr__arriving_request_range(f, NULL, off, f->len);
 		/* waiting for one byte is waiting for its chunk */
 		rc = sfr__arriving_pin(f, NULL, off, 1, sfr__time_left(deadline));
 		if (rc == 0)

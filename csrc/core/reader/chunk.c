@@ -23,7 +23,7 @@
 /* The chunk that a thread handles. */
 struct chunk {
 	struct sfr_reader *r;
-	struct sfr__buffer *buffer; /* contains the bytes [off, end) of the file */
+	struct sfr__reader_buffer *buffer; /* contains the bytes [off, end) of the file */
 	uint64_t off, end;
 	char *scratch; /* the thread's memory for headers and descriptors that cross `end` */
 };
@@ -61,7 +61,7 @@ static const unsigned char *bytes_at(const struct chunk *chunk, uint64_t off, si
 }
 
 /* Returns what the functions sfr__unzip_* compare headers with. */
-static struct sfr__unzip_record unzip_record_of(const struct sfr__listed *listed)
+static struct sfr__unzip_record unzip_record_of(const struct sfr__listed_record *listed)
 {
 	return (struct sfr__unzip_record){
 		.hdr_off = listed->hdr_off,
@@ -82,7 +82,7 @@ static struct sfr__unzip_record unzip_record_of(const struct sfr__listed *listed
  *     -1  the reading ends */
 static int check_header(const struct chunk *chunk, uint64_t i)
 {
-	const struct sfr__listed *listed = &chunk->r->listed[i];
+	const struct sfr__listed_record *listed = &chunk->r->listed[i];
 	const struct sfr__unzip_record rec = unzip_record_of(listed);
 	const size_t len = (size_t)(chunk->r->records[i].data_off - listed->hdr_off);
 	const char *name = chunk->r->listing->names + listed->name_off;
@@ -94,7 +94,7 @@ static int check_header(const struct chunk *chunk, uint64_t i)
 
 	if (header == NULL)
 		return -1;
-	wrong = sfr__unzip_local(header, &rec, &extra_len);
+	wrong = sfr__unzip_check_local(header, &rec, &extra_len);
 	if (wrong == NULL && extra_off + extra_len != len) { /* the data are at another offset */
 		sfr__reader_fail(chunk->r, -EOPNOTSUPP, i, listed->hdr_off, NULL);
 		return -1;
@@ -105,7 +105,7 @@ static int check_header(const struct chunk *chunk, uint64_t i)
 		wrong = sfr__unzip_local_extra(header, header + extra_off, extra_len, &rec);
 	if (wrong == NULL)
 		return 0;
-	return sfr__reader_damaged(chunk->r, i, listed->hdr_off, wrong) ? 1 : -1;
+	return sfr__reader_report_damage(chunk->r, i, listed->hdr_off, wrong) ? 1 : -1;
 }
 
 /* Checks the descriptor of record `i`. Returns false if the reading ends. */
@@ -121,7 +121,7 @@ static bool check_descriptor(const struct chunk *chunk, uint64_t i)
 
 	if (bytes == NULL)
 		return false;
-	wrong = sfr__unzip_desc(bytes, len, &rec, &len);
+	wrong = sfr__unzip_check_desc(bytes, len, &rec, &len);
 	if (wrong == NULL)
 		return true;
 	/* The header tells where the descriptor is, but another thread may not have checked the
@@ -129,7 +129,7 @@ static bool check_descriptor(const struct chunk *chunk, uint64_t i)
 	header_rc = check_header(chunk, i);
 	if (header_rc != 0) /* 1: the damage is listed, and the reading goes on */
 		return header_rc == 1;
-	return sfr__reader_damaged(chunk->r, i, off, wrong);
+	return sfr__reader_report_damage(chunk->r, i, off, wrong);
 }
 
 /* ---- the bytes ------------------------------------------------------------------ */
@@ -186,7 +186,7 @@ static bool check_record(const struct chunk *chunk, uint64_t i)
 		fragment.nr_read++; /* so does the descriptor */
 	}
 	if (rc == SFR__READER_NEEDS_BUFFER) {
-		rc = sfr__reader_defer_fragment(chunk->buffer, &fragment);
+		rc = sfr__reader_add_pending(chunk->buffer, &fragment);
 		if (rc < 0)
 			sfr__reader_fail(chunk->r, rc, i, chunk->off, NULL);
 	} else if (fragment.nr_read != 0) {
@@ -195,8 +195,8 @@ static bool check_record(const struct chunk *chunk, uint64_t i)
 	return rc >= 0;
 }
 
-void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
-			    uint64_t off, size_t len, uint64_t first, uint64_t end)
+void sfr__reader_process_chunk(struct sfr__reader_thread *thread, struct sfr__reader_buffer *buffer,
+			       uint64_t off, size_t len, uint64_t first, uint64_t end)
 {
 	const struct chunk chunk = { thread->r, buffer, off, off + len, thread->scratch };
 

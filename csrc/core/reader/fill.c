@@ -23,16 +23,16 @@
 #define CHUNK_BYTES (1u << 20)
 #define POPULATE_BYTES_MIN (256u << 10) /* shorter memory mostly has its pages already */
 
-void sfr__populate(char *buf, size_t len)
+void sfr__prefault_pages(char *buf, size_t len)
 {
-	char *from = sfr__page_from(buf);
+	char *from = sfr__round_up_to_page(buf);
 	char *to = buf + len - (uintptr_t)(buf + len) % SFR_PAGE;
 
 	if (from < to) /* if this fails, the read takes the page faults */
 		(void)sfr_sys.madvise(from, (size_t)(to - from), MADV_POPULATE_WRITE);
 }
 
-int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
+int64_t sfr_fill_from_file(int fd, void *buf, size_t len, uint64_t off)
 {
 	size_t done = 0;
 	/* bytes at the start of `buf` that are populated or need not be */
@@ -43,7 +43,7 @@ int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
 		ssize_t n;
 
 		if (done + want > prepared) {
-			sfr__populate((char *)buf + prepared, done + want - prepared);
+			sfr__prefault_pages((char *)buf + prepared, done + want - prepared);
 			prepared = done + want;
 		}
 		n = sfr_sys.pread(fd, (char *)buf + done, want, (off_t)(off + done));

@@ -52,7 +52,7 @@ int sfr__listing_add(struct sfr__listing *listing, const struct sfr__unzip_recor
 	if (rc != 0)
 		return rc;
 	memcpy(listing->names + listing->names_len, name, rec->name_len);
-	listing->records[listing->nr++] = (struct sfr__listed){
+	listing->records[listing->nr++] = (struct sfr__listed_record){
 		.hdr_off = rec->hdr_off,
 		.len = rec->packed_len,
 		.entry_off = entry_off,

@@ -9,7 +9,7 @@
 #include "archive/read.h"
 
 /* A record as the directory lists it. */
-struct sfr__listed {
+struct sfr__listed_record {
 	uint64_t hdr_off;   /* offset of the local header */
 	uint64_t len;       /* bytes of data */
 	uint64_t entry_off; /* offset in the file of its entry in the directory */
@@ -21,7 +21,7 @@ struct sfr__listed {
 
 /* All zero is an empty list. */
 struct sfr__listing {
-	struct sfr__listed *records; /* in the order of the file */
+	struct sfr__listed_record *records; /* in the order of the file */
 	char *names;                 /* complete names in a row, without zeros between them */
 	uint64_t nr, cap;            /* length of `records`, and how many there is memory for */
 	size_t names_len, names_cap; /* bytes in `names`, and how many there is memory for */

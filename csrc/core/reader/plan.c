@@ -34,7 +34,7 @@
 enum producer { BY_STILLFRAME, BY_TORCH };
 
 /* Returns the length of torch's local header, without the bytes that align the data. */
-static uint64_t torch_local_len(const struct sfr__listed *listed)
+static uint64_t torch_local_len(const struct sfr__listed_record *listed)
 {
 	const bool is_long = listed->len >= TORCH_LONG, is_far = listed->hdr_off >= TORCH_LONG;
 	unsigned zip64_len = 0;
@@ -49,8 +49,8 @@ static uint64_t torch_local_len(const struct sfr__listed *listed)
 }
 
 /* Returns the offset of a record's data in an archive by this producer. */
-static uint64_t data_off_by(const struct sfr__listed *listed, uint64_t align,
-			    enum producer producer)
+static uint64_t data_off_by_producer(const struct sfr__listed_record *listed, uint64_t align,
+				     enum producer producer)
 {
 	uint64_t len;
 
@@ -65,7 +65,7 @@ static uint64_t data_off_by(const struct sfr__listed *listed, uint64_t align,
  *     -errno       the file cannot be read
  *     SFR_EAGAIN   the bytes are still on their way
  *     -EOPNOTSUPP  the header does not fit the listing */
-static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__listed *listed)
+static int64_t read_data_off(const struct sfr_reader *r, const struct sfr__listed_record *listed)
 {
 	unsigned char header[SFR__UNZIP_LOCAL_LEN];
 	int64_t got = sfr__source_read_some(&r->source, header, sizeof(header), listed->hdr_off);
@@ -103,7 +103,7 @@ static uint64_t find_record(const struct sfr_reader *r, const char *name)
 static int64_t find_align(const struct sfr_reader *r)
 {
 	const uint64_t index = find_record(r, ".storage_alignment");
-	const struct sfr__listed *listed = &r->listed[index];
+	const struct sfr__listed_record *listed = &r->listed[index];
 	char digits[8] = ""; /* every valid number is shorter */
 	long align;
 	int64_t off, got;
@@ -128,11 +128,11 @@ static int find_producer(const struct sfr_reader *r, uint64_t align, enum produc
 {
 	*producer = BY_TORCH;
 	for (uint64_t i = 0; i < r->nr; i++) {
-		const struct sfr__listed *listed = &r->listed[i];
-		const uint64_t by_stillframe = data_off_by(listed, align, BY_STILLFRAME);
+		const struct sfr__listed_record *listed = &r->listed[i];
+		const uint64_t by_stillframe = data_off_by_producer(listed, align, BY_STILLFRAME);
 		int64_t data_off;
 
-		if (data_off_by(listed, align, BY_TORCH) == by_stillframe)
+		if (data_off_by_producer(listed, align, BY_TORCH) == by_stillframe)
 			continue;
 		data_off = read_data_off(r, listed);
 		if (data_off < 0)
@@ -150,7 +150,7 @@ static int plan_bare(struct sfr_reader *r)
 {
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *record = &r->records[i];
-		const struct sfr__listed *listed = &r->listed[i];
+		const struct sfr__listed_record *listed = &r->listed[i];
 		const uint64_t next_start = sfr__reader_next_start(r, i);
 
 		if (listed->hdr_off > next_start || listed->len > next_start - listed->hdr_off)
@@ -167,7 +167,7 @@ static int plan_bare(struct sfr_reader *r)
 
 /* Computes the offsets of an archive's data. Returns 0 or an error of read_data_off. Returns
  * -EOPNOTSUPP also if the data cannot be at the computed offsets. */
-static int plan_archive(struct sfr_reader *r)
+static int compute_data_offsets(struct sfr_reader *r)
 {
 	const int64_t align = find_align(r);
 	const int64_t last_data_off = read_data_off(r, &r->listed[r->nr - 1]);
@@ -183,11 +183,11 @@ static int plan_archive(struct sfr_reader *r)
 		return rc;
 	for (uint64_t i = 0; i < r->nr; i++) {
 		struct sfr__reader_record *record = &r->records[i];
-		const struct sfr__listed *listed = &r->listed[i];
+		const struct sfr__listed_record *listed = &r->listed[i];
 		const uint64_t next_start = sfr__reader_next_start(r, i);
 
 		if (i + 1 < r->nr)
-			record->data_off = data_off_by(listed, (uint64_t)align, producer);
+			record->data_off = data_off_by_producer(listed, (uint64_t)align, producer);
 		else
 			record->data_off = (uint64_t)last_data_off;
 		if (record->data_off < listed->hdr_off + SFR__UNZIP_LOCAL_LEN + listed->name_len)
@@ -209,5 +209,5 @@ static int plan_archive(struct sfr_reader *r)
 
 int sfr__reader_plan(struct sfr_reader *r)
 {
-	return (r->flags & SFR__READER_BARE) != 0 ? plan_bare(r) : plan_archive(r);
+	return (r->flags & SFR__READER_BARE) != 0 ? plan_bare(r) : compute_data_offsets(r);
 }

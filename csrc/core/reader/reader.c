@@ -35,8 +35,8 @@
  *
  * The caller says for how many records the client is ready (`nr_allowed`). Threads stop at the
  * first chunk that has bytes of a later record. So, to get a record, the caller must allow all
- * records of its chunks (sfr_reader_reach). A wait for a record beyond the allowed ones would never
- * end, and is refused. The caller uses no record before it is GOOD, so no code sees unchecked
+ * records of its chunks (sfr_reader_nr_to_allow). A wait for a record beyond the allowed ones would
+ * never end, and is refused. The caller uses no record before it is GOOD, so no code sees unchecked
  * bytes. */
 #include <errno.h>
 
@@ -93,7 +93,7 @@ static bool buffers_are_lent(const struct sfr_reader *r)
 }
 
 /* Waits until the client has finished with a buffer, and counts its pending fragments. */
-static void finish_buffer(struct sfr_reader *r, struct sfr__buffer *buffer)
+static void finish_buffer(struct sfr_reader *r, struct sfr__reader_buffer *buffer)
 {
 	if (!buffers_are_lent(r))
 		return;
@@ -160,7 +160,7 @@ static uint64_t first_record_of(const struct sfr_reader *r, const struct chunk *
 static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *chunk)
 {
 	struct sfr_reader *r = thread->r;
-	struct sfr__buffer *buffer = &thread->buffers[thread->next_buffer];
+	struct sfr__reader_buffer *buffer = &thread->buffers[thread->next_buffer];
 	int rc;
 
 	finish_buffer(r, buffer);
@@ -178,8 +178,8 @@ static bool read_chunk(struct sfr__reader_thread *thread, const struct chunk *ch
 				 rc == SFR_ECORRUPT ? SFR__READER_SHORTER : NULL);
 		return false;
 	}
-	sfr__reader_read_chunk(thread, buffer, chunk->off, chunk->len, chunk->first_rec,
-			       chunk->end_rec);
+	sfr__reader_process_chunk(thread, buffer, chunk->off, chunk->len, chunk->first_rec,
+				  chunk->end_rec);
 	if (buffers_are_lent(r) && r->client->send(r->self, buffer) < 0)
 		buffer->nr_pending = 0; /* the reader has failed */
 	sfr__lock(&r->mu);
@@ -226,7 +226,7 @@ static int give_memory(struct sfr__reader_thread *thread)
 	thread->mem = mem;
 	if (mem == NULL)
 		return -ENOMEM;
-	mem = sfr__page_from(mem);
+	mem = sfr__round_up_to_page(mem);
 	thread->scratch = mem + own_bytes;
 	for (unsigned i = 0; i < r->nr_buffers; i++) {
 		thread->buffers[i].mem = lent ? r->client->lend(r->self, r->chunk_bytes) : mem;
@@ -297,27 +297,27 @@ int sfr__reader_new(const struct sfr__reader_spec *spec, struct sfr_reader **out
 
 /* Returns the end of the last chunk that the record needs: the one with the first byte after its
  * data, where the descriptor begins. */
-static uint64_t end_of_chunks(const struct sfr_reader *r, uint64_t index)
+static uint64_t last_needed_chunk_end(const struct sfr_reader *r, uint64_t index)
 {
 	return sfr__round_up(sfr__reader_data_end(r, index) + 1, r->chunk_bytes);
 }
 
-uint64_t sfr_reader_reach(const struct sfr_reader *r, uint64_t index)
+uint64_t sfr_reader_nr_to_allow(const struct sfr_reader *r, uint64_t index)
 {
-	const uint64_t to = end_of_chunks(r, index);
+	const uint64_t to = last_needed_chunk_end(r, index);
 
 	return sfr__lower_bound(i, index + 1, r->nr, r->listed[i].hdr_off < to);
 }
 
-void sfr_reader_until(struct sfr_reader *r, uint64_t index)
+void sfr_reader_stop_after(struct sfr_reader *r, uint64_t index)
 {
 	sfr__lock(&r->mu);
-	r->end_allowed = end_of_chunks(r, index);
+	r->end_allowed = last_needed_chunk_end(r, index);
 	(void)pthread_cond_broadcast(&r->may_read);
 	sfr__unlock(&r->mu);
 }
 
-int sfr_reader_allow(struct sfr_reader *r, uint64_t nr)
+int sfr_reader_allow_records(struct sfr_reader *r, uint64_t nr)
 {
 	const uint64_t nr_chunks = r->end / r->chunk_bytes + 1;
 	int rc = 0;
@@ -338,7 +338,7 @@ int sfr_reader_allow(struct sfr_reader *r, uint64_t nr)
 	return r->nr_threads == 0 ? rc : 0; /* fewer threads are only slower */
 }
 
-bool sfr__reader_runs(const struct sfr_reader *r)
+bool sfr__reader_is_running(const struct sfr_reader *r)
 {
 	return r->nr_threads != 0;
 }
@@ -349,8 +349,8 @@ static bool is_within_reach_locked(const struct sfr_reader *r, uint64_t index)
 {
 	if (index == r->nr)
 		return r->nr_allowed == r->nr && r->end_allowed >= r->end;
-	return sfr_reader_reach(r, index) <= r->nr_allowed &&
-	       end_of_chunks(r, index) <= r->end_allowed;
+	return sfr_reader_nr_to_allow(r, index) <= r->nr_allowed &&
+	       last_needed_chunk_end(r, index) <= r->end_allowed;
 }
 
 /* Returns the result of a wait for `index`, or SFR_EAGAIN if the caller has to wait. */
@@ -405,7 +405,7 @@ uint64_t sfr__reader_data_off(const struct sfr_reader *r, uint64_t index)
 	return r->records[index].data_off;
 }
 
-uint64_t sfr_reader_done(struct sfr_reader *r)
+uint64_t sfr_reader_bytes_read(struct sfr_reader *r)
 {
 	return sfr__under(&r->mu, r->bytes_read);
 }

@@ -27,13 +27,13 @@ struct sfr__reader_thread {
 	pthread_t id;
 	char *mem;     /* one allocation: `scratch`, and the buffer unless the client lends it */
 	char *scratch; /* SFR__READER_HEADER_MAX bytes, for headers that cross the end of a chunk */
-	struct sfr__buffer buffers[SFR__READER_BUFFERS];
+	struct sfr__reader_buffer buffers[SFR__READER_BUFFERS];
 	unsigned next_buffer; /* index of the buffer to use next */
 };
 
 struct sfr_reader {
 	/* constant */
-	const struct sfr__listed *listed; /* the records of the listing */
+	const struct sfr__listed_record *listed; /* the records of the listing */
 	const struct sfr__listing *listing;
 	uint64_t nr;         /* number of records */
 	uint64_t end;        /* offset where the last record ends */
@@ -88,21 +88,21 @@ int sfr__reader_plan(struct sfr_reader *r);
 
 /* chunk.c: checks the bytes [off, off + len) of the file, which are in the buffer, and hands those
  * of records [first, end) to the client. Stops after a failure of the reader. */
-void sfr__reader_read_chunk(struct sfr__reader_thread *thread, struct sfr__buffer *buffer,
-			    uint64_t off, size_t len, uint64_t first, uint64_t end);
+void sfr__reader_process_chunk(struct sfr__reader_thread *thread, struct sfr__reader_buffer *buffer,
+			       uint64_t off, size_t len, uint64_t first, uint64_t end);
 /* ---- verdict.c, which also has sfr__reader_fail ---- */
 
 /* Reports damage to record `i` at offset `off`. Returns true if the reading goes on, which it does
  * with SFR__READER_LIST_DAMAGE. Otherwise the reader fails. */
-bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong);
+bool sfr__reader_report_damage(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong);
 /* Counts a fragment of a record as read. If all of the record is read, the record becomes good, or
  * the reader fails if the CRC is wrong. */
 void sfr__reader_count_fragment(struct sfr_reader *r, const struct sfr__record_fragment *fragment);
 /* Adds a fragment to buffer->pending, to be counted when the client has finished with the buffer.
  * Returns 0 or -ENOMEM. */
-int sfr__reader_defer_fragment(struct sfr__buffer *buffer,
-			       const struct sfr__record_fragment *fragment);
+int sfr__reader_add_pending(struct sfr__reader_buffer *buffer,
+			    const struct sfr__record_fragment *fragment);
 /* Counts the fragments in buffer->pending, and empties that list. */
-void sfr__reader_count_pending(struct sfr_reader *r, struct sfr__buffer *buffer);
+void sfr__reader_count_pending(struct sfr_reader *r, struct sfr__reader_buffer *buffer);
 
 #endif

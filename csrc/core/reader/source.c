@@ -64,7 +64,7 @@ static void close_direct(struct sfr__source *s)
 	s->direct_fd = -1;
 }
 
-void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__way way)
+void sfr__source_open(struct sfr__source *s, int fd, uint64_t base, enum sfr__read_way way)
 {
 	*s = (struct sfr__source){ .fd = fd, .base = base, .direct_fd = -1 };
 	s->arriving = sfr__arriving_get(fd);
@@ -129,15 +129,15 @@ static int read_all(const struct sfr__source *s, int direct_fd, char *buf, size_
 }
 
 /* Sets bit 0 of in_cache[i] if page i of a range is cached. Returns false if that is not known. */
-static bool find_cached(const struct sfr__source *s, uint64_t off, size_t len,
-			unsigned char *in_cache)
+static bool find_cached_pages(const struct sfr__source *s, uint64_t off, size_t len,
+			      unsigned char *in_cache)
 {
 	return s->map != NULL && off + len <= s->map_len &&
 	       sfr_sys.mincore((char *)s->map + off, len, in_cache) == 0;
 }
 
 /* Returns how many of the `nr` pages are cached in a row, from page `first` on. */
-static size_t cached_run(const unsigned char *in_cache, size_t first, size_t nr)
+static size_t count_leading_cached_pages(const unsigned char *in_cache, size_t first, size_t nr)
 {
 	size_t end = first;
 
@@ -152,7 +152,7 @@ static size_t cached_run(const unsigned char *in_cache, size_t first, size_t nr)
 static size_t pages_of_next_read(const unsigned char *in_cache, size_t first, size_t nr,
 				 bool *cached)
 {
-	size_t nr_cached = cached_run(in_cache, first, nr), end = first;
+	size_t nr_cached = count_leading_cached_pages(in_cache, first, nr), end = first;
 
 	*cached = nr_cached >= CACHED_RUN_MIN || nr_cached == nr - first;
 	if (*cached)
@@ -160,21 +160,21 @@ static size_t pages_of_next_read(const unsigned char *in_cache, size_t first, si
 	/* a read from the disk, up to the next row of cached pages that is long enough */
 	while (end < nr && nr_cached < CACHED_RUN_MIN) {
 		end += nr_cached + 1; /* a row that is too short, and the uncached page after it */
-		nr_cached = cached_run(in_cache, end, nr);
+		nr_cached = count_leading_cached_pages(in_cache, end, nr);
 	}
 	return (end < nr ? end : nr) - first;
 }
 
 /* Keeps a range of an arriving file in memory until unpin, after waiting for its bytes for SLICE_NS
  * at most. Returns 0 or an error of sfr__arriving_pin. For any other file returns 0. */
-static int pin(const struct sfr__source *s, size_t len, uint64_t off)
+static int pin_arriving_range(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	if (s->arriving == NULL)
 		return 0;
 	return sfr__arriving_pin(s->arriving, s->bytes_read, s->base + off, len, SLICE_NS);
 }
 
-static void unpin(const struct sfr__source *s, size_t len, uint64_t off)
+static void unpin_arriving_range(const struct sfr__source *s, size_t len, uint64_t off)
 {
 	if (s->arriving != NULL)
 		sfr__arriving_unpin(s->arriving, s->base + off, len);
@@ -183,11 +183,11 @@ static void unpin(const struct sfr__source *s, size_t len, uint64_t off)
 /* Reads from the page cache, or from an arriving file. Returns as sfr__source_read. */
 static int read_cached(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
-	int rc = pin(s, len, off);
+	int rc = pin_arriving_range(s, len, off);
 
 	if (rc == 0) {
 		rc = read_all(s, -1, buf, len, off);
-		unpin(s, len, off);
+		unpin_arriving_range(s, len, off);
 	}
 	return rc;
 }
@@ -203,7 +203,7 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 	if (direct_fd < 0)
 		return read_cached(s, buf, len, off);
 	/* with SFR__WAY_DISK, or if it is not known what is cached: all from the disk */
-	if (nr > NR_PAGES || !find_cached(s, s->base + off, len, in_cache))
+	if (nr > NR_PAGES || !find_cached_pages(s, s->base + off, len, in_cache))
 		return read_all(s, direct_fd, buf, len, off);
 	/* one read for each row of cached pages, and one for the pages between them */
 	for (size_t at = 0; at < nr && rc == 0;) {
@@ -220,11 +220,11 @@ int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_
 
 int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len, uint64_t off)
 {
-	int64_t got = pin(s, len, off);
+	int64_t got = pin_arriving_range(s, len, off);
 
 	if (got == 0) {
-		got = sfr_fill(s->fd, buf, len, s->base + off);
-		unpin(s, len, off);
+		got = sfr_fill_from_file(s->fd, buf, len, s->base + off);
+		unpin_arriving_range(s, len, off);
 	}
 	return got;
 }
@@ -232,11 +232,12 @@ int64_t sfr__source_read_some(const struct sfr__source *s, void *buf, size_t len
 void sfr__source_will_read(const struct sfr__source *s, uint64_t off, uint64_t end)
 {
 	if (s->arriving != NULL)
-		sfr__arriving_will_read(s->arriving, s->bytes_read, s->base + off, s->base + end);
+		sfr__arriving_request_range(s->arriving, s->bytes_read, s->base + off,
+					    s->base + end);
 }
 
 void sfr__source_was_read(const struct sfr__source *s, uint64_t off, uint64_t len)
 {
 	if (s->arriving != NULL)
-		sfr__arriving_was_read(s->arriving, s->bytes_read, s->base + off, len);
+		sfr__arriving_mark_read(s->arriving, s->bytes_read, s->base + off, len);
 }

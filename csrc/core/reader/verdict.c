@@ -15,7 +15,7 @@ void sfr__reader_fail(struct sfr_reader *r, int code, uint64_t index, uint64_t o
 	sfr__unlock(&r->mu);
 }
 
-bool sfr__reader_damaged(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong)
+bool sfr__reader_report_damage(struct sfr_reader *r, uint64_t i, uint64_t off, const char *wrong)
 {
 	if ((r->flags & SFR__READER_LIST_DAMAGE) == 0) {
 		sfr__reader_fail(r, SFR_ECORRUPT, i, off, wrong);
@@ -58,15 +58,15 @@ void sfr__reader_count_fragment(struct sfr_reader *r, const struct sfr__record_f
 	sfr__unlock(&r->mu);
 }
 
-void sfr__reader_count_pending(struct sfr_reader *r, struct sfr__buffer *buffer)
+void sfr__reader_count_pending(struct sfr_reader *r, struct sfr__reader_buffer *buffer)
 {
 	for (size_t i = 0; i < buffer->nr_pending; i++)
 		sfr__reader_count_fragment(r, &buffer->pending[i]);
 	buffer->nr_pending = 0;
 }
 
-int sfr__reader_defer_fragment(struct sfr__buffer *buffer,
-			       const struct sfr__record_fragment *fragment)
+int sfr__reader_add_pending(struct sfr__reader_buffer *buffer,
+			    const struct sfr__record_fragment *fragment)
 {
 	if (buffer->nr_pending == buffer->pending_cap) {
 		const size_t cap = buffer->pending_cap == 0 ? 64 : 2 * buffer->pending_cap;

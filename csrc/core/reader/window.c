@@ -14,15 +14,15 @@
 #include "reader/window.h"
 #include "base/base.h"
 
-int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
-		     size_t chunk_bytes)
+int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__read_way way,
+		     size_t cap, size_t chunk_bytes)
 {
 	*w = (struct sfr__window){ .cap = cap, .chunk_bytes = chunk_bytes };
 	/* A direct read may write to the rest of the last page. */
 	w->mem = sfr_sys.malloc((size_t)sfr__round_up(cap, SFR_PAGE) + SFR_PAGE);
 	if (w->mem == NULL)
 		return -ENOMEM;
-	w->buf = sfr__page_from(w->mem);
+	w->buf = sfr__round_up_to_page(w->mem);
 	sfr__source_open(&w->source, fd, base, way);
 	return 0;
 }

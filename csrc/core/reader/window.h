@@ -17,8 +17,8 @@ struct sfr__window {
 /* Makes an empty window. `fd`, `base` and `way` are those of sfr__source_open. `cap` is the largest
  * `len` for sfr__window_get plus a page, or the file's length if that is less. `chunk_bytes` is at
  * most `cap`, unless `cap` is the file's length. Returns 0 or -ENOMEM. */
-int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__way way, size_t cap,
-		     size_t chunk_bytes);
+int sfr__window_init(struct sfr__window *w, int fd, uint64_t base, enum sfr__read_way way,
+		     size_t cap, size_t chunk_bytes);
 void sfr__window_fini(struct sfr__window *w); /* accepts one that is all zero */
 /* Sets *out to the address of the bytes [off, off + len) of the file, which is valid until the next
  * call. Sets *avail, unless it is NULL, to how many bytes there are in memory from `off` on: at

@@ -26,7 +26,7 @@ static const struct sfr__transfer_ops ops = { .portion_done = NULL };
 
 /* Ends the reading with a device's error. The error belongs to no record, so the failure names the
  * first record. */
-static void device_failed(struct sfr_restore *r, const char *why)
+static void report_device_failure(struct sfr_restore *r, const char *why)
 {
 	if (atomic_exchange(&r->has_why, true))
 		return; /* a failure was reported already */
@@ -44,8 +44,8 @@ static void enter_first_context(struct sfr_restore *r, struct sfr__cuda_scope *s
 	(void)sfr__cuda_enter(scope, r->lane->cu, r->lane->context);
 }
 
-/* lend, take_back, send_chunk and finish are functions of struct sfr__reader_client. */
-static char *lend(void *self, size_t len)
+/* lend, free_lent_memory, send_chunk and finish are functions of struct sfr__reader_client. */
+static char *lend_pinned_memory(void *self, size_t len)
 {
 	struct sfr_restore *r = self;
 	struct sfr__cuda_scope scope;
@@ -58,7 +58,7 @@ static char *lend(void *self, size_t len)
 	return mem;
 }
 
-static void take_back(void *self, struct sfr__buffer *buffer)
+static void free_lent_memory(void *self, struct sfr__reader_buffer *buffer)
 {
 	struct sfr_restore *r = self;
 	struct sfr__cuda_scope scope;
@@ -70,7 +70,7 @@ static void take_back(void *self, struct sfr__buffer *buffer)
 	sfr__cuda_leave(&scope);
 }
 
-bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index,
+bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__reader_buffer *buffer, uint64_t index,
 			   char *to, const char *from, size_t len)
 {
 	const unsigned k = r->destinations[index].device - 1; /* index in r->devices */
@@ -90,7 +90,7 @@ bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, ui
 	return false;
 }
 
-static int send_chunk(void *self, struct sfr__buffer *buffer)
+static int send_chunk(void *self, struct sfr__reader_buffer *buffer)
 {
 	struct sfr_restore *r = self;
 	int rc = 0;
@@ -103,7 +103,7 @@ static int send_chunk(void *self, struct sfr__buffer *buffer)
 		if (sfr__transfer_enter(tr))
 			sfr__transfer_send(tr);
 		if (tr->err.code != 0) {
-			device_failed(r, tr->err.note);
+			report_device_failure(r, tr->err.note);
 			rc = -1;
 		}
 		sfr__transfer_end(tr);
@@ -113,7 +113,7 @@ static int send_chunk(void *self, struct sfr__buffer *buffer)
 
 /* Waits for the copies from a buffer. A device that has died may still read the buffer: then the
  * buffer's memory is never used again, nor freed. */
-static int finish(void *self, struct sfr__buffer *buffer)
+static int wait_for_buffer_copies(void *self, struct sfr__reader_buffer *buffer)
 {
 	struct sfr_restore *r = self;
 	bool lost = false;
@@ -125,7 +125,8 @@ static int finish(void *self, struct sfr__buffer *buffer)
 			continue; /* this buffer was never copied to this device */
 		(void)sfr__transfer_wait(tr, SFR_FOREVER); /* always 0 */
 		if (tr->device_died)
-			device_failed(r, tr->lane->why); /* constant once the lane is dead */
+			report_device_failure(r,
+					      tr->lane->why); /* constant once the lane is dead */
 		lost = lost || tr->device_died;
 	}
 	if (lost)
@@ -156,7 +157,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, 
 		return SFR_EFORK;
 	if (index == SFR__RESTORE_DEVICES)
 		return -EOPNOTSUPP; /* too many devices */
-	if (index == r->nr_devices && sfr__reader_runs(r->reader))
+	if (index == r->nr_devices && sfr__reader_is_running(r->reader))
 		return -EOPNOTSUPP; /* a new device, but the reader already has its buffers */
 	/* This transfer only makes the lane wait for the caller's stream (E). */
 	rc = sfr__transfer_begin(&tr, &r->lanes, device, SFR__CUDA_IN, (CUstream)(uintptr_t)stream);
@@ -170,10 +171,10 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, 
 	if (index == 0)
 		r->lane = tr.lane; /* the first device's lane, for enter_first_context */
 	r->devices[r->nr_devices++] = device;
-	r->client.lend = lend;
-	r->client.take_back = take_back;
+	r->client.lend = lend_pinned_memory;
+	r->client.take_back = free_lent_memory;
 	r->client.send = send_chunk;
-	r->client.finish = finish;
+	r->client.finish = wait_for_buffer_copies;
 	return 0;
 }
 

@@ -19,12 +19,12 @@
 #include "base/base.h"
 
 /* Destinations of at least this many bytes are mostly memory that nobody has touched yet. There
- * sfr__populate saves page faults. */
+ * sfr__prefault_pages saves page faults. */
 #define POPULATE_BYTES_MIN (256u << 10)
 
 /* The reader's client function `put` (struct sfr__reader_client): takes `len` bytes, which are at
  * offset `off` of the record. `crc` is NULL if no CRC is wanted. */
-static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t off,
+static int put(void *self, struct sfr__reader_buffer *buffer, uint64_t index, uint64_t off,
 	       const char *bytes, size_t len, uint32_t *crc)
 {
 	struct sfr_restore *r = self;
@@ -41,7 +41,7 @@ static int put(void *self, struct sfr__buffer *buffer, uint64_t index, uint64_t 
 		return SFR__READER_NEEDS_BUFFER; /* the device copies from it later */
 	}
 	if (len >= POPULATE_BYTES_MIN)
-		sfr__populate(to, len);
+		sfr__prefault_pages(to, len);
 	if (crc != NULL)
 		*crc = sfr_crc32_copy(0, to, bytes, len);
 	else
@@ -110,7 +110,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	return rc;
 }
 
-int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end, int fd,
+int sfr_restore_new_bare(const struct sfr_file_range *v, uint64_t nr, uint64_t end, int fd,
 			 unsigned flags, struct sfr_restore **out)
 {
 	struct sfr_restore *r;

@@ -6,7 +6,7 @@
  *     sfr_restore_new(check, fd, SFR_RESTORE_VERIFY, &restore);
  *     for (i = 0; i < sfr_restore_nr(restore); i++)
  *             sfr_restore_into(restore, i, memory of sfr_restore_nbytes(restore, i) bytes);
- *     sfr_reader_allow(sfr_restore_reader(restore), i);      all `i` records may be read now
+ *     sfr_reader_allow_records(sfr_restore_reader(restore), i); all `i` records may be read now
  *     while ((rc = sfr_reader_wait(sfr_restore_reader(restore), index, slice_ns)) == SFR_EAGAIN)
  *             ...;
  *     sfr_restore_free(restore);
@@ -38,13 +38,13 @@ struct sfr_restore;
  *   -ENOMEM, -errno   of reading */
 int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out);
 /* A stretch of a file. */
-struct sfr_stretch {
+struct sfr_file_range {
 	uint64_t off, len;
 };
 /* Makes a restore of a file of another format, whose records are the `nr` stretches in `v`, in the
  * order of the file and below offset `end`. They have no names and no CRCs. `v` stays the caller's.
  * Returns as sfr_restore_new; -EINVAL: the stretches overlap, or there is none. */
-int sfr_restore_new_bare(const struct sfr_stretch *v, uint64_t nr, uint64_t end, int fd,
+int sfr_restore_new_bare(const struct sfr_file_range *v, uint64_t nr, uint64_t end, int fd,
 			 unsigned flags, struct sfr_restore **out);
 /* Return the number of records, and a record's length. Indices are in the order of the file. */
 uint64_t sfr_restore_nr(const struct sfr_restore *r);
@@ -59,11 +59,11 @@ uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t 
  * the restore is freed. */
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
 /* Prepares a device for destinations. The first call for a device comes before the first
- * sfr_reader_allow; more calls for it may come at any time. `stream` is the caller's current stream
- * on the device. Copies to destinations that are set after the call wait until the stream's present
- * work has ended. Returns 0, or:
+ * sfr_reader_allow_records; more calls for it may come at any time. `stream` is the caller's
+ * current stream on the device. Copies to destinations that are set after the call wait until the
+ * stream's present work has ended. Returns 0, or:
  *
- *   -EOPNOTSUPP       too many devices, or a new device after sfr_reader_allow
+ *   -EOPNOTSUPP       too many devices, or a new device after sfr_reader_allow_records
  *   -ENODEV, -EIO     `why` gets a sentence
  *   SFR_EFORK, SFR_ECAPTURING */
 int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
@@ -71,7 +71,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, 
 /* Does the same as sfr_restore_into, with memory of a device that was prepared. */
 void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
 /* Returns the reader, which lives as long as the restore. When a record has its destination, the
- * caller allows it to be read with sfr_reader_allow. */
+ * caller allows it to be read with sfr_reader_allow_records. */
 struct sfr_reader *sfr_restore_reader(struct sfr_restore *r);
 /* Ends the reading and frees the restore. Waits for the reads in flight. Accepts NULL. */
 void sfr_restore_free(struct sfr_restore *r);

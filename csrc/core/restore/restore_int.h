@@ -46,7 +46,7 @@ struct sfr_restore {
 
 /* Adds a copy from the buffer (`from`) to the device memory of a record (`to`). The reader's `send`
  * begins it. Returns false after a failure, which sfr__reader_fail has recorded. */
-bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index,
+bool sfr__restore_add_copy(struct sfr_restore *r, struct sfr__reader_buffer *buffer, uint64_t index,
 			   char *to, const char *from, size_t len);
 
 #endif

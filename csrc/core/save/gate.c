@@ -42,7 +42,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 
 		if (!dev->deferred)
 			continue; /* the capture made the stream wait for the captured copies */
-		stream = sfr__stream_of(streams, nr_streams, dev->device);
+		stream = sfr__find_stream(streams, nr_streams, dev->device);
 		if (!sfr__transfer_gate(&dev->transfer, stream))
 			host_must_wait = true;
 	}

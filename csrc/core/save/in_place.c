@@ -66,7 +66,7 @@ static bool has_queued_enough_locked(const struct sfr_ticket *t)
 	return t->work.pushed_nbytes >= t->facts.written_nbytes + STREAM_BYTES;
 }
 
-void sfr__in_place_next_locked(struct sfr_ticket *t)
+void sfr__in_place_push_next_locked(struct sfr_ticket *t)
 {
 	bool pushed = true;
 
@@ -78,10 +78,10 @@ void sfr__in_place_next_locked(struct sfr_ticket *t)
 		pushed = push_next_block_locked(t);
 }
 
-void sfr__in_place_begin_locked(struct sfr_ticket *t)
+void sfr__in_place_start_writes_locked(struct sfr_ticket *t)
 {
 	for (uint32_t i = 0; i < t->engine->opts.nr_writers + NR_AHEAD; i++)
-		sfr__in_place_next_locked(t);
+		sfr__in_place_push_next_locked(t);
 }
 
 /* Sets job->mem to a block of the pool if one is free, else to a new mapping. Returns 0 or
@@ -154,7 +154,7 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	return 0;
 }
 
-void sfr__in_place_release(struct sfr__job *job)
+void sfr__in_place_unmap(struct sfr__job *job)
 {
 	if (job->mapped_len != 0) /* munmap of a whole mapping cannot fail */
 		(void)sfr_sys.munmap(job->mem, job->mapped_len);

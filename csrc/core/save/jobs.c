@@ -63,7 +63,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *exte
 	sfr__job_push_locked(job);
 }
 
-void sfr__unpark_locked(struct sfr_ticket *t)
+void sfr__jobs_unpark_locked(struct sfr_ticket *t)
 {
 	struct sfr__job *job;
 
@@ -95,7 +95,7 @@ void sfr__requeue_streamed_locked(struct sfr_ticket *t)
  * shifted by the number of bytes after the segment, and XORed to the others in any order. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
 {
-	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];
+	struct sfr__image_entry *entry = &t->plan.img.entries[seg->entry];
 	uint64_t nbytes_after = entry->nbytes - seg->off - seg->len;
 	bool is_complete;
 
@@ -106,7 +106,7 @@ bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc
 	entry->crc_len += seg->len;
 	is_complete = entry->crc_len == entry->nbytes;
 	if (is_complete)
-		sfr__unpark_locked(t);
+		sfr__jobs_unpark_locked(t);
 	sfr__unlock(&t->engine->mu);
 	return is_complete;
 }

@@ -49,7 +49,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__extent *exte
  * of an entry may come in any order. Returns whether the entry's CRC is now complete. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);
 /* Queues all parked blocks again. Called when an entry's CRC is complete, or the save fails. */
-void sfr__unpark_locked(struct sfr_ticket *t);
+void sfr__jobs_unpark_locked(struct sfr_ticket *t);
 /* Called when a save fails. Queues the jobs that are in its stream, so that writers release their
  * memory. Does nothing if the save is not a stream. */
 void sfr__requeue_streamed_locked(struct sfr_ticket *t);

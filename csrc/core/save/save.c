@@ -102,8 +102,8 @@ static int edges_new(struct sfr_ticket *t)
 
 /* Lays out the image: a file of parts, or if `parts` is NULL an archive or a flat file. Allocates
  * what the copies into the image need. Returns 0 or -errno. */
-static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc,
-			  struct sfr_parts *parts)
+static int lay_out_image(struct sfr_ticket *t, const struct sfr_save_desc *desc,
+			 struct sfr_parts *parts)
 {
 	int rc;
 
@@ -143,7 +143,7 @@ int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *de
 	rc = ticket_new(engine, desc, &t);
 	if (rc < 0)
 		return rc;
-	rc = ticket_lay_out(t, desc, parts);
+	rc = lay_out_image(t, desc, parts);
 	if (rc == 0)
 		rc = ticket_set_target(t, desc);
 	if (rc < 0)
@@ -209,7 +209,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		if (!t->plan.in_place) {
 			t->plan.nr_whole = count_whole_blocks(t);
 			t->work.joined_pool = true;
-			sfr__pool_join(engine->pool, t->plan.nr_whole);
+			sfr__pool_add_save(engine->pool, t->plan.nr_whole);
 		}
 		sfr__engine_enter_locked(engine, &t->flight);
 		engine->last_seq++;
@@ -255,7 +255,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__host_copy_now(&t->staging.captured.copy, deadline);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc; /* any other error is recorded in the ticket */
-	if (!t->staging.capture_done && !sfr__ticket_failing(t)) {
+	if (!t->staging.capture_done && !sfr__ticket_is_failing(t)) {
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
@@ -289,7 +289,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		if (t->staging.deferred.extent && !sfr__ticket_failing_locked(t)) {
 			t->work.host_copying = true;
 			/* false: its blocks are not leased yet */
-			sfr__host_begin_locked(&t->staging.deferred.copy, false);
+			sfr__host_begin_deferred_locked(&t->staging.deferred.copy, false);
 		}
 		if (t->plan.img.extents[t->plan.img.nr_extents - 1].lane == SFR_CAPTURED) {
 			/* Deferred extents come last, so here nothing is deferred. Then no copy can
@@ -299,12 +299,12 @@ int sfr_save_launch(struct sfr_ticket *t)
 			t->facts.copied = t->staging.nr_devices == 0 && !t->plan.in_place;
 		}
 		if (t->plan.in_place)
-			sfr__in_place_begin_locked(t);
-		sfr__ticket_step_locked(t);
+			sfr__in_place_start_writes_locked(t);
+		sfr__ticket_advance_locked(t);
 	}
 	sfr__unlock(&engine->mu);
 	if (rc == 0)
-		sfr__device_states_launch(t);
+		sfr__device_states_queue_deferred(t);
 	return rc;
 }
 
@@ -324,7 +324,7 @@ void sfr_save_abandon(struct sfr_ticket *t)
 		if (sfr__ticket_is_ordered(t))
 			sfr__log_unreserve();
 		sfr__ticket_fail_locked(t, &err);
-		sfr__ticket_step_locked(t);
+		sfr__ticket_advance_locked(t);
 	} else if (t->state == SFR_NEW) { /* no thread works on the save */
 		t->err = err;
 		t->report.ended_ns = sfr__now_ns();
@@ -332,5 +332,5 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	}
 	sfr__unlock(&t->engine->mu);
 	if (in_call)
-		sfr__device_states_launch(t); /* only releases them: the save is failing */
+		sfr__device_states_queue_deferred(t); /* only releases them: the save is failing */
 }

@@ -16,16 +16,16 @@ void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
 int sfr__take_samples(struct sfr_ticket *t);
 /* Returns all sources of an extent, for sampling. The caller frees the array. Returns NULL if there
  * is no memory. */
-struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
-					 const struct sfr__extent *extent);
+struct sfr__source_to_sample *sfr__extent_list_sources(const struct sfr_ticket *t,
+						       const struct sfr__extent *extent);
 /* Compares `len` staged bytes, which are at offset `off` of the entry, with the samples. Returns
  * the index of the torn source, or -1. */
-int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
-			  uint32_t entry, uint64_t off, const char *staged, size_t len);
+int64_t sfr__find_torn_source(const struct sfr_ticket *t, const struct sfr__samples *samples,
+			      uint32_t entry, uint64_t off, const char *staged, size_t len);
 /* Does the same with CRCs (SFR_SAVE_CHECK_BYTES). The caller passes an entry's bytes in ascending
  * order. Only the call with its last bytes can find the entry torn. */
-int64_t sfr__check_crc(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
-		       size_t len);
+int64_t sfr__find_torn_by_crc(struct sfr_ticket *t, uint32_t entry, uint64_t off,
+			      const char *staged, size_t len);
 
 /* ---- stage_device.c ---- */
 /* Makes the device states of a new ticket from its image. Returns 0 or -ENOMEM. */
@@ -35,6 +35,6 @@ int sfr__device_states_new(struct sfr_ticket *t);
  * other error is recorded in the ticket, and the result is 0. */
 int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Hands the device states to their lanes, or releases them if the save is failing. */
-void sfr__device_states_launch(struct sfr_ticket *t);
+void sfr__device_states_queue_deferred(struct sfr_ticket *t);
 
 #endif

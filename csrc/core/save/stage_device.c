@@ -31,13 +31,13 @@ enum {
 	POLL_NS = 100 * 1000,       /* how often the lane polls while it waits for a block */
 };
 
-static struct sfr__device_state *state_of(struct sfr__transfer *tr)
+static struct sfr__device_state *device_state_of(struct sfr__transfer *tr)
 {
 	return sfr__container(tr, struct sfr__device_state, transfer);
 }
 
 /* Makes the save fail if the transfer has an error. */
-static void report_error(struct sfr__device_state *dev)
+static void fail_save_on_error(struct sfr__device_state *dev)
 {
 	if (dev->transfer.err.code)
 		sfr__ticket_fail(dev->ticket, &dev->transfer.err);
@@ -47,8 +47,8 @@ static void report_error(struct sfr__device_state *dev)
 
 /* Compares the deferred bytes in a copied block with the samples, and with the CRCs if there are
  * any. Returns the index of a torn source, or -1. */
-static int64_t check_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
-			   uint32_t blk, const struct sfr__block *block)
+static int64_t find_torn_in_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
+				  uint32_t blk, const struct sfr__block *block)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__seg_iter it;
@@ -61,10 +61,10 @@ static int64_t check_block(struct sfr__device_state *dev, const struct sfr__exte
 
 		if (seg.kind != SFR__SEG_DATA)
 			continue;
-		torn_source = sfr__check_copied(t, &dev->transfer.samples, seg.entry, seg.off,
-						staged, seg.len);
+		torn_source = sfr__find_torn_source(t, &dev->transfer.samples, seg.entry, seg.off,
+						    staged, seg.len);
 		if (torn_source < 0 && t->staging.check_crcs)
-			torn_source = sfr__check_crc(t, seg.entry, seg.off, staged, seg.len);
+			torn_source = sfr__find_torn_by_crc(t, seg.entry, seg.off, staged, seg.len);
 	}
 	return torn_source;
 }
@@ -78,7 +78,7 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
 	int64_t torn_source = -1;
 
 	if (ok && extent == dev->deferred)
-		torn_source = check_block(dev, extent, blk, block);
+		torn_source = find_torn_in_block(dev, extent, blk, block);
 	if (torn_source >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
 		err.index = torn_source;
@@ -101,7 +101,7 @@ static void end_block(struct sfr__device_state *dev, const struct sfr__extent *e
  * portion's memory is a list of blocks. */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
-	struct sfr__device_state *dev = state_of(tr);
+	struct sfr__device_state *dev = device_state_of(tr);
 	struct sfr__block *block = portion->memory, *next;
 	struct sfr_err err = { .index = -1 };
 	uint32_t blk = portion->first_blk;
@@ -124,25 +124,25 @@ static void drop_portion(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 
 	for (; block; block = next) {
 		next = block->next;
-		sfr__ticket_put_block(state_of(tr)->ticket, block);
+		sfr__ticket_put_block(device_state_of(tr)->ticket, block);
 	}
 }
 
 static void transfer_over(struct sfr__transfer *tr)
 {
-	struct sfr_ticket *t = state_of(tr)->ticket;
+	struct sfr_ticket *t = device_state_of(tr)->ticket;
 	/* a sentence if the driver has refused batches of copies, else "" */
 	char copies_note[sizeof(t->report.fallback[0])] = "";
 
-	sfr__cuda_copies_note(tr->lane, copies_note, sizeof(copies_note));
+	sfr__cuda_describe_refusals(tr->lane, copies_note, sizeof(copies_note));
 	sfr__lock(&t->engine->mu);
 	t->work.nr_transfers--;
-	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->report.fallback[SFR_FALLBACK_PAGEABLE],
-		      sizeof(t->report.fallback[0]));
+	sfr__pin_get_note(sfr__pool_get_pin(t->engine->pool),
+			  t->report.fallback[SFR_FALLBACK_PAGEABLE], sizeof(t->report.fallback[0]));
 	if (copies_note[0])
 		memcpy(t->report.fallback[SFR_FALLBACK_COPIES], copies_note, sizeof(copies_note));
-	sfr__ticket_copies_ended_locked(t);
-	sfr__ticket_step_locked(t);
+	sfr__ticket_check_copied_locked(t);
+	sfr__ticket_advance_locked(t);
 	sfr__unlock(&t->engine->mu);
 }
 
@@ -187,7 +187,7 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 	struct sfr__seg seg;
 	unsigned nr_blocks = 1; /* in the portion, with this block */
 
-	if (!sfr__transfer_portion(tr)) { /* no memory for a portion: the error is in tr->err */
+	if (!sfr__transfer_get_portion(tr)) { /* no memory for a portion: the error is in tr->err */
 		sfr__ticket_put_block(t, block);
 		return;
 	}
@@ -221,8 +221,8 @@ static void fill_block(struct sfr__device_state *dev, const struct sfr__extent *
 
 /* Leases and fills block *blk of an extent, and increments *blk. Returns as sfr__pool_get. Sets
  * transfer.err for errors other than SFR_EAGAIN and SFR_EEXHAUSTED. */
-static int fill_next(struct sfr__device_state *dev, const struct sfr__extent *extent, uint32_t *blk,
-		     uint64_t slice_ns)
+static int fill_next_block(struct sfr__device_state *dev, const struct sfr__extent *extent,
+			   uint32_t *blk, uint64_t slice_ns)
 {
 	struct sfr_ticket *t = dev->ticket;
 	struct sfr__block *block;
@@ -256,7 +256,7 @@ static void compute_check_crcs(struct sfr__device_state *dev)
 	const struct sfr__extent *extent = dev->deferred;
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_ticket *t = dev->ticket;
-	struct sfr__sampled *sources = sfr__extent_sources(t, extent);
+	struct sfr__source_to_sample *sources = sfr__extent_list_sources(t, extent);
 	/* false if there is no memory, also for `sources` */
 	bool ok = sfr__transfer_get_store(tr, sources, extent->nr_lane_entries);
 	uint64_t len;
@@ -264,7 +264,7 @@ static void compute_check_crcs(struct sfr__device_state *dev)
 	sfr_sys.free(sources);
 	for (uint32_t i = extent->first_entry; i < extent->first_entry + extent->nr_lane_entries;
 	     i++) {
-		const struct sfr__entry *entry = &t->plan.img.entries[i];
+		const struct sfr__image_entry *entry = &t->plan.img.entries[i];
 
 		for (uint64_t off = 0; ok && off < entry->nbytes; off += len) {
 			const uint64_t left = entry->nbytes - off;
@@ -331,7 +331,7 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
 		struct sfr__transfer *tr = &t->staging.devices[i].transfer;
 		const struct sfr_stream *stream =
-			sfr__stream_of(streams, nr_streams, t->staging.devices[i].device);
+			sfr__find_stream(streams, nr_streams, t->staging.devices[i].device);
 		int rc;
 
 		if (!stream)
@@ -340,7 +340,7 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 					 SFR__CUDA_OUT, (CUstream)(uintptr_t)stream->handle);
 		if (rc < 0)
 			return rc;
-		sfr__transfer_leave(tr);
+		sfr__transfer_leave_context(tr);
 		if (!err.code)
 			err = tr->err; /* the first error counts */
 		/* without a lane the device cannot be used, and tr->err says why */
@@ -366,25 +366,25 @@ static int capture_on_device(struct sfr__device_state *dev, uint64_t deadline)
 	int rc = 0;
 
 	while (extent && dev->capture_blk < extent->nr_lane_blocks) {
-		if (rc != 0 || tr->err.code || sfr__ticket_failing(t))
+		if (rc != 0 || tr->err.code || sfr__ticket_is_failing(t))
 			break;
-		rc = fill_next(dev, extent, &dev->capture_blk, sfr__time_left(deadline));
+		rc = fill_next_block(dev, extent, &dev->capture_blk, sfr__time_left(deadline));
 	}
 	sfr__transfer_send(tr);
-	report_error(dev);
+	fail_save_on_error(dev);
 	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 		return rc;
-	if (dev->samples_taken || sfr__ticket_failing(t))
+	if (dev->samples_taken || sfr__ticket_is_failing(t))
 		return 0;
 	dev->samples_taken = true;
 	if (dev->deferred && t->staging.check_crcs)
 		compute_check_crcs(dev);
 	if (dev->deferred && !tr->err.code) /* the sum is a seed: other lines each time */
-		sfr__transfer_sample(tr, sfr__extent_sources(t, dev->deferred),
+		sfr__transfer_sample(tr, sfr__extent_list_sources(t, dev->deferred),
 				     dev->deferred->nr_lane_entries, t->seq + t->report.created_ns);
 	sfr__transfer_mark_captured(tr);
 	sfr__transfer_send(tr); /* the samples */
-	report_error(dev);
+	fail_save_on_error(dev);
 	return 0;
 }
 
@@ -392,15 +392,15 @@ int sfr__device_states_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 
-	for (uint32_t i = 0; i < t->staging.nr_devices && !sfr__ticket_failing(t); i++) {
+	for (uint32_t i = 0; i < t->staging.nr_devices && !sfr__ticket_is_failing(t); i++) {
 		struct sfr__device_state *dev = &t->staging.devices[i];
 		int rc = 0;
 
 		if (sfr__transfer_enter(&dev->transfer)) {
 			rc = capture_on_device(dev, deadline);
-			sfr__transfer_leave(&dev->transfer);
+			sfr__transfer_leave_context(&dev->transfer);
 		}
-		report_error(dev);
+		fail_save_on_error(dev);
 		if (rc < 0)
 			return rc;
 	}
@@ -421,9 +421,9 @@ static void end_queueing(struct sfr__device_state *dev)
 	sfr__transfer_end(&dev->transfer);
 }
 
-void sfr__device_states_launch(struct sfr_ticket *t)
+void sfr__device_states_queue_deferred(struct sfr_ticket *t)
 {
-	bool is_failing = sfr__ticket_failing(t);
+	bool is_failing = sfr__ticket_is_failing(t);
 
 	for (uint32_t i = 0; i < t->staging.nr_devices; i++) {
 		struct sfr__device_state *dev = &t->staging.devices[i];
@@ -452,7 +452,7 @@ static void stage_deferred(struct sfr__task *task)
 	while (blk < dev->deferred->nr_lane_blocks) {
 		const bool failed = rc != 0 && rc != SFR_EAGAIN;
 
-		if (failed || sfr__ticket_failing(t) || tr->err.code)
+		if (failed || sfr__ticket_is_failing(t) || tr->err.code)
 			break;
 		tr->throttled = !sfr__cuda_is_rushed(lane, t->seq);
 		if (tr->throttled)
@@ -461,12 +461,12 @@ static void stage_deferred(struct sfr__task *task)
 			sfr__cuda_poll(lane); /* frees blocks of completed copies */
 		/* The wait for a block is short, because this thread must poll: that makes the
 		 * blocks of completed copies free. */
-		if (!sfr__transfer_died(tr))
-			rc = fill_next(dev, dev->deferred, &blk, POLL_NS);
+		if (!sfr__transfer_device_is_dead(tr))
+			rc = fill_next_block(dev, dev->deferred, &blk, POLL_NS);
 	}
 	if (rc == SFR_EEXHAUSTED) /* unlike in the call, nobody can try again: the save fails */
 		sfr__err_set(&tr->err, rc, SFR_PHASE_STAGE, NULL);
 	sfr__transfer_mark_staged(tr); /* records S, before the gate uses it */
-	report_error(dev);
+	fail_save_on_error(dev);
 	end_queueing(dev);
 }

@@ -21,19 +21,22 @@
 
 /* ---- samples ---- */
 
-struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
-					 const struct sfr__extent *extent)
+struct sfr__source_to_sample *sfr__extent_list_sources(const struct sfr_ticket *t,
+						       const struct sfr__extent *extent)
 {
-	struct sfr__sampled *sources = sfr_sys.malloc(extent->nr_lane_entries * sizeof(*sources));
+	struct sfr__source_to_sample *sources =
+		sfr_sys.malloc(extent->nr_lane_entries * sizeof(*sources));
 
 	if (!sources)
 		return NULL;
 	for (uint32_t i = 0; i < extent->nr_lane_entries; i++) {
-		const struct sfr__entry *entry = &t->plan.img.entries[extent->first_entry + i];
+		const struct sfr__image_entry *entry =
+			&t->plan.img.entries[extent->first_entry + i];
 
-		sources[i] = (struct sfr__sampled){ .entry = extent->first_entry + i,
-						    .addr = (uint64_t)(uintptr_t)entry->src,
-						    .nbytes = entry->nbytes };
+		sources[i] =
+			(struct sfr__source_to_sample){ .entry = extent->first_entry + i,
+							.addr = (uint64_t)(uintptr_t)entry->src,
+							.nbytes = entry->nbytes };
 	}
 	return sources;
 }
@@ -41,13 +44,13 @@ struct sfr__sampled *sfr__extent_sources(const struct sfr_ticket *t,
 int sfr__take_samples(struct sfr_ticket *t)
 {
 	const struct sfr__extent *extent = t->staging.deferred.extent;
-	struct sfr__sampled *sources;
+	struct sfr__source_to_sample *sources;
 	int rc;
 
 	SFR__TRACE(SFR_TRACE_SAMPLES, t->number, 0);
 	if (extent == NULL)
 		return 0;
-	sources = sfr__extent_sources(t, extent);
+	sources = sfr__extent_list_sources(t, extent);
 	if (!sources)
 		return -ENOMEM;
 	rc = sfr__samples_take(&t->staging.samples, sources, extent->nr_lane_entries,
@@ -62,18 +65,18 @@ int sfr__take_samples(struct sfr_ticket *t)
 	return 0;
 }
 
-int64_t sfr__check_copied(const struct sfr_ticket *t, const struct sfr__samples *samples,
-			  uint32_t entry, uint64_t off, const char *staged, size_t len)
+int64_t sfr__find_torn_source(const struct sfr_ticket *t, const struct sfr__samples *samples,
+			      uint32_t entry, uint64_t off, const char *staged, size_t len)
 {
 	if (sfr__samples_agree(samples, entry, off, staged, len))
 		return -1;
 	return t->plan.img.entries[entry].source;
 }
 
-int64_t sfr__check_crc(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
-		       size_t len)
+int64_t sfr__find_torn_by_crc(struct sfr_ticket *t, uint32_t entry, uint64_t off,
+			      const char *staged, size_t len)
 {
-	const struct sfr__entry *checked = &t->plan.img.entries[entry];
+	const struct sfr__image_entry *checked = &t->plan.img.entries[entry];
 	/* The array has a CRC at the call for each entry, and behind these the copies' CRCs. */
 	uint32_t *copy_crc = &t->staging.check_crcs[t->plan.img.nr_entries + entry];
 
@@ -103,7 +106,7 @@ void sfr__stage_non_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 
 /* Returns whether [from, to) of the file contains the entry's data and descriptor. A thread that
  * copies this whole range is then the only user of the entry. */
-static bool contains_entry(const struct sfr__entry *entry, uint64_t from, uint64_t to)
+static bool range_contains_entry(const struct sfr__image_entry *entry, uint64_t from, uint64_t to)
 {
 	return entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
 }
@@ -113,7 +116,7 @@ static bool contains_entry(const struct sfr__entry *entry, uint64_t from, uint64
 static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst,
 			 bool is_sole_user, bool with_crc)
 {
-	struct sfr__entry *entry = &t->plan.img.entries[seg->entry];
+	struct sfr__image_entry *entry = &t->plan.img.entries[seg->entry];
 	const char *src = entry->src + seg->off;
 	bool is_complete = true; /* entry->crc is the CRC of the whole entry */
 	uint32_t crc;
@@ -121,8 +124,8 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	SFR__TRACE(SFR_TRACE_STORAGE, 0, seg->len);
 	if (!with_crc) {
 		sfr_sys.capture_copy(dst, src, seg->len);
-		return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst,
-					 seg->len);
+		return sfr__find_torn_source(t, &t->staging.samples, seg->entry, seg->off, dst,
+					     seg->len);
 	}
 	crc = sfr_sys.lane_copy(0, dst, src, seg->len); /* copies, and computes the CRC from 0 on */
 	if (is_sole_user) {
@@ -133,7 +136,7 @@ static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char 
 	}
 	if (is_complete && t->staging.check_crcs && entry->crc != t->staging.check_crcs[seg->entry])
 		return entry->source;
-	return sfr__check_copied(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
+	return sfr__find_torn_source(t, &t->staging.samples, seg->entry, seg->off, dst, seg->len);
 }
 
 /* ---- callbacks for stage/host.c; struct sfr__host_ops has their contracts ---- */
@@ -169,7 +172,8 @@ static bool may_lease_locked(struct sfr__host_copy *copy, uint32_t blk)
 	return sfr__stream_may_lease_locked(extent_copy->ticket, extent_copy->extent, blk);
 }
 
-static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *leased)
+static void assign_leased_block_locked(struct sfr__host_copy *copy, uint32_t blk,
+				       struct sfr__block *leased)
 {
 	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
 	struct sfr__job *job = job_of(copy, blk);
@@ -195,7 +199,7 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	bool is_sole_user;
 	uint64_t from;
 
-	(void)hurried; /* leased_locked has already decided whether to compute CRCs */
+	(void)hurried; /* assign_leased_block_locked has already decided whether to compute CRCs */
 	sfr__seg_iter_init(&it, &t->plan.img, extent_copy->extent, blk);
 	it.off += off; /* only the chunk, not the whole block */
 	from = it.off;
@@ -208,7 +212,7 @@ static int64_t copy_chunk(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 			continue;
 		}
 		sfr__prefetch_entry(t, seg.entry + 2); /* the next entry was prefetched before */
-		is_sole_user = contains_entry(&t->plan.img.entries[seg.entry], from, it.end);
+		is_sole_user = range_contains_entry(&t->plan.img.entries[seg.entry], from, it.end);
 		torn_source = copy_data(t, &seg, dst, is_sole_user, job->crc_done);
 		if (first_torn < 0)
 			first_torn = torn_source;
@@ -240,15 +244,15 @@ static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 }
 
 /* Called when no thread reads the deferred sources in host memory any more. */
-static void copy_has_ended(struct sfr__host_copy *copy)
+static void finish_host_copy(struct sfr__host_copy *copy)
 {
 	struct sfr_ticket *t = extent_copy_of(copy)->ticket;
 	struct sfr_engine *engine = t->engine;
 
 	sfr__lock(&engine->mu);
 	t->work.host_copying = false;
-	sfr__ticket_copies_ended_locked(t);
-	sfr__ticket_step_locked(t);
+	sfr__ticket_check_copied_locked(t);
+	sfr__ticket_advance_locked(t);
 	sfr__unlock(&engine->mu);
 }
 
@@ -256,16 +260,16 @@ static const struct sfr__host_ops ops = {
 	.block = block_state,
 	.block_len = block_len,
 	.may_lease_locked = may_lease_locked,
-	.leased_locked = leased_locked,
+	.leased_locked = assign_leased_block_locked,
 	.copy = copy_chunk,
 	.is_failing_locked = is_failing_locked,
 	.fail_locked = fail_locked,
 	.filled_locked = filled_locked,
-	.over = copy_has_ended,
+	.over = finish_host_copy,
 };
 
-static void copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t,
-		      const struct sfr__extent *extent)
+static void extent_copy_init(struct sfr__extent_copy *extent_copy, struct sfr_ticket *t,
+			     const struct sfr__extent *extent)
 {
 	extent_copy->ticket = t;
 	extent_copy->extent = extent;
@@ -282,6 +286,7 @@ void sfr__host_copies_init(struct sfr_ticket *t)
 	/* Extent 0 has the captured sources. In a file of parts nothing is staged. */
 	const struct sfr__extent *captured = t->plan.in_place ? NULL : &t->plan.img.extents[0];
 
-	copy_init(&t->staging.captured, t, captured);
-	copy_init(&t->staging.deferred, t, sfr__image_extent(&t->plan.img, SFR_LANE_HOST, 0));
+	extent_copy_init(&t->staging.captured, t, captured);
+	extent_copy_init(&t->staging.deferred, t,
+			 sfr__image_find_extent(&t->plan.img, SFR_LANE_HOST, 0));
 }

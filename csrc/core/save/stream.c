@@ -21,7 +21,7 @@
 #include "save/write.h"
 
 /* Takes the edge page that begins at `sent`. */
-static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+static void take_edge_page_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	uint32_t i = 0;
@@ -30,7 +30,8 @@ static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 		i++;
 	*piece = (struct sfr_piece){
 		.mem = t->plan.edges + (size_t)i * SFR_PAGE,
-		.len = (size_t)sfr__image_in_file(img, t->stream.sent, t->stream.sent + SFR_PAGE),
+		.len = (size_t)sfr__image_bytes_in_file(img, t->stream.sent,
+							t->stream.sent + SFR_PAGE),
 		.off = t->stream.sent,
 		.owner = t, /* and not a job: the page is freed when the save ends */
 	};
@@ -38,7 +39,7 @@ static void take_edge_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 }
 
 /* Takes the end, an empty piece. When the caller gives it back, the save may end. */
-static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+static void take_end_piece_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	*piece = (struct sfr_piece){ .off = t->plan.img.len, .owner = t };
 	t->stream.ended = true;
@@ -47,8 +48,8 @@ static void take_end_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 }
 
 /* Takes the `len` bytes at `mem`, which belong to a job and are at offset `off` of the file. */
-static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem, size_t len,
-			    struct sfr_piece *piece)
+static void take_job_as_piece_locked(struct sfr__job *job, uint64_t off, const char *mem,
+				     size_t len, struct sfr_piece *piece)
 {
 	*piece = (struct sfr_piece){ .mem = mem, .len = len, .off = off, .owner = job };
 	job->in_stream = false;
@@ -56,7 +57,7 @@ static void take_job_locked(struct sfr__job *job, uint64_t off, const char *mem,
 
 /* Takes the next piece, which begins at offset `sent` of the file. Returns false if a writer has
  * not put its bytes into the stream yet. */
-static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
+static bool take_piece_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 {
 	const struct sfr__image *img = &t->plan.img;
 	struct sfr__job *job;
@@ -70,32 +71,32 @@ static bool take_locked(struct sfr_ticket *t, struct sfr_piece *piece)
 		job = &t->plan.jobs[t->stream.next_blk];
 		if (!job->was_put)
 			return false;
-		sfr__stream_own_bytes(t, job, &from, &to);
+		sfr__stream_unshared_range(t, job, &from, &to);
 		if (from >= to)
 			continue; /* all bytes of the block are in edge pages */
 		if (t->stream.sent < from) {
 			/* an edge page comes before the block's own bytes */
-			take_edge_locked(t, piece);
+			take_edge_page_locked(t, piece);
 			return true;
 		}
 		t->stream.next_blk++;
 		block_off = sfr__image_block_off(img, job->extent, job->blk);
-		take_job_locked(job, from, job->mem + (from - block_off), (size_t)(to - from),
-				piece);
+		take_job_as_piece_locked(job, from, job->mem + (from - block_off),
+					 (size_t)(to - from), piece);
 		return true;
 	}
 	/* A flat file has no tail, and its last page may be an edge page. */
 	if (t->stream.sent < img->len && img->tail_len == 0) {
-		take_edge_locked(t, piece);
+		take_edge_page_locked(t, piece);
 		return true;
 	}
 	job = sfr__ticket_job(t, SFR__JOB_TAIL);
 	if (!job->was_put)
 		return false;
 	if (t->stream.sent < img->len)
-		take_job_locked(job, img->tail_off, job->mem, img->tail_len, piece);
+		take_job_as_piece_locked(job, img->tail_off, job->mem, img->tail_len, piece);
 	else
-		take_end_locked(t, piece);
+		take_end_piece_locked(t, piece);
 	return true;
 }
 
@@ -110,7 +111,7 @@ int sfr_stream_next(struct sfr_ticket *t, uint64_t slice_ns, struct sfr_piece *p
 	while (rc == 0) {
 		if (!sfr__ticket_is_stream(t) || sfr__ticket_failing_locked(t))
 			rc = SFR_ESTATE;
-		else if (t->state >= SFR_CAPTURING && take_locked(t, piece))
+		else if (t->state >= SFR_CAPTURING && take_piece_locked(t, piece))
 			break;
 		else
 			rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
@@ -134,9 +135,9 @@ void sfr_stream_give_back(struct sfr_ticket *t, struct sfr_piece *piece)
 	sfr__lock(&t->engine->mu);
 	t->facts.written_nbytes += piece->len;
 	if (job != NULL && t->plan.in_place)
-		sfr__in_place_next_locked(t);
+		sfr__in_place_push_next_locked(t);
 	t->work.nr_jobs--;
-	sfr__ticket_step_locked(t);
+	sfr__ticket_advance_locked(t);
 	sfr__unlock(&t->engine->mu);
 	piece->owner = NULL;
 }

@@ -23,7 +23,7 @@ bool sfr__stream_may_lease_locked(const struct sfr_ticket *t, const struct sfr__
 bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job);
 /* Sets [*from, *to) to the range of the file that this job provides alone: its block without edge
  * pages. The range is empty if *from >= *to. */
-void sfr__stream_own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
-			   uint64_t *to);
+void sfr__stream_unshared_range(const struct sfr_ticket *t, const struct sfr__job *job,
+				uint64_t *from, uint64_t *to);
 
 #endif

@@ -35,8 +35,8 @@ int sfr__stream_await_lease(struct sfr_ticket *t, const struct sfr__extent *exte
 	return rc;
 }
 
-void sfr__stream_own_bytes(const struct sfr_ticket *t, const struct sfr__job *job, uint64_t *from,
-			   uint64_t *to)
+void sfr__stream_unshared_range(const struct sfr_ticket *t, const struct sfr__job *job,
+				uint64_t *from, uint64_t *to)
 {
 	sfr__image_unshared_pages(&t->plan.img, job->extent, job->blk, from, to);
 	if (*to > t->plan.img.len)
@@ -49,7 +49,7 @@ bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 	bool is_failing;
 
 	if (job->kind == SFR__JOB_BLOCK)
-		sfr__stream_own_bytes(t, job, &from, &to);
+		sfr__stream_unshared_range(t, job, &from, &to);
 	else
 		to = t->plan.img.tail_len;
 	sfr__lock(&t->engine->mu);
@@ -60,7 +60,7 @@ bool sfr__stream_put(struct sfr_ticket *t, struct sfr__job *job)
 		if (job->kind == SFR__JOB_BLOCK)
 			t->facts.blocks_written++;
 		pthread_cond_broadcast(&t->engine->cv_state);
-		sfr__ticket_step_locked(t);
+		sfr__ticket_advance_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
 	return !is_failing && from < to; /* not job->in_stream: the job may be freed by now */

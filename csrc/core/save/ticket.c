@@ -15,9 +15,9 @@
  *   CAPTURING -> STAGING     sfr_save_launch               captured, and appended to the log
  *   CAPTURING..READY         sfr__ticket_fail_locked       there is an error, or a cancel
  *     -> ENDING
- *   STAGING -> STAGED        sfr__ticket_step_locked       copied, and checked for torn copies
- *   STAGED -> WRITING        sfr__ticket_step_locked       every block is written
- *   WRITING -> READY         sfr__ticket_step_locked       tail written, file synced
+ *   STAGING -> STAGED        sfr__ticket_advance_locked       copied, and checked for torn copies
+ *   STAGED -> WRITING        sfr__ticket_advance_locked       every block is written
+ *   WRITING -> READY         sfr__ticket_advance_locked       tail written, file synced
  *   READY -> COMMITTING      sfr__ticket_begin_commit      at the head of the log, or unordered
  *   COMMITTING -> DURABLE    sfr__ticket_finish            renamed, directory synced
  *   COMMITTING -> FAILED     sfr__ticket_finish            the rename or the sync failed
@@ -117,7 +117,7 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 		t->err = *err;
 		sfr__requeue_streamed_locked(t); /* the caller takes no more from the stream */
 	}
-	sfr__unpark_locked(t); /* writers release these blocks without writing them */
+	sfr__jobs_unpark_locked(t); /* writers release these blocks without writing them */
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)
 		sfr__ticket_set_state_locked(t, SFR_ENDING);
 }
@@ -129,7 +129,7 @@ void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__unlock(&t->engine->mu);
 }
 
-bool sfr__ticket_failing(struct sfr_ticket *t)
+bool sfr__ticket_is_failing(struct sfr_ticket *t)
 {
 	return sfr__under(&t->engine->mu, sfr__ticket_failing_locked(t));
 }
@@ -148,11 +148,11 @@ void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
 static void leave_pool_locked(struct sfr_ticket *t)
 {
 	if (t->work.joined_pool)
-		sfr__pool_leave(t->engine->pool, t->plan.nr_whole);
+		sfr__pool_remove_save(t->engine->pool, t->plan.nr_whole);
 	t->work.joined_pool = false;
 }
 
-void sfr__ticket_step_locked(struct sfr_ticket *t)
+void sfr__ticket_advance_locked(struct sfr_ticket *t)
 {
 	const bool all_written = t->facts.blocks_written == t->plan.nr_blocks;
 
@@ -181,13 +181,13 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	if (t->state == SFR_WRITING && t->facts.synced && t->work.nr_jobs == 0) {
 		sfr__ticket_set_state_locked(t, SFR_READY);
 		if (sfr__ticket_is_ordered(t))
-			sfr__log_ready(&t->log);
+			sfr__log_mark_ready(&t->log);
 		else
 			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_RENAME));
 	}
 }
 
-void sfr__ticket_copies_ended_locked(struct sfr_ticket *t)
+void sfr__ticket_check_copied_locked(struct sfr_ticket *t)
 {
 	if (t->work.host_copying || t->work.nr_transfers != 0)
 		return;
@@ -234,7 +234,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 		state = t->err.code == SFR_ECANCELLED ? SFR_CANCELLED : SFR_FAILED;
 	sfr__ticket_set_state_locked(t, state);
 	if (t->facts.launched && sfr__ticket_is_ordered(t))
-		sfr__log_ended(&t->log, succeeded);
+		sfr__log_mark_ended(&t->log, succeeded);
 	file_name = strrchr(t->log.key, '/') + 1;
 	sfr__trace_save(t->number, t->report.created_ns, t->report.ended_ns, t->plan.img.len,
 			t->state, file_name);
@@ -290,7 +290,7 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
 			err.index = torn_index;
 			sfr__ticket_fail_locked(t, &err);
 		}
-		sfr__ticket_step_locked(t);
+		sfr__ticket_advance_locked(t);
 	}
 	sfr__unlock(&t->engine->mu);
 	return rc;
@@ -307,7 +307,7 @@ int sfr_save_cancel(struct sfr_ticket *t)
 	sfr__lock(&t->engine->mu);
 	if (t->state < SFR_COMMITTING) {
 		sfr__ticket_fail_locked(t, &err);
-		sfr__ticket_step_locked(t);
+		sfr__ticket_advance_locked(t);
 	}
 	is_cancelled = t->err.code == SFR_ECANCELLED; /* also by an earlier call */
 	sfr__unlock(&t->engine->mu);

@@ -31,8 +31,8 @@ struct sfr__save_plan {
 	void (*run_job)(struct sfr__task *task);
 };
 
-/* The events of the save so far, in any order. sfr__ticket_step_locked derives the state from these
- * facts. */
+/* The events of the save so far, in any order. sfr__ticket_advance_locked derives the state from
+ * these facts. */
 struct sfr__save_facts {
 	bool opened;          /* the temporary file is open; for a stream: the OPEN job has run */
 	bool launched;        /* sfr_save_launch was called */
@@ -69,12 +69,12 @@ struct sfr__save_staging {
 
 /* The work that other threads do for the save. When the save ends, all of it is done. */
 struct sfr__save_work {
-	bool host_copying;        /* deferred bytes of the host are still to be copied */
-	uint32_t nr_transfers;    /* devices whose transfer has begun and is not over */
-	uint32_t nr_queueing;     /* devices to which copies may still be queued */
-	uint32_t nr_jobs;         /* jobs that are queued, running, parked or in the stream */
-	struct sfr__job *parked;  /* a list of blocks that wait for the CRC of an entry */
-	bool joined_pool;         /* sfr__pool_join was called, and sfr__pool_leave was not yet */
+	bool host_copying;       /* deferred bytes of the host are still to be copied */
+	uint32_t nr_transfers;   /* devices whose transfer has begun and is not over */
+	uint32_t nr_queueing;    /* devices to which copies may still be queued */
+	uint32_t nr_jobs;        /* jobs that are queued, running, parked or in the stream */
+	struct sfr__job *parked; /* a list of blocks that wait for the CRC of an entry */
+	bool joined_pool; /* sfr__pool_add_save was called, and sfr__pool_remove_save was not yet */
 	uint32_t blocks_returned; /* blocks given back to the pool, written or not */
 	/* for a file of parts: */
 	uint32_t next_extent, next_blk; /* the next block to queue */
@@ -111,9 +111,9 @@ struct sfr_ticket {
 	struct sfr__save_stream stream;
 	struct sfr_report report; /* except `state` and `err`, which sfr_save_report adds */
 
-	struct sfr__file file;     /* used by writers until READY, then by the committing thread */
-	struct sfr__flight flight; /* its slot in the engine */
-	struct sfr__log_entry log; /* its entry in the log, if the save is ordered */
+	struct sfr__file file; /* used by writers until READY, then by the committing thread */
+	struct sfr__save_in_flight flight; /* its slot in the engine */
+	struct sfr__log_entry log;         /* its entry in the log, if the save is ordered */
 	struct sfr__notice notice_copied, notice_ended;
 };
 
@@ -130,10 +130,10 @@ bool sfr__ticket_reached_locked(const struct sfr_ticket *t, enum sfr_wait_for wh
  * not admitted yet, or is being renamed already. */
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
 void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
-bool sfr__ticket_failing(struct sfr_ticket *t);
+bool sfr__ticket_is_failing(struct sfr_ticket *t);
 /* Derives the state from t->facts, and queues the jobs that are possible now. Called after every
  * change of t->facts or t->work. */
-void sfr__ticket_step_locked(struct sfr_ticket *t);
+void sfr__ticket_advance_locked(struct sfr_ticket *t);
 /* Changes the state from READY to COMMITTING. Returns false if the state is not READY, because the
  * save was cancelled. */
 bool sfr__ticket_begin_commit(struct sfr_ticket *t);
@@ -143,7 +143,7 @@ bool sfr__ticket_begin_commit(struct sfr_ticket *t);
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
 /* Called when a lane has ended its copies. Does nothing while another lane copies. Otherwise sets
  * facts.copied, unless the save is failing, and posts the notice COPIED. */
-void sfr__ticket_copies_ended_locked(struct sfr_ticket *t);
+void sfr__ticket_check_copied_locked(struct sfr_ticket *t);
 /* Returns whether the next optimizer step may run: every copy has ended or is queued on a device,
  * or the save is failing. */
 bool sfr__ticket_gate_is_open_locked(const struct sfr_ticket *t);
@@ -184,7 +184,7 @@ static inline void sfr__ticket_count_block_locked(struct sfr_ticket *t)
 	t->work.blocks_leased++;
 	bytes = t->flight.blocks_held * t->plan.img.block_bytes;
 	if (sfr__ticket_is_stream(t)) {
-		sfr__shared_wake_locked(t->engine);
+		sfr__shared_work_wake_locked(t->engine);
 		pthread_cond_broadcast(&t->engine->cv_state);
 	}
 	if (bytes > t->report.peak_pool_bytes)

@@ -22,7 +22,7 @@
 #include "trace/trace.h"
 
 /* Waits until the OPEN job has run. Returns false if the save is failing. */
-static bool wait_opened(struct sfr_ticket *t)
+static bool wait_until_opened(struct sfr_ticket *t)
 {
 	struct sfr_engine *engine = t->engine;
 	bool ok;
@@ -35,9 +35,9 @@ static bool wait_opened(struct sfr_ticket *t)
 	return ok;
 }
 
-static void do_open(struct sfr_ticket *t, struct sfr_err *err)
+static void open_save_file(struct sfr_ticket *t, struct sfr_err *err)
 {
-	if (sfr__ticket_failing(t))
+	if (sfr__ticket_is_failing(t))
 		return;
 	SFR__TRACE(SFR_TRACE_OPEN, t->number, 0);
 	if (!sfr__ticket_is_stream(t) && sfr__file_open(&t->file, err) < 0)
@@ -63,7 +63,7 @@ static void add_block_crcs(struct sfr_ticket *t, struct sfr__job *job)
 	SFR__TRACE(SFR_TRACE_CHECKSUM, t->number, to - from);
 	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
 	while (sfr__seg_next(&it, &seg)) {
-		struct sfr__entry *entry = &t->plan.img.entries[seg.entry];
+		struct sfr__image_entry *entry = &t->plan.img.entries[seg.entry];
 		uint32_t crc;
 		bool is_inside;
 
@@ -89,7 +89,7 @@ static void add_block_crcs(struct sfr_ticket *t, struct sfr__job *job)
  * because they begin in it. */
 static bool are_descriptors_known_locked(const struct sfr_ticket *t, const struct sfr__job *job)
 {
-	const struct sfr__entry *entry;
+	const struct sfr__image_entry *entry;
 	struct sfr__seg_iter it;
 
 	sfr__seg_iter_init(&it, &t->plan.img, job->extent, job->blk);
@@ -149,7 +149,7 @@ static void put_crcs(struct sfr_ticket *t, const struct sfr__job *job)
  * set. */
 static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
-	if (!t->plan.img.has_crcs || sfr__ticket_failing(t))
+	if (!t->plan.img.has_crcs || sfr__ticket_is_failing(t))
 		return true;
 	/* job->mem is set already if the block was parked before */
 	if (t->plan.in_place && job->mem == NULL && sfr__in_place_prepare(t, job, err) < 0)
@@ -173,10 +173,10 @@ void sfr__release_block(struct sfr_ticket *t, struct sfr__job *job)
 		nr_left = t->plan.nr_blocks - t->work.blocks_returned;
 		sfr__unlock(&engine->mu);
 		sfr__pool_put(engine->pool, job->block);
-		if (!sfr__ticket_failing(t)) /* may make memory for the blocks to come */
-			sfr__pool_keep_pace(engine->pool, nr_left);
+		if (!sfr__ticket_is_failing(t)) /* may make memory for the blocks to come */
+			sfr__pool_make_whole_blocks(engine->pool, nr_left);
 	} else {
-		sfr__in_place_release(job);
+		sfr__in_place_unmap(job);
 	}
 }
 
@@ -222,13 +222,13 @@ static int write_block(struct sfr_ticket *t, const struct sfr__job *job, uint64_
 	if (from < to &&
 	    sfr__file_write(&t->file, job->mem + (from - off), (size_t)(to - from), from, err) != 0)
 		return -1;
-	*nbytes += sfr__image_in_file(img, from, to);
+	*nbytes += sfr__image_bytes_in_file(img, from, to);
 	return 0;
 }
 
 /* Writes the block and gives it back; after a failure *err is set. Returns false if the block was
  * not given back, because it is parked or in the stream. */
-static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
+static bool write_and_release_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
 	size_t len = sfr__image_block_len(&t->plan.img, job->extent, job->blk);
@@ -241,7 +241,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 		span.number = 0; /* drops the span: the block gets one when it is resumed */
 		return false;
 	}
-	if (err->code == 0 && wait_opened(t)) {
+	if (err->code == 0 && wait_until_opened(t)) {
 		put_crcs(t, job);
 		copy_to_edge_pages(t, job);
 		if (!sfr__ticket_is_stream(t))
@@ -256,7 +256,7 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 		t->facts.written_nbytes += nbytes;
 	}
 	if (t->plan.in_place && err->code == 0)
-		sfr__in_place_next_locked(t);
+		sfr__in_place_push_next_locked(t);
 	sfr__unlock(&engine->mu);
 	return true;
 }
@@ -271,7 +271,7 @@ static int write_edges(struct sfr_ticket *t, uint64_t *nbytes, struct sfr_err *e
 		if (sfr__file_write(&t->file, t->plan.edges + (size_t)i * SFR_PAGE, SFR_PAGE,
 				    img->edges[i], err) != 0)
 			return -1;
-		*nbytes += sfr__image_in_file(img, img->edges[i], img->edges[i] + SFR_PAGE);
+		*nbytes += sfr__image_bytes_in_file(img, img->edges[i], img->edges[i] + SFR_PAGE);
 	}
 	return 0;
 }
@@ -316,10 +316,10 @@ static void write_tail(struct sfr_ticket *t, const struct sfr__job *job, struct 
 }
 
 /* Writes the tail, or puts it into the stream. Returns false if the stream owns the tail now. */
-static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
+static bool write_or_stream_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	/* The file may not be open yet if the save has no block that has waited for it. */
-	if (wait_opened(t)) {
+	if (wait_until_opened(t)) {
 		SFR__TRACE(SFR_TRACE_TAIL, t->number, t->plan.img.tail_len);
 		if (make_tail(t, job, err) == 0) {
 			if (sfr__ticket_is_stream(t) && sfr__stream_put(t, job))
@@ -328,7 +328,7 @@ static bool do_tail(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *
 				write_tail(t, job, err);
 		}
 	}
-	sfr__in_place_release(job);
+	sfr__in_place_unmap(job);
 	return true;
 }
 
@@ -341,14 +341,14 @@ void sfr__job_run(struct sfr__task *task)
 
 	switch (job->kind) {
 	case SFR__JOB_OPEN:
-		do_open(t, &err);
+		open_save_file(t, &err);
 		break;
 	case SFR__JOB_BLOCK:
-		if (!do_block(t, job, &err))
+		if (!write_and_release_block(t, job, &err))
 			return; /* parked or in the stream: nr_jobs still counts the job */
 		break;
 	case SFR__JOB_TAIL:
-		if (!do_tail(t, job, &err))
+		if (!write_or_stream_tail(t, job, &err))
 			return; /* in the stream: nr_jobs still counts the job */
 		break;
 	case SFR__JOB_RENAME:
@@ -364,6 +364,6 @@ void sfr__job_run(struct sfr__task *task)
 	t->work.nr_jobs--;
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
-	sfr__ticket_step_locked(t);
+	sfr__ticket_advance_locked(t);
 	sfr__unlock(&engine->mu);
 }

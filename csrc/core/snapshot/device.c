@@ -16,7 +16,7 @@
 #include "stage/transfer.h"
 
 /* A snapshot's copies from one device. */
-struct sfr__snapshot_device {
+struct sfr__snapshot_device_state {
 	struct sfr__transfer transfer;
 	struct sfr_snapshot *snapshot; /* constant */
 	uint32_t device;               /* constant; the driver's number, from 0 on */
@@ -24,15 +24,15 @@ struct sfr__snapshot_device {
 	int64_t torn_source;           /* index of a torn source, or -1; used by the lane only */
 };
 
-static struct sfr__snapshot_device *device_of(struct sfr__transfer *tr)
+static struct sfr__snapshot_device_state *snapshot_device_of(struct sfr__transfer *tr)
 {
-	return sfr__container(tr, struct sfr__snapshot_device, transfer);
+	return sfr__container(tr, struct sfr__snapshot_device_state, transfer);
 }
 
 /* ---- start ------------------------------------------------------------------------- */
 
 /* Adds the copies of the device's captured sources, or of its deferred ones. */
-static void add_sources(struct sfr__snapshot_device *dev, bool captured)
+static void add_sources(struct sfr__snapshot_device_state *dev, bool captured)
 {
 	const struct sfr_snapshot *s = dev->snapshot;
 
@@ -48,11 +48,11 @@ static void add_sources(struct sfr__snapshot_device *dev, bool captured)
 }
 
 /* Queues the copies in this order: captured sources, samples, deferred sources. */
-static void queue_copies(struct sfr__snapshot_device *dev)
+static void queue_copies(struct sfr__snapshot_device_state *dev)
 {
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_snapshot *s = dev->snapshot;
-	struct sfr__sampled *sampled; /* the deferred sources; NULL: no memory */
+	struct sfr__source_to_sample *sampled; /* the deferred sources; NULL: no memory */
 	uint32_t nr_sampled;
 
 	if (sfr__transfer_prepare_pin(tr, s->engine->pool))
@@ -68,7 +68,7 @@ static void queue_copies(struct sfr__snapshot_device *dev)
 }
 
 /* Queues all copies of one device. Returns as sfr__snapshot_devices_start. */
-static int start_device(struct sfr__snapshot_device *dev, struct sfr_err *err)
+static int start_device_copies(struct sfr__snapshot_device_state *dev, struct sfr_err *err)
 {
 	struct sfr__transfer *tr = &dev->transfer;
 	struct sfr_snapshot *s = dev->snapshot;
@@ -92,7 +92,7 @@ int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err)
 	int rc = 0;
 
 	for (uint32_t i = 0; i < s->nr_devices && !err->code && rc == 0; i++)
-		rc = start_device(&s->devices[i], err);
+		rc = start_device_copies(&s->devices[i], err);
 	return rc;
 }
 
@@ -101,7 +101,7 @@ int sfr__snapshot_devices_start(struct sfr_snapshot *s, struct sfr_err *err)
 /* Called when the copies have completed (ok) or the device has died (!ok). */
 static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *portion, bool ok)
 {
-	struct sfr__snapshot_device *dev = device_of(tr);
+	struct sfr__snapshot_device_state *dev = snapshot_device_of(tr);
 
 	(void)portion; /* a snapshot's transfer has only one */
 	if (ok)
@@ -113,7 +113,7 @@ static void portion_done(struct sfr__transfer *tr, struct sfr__cuda_portion *por
 
 static void transfer_over(struct sfr__transfer *tr)
 {
-	struct sfr__snapshot_device *dev = device_of(tr);
+	struct sfr__snapshot_device_state *dev = snapshot_device_of(tr);
 	struct sfr_snapshot *s = dev->snapshot;
 	struct sfr_err err = { .index = -1 };
 
@@ -121,7 +121,7 @@ static void transfer_over(struct sfr__transfer *tr)
 		/* `why` needs no lock: it is constant once the lane is dead */
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, tr->lane->why);
 	atomic_fetch_add_explicit(&s->copying_ns, tr->copying.ns, memory_order_relaxed);
-	sfr__snapshot_copy_ended(s, dev->torn_source, &err); /* may free the snapshot */
+	sfr__snapshot_end_copy(s, dev->torn_source, &err); /* may free the snapshot */
 }
 
 static const struct sfr__transfer_ops ops = { .portion_done = portion_done, .over = transfer_over };
@@ -133,14 +133,14 @@ bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream 
 
 	for (uint32_t i = 0; i < s->nr_devices; i++)
 		if (!sfr__transfer_gate(&s->devices[i].transfer,
-					sfr__stream_of(streams, nr, s->devices[i].device)))
+					sfr__find_stream(streams, nr, s->devices[i].device)))
 			all_will_wait = false;
 	return all_will_wait;
 }
 
 void sfr__snapshot_pin(struct sfr_snapshot *s)
 {
-	struct sfr__pin *pin = sfr__pool_pin(s->engine->pool);
+	struct sfr__pin *pin = sfr__pool_get_pin(s->engine->pool);
 	struct sfr__cuda_scope scope;
 
 	if (!sfr__pin_is_on(pin))
@@ -163,12 +163,12 @@ int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 			k++;
 		if (k < nr)
 			continue; /* the device is in the array already */
-		struct sfr__snapshot_device *more =
+		struct sfr__snapshot_device_state *more =
 			sfr_sys.realloc(s->devices, (nr + 1) * sizeof(*more));
 		if (!more)
 			return -ENOMEM;
 		s->devices = more;
-		s->devices[nr++] = (struct sfr__snapshot_device){
+		s->devices[nr++] = (struct sfr__snapshot_device_state){
 			.transfer.ops = &ops, .snapshot = s, .device = device - 1, .torn_source = -1
 		};
 	}
@@ -176,11 +176,12 @@ int sfr__snapshot_devices_new(struct sfr_snapshot *s)
 	return 0;
 }
 
-int sfr__snapshot_devices_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
-				  uint32_t nr)
+int sfr__snapshot_devices_set_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+				      uint32_t nr)
 {
 	for (uint32_t i = 0; i < s->nr_devices; i++) {
-		const struct sfr_stream *stream = sfr__stream_of(streams, nr, s->devices[i].device);
+		const struct sfr_stream *stream =
+			sfr__find_stream(streams, nr, s->devices[i].device);
 
 		if (!stream)
 			return SFR_ESTATE;

@@ -93,13 +93,13 @@ static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
 static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
 {
 	(void)copy;
-	(void)blk; /* copy_has_ended is enough */
+	(void)blk; /* finish_host_copy is enough */
 }
 
-static void copy_has_ended(struct sfr__host_copy *copy)
+static void finish_host_copy(struct sfr__host_copy *copy)
 {
 	/* -1 and NULL: fail_locked has recorded any torn source, and there is no other error */
-	sfr__snapshot_copy_ended(host_set_of(copy)->snapshot, -1, NULL);
+	sfr__snapshot_end_copy(host_set_of(copy)->snapshot, -1, NULL);
 }
 
 static const struct sfr__host_ops ops = {
@@ -109,7 +109,7 @@ static const struct sfr__host_ops ops = {
 	.is_failing_locked = is_failing_locked,
 	.fail_locked = fail_locked,
 	.filled_locked = filled_locked,
-	.over = copy_has_ended,
+	.over = finish_host_copy,
 };
 
 /* ---- functions for the snapshot ---- */
@@ -178,5 +178,6 @@ void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all)
 void sfr__snapshot_defer_locked(struct sfr_snapshot *s)
 {
 	set_destination(&s->deferred);
-	sfr__host_begin_locked(&s->deferred.copy, true); /* true: no block need be leased */
+	sfr__host_begin_deferred_locked(&s->deferred.copy,
+					true); /* true: no block need be leased */
 }

@@ -53,8 +53,7 @@ void sfr__snapshot_retire_memory(struct sfr_snapshot *s)
 	sfr__unlock(&s->engine->mu);
 }
 
-void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn_source,
-			      const struct sfr_err *err)
+void sfr__snapshot_end_copy(struct sfr_snapshot *s, int64_t torn_source, const struct sfr_err *err)
 {
 	struct sfr_engine *engine = s->engine;
 
@@ -82,7 +81,7 @@ static int add_user(struct sfr_snapshot *s, uint32_t *count)
 {
 	int rc = 0;
 
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
 	sfr__lock(&s->engine->mu);
 	if (s->lot)
@@ -96,7 +95,7 @@ static int add_user(struct sfr_snapshot *s, uint32_t *count)
 /* Subtracts 1 from *count. Gives the memory back after the last user. */
 static void remove_user(struct sfr_snapshot *s, uint32_t *count)
 {
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return;
 	sfr__lock(&s->engine->mu);
 	--*count;
@@ -115,7 +114,7 @@ void sfr_snapshot_unview(struct sfr_snapshot *s)
 
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
 {
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return;
 	sfr__lock(&s->engine->mu);
 	if (s->lot) /* `yes`: the views will end without the help of a user */
@@ -136,11 +135,11 @@ void sfr_snapshot_unhold(struct sfr_snapshot *s)
 int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off)
 {
 	*fd = -1;
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
 	sfr__lock(&s->engine->mu);
 	if (s->lot && s->base)
-		*fd = sfr__pool_file(s->engine->pool, s->base, off);
+		*fd = sfr__pool_locate_in_file(s->engine->pool, s->base, off);
 	sfr__unlock(&s->engine->mu);
 	return *fd < 0 ? SFR_ESTATE : 0;
 }
@@ -149,7 +148,7 @@ int sfr_snapshot_leased(struct sfr_snapshot *s)
 {
 	int leased;
 
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
 	sfr__lock(&s->engine->mu);
 	leased = s->lot != NULL;

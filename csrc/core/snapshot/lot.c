@@ -44,7 +44,7 @@ static uint64_t sum_of(const uint64_t *lens, uint32_t nr)
 }
 
 /* Returns whether a snapshot of `total` bytes gets a range of a common lot. */
-static bool is_small(const struct sfr_snapshot *s, uint64_t total)
+static bool uses_common_lot(const struct sfr_snapshot *s, uint64_t total)
 {
 	return s->is_offload && total > 0 && total <= s->engine->opts.block_bytes / SMALL_PER_BLOCK;
 }
@@ -95,11 +95,11 @@ static int make_lot(struct sfr_snapshot *s, const uint64_t *lens, bool is_common
 		rc = sfr__pool_lease(pool, lens, s->nr_sources, whole, nr_blocked_saves, slice_ns,
 				     s->copies, &lot->lease);
 	if (rc == 0 && s->shared) {
-		rc = sfr__pool_share(pool, &lot->lease, true);
+		rc = sfr__pool_set_inheritable(pool, &lot->lease, true);
 		if (rc < 0) {
 			/* Some blocks may be shared already: stop sharing them. If that fails,
 			 * children inherit these blocks, which only costs memory. */
-			(void)sfr__pool_share(pool, &lot->lease, false);
+			(void)sfr__pool_set_inheritable(pool, &lot->lease, false);
 			sfr__pool_unlease(pool, &lot->lease);
 		}
 	}
@@ -117,7 +117,7 @@ int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_block
 {
 	struct sfr_engine *engine = s->engine;
 	const uint64_t total = sum_of(lens, s->nr_sources);
-	const bool small = is_small(s, total);
+	const bool small = uses_common_lot(s, total);
 	struct sfr__lot *lot;
 	bool got_range;
 	int rc;
@@ -154,11 +154,11 @@ void sfr__lot_set_view_held_locked(struct sfr_snapshot *s, bool view_held)
 	if (view_held) {
 		lot->nr_view_held++;
 		if (lot->nr_view_held == 1)
-			sfr__pool_hold(s->engine->pool, &lot->lease, true);
+			sfr__pool_set_held(s->engine->pool, &lot->lease, true);
 	} else {
 		lot->nr_view_held--;
 		if (lot->nr_view_held == 0)
-			sfr__pool_hold(s->engine->pool, &lot->lease, false);
+			sfr__pool_set_held(s->engine->pool, &lot->lease, false);
 	}
 }
 
@@ -200,7 +200,7 @@ void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot)
 		return;
 	/* If the system refuses, children inherit these pages, which only costs memory. */
 	if (s->shared)
-		(void)sfr__pool_share(s->engine->pool, &lot->lease, false);
+		(void)sfr__pool_set_inheritable(s->engine->pool, &lot->lease, false);
 	sfr__pool_unlease(s->engine->pool, &lot->lease);
 	sfr_sys.free(lot);
 }

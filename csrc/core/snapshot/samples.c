@@ -17,11 +17,11 @@ uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device
 	return nr;
 }
 
-struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
-					   uint32_t *nr)
+struct sfr__source_to_sample *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
+						    uint32_t *nr)
 {
 	/* + 1, because an allocation of no bytes may return NULL */
-	struct sfr__sampled *sampled =
+	struct sfr__source_to_sample *sampled =
 		sfr_sys.malloc(((size_t)s->nr_sources + 1) * sizeof(*sampled));
 
 	*nr = 0;
@@ -29,9 +29,10 @@ struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_
 		return NULL;
 	for (uint32_t i = 0; i < s->nr_sources; i++)
 		if (is_deferred_on(&s->sources[i], device))
-			sampled[(*nr)++] = (struct sfr__sampled){ .entry = i,
-								  .addr = s->sources[i].addr,
-								  .nbytes = s->sources[i].nbytes };
+			sampled[(*nr)++] =
+				(struct sfr__source_to_sample){ .entry = i,
+								.addr = s->sources[i].addr,
+								.nbytes = s->sources[i].nbytes };
 	return sampled;
 }
 

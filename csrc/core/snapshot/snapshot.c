@@ -8,7 +8,7 @@
  *     NEW      LEASED   sfr_snapshot_lease
  *     LEASED   COPIED   sfr_snapshot_start, if it fails, or if all sources are captured host memory
  *     LEASED   COPYING  sfr_snapshot_start
- *     COPYING  COPIED   sfr__snapshot_copy_ended, by the last thread or device that copies
+ *     COPYING  COPIED   sfr__snapshot_end_copy, by the last thread or device that copies
  *
  * The memory is a lot (lot.c). It goes back to the pool when no copy is running and it has no
  * users, or with the last reference. There are two kinds of users:
@@ -110,7 +110,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	uint32_t nr_blocked_saves;
 	int rc = 0;
 
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
 	lens = sfr_sys.malloc(((size_t)s->nr_sources + 1) * sizeof(*lens));
 	if (!lens)
@@ -164,7 +164,8 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 static int take_samples(struct sfr_snapshot *s)
 {
 	uint32_t nr;
-	struct sfr__sampled *sampled = sfr__snapshot_sampled(s, 0, &nr); /* 0: host memory */
+	struct sfr__source_to_sample *sampled =
+		sfr__snapshot_sampled(s, 0, &nr); /* 0: host memory */
 	/* the time is the seed that decides which cache lines are sampled */
 	int rc = sampled ? sfr__samples_take(&s->samples, sampled, nr, sfr__now_ns()) : -ENOMEM;
 
@@ -182,9 +183,9 @@ static void set_copied(struct sfr_snapshot *s)
 int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			 uint32_t nr_streams)
 {
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
-	return sfr__snapshot_devices_streams(s, streams, nr_streams);
+	return sfr__snapshot_devices_set_streams(s, streams, nr_streams);
 }
 
 int sfr_snapshot_start(struct sfr_snapshot *s)
@@ -195,7 +196,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	bool in_background = false; /* other threads or devices copy after this call */
 	int rc = 0;
 
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_LEASED)
@@ -240,23 +241,23 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		sfr__unlock(&engine->mu);
 	}
 	/* This call's own copies have ended. Captured sources cannot be torn (-1). */
-	sfr__snapshot_copy_ended(s, -1, &err);
+	sfr__snapshot_end_copy(s, -1, &err);
 	return rc < 0 ? rc : err.code;
 }
 
 /* Returns whether no copy is running. */
-static bool is_copied(const void *snapshot)
+static bool is_not_copying(const void *snapshot)
 {
 	return ((const struct sfr_snapshot *)snapshot)->state != SFR__SNAPSHOT_COPYING;
 }
 
 /* Waits until no copy is running, and helps to copy meanwhile. Does not wait if slice_ns is 0.
  * Returns 0 or SFR_EAGAIN. */
-static int wait_locked(struct sfr_snapshot *s, uint64_t slice_ns, uint64_t deadline_ns)
+static int wait_until_copied_locked(struct sfr_snapshot *s, uint64_t slice_ns, uint64_t deadline_ns)
 {
 	if (slice_ns == 0)
-		return is_copied(s) ? 0 : SFR_EAGAIN;
-	return sfr__host_wait_locked(&s->deferred.copy, deadline_ns, is_copied, s);
+		return is_not_copying(s) ? 0 : SFR_EAGAIN;
+	return sfr__host_wait_locked(&s->deferred.copy, deadline_ns, is_not_copying, s);
 }
 
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
@@ -266,12 +267,12 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 	bool must_wait; /* on the host: streams alone cannot order the next step */
 	int rc;
 
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
 	must_wait = !sfr__snapshot_devices_gate(s, streams, nr_streams) ||
 		    sfr__snapshot_nr_deferred(s, 0) > 0; /* 0: host memory */
 	sfr__lock(&s->engine->mu);
-	rc = must_wait ? wait_locked(s, slice_ns, deadline) : 0;
+	rc = must_wait ? wait_until_copied_locked(s, slice_ns, deadline) : 0;
 	sfr__unlock(&s->engine->mu);
 	return rc;
 }
@@ -279,7 +280,7 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 {
 	*out = (struct sfr_err){ .index = -1 };
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return;
 	if (s->state != SFR__SNAPSHOT_COPYING) { /* the error is final */
 		*out = s->err;
@@ -296,7 +297,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	int rc;
 
 	*torn = -1;
-	if (sfr__snapshot_is_foreign(s))
+	if (sfr__snapshot_is_inherited(s))
 		return SFR_EFORK;
 	if (slice_ns == 0) { /* the caller holds Python's interpreter lock, so take no lock */
 		if (s->state == SFR__SNAPSHOT_COPYING)
@@ -305,7 +306,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 		return 0;
 	}
 	sfr__lock(&s->engine->mu);
-	rc = wait_locked(s, slice_ns, deadline);
+	rc = wait_until_copied_locked(s, slice_ns, deadline);
 	if (rc == 0)
 		*torn = s->torn_source;
 	sfr__unlock(&s->engine->mu);
@@ -334,7 +335,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 	struct sfr_engine *engine;
 	struct sfr__lot *lot;
 
-	if (!s || sfr__snapshot_is_foreign(s))
+	if (!s || sfr__snapshot_is_inherited(s))
 		return;
 	if (atomic_fetch_sub_explicit(&s->refs, 1, memory_order_acq_rel) != 1)
 		return;

@@ -7,7 +7,7 @@
 #include "stage/host.h"
 #include "stage/samples.h"
 
-struct sfr__snapshot_device;
+struct sfr__snapshot_device_state;
 struct sfr__lot;
 
 enum sfr__snapshot_state {
@@ -59,7 +59,7 @@ struct sfr_snapshot {
 	/* Samples of the deferred sources in host memory; an item's `entry` is the source's index.
 	 * Constant after sfr_snapshot_start. */
 	struct sfr__samples samples;
-	struct sfr__snapshot_device *devices; /* the array is constant */
+	struct sfr__snapshot_device_state *devices; /* the array is constant */
 	uint32_t nr_devices;
 
 	struct sfr__host_set captured, deferred; /* sources in host memory */
@@ -103,8 +103,7 @@ void sfr__snapshot_copy_begins(struct sfr_snapshot *s);
 /* Decrements nr_copying, for a thread or a device that has ended its copies. `torn_source` is an
  * index, or -1 if no source is torn. `err` may be NULL: no error. When nothing copies any more,
  * sets the state to COPIED. Then the snapshot may be freed. */
-void sfr__snapshot_copy_ended(struct sfr_snapshot *s, int64_t torn_source,
-			      const struct sfr_err *err);
+void sfr__snapshot_end_copy(struct sfr_snapshot *s, int64_t torn_source, const struct sfr_err *err);
 /* Retires the memory after a device has died, because its copies may never end. */
 void sfr__snapshot_retire_memory(struct sfr_snapshot *s);
 
@@ -125,8 +124,8 @@ void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
 /* Returns an array of these sources, which the caller frees, and sets *nr to its length. Returns
  * NULL if there is no memory. */
-struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
-					   uint32_t *nr);
+struct sfr__source_to_sample *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
+						    uint32_t *nr);
 /* Returns the index of the first of these sources whose copy differs from its samples, or -1. */
 int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
 			      const struct sfr__samples *samples);
@@ -137,8 +136,8 @@ void sfr__snapshot_pin(struct sfr_snapshot *s);
 /* Makes s->devices, one for each device that has sources. Returns 0 or -ENOMEM. */
 int sfr__snapshot_devices_new(struct sfr_snapshot *s);
 /* Sets the caller's current streams. Returns 0, or SFR_ESTATE if a device has none. */
-int sfr__snapshot_devices_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
-				  uint32_t nr);
+int sfr__snapshot_devices_set_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+				      uint32_t nr);
 /* Queues all copies, and makes the caller's streams wait for the captured ones. Returns 0, or
  * SFR_ECAPTURING or SFR_ECLOSED if nothing was queued on a device. Sets *err after other errors,
  * and returns 0. */
@@ -149,7 +148,7 @@ bool sfr__snapshot_devices_gate(struct sfr_snapshot *s, const struct sfr_stream 
 				uint32_t nr);
 
 /* Returns whether this process inherited the snapshot by a fork. It must then not be touched. */
-static inline bool sfr__snapshot_is_foreign(const struct sfr_snapshot *s)
+static inline bool sfr__snapshot_is_inherited(const struct sfr_snapshot *s)
 {
 	return s->fork_generation != sfr_fork_generation();
 }

@@ -46,15 +46,15 @@ static bool may_lease_locked(struct sfr__host_copy *copy)
 }
 
 /* Returns the block whose chunks are handed out. */
-static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
+static struct sfr__host_block *current_block(struct sfr__host_copy *copy)
 {
 	return copy->ops->block(copy, copy->blk);
 }
 
 /* Leases a block of at least `need` bytes, and waits up to slice_ns for it. Returns what
  * sfr__pool_get returns. Sets *waited_ns to the time spent waiting. */
-static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
-		 struct sfr__block **block, uint64_t *waited_ns)
+static int lease_block_timed(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
+			     struct sfr__block **block, uint64_t *waited_ns)
 {
 	struct sfr__pool *pool = copy->engine->pool;
 	int rc = sfr__pool_get(pool, copy->seq, need, 0, block); /* 0: without waiting */
@@ -70,19 +70,20 @@ static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
 	return rc;
 }
 
-/* Gets memory for the next block; releases the mutex meanwhile. Returns what lease() returns. */
-static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
+/* Gets memory for the next block; releases the mutex meanwhile. Returns what lease_block_timed()
+ * returns. */
+static int lease_next_block_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 {
 	const uint32_t blk = copy->blk;
 	size_t need = copy->ops->block_len(copy, blk);
-	struct sfr__host_block *next = next_block(copy);
+	struct sfr__host_block *next = current_block(copy);
 	struct sfr__block *block;
 	uint64_t waited_ns;
 	int rc;
 
 	copy->fetching = true;
 	sfr__unlock(&copy->engine->mu);
-	rc = lease(copy, need, slice_ns, &block, &waited_ns);
+	rc = lease_block_timed(copy, need, slice_ns, &block, &waited_ns);
 	sfr__lock(&copy->engine->mu);
 	copy->fetching = false;
 	copy->wait_ns += waited_ns;
@@ -90,15 +91,15 @@ static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 		copy->ops->leased_locked(copy, blk, block);
 		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
 	}
-	sfr__shared_wake_locked(copy->engine); /* others can take chunks, or fetch a block */
+	sfr__shared_work_wake_locked(copy->engine); /* others can take chunks, or fetch a block */
 	return rc;
 }
 
 /* Copies the next chunk of a block that has memory; releases the mutex meanwhile. */
-static void copy_next_locked(struct sfr__host_copy *copy)
+static void copy_next_chunk_locked(struct sfr__host_copy *copy)
 {
 	const uint32_t blk = copy->blk;
-	struct sfr__host_block *block = next_block(copy);
+	struct sfr__host_block *block = current_block(copy);
 	size_t block_len = copy->ops->block_len(copy, blk);
 	size_t off = block->handed_out, rest = block_len - off;
 	size_t len = rest < tuned.chunk ? rest : tuned.chunk;
@@ -161,23 +162,23 @@ static bool make_memory_locked(struct sfr_engine *engine)
 
 /* ---- deferred ---------------------------------------------------------------------------- */
 
-/* Does a step, as struct sfr__shared requires: copies a chunk, gets memory for a block, or ends the
- * copy. Returns false if nothing can be done now. */
-static bool step_locked(struct sfr__shared *work, bool may_wait)
+/* Does a step, as struct sfr__shared_work requires: copies a chunk, gets memory for a block, or
+ * ends the copy. Returns false if nothing can be done now. */
+static bool step_locked(struct sfr__shared_work *work, bool may_wait)
 {
 	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);
 	struct sfr_engine *engine = copy->engine;
 	const bool has_chunks = has_chunks_locked(copy);
 	int rc;
 
-	if (has_chunks && next_block(copy)->mem) {
-		copy_next_locked(copy);
+	if (has_chunks && current_block(copy)->mem) {
+		copy_next_chunk_locked(copy);
 	} else if (has_chunks) {
 		if (!may_wait)
 			return make_memory_locked(engine);
 		if (copy->fetching || !may_lease_locked(copy))
 			return false;
-		rc = fetch_locked(copy, FETCH_SLICE_NS);
+		rc = lease_next_block_locked(copy, FETCH_SLICE_NS);
 		if (rc < 0 && rc != SFR_EAGAIN)
 			copy->ops->fail_locked(copy, rc, -1);
 	}
@@ -203,24 +204,24 @@ static bool start_copiers_locked(struct sfr__host_copy *copy)
 	return true;
 }
 
-void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
+void sfr__host_begin_deferred_locked(struct sfr__host_copy *copy, bool has_memory)
 {
 	copy->is_deferred = true;
 	copy->shared.step_locked = step_locked;
 	copy->shared.rank = has_memory ? SFR__RANK_HAS_MEMORY : SFR__RANK_NEEDS_BLOCKS;
 	(void)start_copiers_locked(copy); /* they help if a thread waits later */
-	sfr__shared_push_locked(copy->engine, &copy->shared);
+	sfr__shared_work_push_locked(copy->engine, &copy->shared);
 }
 
 /* Does a step of the copy or, if its next block has no memory, of the oldest copy that needs
  * blocks. Returns false if there is nothing to do now. */
-static bool help_locked(struct sfr__host_copy *copy)
+static bool help_with_copy_locked(struct sfr__host_copy *copy)
 {
-	struct sfr__shared *work = &copy->shared;
+	struct sfr__shared_work *work = &copy->shared;
 
 	if (!copy->is_deferred || copy->blk == copy->nr_blocks)
 		return false; /* the copy is over, or no chunks are left */
-	if (has_chunks_locked(copy) && !next_block(copy)->mem) {
+	if (has_chunks_locked(copy) && !current_block(copy)->mem) {
 		work = copy->engine->shared;
 		while (work && work->rank != SFR__RANK_NEEDS_BLOCKS)
 			work = work->next;
@@ -235,9 +236,9 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 	int rc = 0;
 
 	engine->nr_waiters++; /* copiers help while this is not 0 */
-	sfr__shared_wake_locked(engine);
+	sfr__shared_work_wake_locked(engine);
 	while (!is_over(arg) && rc == 0)
-		if (help_locked(copy))
+		if (help_with_copy_locked(copy))
 			rc = sfr__now_ns() < deadline_ns ? 0 : SFR_EAGAIN;
 		else
 			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
@@ -265,13 +266,13 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 	if (start_copiers_locked(copy)) {
 		copy->shared.step_locked = step_locked;
 		copy->shared.rank = SFR__RANK_IN_CALL;
-		sfr__shared_push_locked(copy->engine, &copy->shared);
+		sfr__shared_work_push_locked(copy->engine, &copy->shared);
 	}
 	while (rc == 0 && has_chunks_locked(copy))
-		if (next_block(copy)->mem)
-			copy_next_locked(copy);
+		if (current_block(copy)->mem)
+			copy_next_chunk_locked(copy);
 		else
-			rc = fetch_locked(copy, sfr__time_left(deadline_ns));
+			rc = lease_next_block_locked(copy, sfr__time_left(deadline_ns));
 	drain_locked(copy);
 	if (rc < 0 && rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		copy->ops->fail_locked(copy, rc, -1);

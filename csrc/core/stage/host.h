@@ -64,7 +64,8 @@ struct sfr__host_ops {
 
 /* One copy of host memory, embedded in its owner's state. */
 struct sfr__host_copy {
-	struct sfr__shared shared; /* on the engine's list while there are chunks to hand out */
+	struct sfr__shared_work
+		shared; /* on the engine's list while there are chunks to hand out */
 
 	/* constant */
 	struct sfr_engine *engine;
@@ -83,7 +84,7 @@ struct sfr__host_copy {
 };
 
 /* Begins a deferred copy. `has_memory`: memory for all blocks is leased already. */
-void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory);
+void sfr__host_begin_deferred_locked(struct sfr__host_copy *copy, bool has_memory);
 /* Copies in the call. After the call no thread reads the sources. Returns 0 when the copy is over,
  * even if ops->fail_locked was called, or else:
  *

@@ -19,7 +19,7 @@ static uint64_t next_random(uint64_t *random)
 /* Returns which line is the i-th of n samples, in a source of nr_lines lines. The first line, the
  * last and (if n is odd) the middle one are sampled. The source is divided into n stretches. Each
  * other sample is a random line of its stretch, so that writes at regular distances are found. */
-static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
+static uint64_t choose_sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
 	const uint64_t middle = nr_lines / 2;
 	uint64_t from, to;
@@ -41,7 +41,8 @@ static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *ran
 
 /* Half of the samples are divided equally, so that small sources get some too. The other half are
  * divided by bytes, so that the samples of a large source are not far apart. */
-uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most)
+uint64_t sfr__samples_share_of_source(uint64_t nbytes, uint32_t nr_sources, uint64_t total,
+				      uint64_t most)
 {
 	const uint64_t half = most / 2;
 	uint64_t equal_part = nr_sources ? half / nr_sources : 0, part_by_bytes = 0;
@@ -51,7 +52,7 @@ uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total
 	return equal_part + part_by_bytes > 1 ? equal_part + part_by_bytes : 1;
 }
 
-static uint64_t total_bytes_of(const struct sfr__sampled *sources, uint32_t nr)
+static uint64_t total_bytes_of(const struct sfr__source_to_sample *sources, uint32_t nr)
 {
 	uint64_t total = 0;
 
@@ -61,24 +62,27 @@ static uint64_t total_bytes_of(const struct sfr__sampled *sources, uint32_t nr)
 }
 
 /* Returns the most samples that these sources in host memory can have. */
-static uint64_t most_samples_of(const struct sfr__sampled *sources, uint32_t nr, uint64_t total)
+static uint64_t most_samples_of(const struct sfr__source_to_sample *sources, uint32_t nr,
+				uint64_t total)
 {
 	uint64_t nr_samples = 0;
 
 	for (uint32_t i = 0; i < nr; i++)
-		nr_samples += sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
+		nr_samples += sfr__samples_share_of_source(sources[i].nbytes, nr, total,
+							   SFR__MAX_SAMPLES);
 	return nr_samples;
 }
 
-uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__sampled *source,
-				   uint64_t most, uint64_t *random)
+uint32_t sfr__samples_choose_lines(struct sfr__sample *items,
+				   const struct sfr__source_to_sample *source, uint64_t most,
+				   uint64_t *random)
 {
 	uint64_t nr_lines = (source->nbytes + SFR__SAMPLE_LEN - 1) / SFR__SAMPLE_LEN;
 	uint64_t n = nr_lines < most ? nr_lines : most, last = 0;
 	uint32_t nr = 0;
 
 	for (uint64_t j = 0; j < n; j++) {
-		uint64_t line = line_of(j, n, nr_lines, random), off, left;
+		uint64_t line = choose_sample_line(j, n, nr_lines, random), off, left;
 
 		if (j > 0 && line <= last)
 			line = last + 1; /* not the same line twice */
@@ -97,18 +101,18 @@ uint32_t sfr__samples_choose_lines(struct sfr__sample *items, const struct sfr__
 
 /* Returns the address of a sample's line, and moves *source forward to the sample's source. */
 static const char *line_address(const struct sfr__sample *sample,
-				const struct sfr__sampled **source)
+				const struct sfr__source_to_sample **source)
 {
 	while ((*source)->entry != sample->entry)
 		++*source;
 	return (const char *)(uintptr_t)((*source)->addr + sample->off);
 }
 
-int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *sources, uint32_t nr,
-		      uint64_t seed)
+int sfr__samples_take(struct sfr__samples *samples, const struct sfr__source_to_sample *sources,
+		      uint32_t nr, uint64_t seed)
 {
-	const struct sfr__sampled *source = sources; /* of the line that is copied */
-	const struct sfr__sampled *ahead = sources;  /* of the line that is prefetched */
+	const struct sfr__source_to_sample *source = sources; /* of the line that is copied */
+	const struct sfr__source_to_sample *ahead = sources;  /* of the line that is prefetched */
 	const uint64_t total = total_bytes_of(sources, nr);
 
 	samples->nr = 0;
@@ -117,7 +121,8 @@ int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *s
 	if (!samples->items)
 		return -ENOMEM;
 	for (uint32_t i = 0; i < nr; i++) {
-		uint64_t most = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
+		uint64_t most = sfr__samples_share_of_source(sources[i].nbytes, nr, total,
+							     SFR__MAX_SAMPLES);
 
 		samples->nr += sfr__samples_choose_lines(samples->items + samples->nr, &sources[i],
 							 most, &seed);
@@ -183,7 +188,7 @@ uint64_t sfr__samples_most_rows_of(uint64_t nbytes, uint64_t share)
 /* Returns how many rows of a source to sample: `share` or fewer. The number is reduced at random:
  * rows then vary from save to save, and no regular writes are missed every time. It is made odd, so
  * that one row is in the middle. Only a source longer than MOST_PITCH may get more than `share`. */
-static uint64_t rows_of(uint64_t nbytes, uint64_t share, uint64_t *random)
+static uint64_t choose_nr_sample_rows(uint64_t nbytes, uint64_t share, uint64_t *random)
 {
 	const uint64_t nr_lines = nbytes / SFR__SAMPLE_LEN, nr_rows_min = least_rows_of(nbytes);
 	const uint64_t random_number = next_random(random);
@@ -198,18 +203,19 @@ static uint64_t rows_of(uint64_t nbytes, uint64_t share, uint64_t *random)
 	return n > 1 ? n : 1;
 }
 
-uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr__sampled *source,
-				     uint64_t share, uint64_t *random, uint64_t *pitch)
+uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items,
+				     const struct sfr__source_to_sample *source, uint64_t share,
+				     uint64_t *random, uint64_t *pitch)
 {
 	const uint64_t nbytes = source->nbytes;
 	uint64_t len = nbytes < SFR__SAMPLE_LEN ? nbytes : SFR__SAMPLE_LEN;
-	uint64_t n = rows_of(nbytes, share, random);
+	uint64_t n = choose_nr_sample_rows(nbytes, share, random);
 	uint64_t first_off = 0; /* offset of the first row */
 
 	*pitch = 0;
 	if (nbytes == 0)
 		return 0;
-	if (n == 1) /* one row at a random offset; rows_of has advanced *random */
+	if (n == 1) /* one row at a random offset; choose_nr_sample_rows has advanced *random */
 		first_off = (*random >> 33) % (nbytes - len + 1);
 	else
 		*pitch = (nbytes - len) / (n - 1);
@@ -220,20 +226,22 @@ uint32_t sfr__samples_choose_rows_of(struct sfr__sample *items, const struct sfr
 	return (uint32_t)n;
 }
 
-size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr)
+size_t sfr__samples_most_rows(const struct sfr__source_to_sample *sources, uint32_t nr)
 {
 	const uint64_t total = total_bytes_of(sources, nr);
 	uint64_t most = 0;
 
 	for (uint32_t i = 0; i < nr; i++)
 		most += sfr__samples_most_rows_of(sources[i].nbytes,
-						  sfr__samples_share(sources[i].nbytes, nr, total,
-								     SFR__MAX_ROWS));
+						  sfr__samples_share_of_source(sources[i].nbytes,
+									       nr, total,
+									       SFR__MAX_ROWS));
 	return (size_t)most;
 }
 
-size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
-				uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows)
+size_t sfr__samples_choose_rows(struct sfr__samples *samples,
+				const struct sfr__source_to_sample *sources, uint32_t nr,
+				uint64_t seed, struct sfr__cuda_rows *rows)
 {
 	const uint64_t total = total_bytes_of(sources, nr);
 	size_t nr_rows = 0;
@@ -241,7 +249,8 @@ size_t sfr__samples_choose_rows(struct sfr__samples *samples, const struct sfr__
 	samples->nr = 0;
 	for (uint32_t i = 0; i < nr; i++) {
 		struct sfr__sample *first = samples->items + samples->nr;
-		uint64_t share = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_ROWS);
+		uint64_t share =
+			sfr__samples_share_of_source(sources[i].nbytes, nr, total, SFR__MAX_ROWS);
 		uint64_t pitch;
 		uint32_t n = sfr__samples_choose_rows_of(first, &sources[i], share, &seed, &pitch);
 

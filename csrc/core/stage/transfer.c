@@ -10,7 +10,7 @@
 /* ---- users --------------------------------------------------------------------------- */
 
 /* Gives the event S back to the lane, unless a thread is about to wait for it. */
-static void drop_staged_locked(struct sfr__transfer *tr)
+static void drop_staged_event_locked(struct sfr__transfer *tr)
 {
 	if (tr->nr_waits != 0)
 		return;
@@ -40,7 +40,7 @@ static void drop_user(struct sfr__transfer *tr)
 	/* returns true, because the copies have ended */
 	(void)sfr__cuda_timer_read(lane, &tr->copying);
 	sfr__lock(&lane->mu);
-	drop_staged_locked(tr);
+	drop_staged_event_locked(tr);
 	tr->nr_users = 0; /* a client without `over` may free the transfer from here on */
 	pthread_cond_broadcast(&lane->cv_wait);
 	sfr__unlock(&lane->mu);
@@ -74,7 +74,7 @@ int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns)
 	return rc;
 }
 
-bool sfr__transfer_died(struct sfr__transfer *tr)
+bool sfr__transfer_device_is_dead(struct sfr__transfer *tr)
 {
 	bool dead = sfr__cuda_is_dead(tr->lane);
 
@@ -91,11 +91,11 @@ bool sfr__transfer_enter(struct sfr__transfer *tr)
 	CUresult rc = sfr__cuda_enter(&tr->scope, tr->lane->cu, tr->lane->context);
 
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_note_failure(tr->lane, "cuCtxPushCurrent", rc, &tr->err);
+		(void)sfr__cuda_handle_failure(tr->lane, "cuCtxPushCurrent", rc, &tr->err);
 	return rc == CUDA_SUCCESS;
 }
 
-void sfr__transfer_leave(struct sfr__transfer *tr)
+void sfr__transfer_leave_context(struct sfr__transfer *tr)
 {
 	sfr__cuda_leave(&tr->scope);
 }
@@ -110,7 +110,7 @@ static void make_stream_wait(struct sfr__transfer *tr, CUstream stream, CUevent 
 		return;
 	rc = tr->lane->cu->stream_wait(stream, after, 0);
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_note_failure(tr->lane, "cuStreamWaitEvent", rc, &tr->err);
+		(void)sfr__cuda_handle_failure(tr->lane, "cuStreamWaitEvent", rc, &tr->err);
 	sfr__cuda_event_put(tr->lane, after);
 }
 
@@ -142,14 +142,14 @@ int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes,
 		return rc;
 	tr->stream = stream;
 	if (sfr__cuda_is_capturing(lane->cu, stream)) {
-		sfr__transfer_leave(tr);
+		sfr__transfer_leave_context(tr);
 		tr->nr_users = 0; /* as if the transfer had never been opened */
 		tr->lane = NULL;
 		return SFR_ECAPTURING;
 	}
 	if (!sfr__cuda_fail_if_dead(lane, &tr->err)) {
 		sfr__cuda_turn_begin(lane);
-		make_stream_wait(tr, lane->stream, sfr__cuda_record(lane, stream, &tr->err));
+		make_stream_wait(tr, lane->stream, sfr__cuda_record_event(lane, stream, &tr->err));
 		sfr__cuda_turn_end(lane);
 	}
 	return 0;
@@ -157,7 +157,7 @@ int sfr__transfer_begin(struct sfr__transfer *tr, struct sfr__cuda_lanes *lanes,
 
 /* ---- portions ------------------------------------------------------------------------- */
 
-struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr)
+struct sfr__cuda_portion *sfr__transfer_get_portion(struct sfr__transfer *tr)
 {
 	if (!tr->portion)
 		tr->portion = sfr__cuda_portion_get(tr->lane);
@@ -167,17 +167,18 @@ struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr)
 }
 
 /* Queues the copies that were added. The caller has the lane's turn. */
-static void queue_added(struct sfr__transfer *tr)
+static void queue_added_copies(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_lane *lane = tr->lane;
 
-	if (tr->pinned.nr + tr->unpinned.nr > 0 && !tr->err.code && !sfr__transfer_died(tr)) {
+	if (tr->pinned.nr + tr->unpinned.nr > 0 && !tr->err.code &&
+	    !sfr__transfer_device_is_dead(tr)) {
 		tr->has_queued = true; /* a failed call may have queued some copies */
 		if (tr->timed)
 			sfr__cuda_timer_begin(lane, &tr->copying, lane->stream);
-		sfr__cuda_batch_copy(lane, &tr->pinned, true, &tr->err);
+		sfr__cuda_queue_batch(lane, &tr->pinned, true, &tr->err);
 		if (!tr->err.code)
-			sfr__cuda_batch_copy(lane, &tr->unpinned, false, &tr->err);
+			sfr__cuda_queue_batch(lane, &tr->unpinned, false, &tr->err);
 		if (tr->timed)
 			sfr__cuda_timer_end(lane, &tr->copying, lane->stream);
 		tr->timed = false; /* later copies are not measured */
@@ -210,10 +211,10 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 	if (!portion)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
-	queue_added(tr);
+	queue_added_copies(tr);
 	/* Without queued copies a portion is dropped. One with memory is dropped only on a dead
 	 * device: otherwise `portion_done` has to pass the memory on. */
-	is_dropped = !tr->has_queued && (!portion->memory || sfr__transfer_died(tr));
+	is_dropped = !tr->has_queued && (!portion->memory || sfr__transfer_device_is_dead(tr));
 	if (!is_dropped)
 		launch_portion(tr);
 	sfr__cuda_turn_end(tr->lane);
@@ -229,14 +230,14 @@ void sfr__transfer_send(struct sfr__transfer *tr)
 
 /* Sends the portion, and waits until few portions are in flight. Sends nothing if the next portion
  * cannot be allocated: later copies are then added to this one. */
-static void send_some(struct sfr__transfer *tr)
+static void send_portion_and_throttle(struct sfr__transfer *tr)
 {
 	struct sfr__cuda_portion *next = sfr__cuda_portion_get(tr->lane);
 
 	if (!next)
 		return;
 	sfr__cuda_turn_begin(tr->lane);
-	queue_added(tr);
+	queue_added_copies(tr);
 	launch_portion(tr);
 	sfr__cuda_turn_end(tr->lane);
 	tr->portion = next;
@@ -248,32 +249,33 @@ void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uin
 {
 	for (uint64_t done = 0, step; done < len && !tr->err.code; done += step) {
 		const uint64_t portion_bytes = sfr__cuda_portion_bytes;
-		/* a full portion that send_some could not send gets as many bytes again */
+		/* a full portion that send_portion_and_throttle could not send gets as many bytes
+		 * again */
 		const uint64_t room =
 			portion_bytes > tr->bytes ? portion_bytes - tr->bytes : portion_bytes;
 
 		step = len - done;
 		if (tr->throttled && step > room)
 			step = room;
-		if (!sfr__transfer_portion(tr))
+		if (!sfr__transfer_get_portion(tr))
 			return;
 		if (sfr__cuda_batch_add(pinned ? &tr->pinned : &tr->unpinned, dst + done,
 					src + done, (size_t)step) < 0)
 			sfr__err_set(&tr->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
 		tr->bytes += step;
 		if (tr->throttled && tr->bytes >= portion_bytes)
-			send_some(tr);
+			send_portion_and_throttle(tr);
 	}
 }
 
 bool sfr__transfer_prepare_pin(const struct sfr__transfer *tr, struct sfr__pool *pool)
 {
-	struct sfr__pin *pin = sfr__pool_pin(pool);
+	struct sfr__pin *pin = sfr__pool_get_pin(pool);
 	char why[160];
 
-	if (sfr__pin_on(pin, tr->lane->cu, tr->lane->device, why, sizeof(why)) == 0)
+	if (sfr__pin_turn_on(pin, tr->lane->cu, tr->lane->device, why, sizeof(why)) == 0)
 		return true;
-	sfr__pin_failed(pin, why);
+	sfr__pin_report_failure(pin, why);
 	return false;
 }
 
@@ -289,14 +291,14 @@ void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *
 
 		step = len - off;
 		if (sfr__pool_has(pool, host))
-			step = sfr__pool_span(pool, host + off, (size_t)step, &pinned);
+			step = sfr__pool_len_for_one_copy(pool, host + off, (size_t)step, &pinned);
 		sfr__transfer_add(tr, dst + off, src + off, step, pinned);
 	}
 }
 
 /* ---- samples and checksums ------------------------------------------------------------- */
 
-bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__sampled *sources,
+bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__source_to_sample *sources,
 			     uint32_t nr)
 {
 	int rc = sources ? 0 : -ENOMEM;
@@ -311,8 +313,8 @@ bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__sampled
 	return rc == 0;
 }
 
-void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
-			  uint64_t seed)
+void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__source_to_sample *sources,
+			  uint32_t nr, uint64_t seed)
 {
 	/* One more than needed: an allocation of no bytes may return NULL. */
 	struct sfr__cuda_rows *rows = sources ? sfr_sys.malloc((nr + 1) * sizeof(*rows)) : NULL;
@@ -324,14 +326,14 @@ void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources
 	}
 	if (nr == 0 || !sfr__transfer_get_store(tr, sources, nr))
 		goto out;
-	if (!sfr__transfer_portion(tr) || tr->err.code)
+	if (!sfr__transfer_get_portion(tr) || tr->err.code)
 		goto out;
 	tr->samples.items = tr->store.mem;
 	nr_rows = sfr__samples_choose_rows(&tr->samples, sources, nr, seed, rows);
 	sfr__cuda_turn_begin(tr->lane);
 	tr->has_queued = true;
-	sfr__cuda_copy_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items), tr->store.pinned,
-			    &tr->err);
+	sfr__cuda_lane_queue_rows(tr->lane, rows, nr_rows, sizeof(*tr->samples.items),
+				  tr->store.pinned, &tr->err);
 	sfr__cuda_turn_end(tr->lane);
 out:
 	sfr_sys.free(rows);
@@ -348,7 +350,7 @@ bool sfr__transfer_fetch(struct sfr__transfer *tr, uint64_t src, size_t len)
 	while (tr->nr_users > 1) /* this thread is one; the others are portions in flight */
 		(void)sfr__cond_wait(&lane->cv_wait, &lane->mu, SFR_FOREVER);
 	sfr__unlock(&lane->mu);
-	return !sfr__transfer_died(tr) && tr->err.code == 0;
+	return !sfr__transfer_device_is_dead(tr) && tr->err.code == 0;
 }
 
 /* ---- C and S ---------------------------------------------------------------------------- */
@@ -358,8 +360,8 @@ void sfr__transfer_mark_captured(struct sfr__transfer *tr)
 	CUevent captured;
 
 	sfr__cuda_turn_begin(tr->lane);
-	queue_added(tr);
-	captured = sfr__cuda_record(tr->lane, tr->lane->stream, &tr->err);
+	queue_added_copies(tr);
+	captured = sfr__cuda_record_event(tr->lane, tr->lane->stream, &tr->err);
 	sfr__cuda_turn_end(tr->lane);
 	make_stream_wait(tr, tr->stream, captured);
 }
@@ -374,7 +376,7 @@ void sfr__transfer_mark_staged(struct sfr__transfer *tr)
 	if (sfr__cuda_is_dead(lane))
 		return;
 	sfr__cuda_turn_begin(lane);
-	event = sfr__cuda_record(lane, lane->stream, &err);
+	event = sfr__cuda_record_event(lane, lane->stream, &err);
 	sfr__cuda_turn_end(lane);
 	sfr__lock(&lane->mu);
 	tr->staged = event;
@@ -430,13 +432,13 @@ bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *strea
 	sfr__lock(&lane->mu);
 	tr->nr_waits--;
 	if (tr->nr_users == 0)
-		drop_staged_locked(tr);
+		drop_staged_event_locked(tr);
 	sfr__unlock(&lane->mu);
 	return host_may_go_on;
 }
 
-const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
-					uint32_t device)
+const struct sfr_stream *sfr__find_stream(const struct sfr_stream *streams, uint32_t nr,
+					  uint32_t device)
 {
 	for (uint32_t i = 0; i < nr; i++)
 		if (streams[i].device == device)

@@ -102,13 +102,13 @@ int sfr__transfer_wait(struct sfr__transfer *tr, uint64_t deadline_ns);
 /* Enter and leave the device's context around the functions below; the lane's thread is always in
  * it. Entering returns false, with tr->err set, if the driver refuses. */
 bool sfr__transfer_enter(struct sfr__transfer *tr);
-void sfr__transfer_leave(struct sfr__transfer *tr);
+void sfr__transfer_leave_context(struct sfr__transfer *tr);
 
 /* Prepares the pool for pinning. Returns false if that is impossible; the pool keeps the reason. */
 bool sfr__transfer_prepare_pin(const struct sfr__transfer *tr, struct sfr__pool *pool);
 /* Returns the portion to which the next copies are added. The client may set the portion's fields
  * until the portion is sent. Returns NULL if memory is short, with the error in tr->err. */
-struct sfr__cuda_portion *sfr__transfer_portion(struct sfr__transfer *tr);
+struct sfr__cuda_portion *sfr__transfer_get_portion(struct sfr__transfer *tr);
 /* Adds a copy of `len` bytes between device and host memory. `pinned`: the host memory is pinned.
  * If the transfer is throttled, sends the portion when it is full. */
 void sfr__transfer_add(struct sfr__transfer *tr, uint64_t dst, uint64_t src, uint64_t len,
@@ -120,14 +120,14 @@ void sfr__transfer_add_pooled(struct sfr__transfer *tr, const struct sfr__pool *
 /* Gets a store for samples of these sources, unless the transfer has one. `sources` is NULL if the
  * caller had no memory for the array. Returns false if memory is short, with the error in
  * tr->err. */
-bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__sampled *sources,
+bool sfr__transfer_get_store(struct sfr__transfer *tr, const struct sfr__source_to_sample *sources,
 			     uint32_t nr);
 /* Queues copies that gather samples of the sources. Frees the array `sources`, which may be NULL as
  * in sfr__transfer_get_store. `seed` decides which lines are sampled. Any error is in tr->err. */
-void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__sampled *sources, uint32_t nr,
-			  uint64_t seed);
+void sfr__transfer_sample(struct sfr__transfer *tr, struct sfr__source_to_sample *sources,
+			  uint32_t nr, uint64_t seed);
 /* Returns whether the device has died; then tr->err says why. */
-bool sfr__transfer_died(struct sfr__transfer *tr);
+bool sfr__transfer_device_is_dead(struct sfr__transfer *tr);
 /* Queues the copies that were added, and sends their portion if there is one. */
 void sfr__transfer_send(struct sfr__transfer *tr);
 /* Queues the copies that were added, and makes the caller's stream wait for them (C). */
@@ -144,7 +144,7 @@ void sfr__transfer_end(struct sfr__transfer *tr);
  * instead: no stream, no event, or the stream captures a graph. Any thread may call it. */
 bool sfr__transfer_gate(struct sfr__transfer *tr, const struct sfr_stream *stream);
 /* Returns the caller's stream of a device, or NULL. */
-const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
-					uint32_t device);
+const struct sfr_stream *sfr__find_stream(const struct sfr_stream *streams, uint32_t nr,
+					  uint32_t device);
 
 #endif

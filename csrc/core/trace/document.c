@@ -21,12 +21,12 @@
 enum {
 	TEXT_BYTES = 256 << 10, /* length of the text buffer */
 	LINE_BYTES = 768,       /* the most that one call of sfr__document_add adds */
-	EVENT_LINES = 16,       /* the most calls in a group (sfr__document_begin) */
+	EVENT_LINES = 16,       /* the most calls in a group (sfr__document_make_room) */
 	END_BYTES = 256,        /* room for the closing text */
 };
 
 /* Writes the document's closing text to `text`. Returns its length. */
-static size_t put_end(const struct sfr__document *doc, char *text)
+static size_t format_closing_text(const struct sfr__document *doc, char *text)
 {
 	return (size_t)snprintf(text, END_BYTES,
 				"\n],\"otherData\":{\"producer\":\"stillframe\","
@@ -43,8 +43,8 @@ void sfr__document_flush(struct sfr__document *doc)
 
 	if (doc->error)
 		goto out;
-	/* sfr__document_begin has left room for the closing text. */
-	end_len = put_end(doc, doc->text + doc->len);
+	/* sfr__document_make_room has left room for the closing text. */
+	end_len = format_closing_text(doc, doc->text + doc->len);
 	write_len = doc->len + end_len;
 	rc = sfr__write_all(doc->fd, doc->text, write_len, doc->off, &written);
 	if (rc == 0) {
@@ -59,7 +59,7 @@ void sfr__document_flush(struct sfr__document *doc)
 		goto out; /* not even the head was written */
 	/* Write the closing text again, and spaces over the rest of the failed write. Only existing
 	 * bytes are overwritten, so this works on a full disk. */
-	end_len = put_end(doc, doc->text);
+	end_len = format_closing_text(doc, doc->text);
 	if (doc->off + written > file_end)
 		file_end = doc->off + written; /* the failed write has made the file longer */
 	while (doc->off + end_len < file_end && end_len < TEXT_BYTES)
@@ -83,14 +83,14 @@ void sfr__document_add(struct sfr__document *doc, const char *format, ...)
 		doc->len += (size_t)len < LINE_BYTES ? (size_t)len : LINE_BYTES - 1;
 }
 
-void sfr__document_begin(struct sfr__document *doc)
+void sfr__document_make_room(struct sfr__document *doc)
 {
 	if (doc->len > TEXT_BYTES - EVENT_LINES * LINE_BYTES - END_BYTES)
 		sfr__document_flush(doc);
 }
 
 /* Returns the length of the UTF-8 sequence that begins at `s`, or 0 if it is not valid. */
-static size_t utf8_len(const unsigned char *s, const unsigned char *end)
+static size_t utf8_sequence_len(const unsigned char *s, const unsigned char *end)
 {
 	size_t len = 1;
 
@@ -121,7 +121,7 @@ void sfr__document_escape(const char *in, size_t max, char *out)
 	const unsigned char *s = (const unsigned char *)in, *end = s + strnlen(in, max);
 
 	while (s < end) {
-		size_t len = utf8_len(s, end);
+		size_t len = utf8_sequence_len(s, end);
 
 		if (len == 0) {
 			*out++ = '?';

@@ -23,7 +23,7 @@ struct sfr__document {
 int sfr__document_open(struct sfr__document *doc, const char *path);
 void sfr__document_close(struct sfr__document *doc);
 /* Begins a group of at most 16 calls of sfr__document_add. Their text is written together. */
-void sfr__document_begin(struct sfr__document *doc);
+void sfr__document_make_room(struct sfr__document *doc);
 /* Appends formatted text of less than 768 bytes to `text`. */
 __attribute__((format(printf, 2, 3))) void sfr__document_add(struct sfr__document *doc,
 							     const char *format, ...);

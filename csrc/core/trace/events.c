@@ -36,7 +36,7 @@ static struct json_time json_time(uint64_t ns)
 #define JSON_TIME "%" PRIu64 ".%03u"
 #define JSON_TIME_ARGS(m) (m).us, (m).ns
 
-void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order)
+void sfr__trace_name_row(struct sfr__document *doc, uint64_t tid, const char *name, int order)
 {
 	enum { MAX_LEN = 64 };         /* the rest of a longer name is cut off */
 	char escaped[6 * MAX_LEN + 1]; /* an escaped byte has at most 6 characters */
@@ -61,7 +61,7 @@ static const char *const core_threads[] = { "sfr-copier", "sfr-lane", "sfr-write
 enum { NR_CORE_THREADS = sizeof(core_threads) / sizeof(core_threads[0]) };
 
 /* Returns the position of a thread's row. */
-static int order_of(const struct sfr__ring *ring)
+static int row_order_of(const struct sfr__ring *ring)
 {
 	for (int i = 0; i < NR_CORE_THREADS; i++)
 		if (strncmp(ring->name, core_threads[i], strlen(core_threads[i])) == 0)
@@ -78,20 +78,20 @@ static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bo
 
 	if (ring->row_named_in != tl->number) {
 		ring->row_named_in = tl->number;
-		sfr__trace_row(tl->doc, ring->tid, is_main ? "main thread" : ring->name,
-			       order_of(ring));
+		sfr__trace_name_row(tl->doc, ring->tid, is_main ? "main thread" : ring->name,
+				    row_order_of(ring));
 	}
 	if (with_steps && ring->steps_row_named_in != tl->number) {
 		ring->steps_row_named_in = tl->number;
 		if (!is_main)
 			(void)snprintf(name, sizeof(name), "training steps (thread %" PRIu64 ")",
 				       ring->tid);
-		sfr__trace_row(tl->doc, STEPS_TID + ring->tid, name, ORDER_STEPS);
+		sfr__trace_name_row(tl->doc, STEPS_TID + ring->tid, name, ORDER_STEPS);
 	}
 }
 
 /* Begins the arguments of an event; the caller adds the closing brace. */
-static void add_args(struct sfr__document *doc, const struct sfr__trace_event *event)
+static void begin_event_args(struct sfr__document *doc, const struct sfr__trace_event *event)
 {
 	const char *unit = kinds[event->kind].unit;
 
@@ -103,8 +103,8 @@ static void add_args(struct sfr__document *doc, const struct sfr__trace_event *e
 }
 
 /* Adds a save as an asynchronous event, a begin and an end, because its work is in several rows. */
-static void add_save(const struct sfr__timeline *tl, uint64_t tid,
-		     const struct sfr__trace_event *event)
+static void add_save_event(const struct sfr__timeline *tl, uint64_t tid,
+			   const struct sfr__trace_event *event)
 {
 	/* a save may have begun before the trace: then the event begins with the trace */
 	uint64_t start = event->start_ns > tl->start_ns ? event->start_ns : tl->start_ns;
@@ -116,7 +116,7 @@ static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 			  ",\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" JSON_TIME,
 			  event->save, (int)getpid(), tid,
 			  JSON_TIME_ARGS(json_time(start - tl->start_ns)));
-	add_args(tl->doc, event);
+	begin_event_args(tl->doc, event);
 	sfr__document_add(tl->doc, ",\"file\":\"%s\",\"state\":\"%s\"}}", name,
 			  sfr_state_name((enum sfr_state)event->state));
 	sfr__document_add(tl->doc,
@@ -127,7 +127,7 @@ static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 }
 
 /* Returns whether the event belongs in the row of its thread's steps. */
-static bool is_step(const struct sfr__trace_event *event)
+static bool belongs_in_steps_row(const struct sfr__trace_event *event)
 {
 	return event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER;
 }
@@ -138,10 +138,10 @@ static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ri
 	uint64_t tid = ring->tid;
 
 	if (event->kind == SFR_TRACE_SAVE) {
-		add_save(tl, tid, event);
+		add_save_event(tl, tid, event);
 		return;
 	}
-	if (is_step(event))
+	if (belongs_in_steps_row(event))
 		tid += STEPS_TID;
 	sfr__document_add(
 		tl->doc,
@@ -150,7 +150,7 @@ static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ri
 		kinds[event->kind].name, kinds[event->kind].category, (int)getpid(), tid,
 		JSON_TIME_ARGS(json_time(event->start_ns - tl->start_ns)),
 		JSON_TIME_ARGS(json_time(event->end_ns - event->start_ns)));
-	add_args(tl->doc, event);
+	begin_event_args(tl->doc, event);
 	sfr__document_add(tl->doc, "}}");
 }
 
@@ -169,8 +169,8 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 		if (!is_older && tl->doc->error) {
 			tl->doc->nr_dropped++;
 		} else if (!is_older) {
-			sfr__document_begin(tl->doc);
-			name_rows(tl, ring, is_step(event));
+			sfr__document_make_room(tl->doc);
+			name_rows(tl, ring, belongs_in_steps_row(event));
 			tl->doc->nr_events++;
 			tl->doc->nr_unwritten++;
 			add_event(tl, ring, event);
@@ -179,7 +179,7 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	}
 	if (dropped == ring->dropped_seen)
 		return;
-	sfr__document_begin(tl->doc);
+	sfr__document_make_room(tl->doc);
 	name_rows(tl, ring, false); /* false: the row of its steps is not needed */
 	sfr__document_add(tl->doc,
 			  ",\n{\"name\":\"%" PRIu64

@@ -15,6 +15,6 @@ struct sfr__timeline {
 /* Moves a ring's events into the document. `timeline` is a struct sfr__timeline. */
 void sfr__trace_read_ring(struct sfr__ring *ring, void *timeline);
 /* Names the row `tid`. Rows are shown in ascending `order`; -1 does not change the order. */
-void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order);
+void sfr__trace_name_row(struct sfr__document *doc, uint64_t tid, const char *name, int order);
 
 #endif

@@ -35,7 +35,7 @@ static bool have_key;
 
 /* ---- a thread's ring ---- */
 
-static void unlink_locked(struct sfr__ring *ring)
+static void unlink_ring_locked(struct sfr__ring *ring)
 {
 	struct sfr__ring **link = &registry.rings;
 
@@ -56,7 +56,7 @@ static void at_thread_end(void *arg)
 	sfr__lock(&registry.mu);
 	free_now = !registry.reading;
 	if (free_now)
-		unlink_locked(ring);
+		unlink_ring_locked(ring);
 	else
 		atomic_store_explicit(&ring->dead, true, memory_order_release);
 	sfr__unlock(&registry.mu);
@@ -121,7 +121,7 @@ static bool is_tracing(void)
 
 /* ---- spans ---- */
 
-struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64_t number)
+struct sfr__span sfr__span_begin_recording(enum sfr_trace_kind kind, uint64_t save, uint64_t number)
 {
 	struct sfr__span span = { .save = save, .number = number, .kind = kind };
 	struct sfr__ring *ring;
@@ -154,7 +154,7 @@ void sfr__span_record(struct sfr__span *span)
 	put_event(ring, &event);
 }
 
-uint64_t sfr_trace_begin(void)
+uint64_t sfr_trace_begin_span(void)
 {
 	return is_tracing() ? sfr__now_ns() : 0;
 }
@@ -256,7 +256,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 
 /* ---- reading ---- */
 
-void sfr__rings_begin(uint32_t trace_number)
+void sfr__rings_begin_trace(uint32_t trace_number)
 {
 	sfr__lock(&registry.mu);
 	registry.reading = true;
@@ -287,7 +287,7 @@ void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg)
 
 /* Returns whether the reader frees a ring in this sweep. A ring stays while its thread runs and,
  * before the last sweep, while events or counts of dropped events are unread. */
-static bool can_free(struct sfr__ring *ring, bool last)
+static bool can_free_ring(struct sfr__ring *ring, bool last)
 {
 	if (!atomic_load_explicit(&ring->dead, memory_order_acquire))
 		return false;
@@ -296,7 +296,7 @@ static bool can_free(struct sfr__ring *ring, bool last)
 	return !sfr__ring_peek(ring) && ring->dropped_seen == atomic_load(&ring->dropped);
 }
 
-void sfr__rings_sweep(bool last)
+void sfr__rings_free_dead(bool last)
 {
 	struct sfr__ring *removed = NULL;
 
@@ -305,7 +305,7 @@ void sfr__rings_sweep(bool last)
 	for (struct sfr__ring **link = &registry.rings; *link;) {
 		struct sfr__ring *ring = *link;
 
-		if (!can_free(ring, last)) {
+		if (!can_free_ring(ring, last)) {
 			link = &ring->next;
 			continue;
 		}
@@ -322,7 +322,7 @@ void sfr__rings_sweep(bool last)
 	}
 }
 
-uint64_t sfr__rings_lost(void)
+uint64_t sfr__rings_count_lost(void)
 {
 	return atomic_load_explicit(&lost, memory_order_relaxed);
 }
@@ -344,7 +344,7 @@ void sfr__ring_pop(struct sfr__ring *ring)
 }
 
 /* Runs in a forked child. */
-static void forget(void)
+static void reset_rings_in_child(void)
 {
 	/* Not freed, because a thread that does not exist in the child may have held the
 	 * allocator's lock. Kept reachable for leak checkers. */
@@ -357,4 +357,4 @@ static void forget(void)
 	registry.reading = false;
 	sfr__mutex_init(&registry.mu, SFR__LOCK_REGISTRY);
 }
-SFR__AT_FORK(forget)
+SFR__AT_FORK(reset_rings_in_child)

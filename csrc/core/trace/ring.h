@@ -47,14 +47,14 @@ struct sfr__ring {
 };
 
 /* Begins a trace: drops the events of earlier traces, and turns recording on. */
-void sfr__rings_begin(uint32_t trace_number);
+void sfr__rings_begin_trace(uint32_t trace_number);
 /* Calls `read` for every ring, without a lock. One reader at a time. */
 void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg);
 /* Frees the rings of ended threads if all their events are read. With `last`, frees them also if
  * events are left. */
-void sfr__rings_sweep(bool last);
+void sfr__rings_free_dead(bool last);
 /* Returns how many events this trace lost because there was no memory for a ring. */
-uint64_t sfr__rings_lost(void);
+uint64_t sfr__rings_count_lost(void);
 /* Returns the next unread event, which is valid until sfr__ring_pop; NULL if there is none. */
 const struct sfr__trace_event *sfr__ring_peek(struct sfr__ring *ring);
 void sfr__ring_pop(struct sfr__ring *ring);

@@ -23,7 +23,8 @@ static struct {
 	uint32_t number; /* number of this process's last trace */
 	/* of the trace that is being written */
 	uint64_t start_ns;
-	uint64_t nr_lost_seen; /* lost events (sfr__rings_lost) that the document has counted */
+	/* lost events (sfr__rings_count_lost) that the document has counted */
+	uint64_t nr_lost_seen;
 	struct sfr__document doc;
 	char *of_parent; /* in a forked child: the parent's text, kept for leak checkers */
 } session = { .mu = SFR__MUTEX(SFR__LOCK_SESSION), .doc = { .fd = -1 } };
@@ -36,12 +37,12 @@ static void write_events(bool last)
 	uint64_t lost;
 
 	sfr__rings_each(sfr__trace_read_ring, &timeline);
-	lost = sfr__rings_lost();
+	lost = sfr__rings_count_lost();
 	session.doc.nr_dropped += lost - session.nr_lost_seen;
 	if (session.doc.len || lost != session.nr_lost_seen)
 		sfr__document_flush(&session.doc);
 	session.nr_lost_seen = lost;
-	sfr__rings_sweep(last);
+	sfr__rings_free_dead(last);
 }
 
 static void *trace_main(void *unused)
@@ -87,7 +88,7 @@ int sfr_trace_start(const char *path)
 				       NULL);
 	}
 	if (rc == 0) {
-		sfr__rings_begin(session.number);
+		sfr__rings_begin_trace(session.number);
 	} else {
 		session.state = IDLE;
 		sfr__document_close(&session.doc);
@@ -123,14 +124,15 @@ void sfr_trace_name_thread(uint64_t tid, const char *name)
 {
 	sfr__lock(&session.mu);
 	if (session.state == RUNNING && !session.doc.error) {
-		sfr__document_begin(&session.doc);
-		sfr__trace_row(&session.doc, tid, name, -1); /* -1: the row stays where it is */
+		sfr__document_make_room(&session.doc);
+		sfr__trace_name_row(&session.doc, tid, name,
+				    -1); /* -1: the row stays where it is */
 	}
 	sfr__unlock(&session.mu);
 }
 
 /* Runs in a forked child. */
-static void forget(void)
+static void forget_parents_session(void)
 {
 	/* fork.c has closed the descriptor. The text is not freed, as in ring.c. */
 	char *text = session.doc.text;
@@ -142,4 +144,4 @@ static void forget(void)
 	session.doc.fd = -1;
 	sfr__mutex_init(&session.mu, SFR__LOCK_SESSION);
 }
-SFR__AT_FORK(forget)
+SFR__AT_FORK(forget_parents_session)

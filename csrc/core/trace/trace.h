@@ -71,7 +71,7 @@ void sfr_trace_name_thread(uint64_t tid, const char *name);
 /* ---- recording (ring.c) ---- */
 
 /* Returns the time for sfr_trace_end, or 0 when no trace is being written. */
-uint64_t sfr_trace_begin(void);
+uint64_t sfr_trace_begin_span(void);
 /* Records a span of the calling thread from `start_ns` until now, or nothing if start_ns is 0.
  * `save` is a ticket's number, or 0. SFR_TRACE_LIST says what `number` counts. */
 void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number);
@@ -94,7 +94,8 @@ struct sfr__span {
 	uint64_t number;     /* a count, of bytes for example: see SFR_TRACE_LIST */
 	enum sfr_trace_kind kind;
 };
-struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64_t number);
+struct sfr__span sfr__span_begin_recording(enum sfr_trace_kind kind, uint64_t save,
+					   uint64_t number);
 void sfr__span_record(struct sfr__span *span);
 
 /* While no trace is being written, returns a span that is not recorded. */
@@ -102,7 +103,7 @@ static inline struct sfr__span sfr__span_begin(enum sfr_trace_kind kind, uint64_
 					       uint64_t number)
 {
 	if (__builtin_expect(atomic_load_explicit(&sfr__trace_on, memory_order_relaxed) != 0, 0))
-		return sfr__span_start(kind, save, number);
+		return sfr__span_begin_recording(kind, save, number);
 	return (struct sfr__span){ .start_ns = 0 };
 }
 

@@ -88,7 +88,7 @@ static PyObject *arrivals_fail(PyObject *object, PyObject *number)
 {
 	uint64_t file_number;
 
-	if (sfr_py_u64(number, &file_number) < 0)
+	if (sfr_py_int_to_u64(number, &file_number) < 0)
 		return NULL;
 	sfr_arrivals_fail(arrivals_of(object), file_number);
 	Py_RETURN_NONE;
@@ -98,7 +98,7 @@ static PyObject *arrivals_close(PyObject *object, PyObject *number)
 {
 	uint64_t file_number;
 
-	if (sfr_py_u64(number, &file_number) < 0)
+	if (sfr_py_int_to_u64(number, &file_number) < 0)
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
 	sfr_arrivals_close(arrivals_of(object), file_number);
@@ -144,12 +144,12 @@ SFR_PY_TYPE(spec, "Arrivals", struct sfr_py_arrivals, 0, slots);
 static PyObject *arrive(PyObject *module, PyObject *args)
 {
 	PyObject *timeout = NULL;
-	struct sfr_py_wait w;
+	struct sfr_py_wait_state w;
 	int fd;
 
 	if (!PyArg_ParseTuple(args, "i|O:arrive", &fd, &timeout))
 		return NULL;
-	w = sfr_py_wait(timeout);
+	w = sfr_py_wait_state(timeout);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_arrivals_fill(fd, w.slice_ns));
 	if (w.rc != 0 && w.rc != SFR_EAGAIN) /* SFR_EAGAIN: the timeout passed */

@@ -58,11 +58,11 @@ static struct sfr_engine *engine_of(PyObject *object)
 static PyObject *engine_close(PyObject *object, PyObject *args)
 {
 	PyObject *timeout = NULL;
-	struct sfr_py_wait w;
+	struct sfr_py_wait_state w;
 
 	if (!PyArg_ParseTuple(args, "|O:close", &timeout))
 		return NULL;
-	w = sfr_py_wait(timeout);
+	w = sfr_py_wait_state(timeout);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_engine_close(engine_of(object), w.slice_ns));
 	return sfr_py_bool_or_raise(object, w.rc, SFR_EAGAIN); /* SFR_EAGAIN: the timeout passed */
@@ -72,7 +72,7 @@ static PyObject *engine_warm_up(PyObject *object, PyObject *number)
 {
 	uint64_t nbytes;
 
-	if (sfr_py_u64(number, &nbytes) < 0)
+	if (sfr_py_int_to_u64(number, &nbytes) < 0)
 		return NULL;
 	return sfr_py_none_or_raise(object,
 				    sfr_py_unlocked(sfr_engine_warm_up(engine_of(object), nbytes)));
@@ -121,7 +121,7 @@ static PyObject *engine_has_pinned(PyObject *object, PyObject *number)
 {
 	uint64_t address;
 
-	if (sfr_py_u64(number, &address) < 0)
+	if (sfr_py_int_to_u64(number, &address) < 0)
 		return NULL;
 	return PyBool_FromLong(sfr_engine_has_pinned(engine_of(object), address));
 }
@@ -131,7 +131,7 @@ static PyObject *engine_driver(PyObject *object, PyObject *unused)
 	char text[1024];
 	int rc = sfr_py_unlocked(sfr_engine_driver(engine_of(object), text, sizeof(text)));
 
-	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_text(text);
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_decode_text(text);
 }
 
 static PyObject *pools_hold(PyObject *module, PyObject *unused)

@@ -53,7 +53,7 @@ static void folder_dealloc(PyObject *object)
 static PyObject *result_tuple(PyObject *result, const struct sfr_err *err)
 {
 	return Py_BuildValue("(NisN)", result, err->code, sfr_phase_name(err->phase),
-			     sfr_py_text(err->note)); /* file names need not be UTF-8 */
+			     sfr_py_decode_text(err->note)); /* file names need not be UTF-8 */
 }
 
 static PyObject *folder_open(PyObject *object, PyObject *unused)

@@ -14,7 +14,7 @@ PyDoc_STRVAR(install_doc, "inject_install()\n--\n\n"
 			  "Puts counting wrappers into the core's call table. Must not be called "
 			  "while the core is at work in other threads.");
 
-static PyObject *install(PyObject *self, PyObject *unused)
+static PyObject *install_injection(PyObject *self, PyObject *unused)
 {
 	(void)sfr_inject_install(); /* cannot fail */
 	Py_RETURN_NONE;
@@ -65,7 +65,7 @@ static PyObject *drop_fault(PyObject *self, PyObject *args)
 
 	if (get_fault(args, &fault) < 0)
 		return NULL;
-	return PyBool_FromLong(sfr_inject_drop(&fault) == 0);
+	return PyBool_FromLong(sfr_inject_remove_fault(&fault) == 0);
 }
 
 PyDoc_STRVAR(clear_doc, "inject_clear()\n--\n\nRemoves all faults and sets all counters to zero.");
@@ -86,7 +86,7 @@ static PyObject *count_calls(PyObject *self, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "s", &call))
 		return NULL;
-	return PyLong_FromUnsignedLongLong(sfr_inject_calls(call));
+	return PyLong_FromUnsignedLongLong(sfr_inject_count_calls(call));
 }
 
 PyDoc_STRVAR(hits_doc, "inject_hits()\n--\n\n"
@@ -160,7 +160,7 @@ static PyMethodDef methods[] = {
 	  limits_doc },
 	{ "log_tune", tune_log, METH_VARARGS, log_tune_doc },
 	{ "cuda_tune", tune_cuda, METH_VARARGS, tune_doc },
-	{ "inject_install", install, METH_NOARGS, install_doc },
+	{ "inject_install", install_injection, METH_NOARGS, install_doc },
 	{ "inject_set", set_fault, METH_VARARGS, set_doc },
 	{ "inject_drop", drop_fault, METH_VARARGS, drop_doc },
 	{ "inject_clear", clear_faults, METH_NOARGS, clear_doc },

@@ -34,7 +34,7 @@ static PyObject *log_exists(PyObject *module, PyObject *key)
 
 static PyObject *log_drain(PyObject *module, PyObject *timeout)
 {
-	struct sfr_py_wait w = sfr_py_wait(timeout);
+	struct sfr_py_wait_state w = sfr_py_wait_state(timeout);
 	uint64_t last_entry = 0; /* the first slice sets it: all slices wait for this entry */
 
 	while (sfr_py_next_slice(&w))
@@ -81,7 +81,7 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
-	sentence = sfr_py_text(notice.text);
+	sentence = sfr_py_decode_text(notice.text);
 	if (sentence)
 		result = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
 				       sentence);
@@ -106,7 +106,7 @@ static PyObject *fork_generation(PyObject *module, PyObject *unused)
 
 /* ---- LogLoad ---- */
 
-struct sfr_py_load {
+struct sfr_py_log_load {
 	PyObject_HEAD
 	struct sfr_log_load *load;
 	int fd; /* descriptor of the opened file; -1: not opened yet, or closed */
@@ -116,7 +116,7 @@ static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "key", NULL };
 	struct sfr_log_load *load;
-	struct sfr_py_load *self;
+	struct sfr_py_log_load *self;
 	const char *key;
 	int rc;
 
@@ -125,7 +125,7 @@ static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	rc = sfr_log_load_new(key, &load);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(type), rc);
-	self = (struct sfr_py_load *)sfr_py_alloc(type);
+	self = (struct sfr_py_log_load *)sfr_py_alloc(type);
 	if (!self) {
 		sfr_log_load_free(load);
 		return NULL;
@@ -135,7 +135,7 @@ static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	return (PyObject *)self;
 }
 
-static void close_file(struct sfr_py_load *self)
+static void close_file(struct sfr_py_log_load *self)
 {
 	const int fd = self->fd;
 
@@ -146,26 +146,26 @@ static void close_file(struct sfr_py_load *self)
 
 static PyObject *load_close(PyObject *object, PyObject *unused)
 {
-	close_file((struct sfr_py_load *)object);
+	close_file((struct sfr_py_log_load *)object);
 	Py_RETURN_NONE;
 }
 
 static PyObject *load_fileno(PyObject *object, PyObject *unused)
 {
-	return PyLong_FromLong(((struct sfr_py_load *)object)->fd);
+	return PyLong_FromLong(((struct sfr_py_log_load *)object)->fd);
 }
 
 static void load_dealloc(PyObject *object)
 {
-	close_file((struct sfr_py_load *)object);
-	sfr_log_load_free(((struct sfr_py_load *)object)->load);
+	close_file((struct sfr_py_log_load *)object);
+	sfr_log_load_free(((struct sfr_py_log_load *)object)->load);
 	sfr_py_free(object);
 }
 
 static PyObject *load_open(PyObject *object, PyObject *unused)
 {
-	struct sfr_py_load *self = (struct sfr_py_load *)object;
-	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_log_load *self = (struct sfr_py_log_load *)object;
+	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_log_load_wait(self->load, w.slice_ns, &self->fd));
@@ -192,7 +192,7 @@ static PyType_Slot load_slots[] = {
 	{ 0, NULL },
 };
 
-SFR_PY_TYPE(load_spec, "LogLoad", struct sfr_py_load, 0, load_slots);
+SFR_PY_TYPE(load_spec, "LogLoad", struct sfr_py_log_load, 0, load_slots);
 
 static PyMethodDef functions[] = {
 	{ "log_remove", log_remove, METH_O,

@@ -39,6 +39,6 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
 int sfr_py_read_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
 
 /* report.c: makes a dict of a save's report. */
-PyObject *sfr_py_report_dict(const struct sfr_report *report);
+PyObject *sfr_py_report_as_dict(const struct sfr_report *report);
 
 #endif

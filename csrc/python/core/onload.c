@@ -16,7 +16,7 @@ static int start_onload(struct sfr_engine *engine, uint32_t device, uint64_t str
 			const Py_buffer *rows, struct sfr_snapshot *from, struct sfr_onload **out)
 {
 	const uint32_t nr = (uint32_t)((size_t)rows->len / sizeof(struct sfr_onload_copy));
-	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 	int64_t torn;
 
 	while (sfr_py_next_slice(&w)) {
@@ -84,7 +84,7 @@ static PyObject *onload_order(PyObject *object, PyObject *handle)
 {
 	uint64_t stream;
 
-	if (sfr_py_u64(handle, &stream) < 0)
+	if (sfr_py_int_to_u64(handle, &stream) < 0)
 		return NULL;
 	/* SFR_EAGAIN: the stream cannot wait for the copies */
 	return sfr_py_bool_or_raise(object,
@@ -95,11 +95,11 @@ static PyObject *onload_order(PyObject *object, PyObject *handle)
 static PyObject *onload_wait(PyObject *object, PyObject *args)
 {
 	PyObject *timeout = NULL;
-	struct sfr_py_wait w;
+	struct sfr_py_wait_state w;
 
 	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
-	w = sfr_py_wait(timeout);
+	w = sfr_py_wait_state(timeout);
 	/* Ask first without releasing the interpreter lock: faster if the copies have ended. */
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_onload_wait(onload_of(object), 0);

@@ -132,7 +132,7 @@ static PyObject *parts_crc(PyObject *object, PyObject *number)
 	uint64_t source;
 	int rc = -EINVAL;
 
-	if (sfr_py_u64(number, &source) < 0)
+	if (sfr_py_int_to_u64(number, &source) < 0)
 		return NULL;
 	if (source <= UINT32_MAX)
 		rc = sfr_parts_crc(((struct sfr_py_parts *)object)->parts, (uint32_t)source);

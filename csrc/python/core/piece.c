@@ -98,11 +98,11 @@ PyObject *sfr_py_next_piece(struct sfr_py_state *state, struct sfr_ticket *ticke
 			    PyObject *timeout)
 {
 	struct sfr_py_piece *self = (struct sfr_py_piece *)sfr_py_alloc(state->piece_type);
-	struct sfr_py_wait w;
+	struct sfr_py_wait_state w;
 
 	if (!self)
 		return NULL;
-	w = sfr_py_wait(timeout);
+	w = sfr_py_wait_state(timeout);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_stream_next(ticket, w.slice_ns, &self->piece));
 	if (w.rc == 0) {

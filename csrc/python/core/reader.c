@@ -11,13 +11,13 @@
 #define CRC_UNLOCK_NBYTES 65536
 
 /* Returns a list of (name, reason) of damaged records. */
-static PyObject *records_as_list(const struct sfr_check_result *result)
+static PyObject *bad_records_as_list(const struct sfr_check_result *result)
 {
 	PyObject *list = PyList_New((Py_ssize_t)result->nr_listed);
 
 	for (uint32_t i = 0; list != NULL && i < result->nr_listed; i++) {
 		/* A damaged name may have any bytes. */
-		PyObject *pair = Py_BuildValue("(Ns)", sfr_py_text(result->bad[i].name),
+		PyObject *pair = Py_BuildValue("(Ns)", sfr_py_decode_text(result->bad[i].name),
 					       result->bad[i].reason);
 
 		if (pair == NULL || PyList_SetItem(list, (Py_ssize_t)i, pair) != 0)
@@ -34,7 +34,7 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 		[SFR_FORMAT_ARCHIVE] = "archive",
 		[SFR_FORMAT_LEGACY] = "legacy",
 	};
-	PyObject *error = result->error[0] ? sfr_py_text(result->error) : Py_NewRef(Py_None);
+	PyObject *error = result->error[0] ? sfr_py_decode_text(result->error) : Py_NewRef(Py_None);
 
 	/* If one of the values is NULL, this returns NULL and releases the others. */
 	return Py_BuildValue("{s:O,s:O,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K,s:N}", "ok",
@@ -46,11 +46,11 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 			     (unsigned long long)result->nr_compressed, "num_trailing",
 			     (unsigned long long)result->nr_trailing, "num_bad",
 			     (unsigned long long)result->nr_bad, "bad_records",
-			     records_as_list(result));
+			     bad_records_as_list(result));
 }
 
 /* Runs Python's signal handlers, and calls `progress` unless it is None. */
-static int between_slices(const struct sfr_check *check, PyObject *progress)
+static int check_signals_and_report(const struct sfr_check *check, PyObject *progress)
 {
 	PyObject *answer;
 
@@ -58,7 +58,8 @@ static int between_slices(const struct sfr_check *check, PyObject *progress)
 		return -1;
 	if (progress == Py_None)
 		return 0;
-	answer = PyObject_CallFunction(progress, "KK", (unsigned long long)sfr_check_done(check),
+	answer = PyObject_CallFunction(progress, "KK",
+				       (unsigned long long)sfr_check_bytes_done(check),
 				       (unsigned long long)sfr_check_result(check)->nbytes);
 	if (answer == NULL)
 		return -1;
@@ -75,10 +76,10 @@ static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress
 		rc = sfr_py_unlocked(sfr_check_run(run, SLICE_NS));
 		if (rc != SFR_EAGAIN)
 			break;
-		if (between_slices(run, progress) != 0)
+		if (check_signals_and_report(run, progress) != 0)
 			return -1;
 	}
-	if (rc != 0 && sfr_check_os_error(run))
+	if (rc != 0 && sfr_check_has_os_error(run))
 		(void)sfr_py_raise_os(sfr_py_state(module), rc); /* always returns NULL */
 	else if (rc != 0)
 		(void)sfr_py_raise(sfr_py_state(module), rc); /* always returns NULL */
@@ -184,11 +185,12 @@ static PyObject *restore_bare(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "iy*K|p:restore_bare", &fd, &stretches, &end, &shared))
 		return NULL;
-	if ((size_t)stretches.len % sizeof(struct sfr_stretch) != 0)
+	if ((size_t)stretches.len % sizeof(struct sfr_file_range) != 0)
 		PyErr_SetString(PyExc_ValueError, "a stretch is two numbers of 8 bytes");
 	else
 		object = sfr_py_restore_new_bare(sfr_py_state(module), stretches.buf,
-						 (size_t)stretches.len / sizeof(struct sfr_stretch),
+						 (size_t)stretches.len /
+							 sizeof(struct sfr_file_range),
 						 end, fd, shared ? SFR_RESTORE_SHARED : 0);
 	PyBuffer_Release(&stretches);
 	return object;

@@ -4,7 +4,7 @@
 
 /* Returns the nanoseconds from the ticket's creation to the time `then_ns`; -1 if `then_ns` is 0,
  * which means that the event has not happened. */
-static long long after_creation(const struct sfr_report *report, uint64_t then_ns)
+static long long ns_after_creation(const struct sfr_report *report, uint64_t then_ns)
 {
 	return then_ns ? (long long)(then_ns - report->created_ns) : -1;
 }
@@ -19,7 +19,7 @@ static PyObject *fallbacks(const struct sfr_report *report)
 
 		if (!report->fallback[i][0])
 			continue;
-		text = sfr_py_text(report->fallback[i]);
+		text = sfr_py_decode_text(report->fallback[i]);
 		if (!text || PyList_Append(list, text) < 0)
 			Py_CLEAR(list);
 		Py_XDECREF(text);
@@ -27,7 +27,7 @@ static PyObject *fallbacks(const struct sfr_report *report)
 	return list;
 }
 
-PyObject *sfr_py_report_dict(const struct sfr_report *r)
+PyObject *sfr_py_report_as_dict(const struct sfr_report *r)
 {
 	static const char *const io_modes[] = { "", "direct", "buffered" }; /* "": not known */
 	PyObject *sentences = fallbacks(r);
@@ -43,9 +43,9 @@ PyObject *sfr_py_report_dict(const struct sfr_report *r)
 			     "peak_pool_bytes", (unsigned long long)r->peak_pool_bytes,
 			     "slot_wait_ns", (unsigned long long)r->slot_wait_ns, "block_wait_ns",
 			     (unsigned long long)r->block_wait_ns, "launched_after_ns",
-			     after_creation(r, r->launched_ns), "staged_after_ns",
-			     after_creation(r, r->staged_ns), "ended_after_ns",
-			     after_creation(r, r->ended_ns), "io_mode",
+			     ns_after_creation(r, r->launched_ns), "staged_after_ns",
+			     ns_after_creation(r, r->staged_ns), "ended_after_ns",
+			     ns_after_creation(r, r->ended_ns), "io_mode",
 			     io_modes[r->io_mode <= SFR_IO_BUFFERED ? r->io_mode : 0], "over_slots",
 			     PyBool_FromLong((long)r->over_slots), "fallbacks", sentences);
 }

@@ -16,7 +16,8 @@ struct sfr_py_restore {
 
 /* Turns the result `rc` of making a restore into a Python object: a Restore that owns `restore`, or
  * None for -EOPNOTSUPP, which means that the file cannot be read in this way. */
-static PyObject *object_or_none(struct sfr_py_state *state, int rc, struct sfr_restore *restore)
+static PyObject *wrap_restore_or_none(struct sfr_py_state *state, int rc,
+				      struct sfr_restore *restore)
 {
 	struct sfr_py_restore *self;
 
@@ -38,7 +39,7 @@ static PyObject *object_or_none(struct sfr_py_state *state, int rc, struct sfr_r
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags)
 {
-	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 	struct sfr_restore *restore;
 
 	while (sfr_py_next_slice(&w))
@@ -47,20 +48,20 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 		sfr_check_free(check);
 		return NULL;
 	}
-	return object_or_none(state, w.rc, restore);
+	return wrap_restore_or_none(state, w.rc, restore);
 }
 
-PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_stretch *v,
+PyObject *sfr_py_restore_new_bare(struct sfr_py_state *state, const struct sfr_file_range *v,
 				  uint64_t nr, uint64_t end, int fd, unsigned flags)
 {
 	struct sfr_restore *restore;
 	int rc = sfr_restore_new_bare(v, nr, end, fd, flags, &restore);
 
-	return object_or_none(state, rc, restore);
+	return wrap_restore_or_none(state, rc, restore);
 }
 
 /* Waits until no read is in flight, and closes the restore. Does nothing if it is closed. */
-static void end_reads(struct sfr_py_restore *self)
+static void close_restore(struct sfr_py_restore *self)
 {
 	struct sfr_restore *restore = self->restore;
 
@@ -70,12 +71,12 @@ static void end_reads(struct sfr_py_restore *self)
 
 static void restore_dealloc(PyObject *object)
 {
-	end_reads((struct sfr_py_restore *)object);
+	close_restore((struct sfr_py_restore *)object);
 	sfr_py_free(object);
 }
 
 /* Returns the core's restore; NULL with a ValueError if it is closed. */
-static struct sfr_restore *open_restore_of(PyObject *object)
+static struct sfr_restore *require_open_restore(PyObject *object)
 {
 	struct sfr_restore *restore = ((struct sfr_py_restore *)object)->restore;
 
@@ -95,13 +96,13 @@ static int require_record(const struct sfr_restore *restore, uint64_t index)
 
 static PyObject *restore_close(PyObject *object, PyObject *unused)
 {
-	end_reads((struct sfr_py_restore *)object);
+	close_restore((struct sfr_py_restore *)object);
 	Py_RETURN_NONE;
 }
 
 static PyObject *restore_sizes(PyObject *object, PyObject *args)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long first, least;
 	uint64_t sum = 0;
 	PyObject *list;
@@ -123,7 +124,7 @@ static PyObject *restore_sizes(PyObject *object, PyObject *args)
 
 static PyObject *restore_into(PyObject *object, PyObject *args)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long first;
 	PyObject *addresses;
 
@@ -145,7 +146,7 @@ static PyObject *restore_into(PyObject *object, PyObject *args)
 /* Does not raise if the device cannot be used, but returns the reason. */
 static PyObject *restore_device(PyObject *object, PyObject *args)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long stream;
 	unsigned int device;
 	char why[160] = "";
@@ -161,7 +162,7 @@ static PyObject *restore_device(PyObject *object, PyObject *args)
 
 static PyObject *restore_into_device(PyObject *object, PyObject *args)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long index, mem;
 	unsigned int device;
 
@@ -174,13 +175,13 @@ static PyObject *restore_into_device(PyObject *object, PyObject *args)
 
 static PyObject *restore_go(PyObject *object, PyObject *upto)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long nr = PyLong_AsUnsignedLongLong(upto);
 	int rc;
 
 	if (restore == NULL || PyErr_Occurred())
 		return NULL;
-	rc = sfr_py_unlocked(sfr_reader_allow(sfr_restore_reader(restore), nr));
+	rc = sfr_py_unlocked(sfr_reader_allow_records(sfr_restore_reader(restore), nr));
 	if (rc == -ENOMEM)
 		return PyErr_NoMemory();
 	return rc < 0 ? sfr_py_raise_os(sfr_py_state_of(object), rc) : Py_NewRef(Py_None);
@@ -188,7 +189,7 @@ static PyObject *restore_go(PyObject *object, PyObject *upto)
 
 static PyObject *restore_find(PyObject *object, PyObject *name)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	const char *text;
 	Py_ssize_t len;
 	uint64_t index;
@@ -207,31 +208,32 @@ static PyObject *restore_find(PyObject *object, PyObject *name)
 /* Returns how many records must have destinations before record `number` can be read. */
 static PyObject *restore_reach(PyObject *object, PyObject *number)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
 	if (restore == NULL || PyErr_Occurred() || require_record(restore, index) < 0)
 		return NULL;
-	return PyLong_FromUnsignedLongLong(sfr_reader_reach(sfr_restore_reader(restore), index));
+	return PyLong_FromUnsignedLongLong(sfr_reader_nr_to_allow(sfr_restore_reader(restore),
+								  index));
 }
 
 /* Stops reading after the last bytes that record `number` needs, until the next call. */
 static PyObject *restore_until(PyObject *object, PyObject *number)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
 	if (restore == NULL || PyErr_Occurred() || require_record(restore, index) < 0)
 		return NULL;
-	sfr_reader_until(sfr_restore_reader(restore), index);
+	sfr_reader_stop_after(sfr_restore_reader(restore), index);
 	Py_RETURN_NONE;
 }
 
 static PyObject *restore_wait(PyObject *object, PyObject *number)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
-	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 
 	if (restore == NULL || PyErr_Occurred())
 		return NULL;
@@ -251,7 +253,7 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 
 static PyObject *restore_failure(PyObject *object, PyObject *unused)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 	const struct sfr_reader_failure *failure;
 	const char *name;
 	size_t len;
@@ -267,16 +269,16 @@ static PyObject *restore_failure(PyObject *object, PyObject *unused)
 
 static PyObject *restore_done(PyObject *object, PyObject *unused)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 
 	if (restore == NULL)
 		return NULL;
-	return PyLong_FromUnsignedLongLong(sfr_reader_done(sfr_restore_reader(restore)));
+	return PyLong_FromUnsignedLongLong(sfr_reader_bytes_read(sfr_restore_reader(restore)));
 }
 
 static PyObject *restore_nr(PyObject *object, void *unused)
 {
-	struct sfr_restore *restore = open_restore_of(object);
+	struct sfr_restore *restore = require_open_restore(object);
 
 	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_nr(restore));
 }

@@ -12,7 +12,7 @@ static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "engine", "flags", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
-	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 	struct sfr_py_engine *engine;
 	struct sfr_py_slot *self;
 	unsigned int flags;

@@ -55,11 +55,11 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
 	PyObject *timeout = NULL;
-	struct sfr_py_wait w;
+	struct sfr_py_wait_state w;
 
 	if (!PyArg_ParseTuple(args, "|O:lease", &timeout))
 		return NULL;
-	w = sfr_py_wait(timeout);
+	w = sfr_py_wait_state(timeout);
 	while (sfr_py_next_slice(&w))
 		w.rc = sfr_py_unlocked(sfr_snapshot_lease(s, w.slice_ns));
 	if (w.rc == 0)
@@ -98,7 +98,7 @@ static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 	struct sfr_snapshot *s = snapshot_of(object);
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	int nr = sfr_py_read_streams(tuple, streams), copied = 0;
-	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 	int64_t torn;
 
 	if (nr < 0)
@@ -147,12 +147,12 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = snapshot_of(object);
 	PyObject *timeout = NULL, *copied;
-	struct sfr_py_wait w;
+	struct sfr_py_wait_state w;
 	int64_t torn = -1;
 
 	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
-	w = sfr_py_wait(timeout);
+	w = sfr_py_wait_state(timeout);
 	/* Ask first without releasing the interpreter lock: faster if the copies have ended. */
 	if (w.rc != SFR_PY_RAISED) /* raised for a bad timeout */
 		w.rc = sfr_snapshot_wait(s, 0, &torn);

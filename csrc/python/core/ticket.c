@@ -148,7 +148,7 @@ static struct sfr_ticket *ticket_of(PyObject *object)
 static PyObject *ticket_submit(PyObject *object, PyObject *args)
 {
 	struct submission s = { .ticket = ticket_of(object) };
-	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 	PyObject *tuple = NULL;
 
 	if (!PyArg_ParseTuple(args, "|O:submit", &tuple))
@@ -170,7 +170,7 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 {
 	struct sfr_ticket *t = ticket_of(object);
 	PyObject *timeout = NULL;
-	struct sfr_py_wait w;
+	struct sfr_py_wait_state w;
 	bool is_fast;
 	int what;
 
@@ -180,7 +180,7 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 		PyErr_SetString(PyExc_ValueError, "no such state to wait for");
 		return NULL;
 	}
-	w = sfr_py_wait(timeout);
+	w = sfr_py_wait_state(timeout);
 	/* Ask with the interpreter lock held if the state is reached already, or if this call with
 	 * timeout 0 only asks whether the save has ended. */
 	is_fast = sfr_save_reached(t, (enum sfr_wait_for)what) ||
@@ -201,7 +201,7 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 	struct sfr_ticket *t = ticket_of(object);
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	int nr = sfr_py_read_streams(tuple, streams), copied = 0;
-	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_wait_state w = sfr_py_wait_state(NULL);
 
 	if (nr < 0)
 		return NULL;
@@ -282,7 +282,7 @@ static PyObject *ticket_report(PyObject *object, PyObject *unused)
 		rc = sfr_save_report(t, &r);
 	else
 		rc = sfr_py_unlocked(sfr_save_report(t, &r));
-	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_report_dict(&r);
+	return rc < 0 ? sfr_py_none_or_raise(object, rc) : sfr_py_report_as_dict(&r);
 }
 
 static PyObject *ticket_next_piece(PyObject *object, PyObject *args)

@@ -42,7 +42,7 @@ static PyObject *trace_name_thread(PyObject *module, PyObject *args)
 
 static PyObject *trace_begin(PyObject *module, PyObject *unused)
 {
-	uint64_t now = sfr_trace_begin();
+	uint64_t now = sfr_trace_begin_span();
 
 	return PyLong_FromUnsignedLongLong(now);
 }

@@ -12,13 +12,13 @@
  * Marks the table as stale if the optimizer has tensors that are not in it. */
 static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
 {
-	struct sfr_py_table *t = &self->table;
+	struct sfr_py_watch_table *t = &self->table;
 	size_t i, nr_not_in_table = 0;
 
 	self->walk_number++;
 	for (i = 0; i < walk->found.nr; i++) {
 		PyObject *tensor = walk->found.items[i];
-		struct sfr_py_tensor *entry = sfr_py_find_tensor(t, tensor);
+		struct sfr_py_watched_tensor *entry = sfr_py_find_tensor(t, tensor);
 		struct sfr_py_watch *watch;
 
 		if (!entry) {
@@ -45,7 +45,7 @@ static void count_owned(struct sfr_py_observer *self, const struct sfr_py_walk *
 
 /* Appends a tensor to the lists of tensors whose versions are checked after the copy. `index`, a
  * Python int, is the number of its storage. After a failure the lists may differ in length. */
-static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
+static int add_tensor_to_marks(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
 {
 	PyObject *version;
 	uint64_t count = 0;
@@ -63,12 +63,12 @@ static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObjec
 	return ret;
 }
 
-/* Marks storage number `index` as deferred, after add_tensor was called for each of its tensors.
- * `failed`: one of these calls failed. `start`: the length of the three lists before these calls.
- * After a failure, here or before, removes the tensors from the lists: the storage stays
+/* Marks storage number `index` as deferred, after add_tensor_to_marks was called for each of its
+ * tensors. `failed`: one of these calls failed. `start`: the length of the three lists before these
+ * calls. After a failure, here or before, removes the tensors from the lists: the storage stays
  * captured. */
-static int finish_deferring(const struct sfr_py_marks *marks, PyObject *index,
-			    struct sfr_source *row, Py_ssize_t start, int failed)
+static int complete_or_undo_deferral(const struct sfr_py_marks *marks, PyObject *index,
+				     struct sfr_source *row, Py_ssize_t start, int failed)
 {
 	PyObject *const lists[] = { marks->storage_numbers, marks->tensors, marks->versions };
 
@@ -87,7 +87,7 @@ static int finish_deferring(const struct sfr_py_marks *marks, PyObject *index,
 }
 
 /* Defers a watched storage with all tensors over it. */
-static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
+static int defer_watch(struct sfr_py_watch_table *t, const struct sfr_py_watch *watch,
 		       struct sfr_source *row, PyObject *index, const struct sfr_py_marks *marks)
 {
 	Py_ssize_t start = PyList_Size(marks->storage_numbers);
@@ -100,10 +100,10 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 		if (!tensor)
 			return -1;
 		Py_INCREF(tensor);
-		ret = add_tensor(marks, index, tensor);
+		ret = add_tensor_to_marks(marks, index, tensor);
 		Py_DECREF(tensor);
 	}
-	return finish_deferring(marks, index, row, start, ret);
+	return complete_or_undo_deferral(marks, index, row, start, ret);
 }
 
 /* Finds a storage in the save by its StorageImpl's address. Sets both results to NULL if the save
@@ -144,7 +144,7 @@ static int is_still_owned(const struct sfr_py_observer *self, const struct sfr_p
 /* Defers each storage of the save that is DEFERRABLE and still owned by the optimizer. */
 static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *marks)
 {
-	struct sfr_py_table *t = &self->table;
+	struct sfr_py_watch_table *t = &self->table;
 	PyObject *index;
 	uint32_t i;
 
@@ -193,8 +193,8 @@ int sfr_py_defer_memory_owner(PyObject *tensors, const struct sfr_py_marks *mark
 				   row->nbytes > SFR_PY_MEMORY_OWNER_MIN_NBYTES;
 
 		if (!ret && is_candidate) {
-			ret = add_tensor(marks, index, tensor);
-			ret = finish_deferring(marks, index, row, start, ret);
+			ret = add_tensor_to_marks(marks, index, tensor);
+			ret = complete_or_undo_deferral(marks, index, row, start, ret);
 		}
 		Py_XDECREF(index);
 		if (ret)

@@ -81,7 +81,7 @@ static int budget_is_spent(const struct timer *t)
 }
 
 /* Subtracts the CPU time since the timer's start from the credit, down to 0. */
-static void charge(const struct timer *t, uint64_t *credit_ns)
+static void charge_cpu_time(const struct timer *t, uint64_t *credit_ns)
 {
 	uint64_t spent = sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - t->cpu_ns;
 
@@ -102,10 +102,10 @@ static const unsigned char *sample_address(const struct sfr_py_watch *watch, int
 }
 
 /* Prefetches the data that an observation of this storage reads. Stale addresses do no harm. */
-static void prefetch(const struct sfr_py_observer *self, uint32_t watch_index)
+static void prefetch_watch(const struct sfr_py_observer *self, uint32_t watch_index)
 {
 	const struct sfr_py_watch *watch = &self->table.watches[watch_index];
-	const struct sfr_py_tensor *entry = &self->table.tensors[watch->first_tensor];
+	const struct sfr_py_watched_tensor *entry = &self->table.tensors[watch->first_tensor];
 	int i;
 
 	sfr_py_prefetch((uintptr_t)entry->ref);
@@ -126,7 +126,8 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t watch_index)
 /* Returns 1 if every tensor over the storage is alive and still has the memory of `watch`, so that
  * the bytes may be read. Else returns 0, without an exception. Does not notice if another storage
  * has the same address now; defer() does. */
-static int tensors_have_same_memory(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
+static int tensors_have_same_memory(const struct sfr_py_watch_table *t,
+				    const struct sfr_py_watch *watch)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
 	uint32_t i;
@@ -153,7 +154,7 @@ static int tensors_have_same_memory(const struct sfr_py_table *t, const struct s
 
 /* Reads a tensor's version counter. Returns 1; 0 without an exception if the tensor was freed, or
  * is an inference tensor, which has no counter. */
-static int read_version(const struct sfr_py_tensor *entry, uint64_t *version)
+static int read_version(const struct sfr_py_watched_tensor *entry, uint64_t *version)
 {
 	PyObject *tensor = sfr_py_referent(entry->ref);
 	int failed;
@@ -170,7 +171,7 @@ static int read_version(const struct sfr_py_tensor *entry, uint64_t *version)
 
 /* Stores the version of each tensor over the storage. Returns 0 if a version cannot be read, else
  * 1. */
-static int store_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch)
+static int store_versions(struct sfr_py_watch_table *t, const struct sfr_py_watch *watch)
 {
 	for (uint32_t i = watch->first_tensor; i != SFR_PY_NONE; i = t->tensors[i].next) {
 		uint64_t version = 0;
@@ -183,7 +184,8 @@ static int store_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 }
 
 /* Returns 1 if each tensor over the storage has the stored version, else 0. */
-static int versions_are_unchanged(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
+static int versions_are_unchanged(const struct sfr_py_watch_table *t,
+				  const struct sfr_py_watch *watch)
 {
 	for (uint32_t i = watch->first_tensor; i != SFR_PY_NONE; i = t->tensors[i].next) {
 		uint64_t version = 0;
@@ -197,15 +199,15 @@ static int versions_are_unchanged(const struct sfr_py_table *t, const struct sfr
 /* Makes saves capture a storage that cannot be observed any more. */
 static void stop_observing(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 {
-	sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+	sfr_py_observer_set_verdict(self, watch, SFR_PY_CAPTURED);
 	self->table_is_stale = 1;
 }
 
 /* Records versions and samples of a storage, or adds a storage on a device to a probe. The caller
  * has checked that the storage still has its memory. */
-static void record_one(struct sfr_py_observer *self, uint32_t watch_index)
+static void record_storage(struct sfr_py_observer *self, uint32_t watch_index)
 {
-	struct sfr_py_table *t = &self->table;
+	struct sfr_py_watch_table *t = &self->table;
 	struct sfr_py_watch *watch = &t->watches[watch_index];
 	int i;
 
@@ -214,7 +216,7 @@ static void record_one(struct sfr_py_observer *self, uint32_t watch_index)
 		return;
 	}
 	if (watch->device_plus_1 != 0) {
-		sfr_py_probes_record(self, watch_index);
+		sfr_py_probes_add_watch(self, watch_index);
 		return;
 	}
 	for (i = 0; i < SFR_PY_NR_SAMPLES; i++)
@@ -225,7 +227,7 @@ static void record_one(struct sfr_py_observer *self, uint32_t watch_index)
 /* Begins at the cursor, and stops when all watches were visited or half of the credit is spent. */
 void sfr_py_observer_record(struct sfr_py_observer *self)
 {
-	struct sfr_py_table *t = &self->table;
+	struct sfr_py_watch_table *t = &self->table;
 	uint32_t nr_left = t->nr_watches, nr_seen = 0, i = self->cursor;
 	struct timer timer;
 
@@ -238,19 +240,19 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 		if (t->watches[i].verdict != SFR_PY_UNDECIDED)
 			continue;
 		if (i + PREFETCH_AHEAD < t->nr_watches)
-			prefetch(self, i + PREFETCH_AHEAD);
+			prefetch_watch(self, i + PREFETCH_AHEAD);
 		if (tensors_have_same_memory(t, &t->watches[i]))
-			record_one(self, i);
+			record_storage(self, i);
 		else
 			stop_observing(self, &t->watches[i]);
 		if (++nr_seen % CLOCK_INTERVAL == 0 && budget_is_spent(&timer))
 			break;
 	}
-	charge(&timer, &self->credit_ns);
+	charge_cpu_time(&timer, &self->credit_ns);
 	sfr_py_probes_end_step(self);
 }
 
-static uint64_t allowance(uint64_t nr_storages, uint64_t ns_per_storage, uint64_t limit_ns)
+static uint64_t compute_allowance(uint64_t nr_storages, uint64_t ns_per_storage, uint64_t limit_ns)
 {
 	const uint64_t total_ns = nr_storages * ns_per_storage;
 
@@ -266,13 +268,14 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 		    self->table.watches[i].device_plus_1 != 0)
 			nr_device++;
 	/* set before the recording, which spends device credit */
-	self->device_credit_ns = allowance(nr_device, DEVICE_ALLOWANCE_NS, DEVICE_ALLOWANCE_MAX_NS);
+	self->device_credit_ns =
+		compute_allowance(nr_device, DEVICE_ALLOWANCE_NS, DEVICE_ALLOWANCE_MAX_NS);
 	for (i = 0; i < self->table.nr_watches; i++) {
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
-			record_one(self, i);
+			record_storage(self, i);
 	}
 	/* set after the recording, whose CPU time does not count */
-	self->credit_ns = allowance(self->nr_undecided, ALLOWANCE_NS, ALLOWANCE_MAX_NS);
+	self->credit_ns = compute_allowance(self->nr_undecided, ALLOWANCE_NS, ALLOWANCE_MAX_NS);
 	sfr_py_probes_end_step(self);
 	grant_credit(self);
 }
@@ -282,7 +285,7 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
  * undecided. */
 static int check_unchanged(struct sfr_py_observer *self, uint32_t watch_index)
 {
-	struct sfr_py_table *t = &self->table;
+	struct sfr_py_watch_table *t = &self->table;
 	struct sfr_py_watch *watch = &t->watches[watch_index];
 	int same_memory;
 
@@ -291,14 +294,14 @@ static int check_unchanged(struct sfr_py_observer *self, uint32_t watch_index)
 	same_memory = tensors_have_same_memory(t, watch);
 	if (same_memory && versions_are_unchanged(t, watch))
 		return 1;
-	sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+	sfr_py_observer_set_verdict(self, watch, SFR_PY_CAPTURED);
 	if (!same_memory) /* the next table will have the new tensor or storage */
 		self->table_is_stale = 1;
 	return 0;
 }
 
 /* Compares a storage in host memory with its recorded samples, and gives a verdict. */
-static void compare_one(struct sfr_py_observer *self, uint32_t watch_index)
+static void compare_with_samples(struct sfr_py_observer *self, uint32_t watch_index)
 {
 	struct sfr_py_watch *watch = &self->table.watches[watch_index];
 	int same = 1;
@@ -309,9 +312,9 @@ static void compare_one(struct sfr_py_observer *self, uint32_t watch_index)
 		same = memcmp(self->samples[watch_index][i], sample_address(watch, i),
 			      SFR_PY_CACHE_LINE) == 0;
 	if (!same)
-		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+		sfr_py_observer_set_verdict(self, watch, SFR_PY_CAPTURED);
 	else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
-		sfr_py_observer_decide(self, watch, SFR_PY_DEFERRABLE);
+		sfr_py_observer_set_verdict(self, watch, SFR_PY_DEFERRABLE);
 }
 
 void sfr_py_observer_compare(struct sfr_py_observer *self)
@@ -324,12 +327,12 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 		return;
 	while (n < self->nr_to_compare) {
 		if (n + PREFETCH_AHEAD < self->nr_to_compare)
-			prefetch(self, self->to_compare[n + PREFETCH_AHEAD]);
-		compare_one(self, self->to_compare[n++]);
+			prefetch_watch(self, self->to_compare[n + PREFETCH_AHEAD]);
+		compare_with_samples(self, self->to_compare[n++]);
 		if (n % CLOCK_INTERVAL == 0 && budget_is_spent(&timer))
 			break;
 	}
-	charge(&timer, &self->credit_ns);
+	charge_cpu_time(&timer, &self->credit_ns);
 	self->cursor = self->to_compare[n - 1] + 1; /* the watch after the one compared last */
 	self->nr_to_compare = 0;
 }

@@ -48,8 +48,8 @@ static void leave(struct sfr_py_observer *self)
 	self->busy = 0;
 }
 
-void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
-			    enum sfr_py_verdict verdict)
+void sfr_py_observer_set_verdict(struct sfr_py_observer *self, struct sfr_py_watch *watch,
+				 enum sfr_py_verdict verdict)
 {
 	if (watch->verdict == SFR_PY_UNDECIDED && verdict != SFR_PY_UNDECIDED)
 		self->nr_undecided--;
@@ -159,7 +159,7 @@ PyDoc_STRVAR(observer_due_doc,
 
 static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
 {
-	return self->busy ? PyTuple_New(0) : sfr_py_probes_due(self);
+	return self->busy ? PyTuple_New(0) : sfr_py_probes_due_devices(self);
 }
 
 PyDoc_STRVAR(observer_probe_doc,
@@ -180,7 +180,7 @@ static PyObject *observer_probe(struct sfr_py_observer *self, PyObject *streams)
 		Py_RETURN_NONE;
 	/* not enter(), because other threads run meanwhile and need the garbage collector */
 	self->busy = 1;
-	ret = sfr_py_probes_take(self, streams);
+	ret = sfr_py_probes_take_due(self, streams);
 	self->busy = 0;
 	if (ret)
 		return NULL;
@@ -213,7 +213,7 @@ static PyObject *observer_see_through(PyObject *type, PyObject *args)
 	PyObject *wrapper, *name;
 
 	if (!PyArg_ParseTuple(args, "O!U:see_through", &PyType_Type, &wrapper, &name) ||
-	    sfr_py_torch_init() || sfr_py_see_through((PyTypeObject *)wrapper, name))
+	    sfr_py_torch_init() || sfr_py_declare_wrapper((PyTypeObject *)wrapper, name))
 		return NULL;
 	Py_RETURN_NONE;
 }
@@ -234,7 +234,7 @@ static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
 			      &PyList_Type, &m->indices, &PyList_Type, &m->storage_numbers,
 			      &PyList_Type, &m->tensors, &PyList_Type, &m->versions))
 		return -1;
-	m->numbers = sfr_py_numbers_from(numbers);
+	m->numbers = sfr_py_cast_to_numbers(numbers);
 	return m->numbers != NULL ? 0 : -1;
 }
 
@@ -323,7 +323,7 @@ static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 		return NULL;
 	index = sfr_py_map_find(&self->table.by_storage, cdata);
 	if (index)
-		sfr_py_observer_decide(self, &self->table.watches[*index], SFR_PY_CAPTURED);
+		sfr_py_observer_set_verdict(self, &self->table.watches[*index], SFR_PY_CAPTURED);
 	Py_RETURN_NONE;
 }
 
@@ -336,7 +336,7 @@ static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
 {
 	self->must_forget = 1; /* if the observer is busy, enrol() drops the table */
 	if (!self->busy)
-		sfr_py_observer_drop(self);
+		sfr_py_observer_drop_table(self);
 	Py_RETURN_NONE;
 }
 
@@ -378,7 +378,7 @@ static PyObject *observer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 
 static void observer_dealloc(struct sfr_py_observer *self)
 {
-	sfr_py_observer_drop(self);
+	sfr_py_observer_drop_table(self);
 	sfr_py_probes_fini(self);
 	PyMem_Free(self->samples);
 	PyMem_Free(self->to_compare);

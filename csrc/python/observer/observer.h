@@ -20,7 +20,7 @@ static inline PyObject *sfr_py_referent(PyObject *ref)
 
 /* How to read one attribute of torch's tensors or storages, or call one method without arguments.
  * Calling torch's C function directly is three times as fast as a look-up by name. */
-struct sfr_py_access {
+struct sfr_py_accessor {
 	getter get;       /* reads the attribute; NULL: look it up by name */
 	void *closure;    /* the getter's second argument */
 	PyCFunction call; /* calls the method; NULL: look it up by name */
@@ -32,40 +32,41 @@ struct sfr_py_access {
  * the struct. */
 struct sfr_py_torch {
 	PyTypeObject *tensor, *parameter; /* the exact types that may be deferred */
-	PyTypeObject *wrapper; /* the type given to sfr_py_see_through: DTensor; NULL: none yet */
-	PyObject *str_local;   /* name of the wrapper's attribute with the inner tensor */
-	PyObject *free_weak;   /* UntypedStorage._free_weak_ref */
+	PyTypeObject
+		*wrapper;    /* the type given to sfr_py_declare_wrapper: DTensor; NULL: none yet */
+	PyObject *str_local; /* name of the wrapper's attribute with the inner tensor */
+	PyObject *free_weak; /* UntypedStorage._free_weak_ref */
 	PyObject *str_params;
 	/* tensors' attributes */
-	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage;
-	struct sfr_py_access device; /* number of a tensor's CUDA device; -1: another kind */
+	struct sfr_py_accessor version, requires_grad, is_cpu, grad, impl, storage;
+	struct sfr_py_accessor device; /* number of a tensor's CUDA device; -1: another kind */
 	/* storages' attributes */
-	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref;
+	struct sfr_py_accessor cdata, nbytes, data_ptr, is_shared, weak_ref;
 	int ready; /* the struct is filled */
 };
 extern struct sfr_py_torch sfr_py_torch;
 
 /* Fills sfr_py_torch, once. */
 int sfr_py_torch_init(void);
-/* For tests in which host memory counts as a device's: makes sfr_py_read call `function` with the
- * object instead of reading the attribute `name`. None restores torch's own attribute. */
+/* For tests in which host memory counts as a device's: makes sfr_py_read_attribute call `function`
+ * with the object instead of reading the attribute `name`. None restores torch's own attribute. */
 int sfr_py_torch_override(PyObject *name, PyObject *function);
 /* Reads an attribute of an object, or calls a method of it. */
-PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
+PyObject *sfr_py_read_attribute(const struct sfr_py_accessor *access, PyObject *object);
 /* Sets *out to an attribute that is a number. */
-int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out);
+int sfr_py_read_u64(const struct sfr_py_accessor *access, PyObject *object, uint64_t *out);
 /* Returns the truth of an attribute: 1, 0, or -1 with an exception set. */
-int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
+int sfr_py_read_flag(const struct sfr_py_accessor *access, PyObject *object);
 
 /* Declares a type of tensors that only wrap an inner tensor: their attribute `name`. The inner
  * tensor has the memory, so the functions below then use it instead. They get it without running
  * Python code. A second type replaces the first. */
-int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
+int sfr_py_declare_wrapper(PyTypeObject *wrapper, PyObject *name);
 /* Returns a new reference to the tensor that has the memory: `tensor` itself if it is exactly a
  * Tensor or a Parameter, or the inner tensor of a wrapper. Returns NULL without an exception for
  * other objects, because attributes of subclasses may run Python code. */
-PyObject *sfr_py_memory_of(PyObject *tensor);
-/* Returns 1 if sfr_py_memory_of gives a tensor, else 0. */
+PyObject *sfr_py_unwrap_tensor(PyObject *tensor);
+/* Returns 1 if sfr_py_unwrap_tensor gives a tensor, else 0. */
 int sfr_py_has_memory(PyObject *tensor);
 /* Returns a new reference to the storage with the tensor's memory. */
 PyObject *sfr_py_storage_of(PyObject *tensor);
@@ -131,7 +132,7 @@ struct sfr_py_watch {
 };
 
 /* A tensor over a watched storage. */
-struct sfr_py_tensor {
+struct sfr_py_watched_tensor {
 	PyObject *ref;          /* weak reference to the tensor */
 	uintptr_t tensor, impl; /* addresses of the tensor and its TensorImpl; only to prefetch */
 	uint64_t version;       /* the version counter at the last recording */
@@ -140,9 +141,9 @@ struct sfr_py_tensor {
 	uint32_t last_walk;     /* number of the last walk that found the tensor */
 };
 
-struct sfr_py_table {
+struct sfr_py_watch_table {
 	struct sfr_py_watch *watches;
-	struct sfr_py_tensor *tensors;
+	struct sfr_py_watched_tensor *tensors;
 	uint32_t nr_watches, nr_tensors;
 	struct sfr_py_map by_storage; /* StorageImpl's address -> index in `watches` */
 	struct sfr_py_map by_tensor;  /* tensor's address -> index in `tensors` */
@@ -173,7 +174,7 @@ struct sfr_py_observer {
 	PyObject_HEAD
 	PyObject *owners; /* dict shared by all observers: storage -> serial of the first owner */
 	PyObject *serial; /* int: this observer's number in `owners` */
-	struct sfr_py_table table;
+	struct sfr_py_watch_table table;
 	/* samples[i]: the samples of table.watches[i], as they were last recorded */
 	unsigned char (*samples)[SFR_PY_NR_SAMPLES][SFR_PY_CACHE_LINE];
 	uint32_t *to_compare; /* indices of the watches that the next gate compares with samples */
@@ -195,14 +196,15 @@ struct sfr_py_observer {
 };
 
 /* Sets a storage's verdict. */
-void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
-			    enum sfr_py_verdict verdict);
+void sfr_py_observer_set_verdict(struct sfr_py_observer *self, struct sfr_py_watch *watch,
+				 enum sfr_py_verdict verdict);
 
 /* ---- table.c ---- */
 /* Returns the entry of this tensor, or NULL. */
-struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *table, PyObject *tensor);
+struct sfr_py_watched_tensor *sfr_py_find_tensor(const struct sfr_py_watch_table *table,
+						 PyObject *tensor);
 /* Stops watching everything. Keeps an exception that is set. */
-void sfr_py_observer_drop(struct sfr_py_observer *self);
+void sfr_py_observer_drop_table(struct sfr_py_observer *self);
 /* Makes a new table of the tensors and storages that the optimizer owns now. For each storage that
  * another observer watches too, appends (serial of that observer, storage) to the list `clashes`.
  * After a failure nothing is watched. */
@@ -211,7 +213,7 @@ int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups
 
 /* ---- probes.c ---- */
 /* Adds a watched storage on a device to the device's next probe, if the budget allows. */
-void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t watch_index);
+void sfr_py_probes_add_watch(struct sfr_py_observer *self, uint32_t watch_index);
 /* Called when the storages of a step have been added: makes the first probes due. */
 void sfr_py_probes_end_step(struct sfr_py_observer *self);
 /* Called at the next step's gate: makes the second probes due. They leave out the storages for
@@ -227,10 +229,10 @@ int sfr_py_probes_are_idle(const struct sfr_py_observer *self);
 /* Drops the probes under way without a verdict. Called when the indices of storages change. */
 void sfr_py_probes_reset(struct sfr_py_observer *self);
 /* Returns a tuple of torch's numbers of the devices that wait for a probe. */
-PyObject *sfr_py_probes_due(struct sfr_py_observer *self);
+PyObject *sfr_py_probes_due_devices(struct sfr_py_observer *self);
 /* Takes the probes that are due on the devices in `streams`, a tuple of (device, handle of its
  * current stream). Releases the interpreter lock, so the caller sets `busy`. */
-int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams);
+int sfr_py_probes_take_due(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_probes_fini(struct sfr_py_observer *self);
 
 /* The fields of a memory_owners.Marks, borrowed: all storages of a save, and lists that are filled

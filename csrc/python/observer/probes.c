@@ -26,7 +26,7 @@
 
 /* Returns the probe of a device, and makes it at the first call. Returns NULL if there are too many
  * devices. */
-static struct sfr_py_probe *probe_of(struct sfr_py_observer *self, uint32_t device_plus_1)
+static struct sfr_py_probe *get_or_make_probe(struct sfr_py_observer *self, uint32_t device_plus_1)
 {
 	struct sfr_py_probe *probe;
 
@@ -64,11 +64,11 @@ static int make_room(const struct sfr_py_observer *self, struct sfr_py_probe *pr
 	return 0;
 }
 
-void sfr_py_probes_record(struct sfr_py_observer *self, uint32_t watch_index)
+void sfr_py_probes_add_watch(struct sfr_py_observer *self, uint32_t watch_index)
 {
 	const uint64_t cost_ns = PROBES_PER_CYCLE * NS_PER_STORAGE;
 	const struct sfr_py_watch *watch = &self->table.watches[watch_index];
-	struct sfr_py_probe *probe = probe_of(self, watch->device_plus_1);
+	struct sfr_py_probe *probe = get_or_make_probe(self, watch->device_plus_1);
 
 	if (!probe || probe->state != SFR_PY_IDLE) /* too many devices, or a probe is under way */
 		return;
@@ -118,9 +118,9 @@ static void give_verdicts(struct sfr_py_observer *self, struct sfr_py_probe *pro
 		if (probe->probed_ranges[i].nbytes == 0 || watch->verdict != SFR_PY_UNDECIDED)
 			continue; /* the storage has a verdict already */
 		if (!sfr_probe_same(probe->core, i))
-			sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+			sfr_py_observer_set_verdict(self, watch, SFR_PY_CAPTURED);
 		else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
-			sfr_py_observer_decide(self, watch, SFR_PY_DEFERRABLE);
+			sfr_py_observer_set_verdict(self, watch, SFR_PY_DEFERRABLE);
 	}
 	go_idle(probe);
 }
@@ -163,7 +163,7 @@ static int is_due(const struct sfr_py_probe *probe)
 	return probe->state == SFR_PY_FIRST_DUE || probe->state == SFR_PY_SECOND_DUE;
 }
 
-PyObject *sfr_py_probes_due(struct sfr_py_observer *self)
+PyObject *sfr_py_probes_due_devices(struct sfr_py_observer *self)
 {
 	PyObject *list = PyList_New(0), *device, *tuple;
 
@@ -196,7 +196,7 @@ static void take_probe(struct sfr_py_probe *probe, uint64_t stream)
 		probe->state = SFR_PY_CANNOT_PROBE;
 }
 
-int sfr_py_probes_take(struct sfr_py_observer *self, PyObject *streams)
+int sfr_py_probes_take_due(struct sfr_py_observer *self, PyObject *streams)
 {
 	for (Py_ssize_t i = 0; i < PyTuple_Size(streams); i++) {
 		unsigned long long stream;

@@ -16,12 +16,12 @@ struct sfr_py_torch sfr_py_torch;
 
 /* ---- reading ------------------------------------------------------------ */
 
-enum { ATTRIBUTE, METHOD }; /* values of sfr_py_access.is_method */
+enum { ATTRIBUTE, METHOD }; /* values of sfr_py_accessor.is_method */
 
 /* Prepares reading the attribute or calling the method `name` of objects of `type`. Reads will call
  * the C function of the base class `base`. If `base` has none, or `type` overrides the name, each
  * read looks the name up. */
-static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
+static int access_init(struct sfr_py_accessor *access, PyObject *type, PyObject *base,
 		       const char *name, int is_method)
 {
 	PyObject *in_type = PyObject_GetAttrString(type, name);
@@ -54,8 +54,8 @@ static PyObject *no_device(PyObject *tensor, void *closure)
 
 /* Prepares reading the number of a tensor's CUDA device. In a build of torch without CUDA, such as
  * the one for AMD, the number is always -1 (although that one calls its devices "cuda" too). */
-static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *tensor,
-		       PyObject *base)
+static int device_access_init(struct sfr_py_accessor *access, PyObject *torch, PyObject *tensor,
+			      PyObject *base)
 {
 	PyObject *version = PyObject_GetAttrString(torch, "version");
 	PyObject *cuda = version ? PyObject_GetAttrString(version, "cuda") : NULL;
@@ -96,7 +96,7 @@ int sfr_py_torch_init(void)
 	if (access_init(&t->version, tensor, tensor_base, "_version", ATTRIBUTE) ||
 	    access_init(&t->requires_grad, tensor, tensor_base, "requires_grad", ATTRIBUTE) ||
 	    access_init(&t->is_cpu, tensor, tensor_base, "is_cpu", ATTRIBUTE) ||
-	    device_init(&t->device, torch, tensor, tensor_base) ||
+	    device_access_init(&t->device, torch, tensor, tensor_base) ||
 	    access_init(&t->grad, tensor, tensor_base, "grad", ATTRIBUTE) ||
 	    access_init(&t->impl, tensor, tensor_base, "_cdata", ATTRIBUTE) ||
 	    access_init(&t->storage, tensor, tensor_base, "untyped_storage", METHOD) ||
@@ -140,9 +140,9 @@ int sfr_py_torch_override(PyObject *name, PyObject *function)
 {
 	static struct {
 		const char *name;
-		struct sfr_py_access *access;  /* how the attribute is read now */
-		struct sfr_py_access original; /* how it is read without a test's function */
-		PyObject *function;            /* the test's function, or NULL */
+		struct sfr_py_accessor *access;  /* how the attribute is read now */
+		struct sfr_py_accessor original; /* how it is read without a test's function */
+		PyObject *function;              /* the test's function, or NULL */
 	} overrides[] = {
 		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
 		{ .name = "is_shared", .access = &sfr_py_torch.is_shared },
@@ -168,7 +168,7 @@ int sfr_py_torch_override(PyObject *name, PyObject *function)
 	return -1;
 }
 
-PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object)
+PyObject *sfr_py_read_attribute(const struct sfr_py_accessor *access, PyObject *object)
 {
 	PyObject *attribute, *result;
 
@@ -184,9 +184,9 @@ PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object)
 	return result;
 }
 
-int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out)
+int sfr_py_read_u64(const struct sfr_py_accessor *access, PyObject *object, uint64_t *out)
 {
-	PyObject *value = sfr_py_read(access, object);
+	PyObject *value = sfr_py_read_attribute(access, object);
 
 	if (!value)
 		return -1;
@@ -195,9 +195,9 @@ int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object)
+int sfr_py_read_flag(const struct sfr_py_accessor *access, PyObject *object)
 {
-	PyObject *value = sfr_py_read(access, object);
+	PyObject *value = sfr_py_read_attribute(access, object);
 	int flag;
 
 	if (!value)
@@ -216,7 +216,7 @@ static int is_exact_tensor(PyObject *object)
 	return type == sfr_py_torch.tensor || type == sfr_py_torch.parameter;
 }
 
-int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name)
+int sfr_py_declare_wrapper(PyTypeObject *wrapper, PyObject *name)
 {
 	PyTypeObject *old = sfr_py_torch.wrapper;
 	PyObject *old_name = sfr_py_torch.str_local;
@@ -234,7 +234,7 @@ int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name)
 	return 0;
 }
 
-PyObject *sfr_py_memory_of(PyObject *tensor)
+PyObject *sfr_py_unwrap_tensor(PyObject *tensor)
 {
 	PyObject *local;
 
@@ -252,7 +252,7 @@ PyObject *sfr_py_memory_of(PyObject *tensor)
 
 int sfr_py_has_memory(PyObject *tensor)
 {
-	PyObject *memory = sfr_py_memory_of(tensor);
+	PyObject *memory = sfr_py_unwrap_tensor(tensor);
 
 	Py_XDECREF(memory);
 	return memory != NULL;
@@ -260,27 +260,27 @@ int sfr_py_has_memory(PyObject *tensor)
 
 PyObject *sfr_py_storage_of(PyObject *tensor)
 {
-	PyObject *memory = sfr_py_memory_of(tensor), *storage;
+	PyObject *memory = sfr_py_unwrap_tensor(tensor), *storage;
 
 	if (!memory) {
 		PyErr_SetString(PyExc_TypeError, "a tensor without memory of its own");
 		return NULL;
 	}
-	storage = sfr_py_read(&sfr_py_torch.storage, memory);
+	storage = sfr_py_read_attribute(&sfr_py_torch.storage, memory);
 	Py_DECREF(memory);
 	return storage;
 }
 
 uint64_t sfr_py_cdata_of(PyObject *tensor)
 {
-	PyObject *memory = sfr_py_memory_of(tensor), *storage = NULL;
+	PyObject *memory = sfr_py_unwrap_tensor(tensor), *storage = NULL;
 	uint64_t cdata = 0;
 
 	/* If torch's memory layout is known, a word of the tensor is read, which is much faster. */
-	if (memory && sfr_py_words.known)
+	if (memory && sfr_py_word_offsets.known)
 		cdata = sfr_py_storage_impl_of(memory);
 	else if (memory)
-		storage = sfr_py_read(&sfr_py_torch.storage, memory);
+		storage = sfr_py_read_attribute(&sfr_py_torch.storage, memory);
 	if (storage && sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata))
 		cdata = 0;
 	PyErr_Clear();
@@ -291,7 +291,7 @@ uint64_t sfr_py_cdata_of(PyObject *tensor)
 
 int sfr_py_version_of(PyObject *tensor, uint64_t *out)
 {
-	PyObject *memory = sfr_py_memory_of(tensor);
+	PyObject *memory = sfr_py_unwrap_tensor(tensor);
 	uint64_t outer, inner = 0;
 	int ret;
 

@@ -9,7 +9,7 @@
 
 /* Makes an empty table with room for `nr` tensors and as many storages. Call table_fini also after
  * a failure. */
-static int table_init(struct sfr_py_table *t, size_t nr)
+static int table_init(struct sfr_py_watch_table *t, size_t nr)
 {
 	memset(t, 0, sizeof(*t));
 	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches)); /* + 1: never empty */
@@ -39,7 +39,7 @@ static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 }
 
 /* Frees a table that is not the current one. Keeps an exception that is set. */
-static void table_fini(struct sfr_py_observer *self, struct sfr_py_table *t)
+static void table_fini(struct sfr_py_observer *self, struct sfr_py_watch_table *t)
 {
 	PyObject *type, *value, *trace;
 	uint32_t i;
@@ -57,9 +57,9 @@ static void table_fini(struct sfr_py_observer *self, struct sfr_py_table *t)
 	PyErr_Restore(type, value, trace);
 }
 
-void sfr_py_observer_drop(struct sfr_py_observer *self)
+void sfr_py_observer_drop_table(struct sfr_py_observer *self)
 {
-	struct sfr_py_table old = self->table;
+	struct sfr_py_watch_table old = self->table;
 
 	memset(&self->table, 0, sizeof(self->table));
 	self->nr_to_compare = self->nr_undecided = 0;
@@ -67,7 +67,8 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 	table_fini(self, &old);
 }
 
-struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *t, PyObject *tensor)
+struct sfr_py_watched_tensor *sfr_py_find_tensor(const struct sfr_py_watch_table *t,
+						 PyObject *tensor)
 {
 	const uint64_t *index = sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor);
 
@@ -78,9 +79,9 @@ struct sfr_py_tensor *sfr_py_find_tensor(const struct sfr_py_table *t, PyObject 
 }
 
 /* Adds a tensor over the storage with index `watch`. */
-static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
+static int tensor_add(struct sfr_py_watch_table *t, PyObject *tensor, uint32_t watch)
 {
-	struct sfr_py_tensor *entry = &t->tensors[t->nr_tensors];
+	struct sfr_py_watched_tensor *entry = &t->tensors[t->nr_tensors];
 	uint64_t impl = 0;
 
 	entry->ref = PyWeakref_NewRef(tensor, NULL);
@@ -105,12 +106,12 @@ static int tensor_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
-	PyObject *memory = sfr_py_memory_of(tensor), *device = NULL;
+	PyObject *memory = sfr_py_unwrap_tensor(tensor), *device = NULL;
 	int on_host = memory ? sfr_py_read_flag(&torch->is_cpu, memory) : -1;
 	long number = -1;
 
 	if (on_host == 0)
-		device = sfr_py_read(&torch->device, memory);
+		device = sfr_py_read_attribute(&torch->device, memory);
 	if (device)
 		number = PyLong_AsLong(device);
 	Py_XDECREF(device);
@@ -130,7 +131,7 @@ static int set_device(struct sfr_py_watch *watch, PyObject *tensor, PyObject *st
  * deferred; -1 with an exception set. If another observer watches the storage too, both must
  * capture the storage, because each optimizer's step may write to it. In this case appends (serial
  * of that observer, storage) to `clashes`. */
-static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
+static int watch_add(struct sfr_py_observer *self, struct sfr_py_watch_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
@@ -149,7 +150,7 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	watch->storage_object = (uintptr_t)storage;
 	watch->first_tensor = SFR_PY_NONE;
 	watch->verdict = SFR_PY_UNDECIDED;
-	watch->weak_ref = sfr_py_read(&torch->weak_ref, storage);
+	watch->weak_ref = sfr_py_read_attribute(&torch->weak_ref, storage);
 	if (!watch->weak_ref)
 		return -1;
 	if (sfr_py_map_add(&t->by_storage, cdata, t->nr_watches++))
@@ -172,7 +173,7 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 
 /* Moves a watch from the old table to the end of `t`, but without its tensors. Returns 1, or -1
  * with an exception set. */
-static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
+static int watch_move(struct sfr_py_watch_table *t, struct sfr_py_watch *old)
 {
 	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
 
@@ -202,7 +203,7 @@ static int has_same_memory(const struct sfr_py_watch *watch, PyObject *storage)
 /* Returns 1 if the tensor has a gradient now, else 0. Leaves no exception set. */
 static int has_gradient(PyObject *tensor)
 {
-	PyObject *grad = sfr_py_read(&sfr_py_torch.grad, tensor);
+	PyObject *grad = sfr_py_read_attribute(&sfr_py_torch.grad, tensor);
 	int yes = grad && grad != Py_None;
 
 	PyErr_Clear();
@@ -212,11 +213,11 @@ static int has_gradient(PyObject *tensor)
 
 /* Adds a tensor to the new table `t`, with its storage if that is not in `t` yet. A tensor that can
  * never be deferred is only counted in nr_excluded. `stateless`: Optimizer.state is empty. */
-static int add_candidate(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
-			 int stateless, PyObject *clashes)
+static int add_candidate(struct sfr_py_observer *self, struct sfr_py_watch_table *t,
+			 PyObject *tensor, int stateless, PyObject *clashes)
 {
 	/* the tensor's entry and watch in the old table, or NULL */
-	struct sfr_py_tensor *known = sfr_py_find_tensor(&self->table, tensor);
+	struct sfr_py_watched_tensor *known = sfr_py_find_tensor(&self->table, tensor);
 	struct sfr_py_watch *old_watch = NULL;
 	PyObject *storage;
 	const uint64_t *index;
@@ -267,7 +268,7 @@ out:
 
 /* Captures the storage of a tensor that is in a group but not trained, if the storage is watched:
  * code other than a step may write to it. */
-static void capture_other(struct sfr_py_table *t, PyObject *tensor)
+static void mark_storage_captured(struct sfr_py_watch_table *t, PyObject *tensor)
 {
 	uint64_t cdata = sfr_py_cdata_of(tensor);
 	const uint64_t *index = cdata ? sfr_py_map_find(&t->by_storage, cdata) : NULL;
@@ -277,7 +278,7 @@ static void capture_other(struct sfr_py_table *t, PyObject *tensor)
 }
 
 /* Allocates memory for the samples of all storages, and counts the undecided storages. */
-static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_table *t)
+static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_watch_table *t)
 {
 	uint32_t i;
 
@@ -301,13 +302,13 @@ static int prepare_recording(struct sfr_py_observer *self, const struct sfr_py_t
 int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 				  PyObject *clashes)
 {
-	struct sfr_py_table fresh = { 0 }, old;
+	struct sfr_py_watch_table fresh = { 0 }, old;
 	struct sfr_py_walk walk = { 0 };
 	size_t i;
 	int ret = -1;
 
 	if (self->must_forget)
-		sfr_py_observer_drop(self);
+		sfr_py_observer_drop_table(self);
 	self->must_forget = self->table_is_stale = 0;
 	self->nr_excluded = 0;
 	self->fingerprint = sfr_py_walk_fingerprint(groups, state);
@@ -318,7 +319,7 @@ int sfr_py_observer_rebuild_table(struct sfr_py_observer *self, PyObject *groups
 			goto out;
 	}
 	for (i = 0; i < walk.others.nr; i++)
-		capture_other(&fresh, walk.others.items[i]);
+		mark_storage_captured(&fresh, walk.others.items[i]);
 	ret = prepare_recording(self, &fresh);
 out:
 	/* Replace the table before freeing the old one: watch_fini looks at the current table. */
@@ -326,7 +327,7 @@ out:
 	self->table = fresh;
 	table_fini(self, &old);
 	if (ret)
-		sfr_py_observer_drop(self);
+		sfr_py_observer_drop_table(self);
 	sfr_py_walk_fini(&walk);
 	return ret;
 }

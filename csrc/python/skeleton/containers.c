@@ -22,7 +22,7 @@ static PyObject *values_of(PyObject *node)
 
 /* Adds a container's id to the set `seen`. Returns 1 if the id was in the set before, 0 if not, -1
  * with an exception set. */
-static int mark_met(PyObject *seen, PyObject *node)
+static int mark_seen(PyObject *seen, PyObject *node)
 {
 	PyObject *key = PyLong_FromVoidPtr(node);
 	int rc = key ? PySet_Contains(seen, key) : -1;
@@ -36,24 +36,24 @@ static int mark_met(PyObject *seen, PyObject *node)
 /* Gives the plain tensors in `nodes` to the collector, walks into plain containers, and appends all
  * other nodes to the list `out`, except those that contain no tensor. `seen` is the set of ids of
  * the containers that were met. */
-static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
+static int walk_nodes(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
 
 /* Walks into a node that is a plain container. Appends any other node to `out`. */
-static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
+static int walk_node(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
 	PyObject *values = values_of(node);
 	int rc;
 
 	if (!values)
 		return PyErr_Occurred() ? -1 : PyList_Append(out, node);
-	rc = mark_met(seen, node);
+	rc = mark_seen(seen, node);
 	if (rc == 0) /* met for the first time */
-		rc = walk(collector, values, seen, out);
+		rc = walk_nodes(collector, values, seen, out);
 	Py_DECREF(values);
 	return rc < 0 ? -1 : 0;
 }
 
-static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out)
+static int walk_nodes(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out)
 {
 	PyObject *others; /* the nodes that are neither plain tensors nor without tensors */
 	int rc = 0;
@@ -64,7 +64,7 @@ static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *
 	if (!others)
 		rc = -1;
 	for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(others); i++)
-		rc = walk_one(collector, PyList_GetItem(others, i), seen, out);
+		rc = walk_node(collector, PyList_GetItem(others, i), seen, out);
 	Py_XDECREF(others);
 	Py_LeaveRecursiveCall();
 	return rc;
@@ -77,7 +77,7 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "OO:walk", &nodes, &seen))
 		return NULL;
 	out = PyList_New(0);
-	if (out && walk(self, nodes, seen, out) < 0)
+	if (out && walk_nodes(self, nodes, seen, out) < 0)
 		Py_CLEAR(out);
 	return out;
 }

@@ -37,7 +37,7 @@ static void drop_owner(struct sfr_keepalive *keepalive)
 }
 
 /* Makes a keepalive with a reference to `owner`. The count is 1, for the caller. */
-static struct sfr_keepalive *keep_owner(PyObject *owner)
+static struct sfr_keepalive *make_owner_keepalive(PyObject *owner)
 {
 	struct owner_keepalive *self = PyMem_Malloc(sizeof(*self));
 
@@ -71,7 +71,7 @@ static int collect_tensor(struct sfr_py_collector *c, PyObject *tensor)
 
 	if (known)
 		number = (size_t)*known;
-	else if (sfr_py_add_tensor(c, tensor, true, &number) != 0)
+	else if (sfr_py_collector_add_tensor(c, tensor, true, &number) != 0)
 		return -1;
 	return c->found[number].plain;
 }
@@ -113,7 +113,7 @@ fail:
 /* ---- making -------------------------------------------------------------------- */
 
 /* One call of copies(). */
-struct job {
+struct copies_job {
 	struct sfr_py_collector *c;
 	char *base; /* memory of the copies, `len` bytes */
 	Py_ssize_t len;
@@ -127,7 +127,7 @@ struct job {
 };
 
 /* Allocates the arrays of a job. Call job_fini also after a failure. */
-static int job_init(struct job *job)
+static int copies_job_init(struct copies_job *job)
 {
 	const struct sfr_py_collector *c = job->c;
 	size_t words = 0, i;
@@ -145,7 +145,7 @@ static int job_init(struct job *job)
 	return 0;
 }
 
-static void job_fini(struct job *job)
+static void job_fini(struct copies_job *job)
 {
 	PyMem_Free(job->rows);
 	PyMem_Free(job->tensor_of_row);
@@ -154,7 +154,7 @@ static void job_fini(struct job *job)
 
 /* Returns whether all elements of a row's tensor are within its storage. They may not be if the
  * user has resized the storage. */
-static bool is_within(const int64_t *row, uint64_t itemsize)
+static bool is_within_storage(const int64_t *row, uint64_t itemsize)
 {
 	const int64_t *sizes = row + SFR_ROW_HEADER, *strides = sizes + row[SFR_ROW_NDIM];
 	uint64_t reach = (uint64_t)row[SFR_ROW_OFFSET] + 1; /* elements, up to the tensor's last */
@@ -176,7 +176,7 @@ static bool is_within(const int64_t *row, uint64_t itemsize)
 
 /* Returns whether the bridge can make a copy of the tensor. `first_plus_1` is the entry of its
  * storage in job->first_row_plus_1. */
-static bool can_add_row(const struct job *job, const struct sfr_py_found *found,
+static bool can_add_row(const struct copies_job *job, const struct sfr_py_found_tensor *found,
 			uint32_t first_plus_1)
 {
 	const uint64_t nbytes = job->c->storages[found->storage].nbytes;
@@ -186,7 +186,7 @@ static bool can_add_row(const struct job *job, const struct sfr_py_found *found,
 		return false;
 	if ((uint64_t)found->row[SFR_ROW_NBYTES] != nbytes) /* the storage was resized */
 		return false;
-	if (!is_within(found->row, itemsize))
+	if (!is_within_storage(found->row, itemsize))
 		return false;
 	if (first_plus_1 == 0) /* no earlier row has the storage */
 		return true;
@@ -195,9 +195,9 @@ static bool can_add_row(const struct job *job, const struct sfr_py_found *found,
 
 /* Appends the row from which the bridge makes a copy of found[index]. Returns 1; 0 if the tensor is
  * left to Python; -1 with an exception set. */
-static int add_row(struct job *job, uint32_t index)
+static int add_row(struct copies_job *job, uint32_t index)
 {
-	const struct sfr_py_found *found = &job->c->found[index];
+	const struct sfr_py_found_tensor *found = &job->c->found[index];
 	const uint64_t nbytes = job->c->storages[found->storage].nbytes;
 	const uint32_t first_plus_1 = job->first_row_plus_1[found->storage];
 	const bool shares = first_plus_1 != 0; /* an earlier row has this storage */
@@ -230,7 +230,7 @@ static int add_row(struct job *job, uint32_t index)
 }
 
 /* Appends (tensor, number of its storage) to the list of tensors left to Python. */
-static int leave_to_python(PyObject *list, const struct sfr_py_found *found)
+static int leave_to_python(PyObject *list, const struct sfr_py_found_tensor *found)
 {
 	PyObject *pair = Py_BuildValue("(OI)", found->object, (unsigned int)found->storage);
 	int rc = pair == NULL ? -1 : PyList_Append(list, pair);
@@ -242,8 +242,8 @@ static int leave_to_python(PyObject *list, const struct sfr_py_found *found)
 /* Makes the new tensor a Parameter if the old one is, and copies requires_grad. Assigns __class__,
  * as torch does with lazy parameters. Parameter(tensor) would free a tensor, for which torch
  * releases the interpreter lock, and each release may cost a switch interval. */
-static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found,
-		     PyObject *tensor)
+static int set_class_and_requires_grad(const struct sfr_py_torch_types *torch,
+				       const struct sfr_py_found_tensor *found, PyObject *tensor)
 {
 	if (found->parameter &&
 	    PyObject_SetAttrString(tensor, "__class__", torch->item[SFR_PY_PARAMETER]) != 0)
@@ -253,17 +253,18 @@ static int set_class(const struct sfr_py_torch_types *torch, const struct sfr_py
 
 /* Gives each of the bridge's `tensors`, a list in the order of the rows, the class of its old
  * tensor. Adds it to the dict `new_tensors` under the old tensor's id. */
-static int add_new_tensors(const struct job *job, PyObject *tensors, PyObject *new_tensors)
+static int add_new_tensors(const struct copies_job *job, PyObject *tensors, PyObject *new_tensors)
 {
 	size_t i;
 
 	for (i = 0; i < job->nr_rows; i++) {
-		const struct sfr_py_found *found = &job->c->found[job->tensor_of_row[i]];
+		const struct sfr_py_found_tensor *found = &job->c->found[job->tensor_of_row[i]];
 		PyObject *key = PyLong_FromVoidPtr(found->object); /* equals id() */
 		PyObject *new_tensor = PyList_GetItem(tensors, (Py_ssize_t)i);
 		int rc = -1;
 
-		if (key != NULL && set_class(job->c->torch, found, new_tensor) == 0)
+		if (key != NULL &&
+		    set_class_and_requires_grad(job->c->torch, found, new_tensor) == 0)
 			rc = PyDict_SetItem(new_tensors, key, new_tensor);
 		Py_XDECREF(key);
 		if (rc != 0)
@@ -273,7 +274,7 @@ static int add_new_tensors(const struct job *job, PyObject *tensors, PyObject *n
 }
 
 /* Returns a list that has, for each storage, the first new tensor over its copy, or None. */
-static PyObject *first_tensors(const struct job *job, PyObject *tensors)
+static PyObject *first_tensors(const struct copies_job *job, PyObject *tensors)
 {
 	PyObject *list = PyList_New((Py_ssize_t)job->c->nr_storages);
 	size_t i;
@@ -319,7 +320,7 @@ static PyObject *wrap_handles(const struct sfr_py_torch_types *torch, void *cons
 }
 
 /* Makes a list of the tensors of all rows through the bridge, over memory of `owner`. */
-static PyObject *make_tensors(const struct job *job, PyObject *owner)
+static PyObject *make_tensors(const struct copies_job *job, PyObject *owner)
 {
 	const struct sfr_py_torch_types *torch = job->c->torch;
 	void **handles = PyMem_Malloc((job->nr_rows + 1) * sizeof(*handles));
@@ -328,7 +329,7 @@ static PyObject *make_tensors(const struct job *job, PyObject *owner)
 
 	if (handles == NULL)
 		return PyErr_NoMemory();
-	keepalive = keep_owner(owner);
+	keepalive = make_owner_keepalive(owner);
 	if (keepalive == NULL)
 		goto end;
 	if (sfr_py_bridge_make(job->rows, job->nr_rows, keepalive, handles) == 0)
@@ -351,7 +352,7 @@ end:
  *   left_to_python  list of (tensor, number of its storage): tensors that Python has to make */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
-	struct job job = { .c = (struct sfr_py_collector *)self };
+	struct copies_job job = { .c = (struct sfr_py_collector *)self };
 	PyObject *owner, *tensors = NULL, *new_tensors = NULL, *firsts = NULL, *result = NULL;
 	PyObject *left_to_python = PyList_New(0);
 	Py_buffer view = { 0 };
@@ -376,7 +377,7 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 	job.base = view.buf;
 	job.len = view.len;
 	PyBuffer_Release(&view);
-	if (job_init(&job) != 0)
+	if (copies_job_init(&job) != 0)
 		goto end;
 	for (i = 0; i < job.c->nr_found; i++) {
 		int rc = 0;

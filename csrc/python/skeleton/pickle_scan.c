@@ -30,7 +30,7 @@ static const signed char op_lens[UCHAR_MAX + 1] = {
 	['T'] = COUNT4, [0x8b] = COUNT4,
 };
 
-static uint32_t load32(const unsigned char *p)
+static uint32_t load_le32(const unsigned char *p)
 {
 	return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
@@ -67,7 +67,7 @@ static size_t op_len(const unsigned char *p, size_t left)
 	case COUNT4:
 		if (left < 5)
 			return 0;
-		len = 5 + (size_t)load32(p + 1);
+		len = 5 + (size_t)load_le32(p + 1);
 		break;
 	default:
 		len = (size_t)op_lens[p[0]];
@@ -88,7 +88,7 @@ static uint32_t pushed_int(const unsigned char *p)
 	case OP_BININT2:
 		return (uint32_t)p[1] | (uint32_t)p[2] << 8;
 	case OP_BININT:
-		return load32(p + 1);
+		return load_le32(p + 1);
 	default:
 		return NOT_AN_INT;
 	}
@@ -127,7 +127,7 @@ int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 		if (len == 0)
 			break; /* the error below: no opcode, or cut off */
 		if (p[0] == OP_BINPUT || p[0] == OP_LONG_BINPUT) {
-			uint32_t slot = p[0] == OP_BINPUT ? p[1] : load32(p + 1);
+			uint32_t slot = p[0] == OP_BINPUT ? p[1] : load_le32(p + 1);
 
 			if (slot + 1 > nr_memo_slots)
 				nr_memo_slots = slot + 1;

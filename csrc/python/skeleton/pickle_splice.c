@@ -130,7 +130,7 @@ static void put_bool(struct out *out, bool value)
 }
 
 /* Writes the opcode that gets the object in a memo slot. */
-static void put_get(struct out *out, uint32_t slot)
+static void put_memo_get(struct out *out, uint32_t slot)
 {
 	if (slot < 0x100)
 		put_arg(out, OP_BINGET, slot, 1);
@@ -169,7 +169,7 @@ static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot
 			      const char *module, const char *name)
 {
 	if (*slot != 0)
-		put_get(out, *slot);
+		put_memo_get(out, *slot);
 	else
 		write_global(out, memo, slot, module, name);
 }
@@ -190,7 +190,7 @@ static void put_location(struct out *out, struct memo *memo, PyObject *location,
 
 	for (i = 0; i < memo->nr_locations; i++) {
 		if (memo->location[i].location == location) {
-			put_get(out, memo->location[i].slot);
+			put_memo_get(out, memo->location[i].slot);
 			return;
 		}
 	}
@@ -205,7 +205,7 @@ static void put_location(struct out *out, struct memo *memo, PyObject *location,
 /* Writes the reference to a tensor's storage: for example ('storage', torch.FloatStorage, '17',
  * 'cpu', 1024) BINPERSID. '17' is the storage's number, 1024 its number of elements. */
 static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
-			const struct sfr_py_found *tensor, const struct text *tag)
+			const struct sfr_py_found_tensor *tensor, const struct text *tag)
 {
 	const struct sfr_py_storage *storage = &job->storages[tensor->storage];
 	const struct sfr_py_dtype *dtype = &job->torch->dtype[tensor->dtype];
@@ -215,7 +215,7 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 
 	put_op(out, OP_MARK);
 	if (memo->storage_slot != 0) {
-		put_get(out, memo->storage_slot);
+		put_memo_get(out, memo->storage_slot);
 	} else {
 		put_str(out, "storage", 7);
 		memo->storage_slot = put_memoize(out, memo);
@@ -234,7 +234,7 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 
 /* Makes room for one tensor, and sets *tag to its storage's location tag. */
 static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
-			  const struct sfr_py_found *tensor, struct text *tag)
+			  const struct sfr_py_found_tensor *tensor, struct text *tag)
 {
 	const struct sfr_py_dtype *dtype = &job->torch->dtype[tensor->dtype];
 	PyObject *location = job->storages[tensor->storage].location;
@@ -250,7 +250,7 @@ static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 
 /* Makes room for one tensor and writes the opcodes that rebuild it. */
 static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
-		      const struct sfr_py_found *tensor)
+		      const struct sfr_py_found_tensor *tensor)
 {
 	const int64_t ndim = tensor->row[SFR_ROW_NDIM];
 	const int64_t *sizes = tensor->row + SFR_ROW_HEADER, *strides = sizes + ndim;
@@ -301,12 +301,13 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 		const struct sfr_py_marker *marker = &scan.markers[i];
 		uint32_t *slot = &memo.tensor_slot[marker->tensor];
 
-		if (reserve(&out, marker->at - at + INT_ROOM) != 0) /* enough for put_get, too */
+		if (reserve(&out, marker->at - at + INT_ROOM) !=
+		    0) /* enough for put_memo_get, too */
 			goto end;
 		put_bytes(&out, job->in + at, marker->at - at);
 		at = marker->at + marker->len;
 		if (*slot != 0) {
-			put_get(&out, *slot);
+			put_memo_get(&out, *slot);
 			continue;
 		}
 		if (put_tensor(&out, &memo, job, &job->found[marker->tensor]) != 0)

@@ -21,7 +21,7 @@ enum {
 	NR_STORAGE_LINES = 2 /* lines of a StorageImpl */
 };
 
-static void prefetch(uintptr_t address, int nr_lines)
+static void prefetch_lines(uintptr_t address, int nr_lines)
 {
 	int i;
 
@@ -33,11 +33,11 @@ static void prefetch(uintptr_t address, int nr_lines)
 static void prefetch_entry(const struct sfr_py_prefetch_entry *entry)
 {
 	if (entry->last_dict != 0)
-		prefetch(entry->last_dict - GC_HEADER, NR_DICT_LINES);
-	prefetch(entry->tensor, 1);
-	prefetch(entry->impl, NR_IMPL_LINES);
-	prefetch(entry->wrapper, 1);
-	prefetch(entry->storage, NR_STORAGE_LINES);
+		prefetch_lines(entry->last_dict - GC_HEADER, NR_DICT_LINES);
+	prefetch_lines(entry->tensor, 1);
+	prefetch_lines(entry->impl, NR_IMPL_LINES);
+	prefetch_lines(entry->wrapper, 1);
+	prefetch_lines(entry->storage, NR_STORAGE_LINES);
 }
 
 void sfr_py_prefetch_order_take(struct sfr_py_collector *c)
@@ -60,7 +60,7 @@ int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyOb
 			      uint64_t storage)
 {
 	const struct sfr_py_prefetch_entry entry = { .tensor = (uintptr_t)tensor,
-						     .impl = sfr_py_impl_of(tensor),
+						     .impl = sfr_py_tensor_impl_of(tensor),
 						     .wrapper = (uintptr_t)wrapper,
 						     .storage = (uintptr_t)storage,
 						     .last_dict = c->last_dict };
@@ -77,7 +77,7 @@ int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyOb
 	return 0;
 }
 
-void sfr_py_prefetch_order_leave(struct sfr_py_collector *c)
+void sfr_py_prefetch_order_store(struct sfr_py_collector *c)
 {
 	if (c->new_order.nr != 0) {
 		sfr_py_prefetch_order_fini(&c->torch->order);

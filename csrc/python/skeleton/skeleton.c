@@ -23,13 +23,14 @@
 
 /* ---- persistent_id ----------------------------------------------------------- */
 
-int sfr_py_add_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number)
+int sfr_py_collector_add_tensor(struct sfr_py_collector *c, PyObject *object, bool exact,
+				size_t *number)
 {
-	struct sfr_py_found found = { 0 };
+	struct sfr_py_found_tensor found = { 0 };
 
 	found.object = object;
 	sfr_py_prefetch_next(c);
-	if (exact && c->fast_path && sfr_py_examine(c->torch, &found) != 0)
+	if (exact && c->fast_path && sfr_py_examine_tensor(c->torch, &found) != 0)
 		return -1;
 	if (found.plain && sfr_py_describe(c, &found) != 0)
 		return -1;
@@ -73,7 +74,7 @@ static PyObject *id_of_tensor(struct sfr_py_collector *c, PyObject *object, bool
 
 	if (known)
 		number = (size_t)*known;
-	else if (sfr_py_add_tensor(c, object, exact, &number) != 0)
+	else if (sfr_py_collector_add_tensor(c, object, exact, &number) != 0)
 		return NULL;
 	if (!c->found[number].plain)
 		Py_RETURN_NONE;
@@ -195,9 +196,9 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 		return NULL;
 	}
 	c->finished = true;
-	sfr_py_prefetch_order_leave(c);
+	sfr_py_prefetch_order_store(c);
 	for (i = 0; i < c->nr_storages; i++)
-		if (!c->storages[i].range_known && sfr_py_ask_storage(c, i) != 0)
+		if (!c->storages[i].range_known && sfr_py_ask_storage_range(c, i) != 0)
 			return NULL;
 	elsewhere = PyList_New(0);
 	rows = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(c->nr_storages * sizeof(*sources)));
@@ -313,10 +314,11 @@ static int make_room_as_before(struct sfr_py_collector *c)
 	    sfr_py_map_reserve(&c->numbers->map, nr) != 0 ||
 	    sfr_py_map_reserve(&c->dtype_by_addr, c->mixed_dtypes_allowed ? 0 : nr) != 0)
 		return -1;
-	if (sfr_py_grow((void **)&c->found, nr, &c->found_room, sizeof(*c->found)) != 0 ||
-	    sfr_py_grow((void **)&c->storages, nr, &c->storages_room, sizeof(*c->storages)) != 0 ||
-	    sfr_py_grow((void **)&c->new_order.entries, nr, &c->new_order.room,
-			sizeof(*c->new_order.entries)) != 0)
+	if (sfr_py_grow_array((void **)&c->found, nr, &c->found_room, sizeof(*c->found)) != 0 ||
+	    sfr_py_grow_array((void **)&c->storages, nr, &c->storages_room, sizeof(*c->storages)) !=
+		    0 ||
+	    sfr_py_grow_array((void **)&c->new_order.entries, nr, &c->new_order.room,
+			      sizeof(*c->new_order.entries)) != 0)
 		return -1;
 	return 0;
 }
@@ -343,7 +345,7 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	if (c == NULL)
 		return NULL;
 	c->torch = (struct sfr_py_torch_types *)Py_NewRef(torch);
-	c->fast_path = fast_path && sfr_py_words.known;
+	c->fast_path = fast_path && sfr_py_word_offsets.known;
 	c->plain_cpu = plain_cpu;
 	c->plain_cuda = plain_cuda;
 	c->mixed_dtypes_allowed = any_dtypes;

@@ -33,7 +33,7 @@
 	X(DATA_PTR, "data_ptr")               /* storage -> its address */                         \
 	X(NBYTES, "nbytes")                   /* storage -> its length */                          \
 	/* functions */                                                                            \
-	X(WHERE, "where")                 /* tensor -> sfr_py_where, for its dispatch keys */      \
+	X(WHERE, "where") /* tensor -> sfr_py_memory_kind, for its dispatch keys */                \
 	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
 	X(LOCATION, "location")           /* storage -> its location tag, such as "cuda:0" */      \
 	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
@@ -42,7 +42,7 @@
 	X(REQUIRES_GRAD, "requires_grad")                                                          \
 	X(BACKWARD_HOOKS, "backward_hooks")
 
-enum sfr_py_item {
+enum sfr_py_torch_item {
 #define X(name, keyword) SFR_PY_##name,
 	SFR_PY_ITEM_LIST(X)
 #undef X
@@ -66,10 +66,10 @@ struct sfr_py_dtype {
 };
 
 /* Where all tensors with the same dispatch keys are. NOT_PLAIN: no such tensor is plain. */
-enum sfr_py_where { SFR_PY_NOT_PLAIN = -1, SFR_PY_ON_HOST, SFR_PY_ON_DEVICE };
+enum sfr_py_memory_kind { SFR_PY_NOT_PLAIN = -1, SFR_PY_ON_HOST, SFR_PY_ON_DEVICE };
 struct sfr_py_known_keys {
 	uint64_t keys;
-	enum sfr_py_where where;
+	enum sfr_py_memory_kind where;
 };
 
 /* The prefetch order (prefetch.c): addresses of the objects that the last save met, in that order.
@@ -87,7 +87,7 @@ struct sfr_py_prefetch_order {
 /* The object TorchTypes. */
 struct sfr_py_torch_types {
 	PyObject_HEAD
-	/* arrays by enum sfr_py_item */
+	/* arrays by enum sfr_py_torch_item */
 	PyObject *item[SFR_PY_NR_ITEMS];         /* the object itself */
 	descrgetfunc descr_get[SFR_PY_NR_ITEMS]; /* tp_descr_get of a descriptor; else NULL */
 	/* the C function behind a descriptor or a method, for objects of c_type; NULL: none */
@@ -106,7 +106,7 @@ struct sfr_py_torch_types {
 };
 
 /* A tensor that the pickler or a walk met. */
-struct sfr_py_found {
+struct sfr_py_found_tensor {
 	PyObject *object; /* a reference */
 	bool plain;       /* torch_types.c explains it; if false, the fields below are unused */
 	bool parameter, requires_grad, on_host;
@@ -118,19 +118,19 @@ struct sfr_py_found {
 /* Examines found->object, whose class is Tensor or Parameter itself, and sets the four booleans.
  * sfr_py_describe later checks dtype and storage, and may clear `plain`. Returns -1 only with an
  * exception that must propagate. */
-int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found);
-/* Handles an exception of sfr_py_ask. Usually clears it and returns 0: the caller treats the tensor
- * as not plain, and its __reduce_ex__ raises the error. Returns -1 with the exception set if it
- * must propagate: MemoryError, or not an Exception. */
+int sfr_py_examine_tensor(struct sfr_py_torch_types *torch, struct sfr_py_found_tensor *found);
+/* Handles an exception of sfr_py_ask_torch. Usually clears it and returns 0: the caller treats the
+ * tensor as not plain, and its __reduce_ex__ raises the error. Returns -1 with the exception set if
+ * it must propagate: MemoryError, or not an Exception. */
 int sfr_py_clear_ordinary_error(void);
 /* Asks torch about `object`: returns the value of a getset descriptor, or the result of a method or
  * function. */
-PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
-		     PyObject *object);
-/* Sets *out to the result of sfr_py_ask, which must be an int. Returns 0, or -1 with an
+PyObject *sfr_py_ask_torch(const struct sfr_py_torch_types *torch, enum sfr_py_torch_item item,
+			   PyObject *object);
+/* Sets *out to the result of sfr_py_ask_torch, which must be an int. Returns 0, or -1 with an
  * exception. */
-int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
-		   uint64_t *out);
+int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_torch_item item,
+		   PyObject *object, uint64_t *out);
 int sfr_py_add_torch_types(PyObject *module);
 
 /* ---- storages.c --------------------------------------------------------- */
@@ -164,7 +164,7 @@ struct sfr_py_collector {
 	 * devices; so all storages on one device have the same tag */
 	bool plain_cpu, plain_cuda;
 	bool mixed_dtypes_allowed; /* for a snapshot: tensors may view bytes as different dtypes */
-	struct sfr_py_found *found;
+	struct sfr_py_found_tensor *found;
 	size_t nr_found, found_room;
 	struct sfr_py_map index_by_tensor; /* tensor -> its index in `found` */
 	struct sfr_py_storage *storages;
@@ -187,22 +187,23 @@ int sfr_py_find_or_add_storage(struct sfr_py_collector *c, PyObject *storage, ui
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
 /* Describes a plain tensor through the bridge and finds its storage: sets its row, dtype and
  * storage. Clears `plain` if the dtype has no legacy storage class, or the storage no memory. */
-int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
+int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found_tensor *tensor);
 /* Asks a storage for its address and length, and stores them in its entry. */
-int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
+int sfr_py_ask_storage_range(struct sfr_py_collector *c, size_t number);
 /* Resizes an array to `new_room` items of `item_len` bytes, and sets *room to `new_room`. */
-int sfr_py_grow(void **array, size_t new_room, size_t *room, size_t item_len);
+int sfr_py_grow_array(void **array, size_t new_room, size_t *room, size_t item_len);
 /* Makes room for one more item: doubles the array if its `used` items fill its *room. */
 static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item_len)
 {
 	if (used < *room)
 		return 0;
-	return sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item_len);
+	return sfr_py_grow_array(array, *room == 0 ? 64 : 2 * *room, room, item_len);
 }
 
 /* Adds a tensor that is met for the first time, examines and describes it, and sets *number to its
  * index. `exact`: its class is Tensor or Parameter itself. */
-int sfr_py_add_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);
+int sfr_py_collector_add_tensor(struct sfr_py_collector *c, PyObject *object, bool exact,
+				size_t *number);
 
 /* ---- copies.c, containers.c: methods of the collector ------------------- */
 
@@ -222,7 +223,7 @@ void sfr_py_prefetch_next(const struct sfr_py_collector *c);
 int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
 			      uint64_t storage);
 /* Moves this save's prefetch order to TorchTypes, for the next save. */
-void sfr_py_prefetch_order_leave(struct sfr_py_collector *c);
+void sfr_py_prefetch_order_store(struct sfr_py_collector *c);
 void sfr_py_prefetch_order_fini(struct sfr_py_prefetch_order *order);
 
 /* ---- pickle_splice.c ----------------------------------------------------------- */
@@ -232,7 +233,7 @@ struct sfr_py_splice {
 	const unsigned char *in; /* the pickle, with `number BINPERSID` in place of plain tensors */
 	size_t len;
 	const struct sfr_py_torch_types *torch;
-	const struct sfr_py_found *found;
+	const struct sfr_py_found_tensor *found;
 	size_t nr_found;
 	const struct sfr_py_storage *storages;
 };

@@ -10,7 +10,7 @@
 
 enum { NR_WORDS = 4096 }; /* words of one struct sfr_py_rows: rows of a few hundred tensors */
 
-int sfr_py_grow(void **array, size_t new_room, size_t *room, size_t item_len)
+int sfr_py_grow_array(void **array, size_t new_room, size_t *room, size_t item_len)
 {
 	void *grown = PyMem_Realloc(*array, new_room * item_len);
 
@@ -75,7 +75,7 @@ static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint
 	return -1;
 }
 
-int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
+int sfr_py_ask_storage_range(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
 	PyObject *storage = PyList_GetItem(c->storage_list, (Py_ssize_t)number);
@@ -92,7 +92,7 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 }
 
 /* Asks torch for the storage's location tag. */
-static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
+static PyObject *ask_torch_for_location(const struct sfr_py_collector *c, size_t number)
 {
 	PyObject *storage = PyList_GetItem(c->storage_list, (Py_ssize_t)number);
 	PyObject *location =
@@ -112,7 +112,7 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 /* Sets the location tag of a plain tensor's storage, unless it has one. With plain_cpu or
  * plain_cuda torch need not be asked: the tag is "cpu", or that of the last storage on the same
  * device. */
-static int ask_location(struct sfr_py_collector *c, size_t number)
+static int set_location_tag(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
 	const struct sfr_py_storage *last = &c->storages[c->last_tagged_storage];
@@ -126,8 +126,8 @@ static int ask_location(struct sfr_py_collector *c, size_t number)
 	else if (c->plain_cuda && same_device && last->location != NULL)
 		location = Py_NewRef(last->location);
 	else
-		location = find_location(c, number);
-	/* `entry` may be stale: Python code that find_location runs may add storages */
+		location = ask_torch_for_location(c, number);
+	/* `entry` may be stale: Python code that ask_torch_for_location runs may add storages */
 	c->storages[number].location = location;
 	if (c->storages[number].device_plus_1 != 0) /* not in host memory */
 		c->last_tagged_storage = number;
@@ -155,12 +155,12 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 }
 
 /* Fails if a plain tensor views its storage as another dtype than an earlier tensor did. */
-static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *tensor)
+static int check_tensor_dtype(struct sfr_py_collector *c, const struct sfr_py_found_tensor *tensor)
 {
 	PyObject *dtype = c->torch->dtype[tensor->dtype].dtype;
 	struct sfr_py_storage *entry = &c->storages[tensor->storage];
 
-	if (!entry->range_known && sfr_py_ask_storage(c, tensor->storage) != 0)
+	if (!entry->range_known && sfr_py_ask_storage_range(c, tensor->storage) != 0)
 		return -1;
 	if (entry->dtype == dtype)
 		return 0;
@@ -171,23 +171,25 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 /* Returns the address of the memory of the tensor's storage, or 0 if the caller has to ask the
  * storage: the bridge cannot tell the address, or data_ptr is not torch's own method, as in
  * tests. */
-static uint64_t bridge_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
+static uint64_t storage_address_from_bridge(const struct sfr_py_collector *c,
+					    const struct sfr_py_found_tensor *tensor)
 {
 	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
 
 	if (c->torch->c_method[SFR_PY_DATA_PTR] == NULL)
 		return 0;
-	return sfr_py_bridge_address(sfr_py_handle_of(tensor->object),
-				     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
+	return sfr_py_bridge_storage_address(sfr_py_handle_of(tensor->object),
+					     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
 }
 
 /* Adds the storage of a plain tensor, which is met for the first time. Returns 1; 0 if the storage
  * has no memory, for example zeros that torch has not allocated; -1 with an exception set. */
-static int add_new_storage(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
+static int add_new_storage(struct sfr_py_collector *c, const struct sfr_py_found_tensor *tensor,
 			   uint64_t storage_impl, size_t *number)
 {
-	PyObject *storage = sfr_py_ask(c->torch, SFR_PY_UNTYPED_STORAGE, tensor->object);
-	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = bridge_address(c, tensor);
+	PyObject *storage = sfr_py_ask_torch(c->torch, SFR_PY_UNTYPED_STORAGE, tensor->object);
+	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES],
+		 addr = storage_address_from_bridge(c, tensor);
 	int rc = -1;
 
 	if (storage == NULL || (addr == 0 && ask_address(c, storage, nbytes, &addr) != 0)) {
@@ -205,7 +207,7 @@ static int add_new_storage(struct sfr_py_collector *c, const struct sfr_py_found
 
 /* Finds a plain tensor's storage, or adds it. Sets the tensor's storage number, and the storage's
  * device and location tag. Returns 1; 0 if the storage has no memory; -1 with an exception set. */
-static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
+static int find_or_add_storage(struct sfr_py_collector *c, struct sfr_py_found_tensor *tensor)
 {
 	uint64_t storage_impl = sfr_py_storage_impl_of(tensor->object);
 	const uint64_t *known;
@@ -224,14 +226,14 @@ static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	}
 	tensor->storage = (uint32_t)number;
 	if ((!tensor->on_host && ask_device(c, number, tensor->object) != 0) ||
-	    ask_location(c, number) != 0 || check_tensor(c, tensor) != 0)
+	    set_location_tag(c, number) != 0 || check_tensor_dtype(c, tensor) != 0)
 		return -1;
 	return 1;
 }
 
 /* Returns room for a row of `words` words, or NULL with an exception set. The caller adds the words
  * that it writes to c->rows->used. */
-static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
+static int64_t *reserve_row(struct sfr_py_collector *c, int64_t words)
 {
 	struct sfr_py_rows *rows = c->rows;
 
@@ -253,7 +255,7 @@ static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 
 /* Makes the tensor's row through the bridge. Returns 1; 0 if torch refuses; -1 with an exception
  * set. */
-static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
+static int write_row(struct sfr_py_collector *c, struct sfr_py_found_tensor *tensor)
 {
 	struct AtenTensorOpaque *handle = sfr_py_handle_of(tensor->object);
 	enum { NDIM = 3 };                         /* most tensors have no more dimensions */
@@ -262,7 +264,7 @@ static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 
 	do {
 		room = words;
-		row = row_room(c, room);
+		row = reserve_row(c, room);
 		if (row == NULL)
 			return -1;
 		words = sfr_py_bridge_describe(handle, row, room);
@@ -284,14 +286,14 @@ static uint8_t dtype_index_plus_1(const struct sfr_py_collector *c, const int64_
 		       0;
 }
 
-int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
+int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found_tensor *tensor)
 {
 	int rc = write_row(c, tensor); /* 0: torch refuses to describe the tensor */
 	uint8_t index_plus_1 = rc > 0 ? dtype_index_plus_1(c, tensor->row) : 0;
 
 	if (index_plus_1 != 0) {
 		tensor->dtype = (uint8_t)(index_plus_1 - 1);
-		rc = find_storage(c, tensor);
+		rc = find_or_add_storage(c, tensor);
 	}
 	tensor->plain = index_plus_1 != 0 && rc > 0;
 	if (!tensor->plain) {

@@ -35,8 +35,8 @@ static const char *const item_names[] = {
 #undef X
 };
 
-PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item item,
-		     PyObject *object)
+PyObject *sfr_py_ask_torch(const struct sfr_py_torch_types *torch, enum sfr_py_torch_item item,
+			   PyObject *object)
 {
 	PyObject *function = torch->item[item];   /* or a getset descriptor */
 	PyTypeObject *type = torch->c_type[item]; /* NULL: there is no C function */
@@ -53,10 +53,12 @@ PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_item it
 	return PyObject_CallFunctionObjArgs(function, object, NULL);
 }
 
-/* Returns the truth of sfr_py_ask's result: 1, 0 (also for None), or -1 with an exception set. */
-static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object)
+/* Returns the truth of sfr_py_ask_torch's result: 1, 0 (also for None), or -1 with an exception
+ * set. */
+static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_torch_item item,
+		    PyObject *object)
 {
-	PyObject *value = sfr_py_ask(torch, item, object);
+	PyObject *value = sfr_py_ask_torch(torch, item, object);
 	int truth;
 
 	if (value == NULL)
@@ -66,10 +68,10 @@ static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_item ite
 	return truth;
 }
 
-int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_item item, PyObject *object,
-		   uint64_t *out)
+int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_torch_item item,
+		   PyObject *object, uint64_t *out)
 {
-	PyObject *value = sfr_py_ask(torch, item, object);
+	PyObject *value = sfr_py_ask_torch(torch, item, object);
 
 	if (value == NULL)
 		return -1;
@@ -90,8 +92,8 @@ int sfr_py_clear_ordinary_error(void)
 /* Asks Python where tensors with the dispatch keys of `tensor` are. Sets keys->where and remembers
  * *keys. If Python raises an exception, keys->where is NOT_PLAIN and nothing is remembered. Returns
  * -1 only if the exception must propagate. */
-static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
-		     struct sfr_py_known_keys *keys)
+static int ask_where_tensor_is(struct sfr_py_torch_types *torch, PyObject *tensor,
+			       struct sfr_py_known_keys *keys)
 {
 	PyObject *answer = PyObject_CallFunctionObjArgs(torch->item[SFR_PY_WHERE], tensor, NULL);
 	long value = answer != NULL ? PyLong_AsLong(answer) : -1;
@@ -101,7 +103,7 @@ static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 	if (PyErr_Occurred())
 		return sfr_py_clear_ordinary_error();
 	if (value == SFR_PY_ON_HOST || value == SFR_PY_ON_DEVICE)
-		keys->where = (enum sfr_py_where)value;
+		keys->where = (enum sfr_py_memory_kind)value;
 	if (torch->nr_known_keys < SFR_PY_MAX_KNOWN_KEYS)
 		torch->known_keys[torch->nr_known_keys++] = *keys;
 	return 0;
@@ -109,9 +111,10 @@ static int ask_where(struct sfr_py_torch_types *torch, PyObject *tensor,
 
 /* Sets *where for a tensor, from known_keys or by asking Python. Returns -1 only if an exception
  * must propagate. */
-static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum sfr_py_where *where)
+static int find_where_tensor_is(struct sfr_py_torch_types *torch, PyObject *tensor,
+				enum sfr_py_memory_kind *where)
 {
-	struct sfr_py_known_keys known = { .keys = sfr_py_keys_of(tensor) };
+	struct sfr_py_known_keys known = { .keys = sfr_py_dispatch_keys_of(tensor) };
 	int rc = 0;
 	uint32_t i = 0;
 
@@ -120,14 +123,15 @@ static int find_where(struct sfr_py_torch_types *torch, PyObject *tensor, enum s
 	if (i < torch->nr_known_keys)
 		known = torch->known_keys[i];
 	else
-		rc = ask_where(torch, tensor, &known);
+		rc = ask_where_tensor_is(torch, tensor, &known);
 	*where = known.where;
 	return rc;
 }
 
 /* Returns whether a tensor has Python attributes or hooks that torch.save would write: 1, 0, or -1
  * with an exception set. */
-static int has_extras(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found)
+static int has_extras(const struct sfr_py_torch_types *torch,
+		      const struct sfr_py_found_tensor *found)
 {
 	/* __getstate__ returns None without attributes. Reading __dict__ would create it. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
@@ -137,13 +141,13 @@ static int has_extras(const struct sfr_py_torch_types *torch, const struct sfr_p
 	return yes;
 }
 
-int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
+int sfr_py_examine_tensor(struct sfr_py_torch_types *torch, struct sfr_py_found_tensor *found)
 {
-	enum sfr_py_where where;
+	enum sfr_py_memory_kind where;
 	int yes;
 
 	found->parameter = (PyObject *)Py_TYPE(found->object) == torch->item[SFR_PY_PARAMETER];
-	if (find_where(torch, found->object, &where) != 0)
+	if (find_where_tensor_is(torch, found->object, &where) != 0)
 		return -1;
 	if (where == SFR_PY_NOT_PLAIN)
 		return 0; /* found->plain stays false, here and below */
@@ -193,7 +197,8 @@ static void types_dealloc(PyObject *self)
 }
 
 /* Takes the argument of TorchTypes() for an item. */
-static int take_item(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_item item)
+static int read_item_argument(struct sfr_py_torch_types *torch, PyObject *kwargs,
+			      enum sfr_py_torch_item item)
 {
 	PyObject *value = PyDict_GetItemString(kwargs, item_names[item]);
 
@@ -238,11 +243,11 @@ static void find_functions(struct sfr_py_torch_types *torch)
 
 /* Sets dtype_index_plus_1 for the dtype with the index nr_dtypes. `sample` is a tensor of that
  * dtype with one dimension. */
-static int take_dtype_number(struct sfr_py_torch_types *torch, PyObject *sample)
+static int read_dtype_number(struct sfr_py_torch_types *torch, PyObject *sample)
 {
 	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number; /* 2: one size and one stride */
 
-	if (!sfr_py_words.known)
+	if (!sfr_py_word_offsets.known)
 		return 0; /* no tensor is plain, so torch's numbers of dtypes are not used */
 	/* if this fails, the row stays zero */
 	(void)sfr_py_bridge_describe(sfr_py_handle_of(sample), row, SFR_ROW_HEADER + 2);
@@ -257,7 +262,7 @@ static int take_dtype_number(struct sfr_py_torch_types *torch, PyObject *sample)
 
 /* Takes the argument `dtypes`: a list of (dtype, name of its storage class, item size, a sample
  * tensor). */
-static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
+static int read_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 {
 	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
 	Py_ssize_t i, len;
@@ -281,7 +286,7 @@ static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 		}
 		if (!PyArg_ParseTuple(item, "OUIO!", &dtype, &storage_class, &itemsize,
 				      torch->item[SFR_PY_TENSOR], &sample) ||
-		    take_dtype_number(torch, sample) != 0)
+		    read_dtype_number(torch, sample) != 0)
 			return -1;
 		if (itemsize == 0) {
 			PyErr_SetString(PyExc_ValueError, "a dtype's items have bytes");
@@ -312,9 +317,9 @@ static PyObject *types_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	if (torch == NULL)
 		return NULL;
 	for (item = 0; item < SFR_PY_NR_ITEMS; item++)
-		if (take_item(torch, kwargs, (enum sfr_py_item)item) != 0)
+		if (read_item_argument(torch, kwargs, (enum sfr_py_torch_item)item) != 0)
 			goto fail;
-	if (sfr_py_bridge_load() != 0 || take_dtypes(torch, kwargs) != 0)
+	if (sfr_py_bridge_load() != 0 || read_dtypes(torch, kwargs) != 0)
 		goto fail;
 	find_functions(torch);
 	torch->cpu = PyUnicode_InternFromString("cpu");
@@ -338,9 +343,9 @@ SFR_PY_TYPE(types_spec, "TorchTypes", struct sfr_py_torch_types, Py_TPFLAGS_HAVE
 
 static PyObject *learn_words(PyObject *module, PyObject *samples)
 {
-	if (sfr_py_words_learn(samples) != 0)
+	if (sfr_py_learn_word_offsets(samples) != 0)
 		return NULL;
-	return PyBool_FromLong(sfr_py_words.known);
+	return PyBool_FromLong(sfr_py_word_offsets.known);
 }
 
 static PyMethodDef functions[] = {

@@ -102,7 +102,7 @@ int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, in
 	return words;
 }
 
-uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t offset)
+uint64_t sfr_py_bridge_storage_address(struct AtenTensorOpaque *tensor, uint64_t offset)
 {
 	void *data = NULL;
 
@@ -124,9 +124,10 @@ static void put_keepalive(void *data, void *keepalive)
  * `keepalive`. `sizes`, `strides` and `offset` replace those of the row. Returns NULL if torch
  * refuses. Then the count is not reduced, because torch may have called the deleter: the memory
  * may leak, but is never freed too early. */
-static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, const int64_t *sizes,
-					     const int64_t *strides, int64_t offset,
-					     struct sfr_keepalive *keepalive)
+static struct AtenTensorOpaque *make_tensor_over_new_storage(const int64_t *row, int64_t ndim,
+							     const int64_t *sizes,
+							     const int64_t *strides, int64_t offset,
+							     struct sfr_keepalive *keepalive)
 {
 	const int32_t any_device_index = -1;
 	struct AtenTensorOpaque *made = NULL;
@@ -142,7 +143,8 @@ static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, c
 }
 
 /* Makes the row's tensor over the storage of the tensor `other`. Returns NULL if torch refuses. */
-static struct AtenTensorOpaque *make_over(struct AtenTensorOpaque *other, const int64_t *row)
+static struct AtenTensorOpaque *make_tensor_over_storage(struct AtenTensorOpaque *other,
+							 const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
 	const int64_t *sizes = row + SFR_NEW_HEADER, *strides = sizes + ndim;
@@ -175,20 +177,22 @@ static int64_t length_needed(const int64_t *row)
 /* Makes the tensor of a row with its own storage. Returns NULL if torch refuses. torch makes a
  * storage just long enough for the tensor. If the row's storage is longer, a tensor over all of it
  * is made first, then the row's tensor over the same storage. */
-static struct AtenTensorOpaque *make_one(const int64_t *row, struct sfr_keepalive *keepalive)
+static struct AtenTensorOpaque *make_tensor_of_row(const int64_t *row,
+						   struct sfr_keepalive *keepalive)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
 	const size_t itemsize = torch.aoti_torch_dtype_element_size((int32_t)row[SFR_NEW_DTYPE]);
 	const int64_t length = row[SFR_NEW_NBYTES] / (int64_t)itemsize;
 
 	if (length_needed(row) == length)
-		return make_storage(row, ndim, row + SFR_NEW_HEADER, row + SFR_NEW_HEADER + ndim,
-				    row[SFR_NEW_OFFSET], keepalive);
+		return make_tensor_over_new_storage(row, ndim, row + SFR_NEW_HEADER,
+						    row + SFR_NEW_HEADER + ndim,
+						    row[SFR_NEW_OFFSET], keepalive);
 	const int64_t stride = 1;
-	void *whole = make_storage(row, 1, &length, &stride, 0, keepalive);
+	void *whole = make_tensor_over_new_storage(row, 1, &length, &stride, 0, keepalive);
 	if (!whole)
 		return NULL;
-	struct AtenTensorOpaque *made = make_over(whole, row);
+	struct AtenTensorOpaque *made = make_tensor_over_storage(whole, row);
 	sfr_py_bridge_drop(&whole, 1);
 	return made;
 }
@@ -201,9 +205,9 @@ int sfr_py_bridge_make(const int64_t *row, size_t nr, struct sfr_keepalive *keep
 		const int64_t shared = row[SFR_NEW_OVER];
 
 		if (shared < 0)
-			tensors[i] = make_one(row, keepalive);
+			tensors[i] = make_tensor_of_row(row, keepalive);
 		else
-			tensors[i] = make_over(tensors[shared], row);
+			tensors[i] = make_tensor_over_storage(tensors[shared], row);
 		if (!tensors[i]) {
 			sfr_py_bridge_drop(tensors, i);
 			return -1;

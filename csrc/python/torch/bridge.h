@@ -60,7 +60,7 @@ int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, in
 /* Returns the address of the tensor's storage. `offset` is the offset of the tensor's first element
  * in the storage, in bytes. A copy-on-write storage has its own memory afterwards. Returns 0 if
  * there is no memory or no element, or torch refuses. */
-uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t offset);
+uint64_t sfr_py_bridge_storage_address(struct AtenTensorOpaque *tensor, uint64_t offset);
 
 /* Returns whether this torch makes tensors over given memory (from 2.11 on). */
 bool sfr_py_bridge_can_make(void);

@@ -5,7 +5,7 @@
 #include <stdbool.h>
 
 /* Returns the index of the key's slot, or of the empty slot for it. The map must have slots. */
-static size_t map_slot(const struct sfr_py_map *map, uint64_t key)
+static size_t find_key_slot(const struct sfr_py_map *map, uint64_t key)
 {
 	/* Fibonacci hashing. Drops the lowest four bits: objects are at least 16 bytes apart. */
 	size_t i = (size_t)((key >> 4) * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (map->room - 1);
@@ -21,7 +21,7 @@ uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key)
 
 	if (map->room == 0)
 		return NULL;
-	i = map_slot(map, key);
+	i = find_key_slot(map, key);
 	return map->slots[i].key == 0 ? NULL : &map->slots[i].value;
 }
 
@@ -38,7 +38,7 @@ int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr)
 		return sfr_py_no_memory();
 	for (size_t i = 0; i < map->room; i++)
 		if (map->slots[i].key != 0)
-			larger.slots[map_slot(&larger, map->slots[i].key)] = map->slots[i];
+			larger.slots[find_key_slot(&larger, map->slots[i].key)] = map->slots[i];
 	PyMem_Free(map->slots);
 	*map = larger;
 	return 0;
@@ -52,7 +52,7 @@ int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value)
 	/* room for twice as many, so that a growing map is rarely copied */
 	if (too_full && sfr_py_map_reserve(map, 2 * nr) != 0)
 		return -1;
-	i = map_slot(map, key);
+	i = find_key_slot(map, key);
 	map->slots[i].key = key;
 	map->slots[i].value = value;
 	map->used++;

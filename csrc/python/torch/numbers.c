@@ -12,7 +12,7 @@ struct sfr_py_numbers *sfr_py_numbers_make(void)
 	return (struct sfr_py_numbers *)sfr_py_alloc(numbers_type); /* zeroed */
 }
 
-struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object)
+struct sfr_py_numbers *sfr_py_cast_to_numbers(PyObject *object)
 {
 	if (Py_TYPE(object) == numbers_type)
 		return (struct sfr_py_numbers *)object;

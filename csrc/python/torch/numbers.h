@@ -12,7 +12,7 @@ struct sfr_py_numbers {
 /* Makes an empty object. */
 struct sfr_py_numbers *sfr_py_numbers_make(void);
 /* Returns the object itself, borrowed, if it is a Numbers; else NULL with a TypeError. */
-struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object);
+struct sfr_py_numbers *sfr_py_cast_to_numbers(PyObject *object);
 int sfr_py_add_numbers(PyObject *module);
 
 #endif

@@ -20,10 +20,10 @@ enum {
 	NR_IMPL_WORDS = 24,  /* words of a TensorImpl */
 };
 
-struct sfr_py_words sfr_py_words;
+struct sfr_py_word_offsets sfr_py_word_offsets;
 
 /* A tensor, a capsule with its handle, and the words that torch has reported. */
-struct sample {
+struct sample_tensor {
 	PyObject *tensor, *capsule; /* borrowed */
 	unsigned long long impl, keys, storage;
 };
@@ -47,7 +47,7 @@ static size_t find_offset(const void *const *bases, const uint64_t *values, size
 
 /* Returns whether the sample's handle points to a pointer to the TensorImpl. sfr_py_handle_of
  * relies on that. */
-static bool is_handle_as_expected(const struct sample *sample)
+static bool is_handle_as_expected(const struct sample_tensor *sample)
 {
 	const void *handle = PyCapsule_GetPointer(sample->capsule, NULL);
 
@@ -55,10 +55,10 @@ static bool is_handle_as_expected(const struct sample *sample)
 	return handle != NULL && sfr_py_word_at(handle, 0) == sample->impl;
 }
 
-/* Searches for the three words in the samples, and stores their offsets in sfr_py_words. */
-static void find_words(const struct sample *samples, size_t nr)
+/* Searches for the three words in the samples, and stores their offsets in sfr_py_word_offsets. */
+static void find_word_offsets(const struct sample_tensor *samples, size_t nr)
 {
-	struct sfr_py_words words = { 0 };
+	struct sfr_py_word_offsets words = { 0 };
 	const void *bases[MAX_SAMPLES];
 	uint64_t values[MAX_SAMPLES];
 	size_t i;
@@ -80,15 +80,15 @@ static void find_words(const struct sample *samples, size_t nr)
 	words.storage = find_offset(bases, values, nr, NR_IMPL_WORDS);
 	/* without a sample every offset matches */
 	words.known = nr != 0 && words.tensor != 0 && words.keys != 0 && words.storage != 0;
-	sfr_py_words = words;
+	sfr_py_word_offsets = words;
 }
 
-int sfr_py_words_learn(PyObject *list)
+int sfr_py_learn_word_offsets(PyObject *list)
 {
-	struct sample samples[MAX_SAMPLES];
+	struct sample_tensor samples[MAX_SAMPLES];
 	Py_ssize_t nr;
 
-	if (sfr_py_words.known)
+	if (sfr_py_word_offsets.known)
 		return 0;
 	if (!PyList_Check(list) || PyList_Size(list) > MAX_SAMPLES) {
 		PyErr_Format(PyExc_TypeError, "samples are a list of at most %d", MAX_SAMPLES);
@@ -96,12 +96,12 @@ int sfr_py_words_learn(PyObject *list)
 	}
 	nr = PyList_Size(list);
 	for (Py_ssize_t i = 0; i < nr; i++) {
-		struct sample *one = &samples[i];
+		struct sample_tensor *one = &samples[i];
 
 		if (!PyArg_ParseTuple(PyList_GetItem(list, i), "OKKKO:sample", &one->tensor,
 				      &one->impl, &one->keys, &one->storage, &one->capsule))
 			return -1;
 	}
-	find_words(samples, (size_t)nr);
+	find_word_offsets(samples, (size_t)nr);
 	return 0;
 }

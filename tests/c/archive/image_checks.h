@@ -26,7 +26,7 @@ static inline void check_entries(const struct sfr__image *img)
 		uint64_t off = extent->off;
 
 		for (uint32_t i = 0; i < extent->nr_entries; i++) {
-			const struct sfr__entry *e = &img->entries[extent->first_entry + i];
+			const struct sfr__image_entry *e = &img->entries[extent->first_entry + i];
 			bool zip64 = e->nbytes >= UINT32_MAX || e->hdr_off >= UINT32_MAX;
 
 			CHECK_EQ(e->hdr_off, off);
@@ -95,7 +95,7 @@ static inline void check_block(const struct sfr__image *img, const struct sfr__e
 			CHECK_EQ(block_off + pos, extent->off + extent->len);
 			continue;
 		}
-		const struct sfr__entry *e = &img->entries[seg.entry];
+		const struct sfr__image_entry *e = &img->entries[seg.entry];
 
 		CHECK(seg.entry >= extent->first_entry &&
 		      seg.entry < extent->first_entry + extent->nr_entries);
@@ -121,7 +121,7 @@ static inline void check_block(const struct sfr__image *img, const struct sfr__e
 /* Checks the header of a laid-out entry: CRC and sizes are left to the descriptor. */
 static inline void check_header(const struct sfr__image *img, uint32_t entry)
 {
-	const struct sfr__entry *e = &img->entries[entry];
+	const struct sfr__image_entry *e = &img->entries[entry];
 	unsigned char h[256], d[24];
 	size_t len = (size_t)(e->data_off - e->hdr_off), name = strlen(e->name);
 	const unsigned char *extra = h + 30 + name;
@@ -232,7 +232,7 @@ static inline void check_tail(const struct sfr__image *img)
 	c = tail + (central_off - img->tail_off);
 	CHECK(c == id + 40 + 16 || c == id + 40 + 24);
 	for (uint32_t i = 0; i < img->nr_entries; i++) {
-		const struct sfr__entry *e = &img->entries[i];
+		const struct sfr__image_entry *e = &img->entries[i];
 
 		c = check_central(c, e->name, e->crc, e->nbytes, e->hdr_off);
 	}

@@ -36,7 +36,7 @@ static inline void fill_segment(struct sfr__image *img, const struct sfr__seg *s
 				bool crcs)
 {
 	char *dst = block + seg->pos;
-	struct sfr__entry *e;
+	struct sfr__image_entry *e;
 
 	if (seg->kind == SFR__SEG_PAD) {
 		memset(dst, 0, seg->len);

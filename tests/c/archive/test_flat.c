@@ -34,7 +34,7 @@ static void check_block(const struct sfr__image *img, const struct sfr__extent *
 		CHECK_EQ(off + seg.pos, at);
 		at += seg.len;
 		if (seg.kind == SFR__SEG_DATA) {
-			const struct sfr__entry *entry = &img->entries[seg.entry];
+			const struct sfr__image_entry *entry = &img->entries[seg.entry];
 			const char *src = entry->src + seg.off;
 
 			CHECK(memcmp(state.expected + off + seg.pos, src, seg.len) == 0);
@@ -77,7 +77,7 @@ static void check_producers(const struct sfr__image *img)
 	for (uint32_t r = 0; r < img->nr_extents; r++) {
 		const struct sfr__extent *extent = &img->extents[r];
 		const struct sfr__extent *first =
-			sfr__image_extent(img, extent->lane, extent->device);
+			sfr__image_find_extent(img, extent->lane, extent->device);
 		uint32_t blk = extent->first_block - first->first_block;
 
 		CHECK_EQ(extent->first_block, block);

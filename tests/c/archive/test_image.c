@@ -98,7 +98,7 @@ TEST(extent_may_end_anywhere_in_its_page)
 	for (uint64_t nbytes = 0; nbytes <= 2 * PAGE; nbytes++) {
 		struct sfr_source sources[] = { { HOLE, nbytes, 0, 0 }, { HOLE, nbytes, 1, 0 } };
 		struct sfr_save_desc desc = describe(sources, 2);
-		const struct sfr__entry *last;
+		const struct sfr__image_entry *last;
 		struct sfr__image img;
 
 		if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))

@@ -177,7 +177,7 @@ static const char *central_extra(const unsigned char *extra, size_t len,
 	if (len != 0)
 		memcpy(exact, extra, len);
 	rec->extra_len = (uint16_t)len;
-	wrong = sfr__unzip_central_extra(exact, rec, &roomy);
+	wrong = sfr__unzip_parse_central_extra(exact, rec, &roomy);
 	free(exact);
 	return wrong;
 }
@@ -293,16 +293,18 @@ TEST(directory_records_are_valid_only_without_data)
 	struct sfr__unzip_record rec = record(0, 0, 0);
 
 	rec.name_len = 2;
-	GOOD(sfr__unzip_name((const unsigned char *)"a/", &rec));
+	GOOD(sfr__unzip_check_name((const unsigned char *)"a/", &rec));
 	rec.is_dir = true;
-	GOOD(sfr__unzip_name((const unsigned char *)"a/", &rec));
-	SAYS(sfr__unzip_name((const unsigned char *)"ab", &rec), "marked as a directory");
+	GOOD(sfr__unzip_check_name((const unsigned char *)"a/", &rec));
+	SAYS(sfr__unzip_check_name((const unsigned char *)"ab", &rec), "marked as a directory");
 	rec.unpacked_len = 1;
-	SAYS(sfr__unzip_name((const unsigned char *)"a/", &rec), "directory and yet has data");
+	SAYS(sfr__unzip_check_name((const unsigned char *)"a/", &rec),
+	     "directory and yet has data");
 	rec.is_dir = false;
-	SAYS(sfr__unzip_name((const unsigned char *)"a/", &rec), "directory and yet has data");
-	SAYS(sfr__unzip_name((const unsigned char *)"a\0", &rec), "zero byte");
-	GOOD(sfr__unzip_name((const unsigned char *)"ab", &rec));
+	SAYS(sfr__unzip_check_name((const unsigned char *)"a/", &rec),
+	     "directory and yet has data");
+	SAYS(sfr__unzip_check_name((const unsigned char *)"a\0", &rec), "zero byte");
+	GOOD(sfr__unzip_check_name((const unsigned char *)"ab", &rec));
 }
 
 /* ---- local header and descriptor --------------------------------------------- */
@@ -371,7 +373,7 @@ static const char *desc(const unsigned char *bytes, size_t len, const struct sfr
 
 	if (len != 0)
 		memcpy(exact, bytes, len);
-	wrong = sfr__unzip_desc(exact, len, rec, desc_len);
+	wrong = sfr__unzip_check_desc(exact, len, rec, desc_len);
 	free(exact);
 	return wrong;
 }

@@ -96,7 +96,7 @@ TEST(closing_removes_the_descriptor_from_the_table)
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	fd = sfr__fd_open("/dev/null", O_RDONLY, 0);
 	CHECK_EQ(sfr__fd_close(fd), -EIO);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	again = open("/dev/null", O_RDONLY | O_CLOEXEC);
 	CHECK_EQ(again, fd);
 	in_child(child_leaves_a_reused_number_alone, &again);
@@ -112,13 +112,13 @@ TEST(interrupted_open_is_retried_a_bounded_number_of_times)
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	fd = sfr__fd_open("/dev/null", O_RDONLY, 0);
 	CHECK(fd >= 0);
-	CHECK_EQ(sfr_inject_calls("open"), 2);
+	CHECK_EQ(sfr_inject_count_calls("open"), 2);
 	CHECK_EQ(sfr__fd_close(fd), 0);
 	sfr_inject_clear();
 	fault.sticky = 1;
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	CHECK_EQ(sfr__fd_open("/dev/null", O_RDONLY, 0), -EINTR);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	CHECK_EQ(sfr__fd_open("/nonexistent/file", O_RDONLY, 0), -ENOENT);
 	CHECK_EQ(nr_fds(), fds);
 }
@@ -223,7 +223,7 @@ static void *post_notices(void *unused)
 {
 	(void)unused;
 	while (!atomic_load(&stop)) {
-		sfr__notice_text("a sentence");
+		sfr__notice_post_text("a sentence");
 		(void)usleep(20);
 	}
 	return NULL;
@@ -273,7 +273,7 @@ static void check_child_starts_without_state(void *arg)
 	CHECK_EQ(sfr_notice_wait(&notice, 0), SFR_EAGAIN);
 	for (int i = 0; i < NR_CELLS; i++)
 		atomic_store(&cells[i].taken, false); /* the parent's notices use these cells */
-	sfr__notice_text("of the child");
+	sfr__notice_post_text("of the child");
 	CHECK_EQ(sfr_notice_wait(&notice, 0), 0);
 	CHECK(strcmp(notice.text, "of the child") == 0);
 	CHECK_EQ(sfr_fork_init(), 0);

@@ -85,7 +85,7 @@ TEST(notices_arrive_complete_and_in_order)
 
 	for (int round = 0; round < 3; round++) {
 		sfr__notice_post(&ended);
-		sfr__notice_text("%s %d", "text", round);
+		sfr__notice_post_text("%s %d", "text", round);
 		sfr__notice_post(&copied);
 		got = next(0, &rc);
 		CHECK_EQ(rc, 0);
@@ -112,7 +112,7 @@ TEST(text_notice_is_dropped_without_memory)
 		struct sfr_notice got;
 		int rc;
 
-		sfr__notice_text("text");
+		sfr__notice_post_text("text");
 		got = next(0, &rc);
 		CHECK((rc == 0 && got.what == SFR_NOTICE_TEXT) ||
 		      (rc == SFR_EAGAIN && check_acted(&run)));
@@ -124,7 +124,7 @@ TEST(notices_posted_before_a_stop_come_before_it)
 {
 	int rc;
 
-	sfr__notice_text("text");
+	sfr__notice_post_text("text");
 	sfr_notice_stop();
 	CHECK_EQ(next(0, &rc).what, SFR_NOTICE_TEXT);
 	CHECK_EQ(next(0, &rc).what, SFR_NOTICE_STOP);
@@ -139,8 +139,8 @@ TEST(notice_put_back_is_returned_first_and_once)
 	struct sfr_notice got;
 	int rc;
 
-	sfr__notice_text("first");
-	sfr__notice_text("second");
+	sfr__notice_post_text("first");
+	sfr__notice_post_text("second");
 	sfr_notice_stop();
 	got = next(0, &rc);
 	got.ticket = (struct sfr_ticket *)&ticket;

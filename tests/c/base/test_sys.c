@@ -225,12 +225,12 @@ TEST(failed_thread_start_returns_an_error_and_leaks_nothing)
 	CHECK_EQ(sfr_inject_set(&no_thread), 0);
 	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread, &self),
 		 -EAGAIN);
-	CHECK_EQ(sfr_inject_calls("malloc"), sfr_inject_calls("free"));
+	CHECK_EQ(sfr_inject_count_calls("malloc"), sfr_inject_count_calls("free"));
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&no_memory), 0);
 	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, describe_thread, &self),
 		 -ENOMEM);
-	CHECK_EQ(sfr_inject_calls("thread_create"), 0);
+	CHECK_EQ(sfr_inject_count_calls("thread_create"), 0);
 	sfr_inject_clear();
 
 	/* If the priority cannot be lowered, the thread runs nevertheless. */
@@ -242,7 +242,7 @@ TEST(failed_thread_start_returns_an_error_and_leaks_nothing)
 	CHECK(self.blocked);
 	CHECK_EQ(self.nice, getpriority(PRIO_PROCESS, 0));
 	CHECK_EQ(sfr_inject_hits(), 1);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 /* ---- every call of the table ---- */
@@ -363,22 +363,22 @@ TEST(wrappers_forward_and_count_every_call)
 	CHECK_EQ(sfr_inject_install(), 0); /* a second call does nothing */
 	CHECK_EQ(call_everything(0, &nr_wrong), 0);
 	for (size_t i = 0; i < NR_FAILING; i++)
-		if (!CHECK_EQ(sfr_inject_calls(names[i]), 1))
+		if (!CHECK_EQ(sfr_inject_count_calls(names[i]), 1))
 			(void)fprintf(stderr, "  (%s)\n", names[i]);
-	CHECK_EQ(sfr_inject_calls("*"), NR_FAILING);
-	CHECK_EQ(sfr_inject_calls("free"), 3);
-	CHECK_EQ(sfr_inject_calls("readdir"), 1);
-	CHECK_EQ(sfr_inject_calls("closedir"), 1);
-	CHECK_EQ(sfr_inject_calls("clock_gettime"), 1);
-	CHECK_EQ(sfr_inject_calls("thread_join"), 1);
-	CHECK_EQ(sfr_inject_calls("capture_copy") + sfr_inject_calls("lane_copy"), 2);
-	CHECK_EQ(sfr_inject_calls("printf"), 0);
+	CHECK_EQ(sfr_inject_count_calls("*"), NR_FAILING);
+	CHECK_EQ(sfr_inject_count_calls("free"), 3);
+	CHECK_EQ(sfr_inject_count_calls("readdir"), 1);
+	CHECK_EQ(sfr_inject_count_calls("closedir"), 1);
+	CHECK_EQ(sfr_inject_count_calls("clock_gettime"), 1);
+	CHECK_EQ(sfr_inject_count_calls("thread_join"), 1);
+	CHECK_EQ(sfr_inject_count_calls("capture_copy") + sfr_inject_count_calls("lane_copy"), 2);
+	CHECK_EQ(sfr_inject_count_calls("printf"), 0);
 	CHECK_EQ(sfr_inject_hits(), 0);
 	sfr_inject_clear();
-	CHECK_EQ(sfr_inject_calls("*"), 0);
-	sfr_inject_remove();
+	CHECK_EQ(sfr_inject_count_calls("*"), 0);
+	sfr_inject_uninstall();
 	CHECK_EQ(call_everything(0, &nr_wrong), 0); /* the plain table works too */
-	CHECK_EQ(sfr_inject_calls("*"), 0);         /* after the removal nothing is counted */
+	CHECK_EQ(sfr_inject_count_calls("*"), 0);   /* after the removal nothing is counted */
 }
 
 TEST(every_call_that_can_fail_can_be_made_to_fail)
@@ -403,7 +403,7 @@ TEST(every_call_that_can_fail_can_be_made_to_fail)
 			sfr_inject_clear();
 		}
 	}
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 /* ---- faults ---- */
@@ -435,9 +435,9 @@ TEST(impossible_fault_is_refused)
 	for (int i = 0; i < 16; i++)
 		CHECK_EQ(sfr_inject_set(&fault), 0);
 	CHECK_EQ(sfr_inject_set(&fault), -ENOSPC);
-	CHECK_EQ(sfr_inject_drop(&fault), 0);
+	CHECK_EQ(sfr_inject_remove_fault(&fault), 0);
 	CHECK_EQ(sfr_inject_set(&fault), 0);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(faults_count_independently_and_can_be_dropped)
@@ -455,11 +455,11 @@ TEST(faults_count_independently_and_can_be_dropped)
 		CHECK_EQ(sfr_sys.fsync(fd) < 0 ? errno : 0, expected[i]);
 	}
 	CHECK_EQ(sfr_inject_hits(), 4);
-	CHECK_EQ(sfr_inject_drop(&from_fourth), 0);
-	CHECK_EQ(sfr_inject_drop(&from_fourth), -ENOENT);
+	CHECK_EQ(sfr_inject_remove_fault(&from_fourth), 0);
+	CHECK_EQ(sfr_inject_remove_fault(&from_fourth), -ENOENT);
 	CHECK_EQ(sfr_sys.fsync(fd), 0);
-	CHECK_EQ(sfr_inject_calls("fsync"), 7);
-	sfr_inject_remove();
+	CHECK_EQ(sfr_inject_count_calls("fsync"), 7);
+	sfr_inject_uninstall();
 	(void)close(fd);
 }
 
@@ -510,7 +510,7 @@ TEST(short_transfer_moves_exactly_the_given_bytes)
 		(void)close(fd);
 	free(page);
 	dir_remove(dir);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(a_delayed_call_is_late_and_succeeds)
@@ -526,7 +526,7 @@ TEST(a_delayed_call_is_late_and_succeeds)
 	CHECK(sfr__now_ns() - before >= 30000000u);
 	CHECK(to == 'a');
 	CHECK_EQ(sfr_inject_hits(), 1);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 static atomic_int nr_failures;
@@ -558,12 +558,12 @@ TEST(the_nth_call_fails_once_however_many_threads_call)
 	/* The list may be changed meanwhile. */
 	for (int i = 0; i < 1000; i++) {
 		CHECK_EQ(sfr_inject_set(&other), 0);
-		CHECK_EQ(sfr_inject_drop(&other), 0);
+		CHECK_EQ(sfr_inject_remove_fault(&other), 0);
 	}
 	for (int i = 0; i < 4; i++)
 		CHECK_EQ(pthread_join(threads[i], NULL), 0);
 	CHECK_EQ(atomic_load(&nr_failures), 1);
-	CHECK_EQ(sfr_inject_calls("malloc"), 40000);
+	CHECK_EQ(sfr_inject_count_calls("malloc"), 40000);
 	CHECK_EQ(sfr_inject_hits(), 1);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }

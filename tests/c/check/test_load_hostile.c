@@ -85,7 +85,7 @@ TEST(first_repeated_name_ends_the_comparison)
 
 	sfr_inject_clear();
 	v = check_fd(fd, SFR_CHECK_DIRECTORY);
-	nr_reads = sfr_inject_calls("pread");
+	nr_reads = sfr_inject_count_calls("pread");
 	CHECK(v.rc == 0 && !v.ok && strstr(v.error, "occurs twice") != NULL);
 	CHECK_EQ(v.nr_bad, 1);
 	CHECK(nr_reads < 20); /* not two reads for each pair */

@@ -33,14 +33,14 @@ TEST(a_check_runs_in_slices)
 	fd = file_of(a.buf, a.len);
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
 	while ((rc = sfr_check_run(check, 0)) == SFR_EAGAIN && slices++ < 1000) {
-		CHECK(sfr_check_done(check) >= done && sfr_check_done(check) <= a.len);
-		done = sfr_check_done(check);
+		CHECK(sfr_check_bytes_done(check) >= done && sfr_check_bytes_done(check) <= a.len);
+		done = sfr_check_bytes_done(check);
 		CHECK(!sfr_check_result(check)->ok);
 	}
 	CHECK_EQ(rc, 0);
 	CHECK(sfr_check_result(check)->ok);
 	CHECK_EQ(sfr_check_run(check, 0), 0); /* a second call returns the same */
-	CHECK_EQ(sfr_check_done(check), a.len);
+	CHECK_EQ(sfr_check_bytes_done(check), a.len);
 	/* One step for each record and direction, and one for each chunk, so an interruption
 	 * never waits long. */
 	CHECK(slices > 15 && slices < 40);
@@ -135,12 +135,12 @@ TEST(failure_of_any_read_in_a_long_file_ends_the_check)
 			hits = sfr_inject_hits();
 			/* After a failure nothing is read, so that no later read counts as a
 			 * success. */
-			CHECK(hits == 0 || sfr_inject_calls("pread") == nth);
+			CHECK(hits == 0 || sfr_inject_count_calls("pread") == nth);
 			CHECK(hits != 0 ? v.rc == -EIO : v.rc == 0 && v.nr_bad == 1);
 			CHECK(v.rc != 0 || v.nr_records == a.nr);
 		} while (hits != 0);
 		CHECK(nth > (flags != 0 ? 8 : 80));
-		sfr_inject_remove();
+		sfr_inject_uninstall();
 	}
 	(void)close(fd);
 	archive_free(&a);
@@ -235,7 +235,7 @@ TEST(short_and_interrupted_reads_are_continued)
 		CHECK(check_fd(fd, SFR_CHECK_BYTES).ok);
 		CHECK_EQ(sfr_inject_hits(), 1);
 	}
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	(void)close(fd);
 	archive_free(&a);
 }

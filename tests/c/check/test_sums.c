@@ -169,7 +169,7 @@ TEST(check_that_is_freed_early_reads_no_further)
 	sfr_check_free(check);
 	CHECK(sfr_inject_hits() <= 2 * SFR__READER_THREADS);
 	sfr_inject_clear();
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	(void)close(fd);
 	archive_free(&a);
 }
@@ -203,7 +203,7 @@ TEST(check_survives_short_interrupted_and_refused_reads)
 			CHECK(sfr_inject_hits() > 0);
 		}
 		sfr_inject_clear();
-		sfr_inject_remove();
+		sfr_inject_uninstall();
 		(void)close(fd);
 		dir_remove(dir);
 	}
@@ -226,10 +226,10 @@ TEST(read_error_of_a_thread_is_the_error_of_the_check)
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	for (int again = 0; again < 3; again++)
 		CHECK_EQ(sfr_check_run(check, SFR_FOREVER), -EIO);
-	CHECK(sfr_check_os_error(check));
+	CHECK(sfr_check_has_os_error(check));
 	sfr_check_free(check);
 	sfr_inject_clear();
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	(void)close(fd);
 	archive_free(&a);
 }
@@ -271,7 +271,7 @@ TEST(check_finds_damage_despite_any_failing_call)
 				  check_acted(&run) && (v.rc == -EIO || v.rc == -ENOMEM));
 		CHECK_EQ(nr_fds(), before);
 	}
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	(void)close(fd);
 	archive_free(&a);
 	dir_remove(dir);
@@ -292,7 +292,7 @@ TEST(forked_child_and_parent_both_end_the_check)
 	(void)fflush(stdout);
 	child = fork();
 	if (child == 0) {
-		bool good = sfr_check_done(check) <= a.len;
+		bool good = sfr_check_bytes_done(check) <= a.len;
 
 		good = sfr_check_run(check, SFR_FOREVER) == 0 && good &&
 		       sfr_check_result(check)->ok;

@@ -63,7 +63,7 @@ static inline struct verdict check_fd(int fd, unsigned flags)
 		CHECK(r->ok == (r->error[0] == '\0'));
 		CHECK(!r->ok || r->nr_bad == 0);
 		CHECK(r->nr_listed <= r->nr_bad);
-		CHECK(!r->ok || sfr_check_done(check) == r->nbytes);
+		CHECK(!r->ok || sfr_check_bytes_done(check) == r->nbytes);
 	}
 	sfr_check_free(check);
 	return v;

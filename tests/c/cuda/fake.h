@@ -22,7 +22,7 @@ static struct {
 
 static int fake__count_locks(void)
 {
-	return (int)sfr__locks_held();
+	return (int)sfr__count_locks_held();
 }
 
 /* Makes the core use the library next to the program. False if there is none. */

@@ -57,7 +57,7 @@ static int nr_wrong(const struct sfr_save_desc *desc)
 	if (!CHECK(fd >= 0) || !CHECK_EQ(sfr__image_init(&img, desc, 1u << 17), 0))
 		return -1;
 	for (uint32_t i = 0; i < img.nr_entries; i++) {
-		const struct sfr__entry *entry = &img.entries[i];
+		const struct sfr__image_entry *entry = &img.entries[i];
 
 		if (entry->source < 0)
 			continue;

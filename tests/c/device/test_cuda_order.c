@@ -380,7 +380,7 @@ TEST(snapshot_has_the_state_at_the_call_whichever_side_runs_first)
 			fake.fake_cuda_hold(0);
 			while (nr_copying(snapshot) > 1)
 				(void)sched_yield();
-			sfr__snapshot_copy_ended(snapshot, -1, NULL);
+			sfr__snapshot_end_copy(snapshot, -1, NULL);
 			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 			fake_freed(&one, 0);
 			if (!(i & 2))

@@ -34,11 +34,11 @@ static void saves(const char *dir)
 		save_end(&f);
 		save_end(&f); /* may be called twice */
 		CHECK(save_is_new(dir));
-		CHECK_EQ(sfr_inject_calls("fdatasync"), durable);
-		CHECK_EQ(sfr_inject_calls("fsync"), durable);
+		CHECK_EQ(sfr_inject_count_calls("fdatasync"), durable);
+		CHECK_EQ(sfr_inject_count_calls("fsync"), durable);
 		CHECK_EQ(nr_fds(), fds);
 	}
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(a_save_replaces_the_old_file_and_leaves_nothing_else)
@@ -189,26 +189,26 @@ TEST(a_step_out_of_order_is_refused_and_does_nothing)
 	CHECK_EQ(sfr__file_write(&f, save_new, SAVE_LEN, 0, &err), SFR_ESTATE);
 	CHECK_EQ(sfr__file_sync(&f, &err), SFR_ESTATE);
 	CHECK_EQ(sfr__file_commit(&f, &err), SFR_ESTATE);
-	CHECK_EQ(sfr_inject_calls("*"), 0);
+	CHECK_EQ(sfr_inject_count_calls("*"), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	sfr_inject_clear();
 	CHECK_EQ(sfr__file_open(&f, &err), SFR_ESTATE);
 	CHECK_EQ(sfr__file_commit(&f, &err), SFR_ESTATE); /* not before the sync */
-	CHECK_EQ(sfr_inject_calls("*"), 0);
+	CHECK_EQ(sfr_inject_count_calls("*"), 0);
 	CHECK_EQ(save_write_all(&f, &err), 0);
 	CHECK_EQ(sfr__file_sync(&f, &err), 0);
 	sfr_inject_clear();
 	CHECK_EQ(sfr__file_sync(&f, &err), SFR_ESTATE);
 	CHECK_EQ(sfr__file_write(&f, save_new, SAVE_LEN, 0, &err), SFR_ESTATE);
-	CHECK_EQ(sfr_inject_calls("*"), 0);
+	CHECK_EQ(sfr_inject_count_calls("*"), 0);
 	CHECK_EQ(sfr__file_commit(&f, &err), 0);
 	sfr_inject_clear();
 	CHECK_EQ(sfr__file_commit(&f, &err), SFR_ESTATE);
-	CHECK_EQ(sfr_inject_calls("*"), 0);
+	CHECK_EQ(sfr_inject_count_calls("*"), 0);
 	CHECK_EQ(err.code, SFR_ESTATE); /* the first error is kept */
 	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
 	sfr__file_fini(&f);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	dir_remove(dir);
 }
 
@@ -262,8 +262,8 @@ static void takes_several_writers(const char *dir)
 		CHECK_EQ(pthread_join(threads[i], NULL), 0);
 		CHECK_EQ(writers[i].rc, 0);
 	}
-	CHECK(sfr_inject_calls("pwrite") > NR_WRITERS * 2); /* slices, and parts of them */
-	sfr_inject_remove();
+	CHECK(sfr_inject_count_calls("pwrite") > NR_WRITERS * 2); /* slices, and parts of them */
+	sfr_inject_uninstall();
 	CHECK_EQ(sfr__file_sync(&f, &err), 0);
 	CHECK_EQ(sfr__file_commit(&f, &err), 0);
 	sfr__file_fini(&f);
@@ -421,7 +421,7 @@ static void saves_on_small_disks(const char *dir)
 		}
 	}
 	CHECK(fitted);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(full_disk_is_reported_and_the_old_file_stays)
@@ -465,7 +465,7 @@ static void saves_under_a_limit(const char *dir)
 	limit.rlim_cur = SAVE_LEN;
 	CHECK_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
 	save_cleanly(dir);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 static void limited(const char *dir)

@@ -131,7 +131,8 @@ static void check_failures(const char *dir)
 		CHECK(c->is_new ? save_is_new(dir) : save_is_old(dir));
 		CHECK_EQ(dir_count(dir, "", NULL), 1);
 		CHECK_EQ(nr_fds(), fds);
-		CHECK(sfr_inject_calls("fdatasync") <= 1 && sfr_inject_calls("fsync") <= 1);
+		CHECK(sfr_inject_count_calls("fdatasync") <= 1 &&
+		      sfr_inject_count_calls("fsync") <= 1);
 		if (c->fallback >= 0)
 			CHECK(strstr(c->fallback == SFR_FALLBACK_BUFFERED ? f.why_buffered :
 									    f.why_unsynced,
@@ -141,7 +142,7 @@ static void check_failures(const char *dir)
 			(void)fprintf(stderr, "  (%s %s, call %d)\n", c->call,
 				      sfr_code_name(-c->err), (int)c->nth);
 	}
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(failing_call_reports_its_phase_and_leaves_a_complete_file)
@@ -244,7 +245,7 @@ TEST(open_fails_if_direct_mode_fails_and_cannot_be_reset)
 	CHECK_EQ(save_begin(&f, dir, true, &err), -EIO);
 	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
 	save_end(&f);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	CHECK(save_is_old(dir));
 	dir_remove(dir);
 }
@@ -271,8 +272,8 @@ static void survives_every_failure(const char *dir)
 				save_put_old(dir);
 				rc = save_begin(&f, dir, durable, &err);
 				save_end(&f);
-				CHECK(sfr_inject_calls("fdatasync") <= 1);
-				CHECK(sfr_inject_calls("fsync") <= 1);
+				CHECK(sfr_inject_count_calls("fdatasync") <= 1);
+				CHECK(sfr_inject_count_calls("fsync") <= 1);
 				CHECK_EQ(nr_fds(), fds);
 				check_end_fault(&run);
 
@@ -322,7 +323,7 @@ static void continues_after_short_writes(const char *dir)
 			CHECK(save_is_new(dir));
 		}
 	}
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(short_write_is_continued)
@@ -361,7 +362,7 @@ static void ends_without_progress(const char *dir)
 	CHECK_EQ(rc, f.io_mode == SFR_IO_DIRECT ? -EIO : 0);
 	save_end(&f);
 	CHECK(rc == 0 ? save_is_new(dir) : save_is_old(dir));
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(a_write_without_progress_ends_with_an_error)
@@ -379,10 +380,10 @@ TEST(a_write_without_progress_ends_with_an_error)
 	CHECK_EQ(sfr_inject_set(&no_direct), 0);
 	CHECK_EQ(sfr_inject_set(&crumbs), 0);
 	CHECK_EQ(save_begin(&f, dir, true, &err), 0);
-	CHECK_EQ(sfr_inject_calls("pwrite"), SAVE_LEN);
+	CHECK_EQ(sfr_inject_count_calls("pwrite"), SAVE_LEN);
 	save_end(&f);
 	CHECK(save_is_new(dir));
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	dir_remove(dir);
 }
 

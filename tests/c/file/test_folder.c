@@ -167,7 +167,7 @@ static void every_call_fails(const char *dir, bool aside)
 	put_old(dir);
 	set_aside_mode(aside);
 	CHECK_EQ(save(dir, there), 0);
-	nr_calls = sfr_inject_calls("*");
+	nr_calls = sfr_inject_count_calls("*");
 	for (fault.nth = 1; fault.nth <= nr_calls; fault.nth++) {
 		int rc;
 
@@ -208,7 +208,7 @@ TEST(any_failure_leaves_the_old_directory_or_the_new_one)
 	CHECK_EQ(sfr_inject_install(), 0);
 	in_each_base(every_call_fails_in_turn);
 	in_each_base(every_call_fails_without_exchange);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 static void not_moved_back(const char *dir)
@@ -233,7 +233,7 @@ TEST(old_directory_that_cannot_be_moved_back_is_not_lost)
 {
 	CHECK_EQ(sfr_inject_install(), 0);
 	in_each_base(not_moved_back);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 static void unsynced_parent(const char *dir)
@@ -266,7 +266,7 @@ TEST(old_directory_is_kept_until_its_parent_is_synced)
 {
 	CHECK_EQ(sfr_inject_install(), 0);
 	in_each_base(unsynced_parent);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 /* ---- dead writers --------------------------------------------------------------- */
@@ -368,7 +368,7 @@ static void living_writer(const char *dir)
 	CHECK_EQ(status, 0);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 2);
 	CHECK(holds(sfr_folder_path(f), "new"));
-	CHECK_EQ(sfr__file_remove(dir, NULL, &removed), 0); /* keeps it, and what is above */
+	CHECK_EQ(sfr__file_remove_tree(dir, NULL, &removed), 0); /* keeps it, and what is above */
 	CHECK(holds(sfr_folder_path(f), "new"));
 	sfr_folder_free(f);
 	CHECK_EQ(dir_count(dir, "", NULL), 0);

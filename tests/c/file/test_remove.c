@@ -14,7 +14,7 @@ static void make_dir(const char *base)
 static int rm(const char *name, struct sfr_err *err)
 {
 	*err = (struct sfr_err){ .index = -1 };
-	return sfr__file_remove(dir_path(dir, name), NULL, err);
+	return sfr__file_remove_tree(dir_path(dir, name), NULL, err);
 }
 
 TEST(remove_deletes_a_file_and_accepts_a_missing_name)
@@ -197,7 +197,7 @@ TEST(removing_a_tree_removes_dead_temporaries)
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	sfr__file_fini(&f);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	CHECK_EQ(dir_count(dir_path(dir, "t"), TEMPORARIES, NULL), 1);
 	file_put(dir_path(dir, "t/.stillframe-0123456789abcdef0123456789abcdef-1-1.tmp"), "x", 1);
 	CHECK_EQ(rm("t", &err), 0);
@@ -217,8 +217,8 @@ TEST(failed_unlink_does_not_stop_the_remove)
 	CHECK_EQ(rm("t", &err), -EIO);
 	CHECK_EQ(err.code, -EIO); /* not the ENOTEMPTY that results from it */
 	CHECK_EQ(err.phase, SFR_PHASE_REMOVE);
-	CHECK_EQ(sfr_inject_calls("unlink"), 7);
-	sfr_inject_remove();
+	CHECK_EQ(sfr_inject_count_calls("unlink"), 7);
+	sfr_inject_uninstall();
 	CHECK_EQ(rm("t", &err), 0);
 	CHECK_EQ(dir_count(dir, "", NULL), 0);
 	dir_remove(dir);
@@ -290,7 +290,7 @@ TEST(remove_records_the_time_after_each_name)
 	make_tree();
 	plain = sfr_sys;
 	sfr_sys.unlink = listening_unlink;
-	CHECK_EQ(sfr__file_remove(dir_path(dir, "t"), &answered, &err), 0);
+	CHECK_EQ(sfr__file_remove_tree(dir_path(dir, "t"), &answered, &err), 0);
 	CHECK(nr_unlinks > 1);
 	sfr_sys = plain;
 	dir_remove(dir);
@@ -371,14 +371,14 @@ TEST(data_files_stay_if_metadata_cannot_be_removed)
 		CHECK_EQ(sfr_inject_install(), 0);
 		CHECK_EQ(sfr_inject_set(&fault), 0);
 		CHECK_EQ(rm("t", &err), -EIO);
-		sfr_inject_remove();
+		sfr_inject_uninstall();
 		CHECK_EQ(nr_data(), 2);
 		/* After a failed sync, the next remove cannot know whether the unlink has
 		 * reached the disk. */
 		CHECK_EQ(sfr_inject_install(), 0);
 		CHECK_EQ(rm("t", &err), 0);
-		CHECK_EQ(sfr_inject_calls("fsync"), 1);
-		sfr_inject_remove();
+		CHECK_EQ(sfr_inject_count_calls("fsync"), 1);
+		sfr_inject_uninstall();
 		CHECK_EQ(dir_count(dir, "", NULL), 0);
 	}
 	dir_remove(dir);

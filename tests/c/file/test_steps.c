@@ -48,15 +48,15 @@ TEST(steps_are_taken_in_their_order)
 	sfr_inject_clear();
 	CHECK_EQ(sfr_steps_take(changes, NR_COMMIT, &nr_done), 0);
 	CHECK_EQ(nr_done, NR_COMMIT);
-	CHECK_EQ(sfr_inject_calls("fsync"), 3);
+	CHECK_EQ(sfr_inject_count_calls("fsync"), 3);
 	CHECK(file_is(dir_path(dir, "name"), "new", 3));
 	CHECK_EQ(dir_count(dir, "", NULL), 1);
 	sfr_inject_clear();
 	changes[0] = step(SFR_STEP_WRITE, "other", "");
 	CHECK_EQ(sfr_steps_take(changes, 1, &nr_done), 0);
-	CHECK_EQ(sfr_inject_calls("fsync"), 0);
+	CHECK_EQ(sfr_inject_count_calls("fsync"), 0);
 	CHECK(file_is(dir_path(dir, "other"), "", 0));
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	dir_remove(dir);
 }
 
@@ -98,7 +98,7 @@ TEST(short_write_is_continued_and_a_late_error_fails_the_step)
 	CHECK_EQ(sfr_inject_set(&shorter), 0);
 	CHECK_EQ(sfr_steps_take(&changes, 1, &nr_done), 0);
 	CHECK(file_is(changes.path, "a long text", 11));
-	CHECK_EQ(sfr_inject_calls("pwrite"), 2);
+	CHECK_EQ(sfr_inject_count_calls("pwrite"), 2);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&stuck), 0);
 	(void)unlink(changes.path);
@@ -112,7 +112,7 @@ TEST(short_write_is_continued_and_a_late_error_fails_the_step)
 	CHECK_EQ(sfr_inject_set(&late), 0);
 	(void)unlink(changes.path);
 	CHECK_EQ(sfr_steps_take(&changes, 1, &nr_done), -EDQUOT);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	dir_remove(dir);
 }
 

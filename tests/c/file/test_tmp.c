@@ -96,7 +96,7 @@ static void cannot_read_the_boot_id(void)
 	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	/* without a boot id, no temporary can be recognised */
-	CHECK_EQ(sfr_inject_calls("opendir"), 0);
+	CHECK_EQ(sfr_inject_count_calls("opendir"), 0);
 	CHECK_EQ(dir_count(dir, ".stillframe-noboot-", name), 1);
 	CHECK(sfr__tmp_may_be_live(dir_path(dir, name), name));
 	CHECK_EQ(save_write_all(&f, &err), 0);
@@ -107,7 +107,7 @@ static void cannot_read_the_boot_id(void)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1); /* the dead one from before */
 	sfr_inject_clear();
 	save_cleanly(dir); /* the failure is not remembered */
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(save_without_a_boot_id_removes_no_temporary)
@@ -204,7 +204,7 @@ TEST(only_own_temporaries_are_known_to_be_live_without_flock)
 				   first.tmp.name)); /* a remove asks whether it is alive */
 	CHECK(file_exists(dead));                    /* nothing could show that it is dead */
 	sfr__file_fini(&first);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	save_cleanly(dir);
 	CHECK(!file_exists(dead));
 	dir_remove(dir);
@@ -247,9 +247,9 @@ TEST(temporary_is_dead_only_if_its_lock_was_taken_or_its_name_is_gone)
 		 * an error of its own. */
 		CHECK_EQ(rename(path, in_tree), 0);
 		err = (struct sfr_err){ .index = -1 };
-		(void)sfr__file_remove(dir_path(dir, "tree"), NULL, &err);
+		(void)sfr__file_remove_tree(dir_path(dir, "tree"), NULL, &err);
 		CHECK(file_exists(in_tree));
-		sfr_inject_remove();
+		sfr_inject_uninstall();
 		if (strstr(cases[i].call, "stat") == NULL)
 			CHECK(strstr(save_notice(), in_tree) != NULL);
 		while (*save_notice())
@@ -497,7 +497,7 @@ TEST(next_save_removes_a_temporary_whose_unlink_failed)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
 	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	save_cleanly(dir);
 	dir_remove(dir);
 }

@@ -32,7 +32,7 @@ static uint64_t next_cap(uint64_t budget)
 {
 	uint64_t bytes = take(budget, 1024 * GIB);
 
-	sfr__budget_give(bytes);
+	sfr__budget_give_back(bytes);
 	return bytes;
 }
 
@@ -44,12 +44,12 @@ TEST(default_caps_share_one_budget)
 	CHECK_EQ(first, 4 * GIB);
 	second = take(4 * GIB, 1024 * GIB); /* one block, although nothing is left */
 	CHECK_EQ(second, 16 * MIB);
-	sfr__budget_give(first);
+	sfr__budget_give_back(first);
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB - 16 * MIB);
 	third = take(GIB, 1024 * GIB);
 	CHECK_EQ(third, GIB - 16 * MIB);
-	sfr__budget_give(second);
-	sfr__budget_give(third);
+	sfr__budget_give_back(second);
+	sfr__budget_give_back(third);
 	CHECK_EQ(next_cap(GIB), GIB);
 }
 
@@ -65,8 +65,8 @@ TEST(each_default_pool_is_limited_to_most_bytes)
 
 	CHECK_EQ(first, 768 * MIB);
 	CHECK_EQ(second, 384 * MIB); /* the limit is for each pool */
-	sfr__budget_give(first);
-	sfr__budget_give(second);
+	sfr__budget_give_back(first);
+	sfr__budget_give_back(second);
 }
 
 TEST(the_memory_of_all_pools_is_summed)
@@ -99,14 +99,14 @@ TEST(a_child_has_a_budget_of_its_own)
 		bool ok = sfr_pools_hold() == 0 && take(4 * GIB, 1024 * GIB) == 4 * GIB &&
 			  next_cap(4 * GIB) == 16 * MIB;
 
-		sfr__budget_give(4 * GIB);
+		sfr__budget_give_back(4 * GIB);
 		_exit(ok && next_cap(4 * GIB) == 4 * GIB ? 0 : 1);
 	}
 	CHECK_EQ(waitpid(child, &status, 0), child);
 	CHECK_EQ(status, 0);
 	CHECK_EQ(sfr_pools_hold(), GIB);
 	sfr__budget_add_memory(-(int64_t)GIB);
-	sfr__budget_give(taken);
+	sfr__budget_give_back(taken);
 	CHECK_EQ(next_cap(4 * GIB), 4 * GIB);
 }
 

@@ -99,10 +99,10 @@ TEST(block_memory_is_reused)
 	for (int i = 0; i < 10; i++)
 		sfr__pool_put(pool, lease(pool, 4 * MIB));
 	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
-	before = sfr_inject_calls("madvise") + sfr_inject_calls("mprotect");
+	before = sfr_inject_count_calls("madvise") + sfr_inject_count_calls("mprotect");
 	block = lease(pool, 4 * MIB);
 	sfr__pool_put(pool, block);
-	CHECK_EQ(sfr_inject_calls("madvise") + sfr_inject_calls("mprotect"), before);
+	CHECK_EQ(sfr_inject_count_calls("madvise") + sfr_inject_count_calls("mprotect"), before);
 	sfr__pool_free(pool);
 }
 

@@ -9,7 +9,7 @@
 
 static int file_of(struct sfr__pool *pool, const struct sfr__block *block, uint64_t *off)
 {
-	return sfr__pool_file(pool, block->mem, off);
+	return sfr__pool_locate_in_file(pool, block->mem, off);
 }
 
 static uint64_t bytes_in(int fd)
@@ -125,16 +125,16 @@ TEST(shared_pages_are_allocated_before_they_are_touched)
 	sfr_sys.madvise = fault_madvise;
 	CHECK_EQ(sfr_inject_install(), 0);
 	block = lease(pool, 4 * MIB);
-	CHECK_EQ(sfr_inject_calls("fallocate"), 1);
+	CHECK_EQ(sfr_inject_count_calls("fallocate"), 1);
 	CHECK(all_resident(block->mem, 4 * MIB));
 	CHECK(bytes_in(file_of(pool, block, &off)) == 4 * MIB);
 	sfr__pool_put(pool, block);
 	set_fault(0, "fallocate", 1, EINTR, 0);
 	set_fault(1, "fallocate", 2, ENOSPC, 0);
 	CHECK_EQ(sfr__pool_warm_up(pool, 8 * MIB), -ENOMEM); /* asked again after a signal */
-	CHECK_EQ(sfr_inject_calls("fallocate"), 3);
+	CHECK_EQ(sfr_inject_count_calls("fallocate"), 3);
 	CHECK(stats(pool).committed_bytes == 4 * MIB);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	refuse_populate = 0;
 	sfr_sys.madvise = madvise;
 	sfr__pool_free(pool);
@@ -192,5 +192,5 @@ TEST(shared_pool_fails_without_memfd)
 	set_fault(0, "memfd", 1, ENOSYS, 0);
 	CHECK_EQ(sfr__pool_new(12 * MIB, 4 * MIB, true, &pool), -ENOSYS);
 	CHECK(pool == NULL);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }

@@ -9,8 +9,8 @@
 /* Returns how often memory was made for a block. */
 static uint64_t nr_made(struct sfr__pool *pool)
 {
-	return sfr__pool_moves(pool, SFR__BLOCK_RESERVED, SFR__BLOCK_GROWING) +
-	       sfr__pool_moves(pool, SFR__BLOCK_FREE, SFR__BLOCK_GROWING);
+	return sfr__pool_nr_moves(pool, SFR__BLOCK_RESERVED, SFR__BLOCK_GROWING) +
+	       sfr__pool_nr_moves(pool, SFR__BLOCK_FREE, SFR__BLOCK_GROWING);
 }
 
 static bool lacks(struct sfr__pool *pool)
@@ -25,28 +25,28 @@ TEST(supply_makes_what_a_save_could_use_and_no_more)
 	uint64_t made;
 
 	CHECK(!lacks(pool));
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 0);
-	sfr__pool_join(pool, 5);
+	sfr__pool_add_save(pool, 5);
 	CHECK(lacks(pool));
 	/* Its small last block is separate and stays small. */
 	blocks[5] = lease(pool, 1);
 	CHECK_EQ(blocks[5]->committed, 2 * MIB);
 	sfr__pool_put(pool, blocks[5]);
-	sfr__pool_keep_pace(pool, 0);
-	sfr__pool_leave(pool, 5);
+	sfr__pool_make_whole_blocks(pool, 0);
+	sfr__pool_remove_save(pool, 5);
 	CHECK(!lacks(pool));
 	CHECK_EQ(stats(pool).committed_bytes, 22 * MIB);
 	made = nr_made(pool);
 	for (int save = 0; save < 3; save++) {
-		sfr__pool_join(pool, 5);
+		sfr__pool_add_save(pool, 5);
 		for (int i = 0; i < 6; i++)
 			blocks[i] = lease(pool, i < 5 ? 4 * MIB : 1);
 		for (int i = 0; i < 6; i++) {
 			sfr__pool_put(pool, blocks[i]);
-			sfr__pool_keep_pace(pool, 5 - (uint32_t)i);
+			sfr__pool_make_whole_blocks(pool, 5 - (uint32_t)i);
 		}
-		sfr__pool_leave(pool, 5);
+		sfr__pool_remove_save(pool, 5);
 	}
 	CHECK_EQ(nr_made(pool), made);
 	CHECK_EQ(stats(pool).committed_bytes, 22 * MIB);
@@ -57,16 +57,16 @@ TEST(writer_makes_only_memory_that_later_writes_cannot)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 
-	sfr__pool_join(pool, 5);
-	sfr__pool_keep_pace(pool, 5);
+	sfr__pool_add_save(pool, 5);
+	sfr__pool_make_whole_blocks(pool, 5);
 	CHECK_EQ(stats(pool).committed_bytes, 0);
-	sfr__pool_keep_pace(pool, 4);
+	sfr__pool_make_whole_blocks(pool, 4);
 	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
-	sfr__pool_keep_pace(pool, 4);
+	sfr__pool_make_whole_blocks(pool, 4);
 	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 20 * MIB);
-	sfr__pool_leave(pool, 5);
+	sfr__pool_remove_save(pool, 5);
 	sfr__pool_free(pool);
 }
 
@@ -75,19 +75,19 @@ TEST(overlapping_saves_raise_the_number_of_wanted_blocks)
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 	struct sfr__block *blocks[4];
 
-	sfr__pool_join(pool, 3);
-	sfr__pool_join(pool, 3);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_add_save(pool, 3);
+	sfr__pool_add_save(pool, 3);
+	sfr__pool_make_whole_blocks(pool, 0);
 	/* If one save's memory is enough for both, no more is made. */
 	CHECK_EQ(stats(pool).committed_bytes, 12 * MIB);
 	for (int i = 0; i < 4; i++)
 		blocks[i] = lease(pool, 4 * MIB);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 24 * MIB);
 	for (int i = 0; i < 4; i++)
 		sfr__pool_put(pool, blocks[i]);
-	sfr__pool_leave(pool, 3);
-	sfr__pool_leave(pool, 3);
+	sfr__pool_remove_save(pool, 3);
+	sfr__pool_remove_save(pool, 3);
 	sfr__pool_free(pool);
 }
 
@@ -99,17 +99,17 @@ TEST(supply_stays_within_the_cap_without_held_blocks)
 	char *addr;
 
 	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &held), 0);
-	sfr__pool_join(pool, 1);
+	sfr__pool_add_save(pool, 1);
 	CHECK(lacks(pool));
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 12 * MIB);
-	sfr__pool_join(pool, 1000);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_add_save(pool, 1000);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK(!lacks(pool));
 	CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
 	sfr__pool_unlease(pool, &held);
-	sfr__pool_leave(pool, 1000);
-	sfr__pool_leave(pool, 1);
+	sfr__pool_remove_save(pool, 1000);
+	sfr__pool_remove_save(pool, 1);
 	sfr__pool_free(pool);
 }
 
@@ -118,8 +118,8 @@ TEST(after_a_trim_no_memory_is_made_until_the_next_save)
 	struct sfr__pool *pool = make(80 * MIB, 8 * MIB);
 	struct sfr__block *block;
 
-	sfr__pool_join(pool, 3);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_add_save(pool, 3);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 24 * MIB);
 	CHECK_EQ(sfr__pool_trim(pool), 0);
 	CHECK_EQ(stats(pool).committed_bytes, 0);
@@ -128,12 +128,12 @@ TEST(after_a_trim_no_memory_is_made_until_the_next_save)
 	block = lease(pool, 8 * MIB);
 	CHECK(!lacks(pool));
 	sfr__pool_put(pool, block);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 8 * MIB);
-	sfr__pool_join(pool, 2);
+	sfr__pool_add_save(pool, 2);
 	CHECK(lacks(pool));
-	sfr__pool_leave(pool, 2);
-	sfr__pool_leave(pool, 3);
+	sfr__pool_remove_save(pool, 2);
+	sfr__pool_remove_save(pool, 3);
 	sfr__pool_free(pool);
 }
 
@@ -141,39 +141,39 @@ TEST(supply_stops_until_the_next_save_after_a_refusal)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
 
-	sfr__pool_join(pool, 4);
-	sfr__pool_keep_pace(pool, 3);
+	sfr__pool_add_save(pool, 4);
+	sfr__pool_make_whole_blocks(pool, 3);
 	refuse_populate = ENOMEM;
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK(!lacks(pool));
 	refuse_populate = 0;
 	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
 	CHECK_EQ(stats(pool).leased_bytes, 0);
-	sfr__pool_join(pool, 4);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_add_save(pool, 4);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
-	sfr__pool_leave(pool, 4);
-	sfr__pool_leave(pool, 4);
+	sfr__pool_remove_save(pool, 4);
+	sfr__pool_remove_save(pool, 4);
 	sfr__pool_free(pool);
 }
 
 TEST(a_writer_makes_no_memory_while_a_thread_waits_for_a_block)
 {
-	struct sfr__waiter waiter = { .seq = 1 };
+	struct sfr__pool_waiter waiter = { .seq = 1 };
 	struct sfr__pool *pool = make(24 * MIB, 8 * MIB);
 
-	sfr__pool_join(pool, 3);
+	sfr__pool_add_save(pool, 3);
 	sfr__lock(&pool->mu);
 	sfr__pool_enqueue_locked(pool, &waiter);
 	sfr__unlock(&pool->mu);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 0);
 	sfr__lock(&pool->mu);
 	sfr__pool_dequeue_locked(pool, &waiter);
 	sfr__unlock(&pool->mu);
-	sfr__pool_keep_pace(pool, 0);
+	sfr__pool_make_whole_blocks(pool, 0);
 	CHECK_EQ(stats(pool).committed_bytes, 24 * MIB);
-	sfr__pool_leave(pool, 3);
+	sfr__pool_remove_save(pool, 3);
 	sfr__pool_free(pool);
 }
 

@@ -540,11 +540,11 @@ static CUresult elapsed_2_5_ms(float *ms, CUevent begin, CUevent end)
 
 TEST(times_are_in_nanoseconds)
 {
-	const struct sfr__cuda cu = { .event_new = new_event,
-				      .event_record = record_event,
-				      .event_query = ask_event,
-				      .event_elapsed = elapsed_2_5_ms,
-				      .event_free = ask_event };
+	const struct sfr__cuda_api cu = { .event_new = new_event,
+					  .event_record = record_event,
+					  .event_query = ask_event,
+					  .event_elapsed = elapsed_2_5_ms,
+					  .event_free = ask_event };
 	struct sfr__cuda_lane lane = { .cu = &cu };
 	struct sfr__cuda_timer timer = { 0 };
 

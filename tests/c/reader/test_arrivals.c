@@ -319,7 +319,7 @@ TEST(chunks_that_nobody_has_read_completely_stay)
 TEST(pinned_chunk_stays_until_it_is_unpinned)
 {
 	struct arriving a = arriving_of(content, LEN);
-	struct sfr__arriving *f = sfr__arriving_get(a.fd);
+	struct sfr__arriving_file *f = sfr__arriving_get(a.fd);
 	struct sfr__source s;
 
 	sfr__source_open(&s, a.fd, 0, SFR__WAY_CACHE);
@@ -412,7 +412,7 @@ struct waiting {
 static void *read_first(void *arg)
 {
 	struct waiting *waiting = arg;
-	struct sfr__arriving *f = sfr__arriving_get(waiting->fd);
+	struct sfr__arriving_file *f = sfr__arriving_get(waiting->fd);
 
 	waiting->rc = sfr__arriving_pin(f, NULL, 0, 1, SFR_FOREVER);
 	sfr__arriving_put(f);
@@ -722,7 +722,7 @@ TEST(restore_gets_the_bytes_as_they_arrive)
 		memory[i] = malloc(archive.records[i].len + 1);
 		sfr_restore_into(r, i, memory[i]);
 	}
-	CHECK_EQ(sfr_reader_allow(sfr_restore_reader(r), archive.nr), 0);
+	CHECK_EQ(sfr_reader_allow_records(sfr_restore_reader(r), archive.nr), 0);
 	CHECK_EQ(sfr_reader_wait(sfr_restore_reader(r), archive.nr, SFR_FOREVER), 0);
 	sfr_restore_free(r);
 	end_fetchers(&a);
@@ -738,18 +738,18 @@ TEST(restore_gets_the_bytes_as_they_arrive)
 TEST(restore_can_be_freed_or_fail_while_it_waits_for_bytes)
 {
 	struct archive archive = an_archive();
-	const struct sfr_stretch all = { 0, archive.len };
+	const struct sfr_file_range all = { 0, archive.len };
 	struct arriving a = arriving_of(archive.buf, archive.len);
 	struct sfr_restore *r = NULL;
 	struct sfr_wanted w;
 
 	CHECK_EQ(sfr_restore_new_bare(&all, 1, archive.len, a.fd, 0, &r), 0);
-	CHECK_EQ(sfr_reader_allow(sfr_restore_reader(r), 1), 0);
+	CHECK_EQ(sfr_reader_allow_records(sfr_restore_reader(r), 1), 0);
 	CHECK_EQ(sfr_arrivals_next(a.group, SFR_FOREVER, &w), 0); /* its threads wait */
 	CHECK_EQ(sfr_reader_wait(sfr_restore_reader(r), 0, MOMENT), SFR_EAGAIN);
 	sfr_restore_free(r);
 	CHECK_EQ(sfr_restore_new_bare(&all, 1, archive.len, a.fd, 0, &r), 0);
-	CHECK_EQ(sfr_reader_allow(sfr_restore_reader(r), 1), 0);
+	CHECK_EQ(sfr_reader_allow_records(sfr_restore_reader(r), 1), 0);
 	sfr_arrivals_fail(a.group, a.number);
 	CHECK_EQ(sfr_reader_wait(sfr_restore_reader(r), 0, SFR_FOREVER), -EIO);
 	CHECK_EQ(sfr_reader_failure(sfr_restore_reader(r))->code, -EIO);

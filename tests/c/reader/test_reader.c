@@ -50,8 +50,8 @@ TEST(record_ending_with_a_chunk_needs_the_next_chunk)
 {
 	struct sfr_restore *r = open_restore();
 
-	CHECK_EQ(sfr_reader_reach(r->reader, ENDING), BEHIND + 1);
-	CHECK_EQ(sfr_reader_reach(r->reader, 0), BEHIND);
+	CHECK_EQ(sfr_reader_nr_to_allow(r->reader, ENDING), BEHIND + 1);
+	CHECK_EQ(sfr_reader_nr_to_allow(r->reader, 0), BEHIND);
 	sfr_restore_free(r);
 }
 
@@ -59,14 +59,14 @@ TEST(nothing_is_read_beyond_the_record_that_a_limit_names)
 {
 	struct sfr_restore *r = open_restore();
 
-	sfr_reader_until(r->reader, 0);
-	CHECK_EQ(sfr_reader_allow(r->reader, a.nr), 0);
+	sfr_reader_stop_after(r->reader, 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, ENDING, SFR_FOREVER), SFR_EUNPLACED);
 	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), SFR_EUNPLACED);
 	(void)usleep(20000); /* for a thread that goes on nevertheless */
-	CHECK(sfr_reader_done(r->reader) <= PIECE);
-	sfr_reader_until(r->reader, a.nr - 1);
+	CHECK(sfr_reader_bytes_read(r->reader) <= PIECE);
+	sfr_reader_stop_after(r->reader, a.nr - 1);
 	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
 	sfr_restore_free(r);
 }
@@ -81,15 +81,15 @@ TEST(one_reader_thread_is_enough_and_reports_progress)
 	CHECK_EQ(sfr_inject_install(), 0);
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&fault), 0);
-	CHECK_EQ(sfr_reader_done(r->reader), 0);
-	CHECK_EQ(sfr_reader_allow(r->reader, a.nr), 0);
+	CHECK_EQ(sfr_reader_bytes_read(r->reader), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr), 0);
 	CHECK_EQ(sfr_inject_hits(), 1);
 	CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
-	for (int i = 0; i < 2000 && sfr_reader_done(r->reader) != a.dir_off; i++)
+	for (int i = 0; i < 2000 && sfr_reader_bytes_read(r->reader) != a.dir_off; i++)
 		(void)usleep(5000); /* counted when all of the chunk has been put */
-	CHECK_EQ(sfr_reader_done(r->reader), a.dir_off);
+	CHECK_EQ(sfr_reader_bytes_read(r->reader), a.dir_off);
 	sfr_restore_free(r);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(first_failure_is_reported_and_ends_the_reading)
@@ -100,7 +100,7 @@ TEST(first_failure_is_reported_and_ends_the_reading)
 	sfr__reader_fail(r->reader, SFR_ECORRUPT, BEHIND, 99, SFR__READER_SHORTER);
 	CHECK_EQ(sfr_reader_failure(r->reader)->code, -EIO);
 	CHECK_EQ(sfr_reader_failure(r->reader)->index, ENDING);
-	CHECK_EQ(sfr_reader_allow(r->reader, a.nr), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), -EIO);
 	CHECK(r->reader->stop);
 	sfr_restore_free(r);
@@ -124,7 +124,7 @@ TEST(records_without_checksums_are_read)
 	fd = file_of(without.buf, without.len);
 	r = open_restore();
 	sfr_restore_into(r, ENDING, got);
-	CHECK_EQ(sfr_reader_allow(r->reader, without.nr), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, without.nr), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, without.nr, SFR_FOREVER), 0);
 	CHECK(strcmp(got, "abcdefgh") == 0);
 	sfr_restore_free(r);
@@ -141,7 +141,7 @@ TEST(reader_calls_are_refused_in_a_forked_child)
 	pid_t child = fork();
 
 	if (child == 0) {
-		CHECK_EQ(sfr_reader_allow(r->reader, a.nr), SFR_EFORK);
+		CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr), SFR_EFORK);
 		CHECK_EQ(sfr_reader_wait(r->reader, 0, 1000), SFR_EFORK);
 		sfr_restore_free(r);
 		_exit(check__nr_failed == 0 ? 0 : 1);

@@ -66,8 +66,8 @@ TEST(sequential_walk_reads_every_chunk_once)
 		CHECK_EQ(sfr__window_get(&w, off, 1, LEN, &bytes, NULL), 0);
 		CHECK(*bytes == content[off]);
 	}
-	CHECK_EQ(sfr_inject_calls("pread"), (LEN + 4 * SFR_PAGE - 1) / (4 * SFR_PAGE));
-	sfr_inject_remove();
+	CHECK_EQ(sfr_inject_count_calls("pread"), (LEN + 4 * SFR_PAGE - 1) / (4 * SFR_PAGE));
+	sfr_inject_uninstall();
 	sfr__window_fini(&w);
 	(void)close(fd);
 }
@@ -85,7 +85,7 @@ TEST(window_refuses_requests_out_of_bounds)
 	CHECK_EQ(sfr__window_get(&w, UINT64_MAX, 1, LEN, &bytes, NULL), SFR_ECORRUPT);
 	CHECK_EQ(sfr__window_get(&w, 0, SIZE_MAX, LEN, &bytes, NULL), SFR_ECORRUPT);
 	CHECK_EQ(sfr__window_get(&w, 1, 2 * SFR_PAGE, LEN, &bytes, NULL), SFR_ECORRUPT);
-	CHECK_EQ(sfr_inject_calls("pread"), 0);
+	CHECK_EQ(sfr_inject_count_calls("pread"), 0);
 	/* Up to the last byte of its memory and of the limit, a request is valid. */
 	CHECK_EQ(sfr__window_get(&w, 1, 2 * SFR_PAGE - 1, LEN, &bytes, NULL), 0);
 	CHECK(memcmp(bytes, content + 1, 2 * SFR_PAGE - 1) == 0);
@@ -93,7 +93,7 @@ TEST(window_refuses_requests_out_of_bounds)
 	CHECK_EQ(sfr__window_get(&w, LEN, 0, LEN, &bytes, NULL), 0);
 	/* The file ends before the length that the caller was given. */
 	CHECK_EQ(sfr__window_get(&w, LEN - 1, 2, LEN + 10, &bytes, NULL), SFR_ECORRUPT);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	sfr__window_fini(&w);
 	(void)close(fd);
 }
@@ -124,7 +124,7 @@ TEST(reading_populates_only_the_callers_pages)
 	sfr_sys.madvise = note_madvise;
 	for (size_t i = 1; i <= 4; i++) {
 		advised_from = advised_to = NULL;
-		CHECK_EQ(sfr_fill(fd, buf, i * len, 0), i * len);
+		CHECK_EQ(sfr_fill_from_file(fd, buf, i * len, 0), i * len);
 		CHECK(advised_from >= buf && advised_to <= buf + i * len);
 		CHECK(advised_to > buf + i * len - SFR_PAGE);
 	}

@@ -43,9 +43,9 @@ TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 	for (uint64_t upto = 0; upto < a.nr; upto++) {
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
-		CHECK_EQ(sfr_reader_allow(r->reader, upto), 0);
+		CHECK_EQ(sfr_reader_allow_records(r->reader, upto), 0);
 		for (uint64_t i = 0; i < a.nr; i++) {
-			bool can = sfr_reader_reach(r->reader, i) <= upto;
+			bool can = sfr_reader_nr_to_allow(r->reader, i) <= upto;
 
 			CHECK_EQ(sfr_reader_wait(r->reader, i, SFR_FOREVER),
 				 can ? 0 : SFR_EUNPLACED);
@@ -54,9 +54,10 @@ TEST(wait_for_a_record_whose_neighbours_have_no_memory_is_refused)
 		}
 		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), SFR_EUNPLACED);
 		CHECK_EQ(sfr_reader_failure(r->reader)->code, 0);
-		CHECK_EQ(sfr_reader_allow(r->reader, a.nr),
+		CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr),
 			 0); /* the refused wait has changed nothing */
-		CHECK_EQ(sfr_reader_allow(r->reader, upto), 0); /* what was allowed stays allowed */
+		CHECK_EQ(sfr_reader_allow_records(r->reader, upto),
+			 0); /* what was allowed stays allowed */
 		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
 		sfr_restore_free(r);
 	}
@@ -75,11 +76,11 @@ static void ask_in_order(const struct archive *a, int fd, const uint64_t *order)
 	uint64_t placed = 0;
 
 	for (uint64_t k = 0; k < a->nr; k++) {
-		const uint64_t reach = sfr_reader_reach(r->reader, order[k]);
+		const uint64_t reach = sfr_reader_nr_to_allow(r->reader, order[k]);
 
 		for (; placed < reach; placed++)
 			sfr_restore_into(r, placed, mem + a->records[placed].data_off);
-		CHECK_EQ(sfr_reader_allow(r->reader, reach), 0);
+		CHECK_EQ(sfr_reader_allow_records(r->reader, reach), 0);
 		CHECK_EQ(sfr_reader_wait(r->reader, order[k], SFR_FOREVER), 0);
 		CHECK(memcmp(mem + a->records[order[k]].data_off,
 			     a->buf + a->records[order[k]].data_off,
@@ -172,7 +173,7 @@ TEST(longest_header_is_read_across_two_chunks)
 	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	if (CHECK(r != NULL)) {
 		CHECK_EQ(r->reader->records[a.nr - 1].data_off - at, SFR__READER_HEADER_MAX);
-		CHECK_EQ(sfr_reader_allow(r->reader, a.nr), 0);
+		CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr), 0);
 		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), 0);
 	}
 	sfr_restore_free(r);
@@ -213,11 +214,11 @@ TEST(archive_of_another_program_is_never_called_damaged)
 		r->reader->next_rec = 2;
 		sfr_inject_clear();
 		CHECK_EQ(sfr_inject_set(&late), 0);
-		CHECK_EQ(sfr_reader_allow(r->reader, a.nr), 0);
+		CHECK_EQ(sfr_reader_allow_records(r->reader, a.nr), 0);
 		CHECK_EQ(sfr_reader_wait(r->reader, a.nr, SFR_FOREVER), -EOPNOTSUPP);
 		sfr_restore_free(r);
 	}
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	sfr_limits_reset();
 	(void)close(fd);
 	archive_free(&a);

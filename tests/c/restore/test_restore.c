@@ -29,14 +29,14 @@ static void read_all(struct sfr_restore *r, struct restored *found, uint64_t ste
 	uint64_t upto = 0;
 
 	for (uint64_t i = 0; i < found->nr && found->rc == 0; i++) {
-		uint64_t need = sfr_reader_reach(r->reader, i);
+		uint64_t need = sfr_reader_nr_to_allow(r->reader, i);
 
 		CHECK(need > i && need <= found->nr);
 		if (need > upto) {
 			need = need + step < found->nr ? need + step : found->nr;
 			for (; upto < need; upto++)
 				sfr_restore_into(r, upto, found->mem[upto]);
-			found->rc = sfr_reader_allow(r->reader, upto);
+			found->rc = sfr_reader_allow_records(r->reader, upto);
 		}
 		if (found->rc == 0)
 			found->rc = sfr_reader_wait(r->reader, i, SFR_FOREVER);
@@ -281,7 +281,7 @@ TEST(gaps_between_records_are_not_read)
 	(void)sfr_inject_install();
 	sfr_inject_clear();
 	found = restore_fd(fd, SFR_RESTORE_VERIFY, 0);
-	nr_reads = sfr_inject_calls("pread");
+	nr_reads = sfr_inject_count_calls("pread");
 	CHECK_EQ(found.rc, 0);
 	compare(&found, &a);
 	CHECK(nr_reads < 16);
@@ -297,7 +297,7 @@ TEST(file_that_shrinks_during_a_load_is_detected)
 	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
 	CHECK_EQ(ftruncate(fd, (off_t)a.records[10].data_off + 5), 0);
-	CHECK_EQ(sfr_reader_allow(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr(r)), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), SFR_ECORRUPT);
 	CHECK(strstr(sfr_reader_failure(r->reader)->reason, "shorter") != NULL);
 	sfr_restore_free(r);
@@ -351,14 +351,14 @@ TEST(reading_records_makes_no_mapping)
 	(void)sfr_inject_install();
 	sfr_inject_clear();
 	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
-	nr_maps = sfr_inject_calls("mmap");
+	nr_maps = sfr_inject_count_calls("mmap");
 	CHECK(nr_maps <= 1);
-	CHECK_EQ(sfr_reader_allow(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr(r)), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), 0);
-	CHECK_EQ(sfr_inject_calls("mmap"), nr_maps);
-	CHECK_EQ(sfr_inject_calls("munmap"), 0);
+	CHECK_EQ(sfr_inject_count_calls("mmap"), nr_maps);
+	CHECK_EQ(sfr_inject_count_calls("munmap"), 0);
 	sfr_restore_free(r);
-	CHECK_EQ(sfr_inject_calls("munmap"), nr_maps);
+	CHECK_EQ(sfr_inject_count_calls("munmap"), nr_maps);
 	(void)close(fd);
 	(void)unlink(path);
 	archive_free(&a);
@@ -371,7 +371,7 @@ TEST(readers_stop_when_everything_is_read)
 	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 	bool over = false;
 
-	CHECK_EQ(sfr_reader_allow(r->reader, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, sfr_restore_nr(r)), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER), 0);
 	for (int ms = 0; !over && ms < 10000; ms++) {
 		(void)usleep(1000);
@@ -393,7 +393,7 @@ TEST(restore_can_be_freed_at_any_moment)
 	for (uint64_t upto = 0; upto <= a.nr; upto++) {
 		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
 
-		CHECK_EQ(sfr_reader_allow(r->reader, upto), 0);
+		CHECK_EQ(sfr_reader_allow_records(r->reader, upto), 0);
 		if (upto % 2 == 0)
 			(void)sfr_reader_wait(r->reader, upto / 2, upto * 1000);
 		sfr_restore_free(r);
@@ -444,13 +444,13 @@ TEST(longest_possible_name_is_found)
 #define NR_BARE 9u
 
 /* Stretches of a file of random bytes: empty ones, one of several chunks, gaps between some. */
-static size_t bare_stretches(struct sfr_stretch v[NR_BARE])
+static size_t bare_stretches(struct sfr_file_range v[NR_BARE])
 {
 	static const uint64_t lens[NR_BARE] = { 0, 1, 4096, 0, 3 * PIECE + 7, 5, PIECE, 12345, 0 };
 	uint64_t off = 13;
 
 	for (unsigned i = 0; i < NR_BARE; i++) {
-		v[i] = (struct sfr_stretch){ off, lens[i] };
+		v[i] = (struct sfr_file_range){ off, lens[i] };
 		off += lens[i] + (i % 3 == 1 ? 2 * PIECE : 0);
 	}
 	return (size_t)off;
@@ -458,7 +458,7 @@ static size_t bare_stretches(struct sfr_stretch v[NR_BARE])
 
 TEST(bare_records_arrive_where_they_were_wanted)
 {
-	struct sfr_stretch v[NR_BARE];
+	struct sfr_file_range v[NR_BARE];
 	const size_t len = bare_stretches(v);
 	char *bytes = malloc(len), *mem[NR_BARE];
 	uint64_t lens[NR_BARE];
@@ -493,7 +493,7 @@ TEST(bare_records_arrive_where_they_were_wanted)
 
 TEST(bare_records_that_overlap_or_pass_the_end_are_refused)
 {
-	struct sfr_stretch v[NR_BARE];
+	struct sfr_file_range v[NR_BARE];
 	const size_t len = bare_stretches(v);
 	const char byte = 0;
 	struct sfr_restore *r;
@@ -512,14 +512,14 @@ TEST(bare_records_that_overlap_or_pass_the_end_are_refused)
 
 TEST(bare_records_of_a_file_that_became_shorter_are_damaged)
 {
-	const struct sfr_stretch v = { 8, 100 };
+	const struct sfr_file_range v = { 8, 100 };
 	const char bytes[64] = { 0 };
 	const int fd = file_of(bytes, sizeof(bytes));
 	struct sfr_restore *r;
 	size_t len;
 
 	CHECK_EQ(sfr_restore_new_bare(&v, 1, 108, fd, 0, &r), 0);
-	CHECK_EQ(sfr_reader_allow(r->reader, 1), 0);
+	CHECK_EQ(sfr_reader_allow_records(r->reader, 1), 0);
 	CHECK_EQ(sfr_reader_wait(r->reader, 0, SFR_FOREVER), SFR_ECORRUPT);
 	CHECK(sfr_restore_name(r, 0, &len) != NULL);
 	CHECK_EQ(len, 0);

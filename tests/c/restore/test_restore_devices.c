@@ -59,7 +59,7 @@ static int restore_to_two(int fd)
 			sfr_restore_into_device(r, index, i % 2,
 						(uint64_t)(uintptr_t)arrived[i] + FAKE_CUDA_DEVICE);
 	}
-	rc = sfr_reader_allow(r->reader, sfr_restore_nr(r));
+	rc = sfr_reader_allow_records(r->reader, sfr_restore_nr(r));
 	if (rc == 0)
 		rc = sfr_reader_wait(r->reader, sfr_restore_nr(r), SFR_FOREVER);
 	(void)snprintf(reason, sizeof(reason), "%s",

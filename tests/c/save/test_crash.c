@@ -175,7 +175,7 @@ TEST(failed_and_cancelled_saves_keep_durable_files)
 	CHECK_EQ(finish(t, "a", 8, SFR_SAVE_DURABLE), SFR_ECANCELLED);
 	CHECK_EQ(save(engine, "a", 9, SFR_SAVE_DURABLE), 0);
 	end(engine);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	check_all_states(true, 2000);
 }
 

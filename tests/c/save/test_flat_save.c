@@ -231,7 +231,7 @@ TEST(a_cancelled_flat_save_leaves_nothing)
 	CHECK(!file_exists(dir_path(dir, "a")));
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	saving_end(engine);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 BEGIN

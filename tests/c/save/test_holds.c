@@ -49,10 +49,10 @@ static int held_unlink(int at, const char *name)
 /* ---- cancel against commit ---- */
 
 /* Returns the state of the save's log entry. Reads it without the lock. */
-__attribute__((noinline, no_sanitize("thread"))) static enum sfr__log_state in_the_log(
+__attribute__((noinline, no_sanitize("thread"))) static enum sfr__log_entry_state in_the_log(
 	const struct sfr_ticket *t)
 {
-	return *(const volatile enum sfr__log_state *)&t->log.state;
+	return *(const volatile enum sfr__log_entry_state *)&t->log.state;
 }
 
 /* A save is ready and then cancelled. Its clean-up has begun when the log reaches it. */

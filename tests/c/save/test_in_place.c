@@ -135,7 +135,7 @@ TEST(number_of_unordered_saves_is_bounded)
 	}
 	CHECK_EQ(sfr_log_pending(), 0);
 	saving_end(engine);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
@@ -180,7 +180,7 @@ TEST(a_crc_field_waits_for_its_source)
 		check_file(&l);
 	}
 	saving_end(engine);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 /* The CRC of four megabytes takes longer than writing the field after them would. */
@@ -329,7 +329,7 @@ TEST(sources_of_parts_count_as_copied_only_when_written)
 		saving_done(t);
 	}
 	saving_end(engine);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 TEST(any_failing_call_leaves_old_or_complete_new_file_of_parts)

@@ -257,7 +257,7 @@ TEST(save_fails_without_memory_for_a_buffer)
 	sfr_ticket_put(t);
 	sfr__pool_put(engine->pool, held);
 	saving_end(engine);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 BEGIN

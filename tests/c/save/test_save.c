@@ -31,12 +31,12 @@ TEST(save_unmaps_its_own_memory)
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0),
 		 0); /* makes the pool's memory and the threads */
-	nr_mapped = sfr_inject_calls("mmap");
-	nr_unmapped = sfr_inject_calls("munmap");
+	nr_mapped = sfr_inject_count_calls("mmap");
+	nr_unmapped = sfr_inject_count_calls("munmap");
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
-	nr_mapped = sfr_inject_calls("mmap") - nr_mapped;
+	nr_mapped = sfr_inject_count_calls("mmap") - nr_mapped;
 	CHECK(nr_mapped > 0);
-	CHECK_EQ(sfr_inject_calls("munmap") - nr_unmapped, nr_mapped);
+	CHECK_EQ(sfr_inject_count_calls("munmap") - nr_unmapped, nr_mapped);
 	saving_end(engine);
 }
 
@@ -467,15 +467,15 @@ TEST(close_does_not_wait_for_a_save_its_thread_is_capturing)
 TEST(dropping_the_last_reference_ends_the_engines_threads)
 {
 	struct sfr_engine *engine = saving_engine(8, 3, 2);
-	uint64_t nr_started = sfr_inject_calls("thread_create");
-	uint64_t nr_ended = sfr_inject_calls("thread_join");
+	uint64_t nr_started = sfr_inject_count_calls("thread_create");
+	uint64_t nr_ended = sfr_inject_count_calls("thread_join");
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
 	sfr_engine_put(engine);
 	CHECK_EQ(sfr_log_stop(), 0);
-	nr_started = sfr_inject_calls("thread_create") - nr_started;
+	nr_started = sfr_inject_count_calls("thread_create") - nr_started;
 	CHECK(nr_started >= 4);
-	CHECK_EQ(sfr_inject_calls("thread_join") - nr_ended, nr_started);
+	CHECK_EQ(sfr_inject_count_calls("thread_join") - nr_ended, nr_started);
 }
 
 TEST(wait_of_zero_never_sleeps_and_reached_takes_no_lock)

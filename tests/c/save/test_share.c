@@ -104,7 +104,7 @@ static void check_file(const char *name)
 						  SFR_LANE_HOST, 0 };
 	CHECK_EQ(sfr__image_init(&img, &desc, BLOCK), 0);
 	for (uint32_t i = 0; i < img.nr_entries; i++) {
-		const struct sfr__entry *entry = &img.entries[i];
+		const struct sfr__image_entry *entry = &img.entries[i];
 
 		if (entry->source < 0)
 			continue;
@@ -197,7 +197,7 @@ static uint64_t len_that_leaves(uint64_t left)
 	uint64_t len;
 
 	CHECK_EQ(sfr__image_init(&img, &desc, BLOCK), 0);
-	extent = sfr__image_extent(&img, SFR_LANE_HOST, 0);
+	extent = sfr__image_find_extent(&img, SFR_LANE_HOST, 0);
 	len = extent->off + 2 * (uint64_t)BLOCK - left - img.entries[extent->first_entry].data_off;
 	sfr__image_fini(&img);
 	return len;
@@ -352,17 +352,18 @@ TEST(torn_source_is_detected_whichever_thread_copies_it)
 
 TEST(shared_work_is_served_by_rank_and_then_by_age)
 {
-	static const enum sfr__shared_rank ranks[] = { SFR__RANK_NEEDS_BLOCKS, SFR__RANK_HAS_MEMORY,
-						       SFR__RANK_NEEDS_BLOCKS,
-						       SFR__RANK_HAS_MEMORY };
+	static const enum sfr__shared_work_rank ranks[] = { SFR__RANK_NEEDS_BLOCKS,
+							    SFR__RANK_HAS_MEMORY,
+							    SFR__RANK_NEEDS_BLOCKS,
+							    SFR__RANK_HAS_MEMORY };
 	static const int order[] = { 1, 3, 0, 2 };
 	struct sfr_engine *engine = saving_engine_of(BLOCK, 1, 1, 1);
-	struct sfr__shared works[4] = { 0 }, *at;
+	struct sfr__shared_work works[4] = { 0 }, *at;
 
 	sfr__lock(&engine->mu); /* no thread sees the list meanwhile */
 	for (int i = 0; i < 4; i++) {
 		works[i].rank = ranks[i];
-		sfr__shared_push_locked(engine, &works[i]);
+		sfr__shared_work_push_locked(engine, &works[i]);
 	}
 	at = engine->shared;
 	for (int i = 0; i < 4; i++, at = at->next)

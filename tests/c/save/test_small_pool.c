@@ -63,7 +63,7 @@ static bool holds(const char *name, const struct saver *s, unsigned save,
 	    sfr_check_result(check)->nr_unchecked == 0 && sfr__image_init(&img, desc, BLOCK) == 0) {
 		ok = true;
 		for (uint32_t i = 0; i < img.nr_entries; i++) {
-			const struct sfr__entry *entry = &img.entries[i];
+			const struct sfr__image_entry *entry = &img.entries[i];
 
 			if (entry->source < 0)
 				continue;
@@ -311,7 +311,7 @@ TEST(save_does_not_end_before_its_last_writer_has_left)
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 20 * 1000 * 1000), SFR_EAGAIN);
 	sfr__lock(&engine->mu);
 	t->work.nr_jobs--;
-	sfr__ticket_step_locked(t);
+	sfr__ticket_advance_locked(t);
 	sfr__unlock(&engine->mu);
 	saving_finish(t);
 	/* The report needs none of this memory. */

@@ -33,7 +33,7 @@ TEST(save_reports_staged_until_every_block_is_written)
 	CHECK_EQ(saving_state_of(t), SFR_STAGING);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
 	CHECK_EQ(saving_state_of(t), SFR_STAGED);
-	CHECK_EQ(sfr_inject_drop(&stuck), 0);
+	CHECK_EQ(sfr_inject_remove_fault(&stuck), 0);
 	saving_finish(t);
 	CHECK_EQ(saving_state_of(t), SFR_DURABLE);
 	sfr_ticket_put(t);
@@ -53,7 +53,7 @@ TEST(report_says_that_a_directory_could_not_be_synced)
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	saving_finish(t);
-	CHECK_EQ(sfr_inject_drop(&fault), 0);
+	CHECK_EQ(sfr_inject_remove_fault(&fault), 0);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.state, SFR_DURABLE);
 	CHECK_EQ(report.err.index, -1);
@@ -83,7 +83,7 @@ TEST(lane_goes_on_after_waiting_for_a_block)
 	CHECK_EQ(saving_state_of(t), SFR_STAGING);
 	while (nr > 0)
 		sfr__pool_put(engine->pool, blocks[--nr]);
-	CHECK_EQ(sfr_inject_drop(&stuck), 0);
+	CHECK_EQ(sfr_inject_remove_fault(&stuck), 0);
 	saving_finish(t);
 	CHECK_EQ(saving_state_of(t), SFR_DURABLE);
 	CHECK_EQ(saving_content(dir, "a"), 1);

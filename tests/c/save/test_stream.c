@@ -373,7 +373,7 @@ TEST(lanes_that_race_lease_blocks_in_the_order_of_the_file)
 		CHECK_EQ(fake_save(engine, dir, "b", &torch, 0), 0);
 		CHECK(file_is(dir_path(dir, "b"), got, bag.len));
 		fake_end(engine);
-		sfr_inject_remove();
+		sfr_inject_uninstall();
 	}
 }
 
@@ -751,7 +751,7 @@ TEST(save_fails_without_memory_for_the_directory)
 	check_all_is_back(engine);
 	sfr_ticket_put(t);
 	saving_end(engine);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 /* Nothing is opened, written, synced or renamed. */
@@ -773,7 +773,7 @@ TEST(stream_makes_no_file)
 		CHECK_EQ(sfr_inject_hits(), 0);
 		sfr_inject_clear();
 		saving_end(engine);
-		sfr_inject_remove();
+		sfr_inject_uninstall();
 	}
 }
 

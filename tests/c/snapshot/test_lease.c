@@ -34,8 +34,8 @@ TEST(request_for_a_block_fails_while_snapshots_hold_all_blocks)
 
 	CHECK_EQ(sfr__pool_lease(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, SFR_FOREVER, &block), SFR_EEXHAUSTED);
-	sfr__pool_hold(pool, &lease, false);
-	sfr__pool_hold(pool, &lease, false); /* may be called twice */
+	sfr__pool_set_held(pool, &lease, false);
+	sfr__pool_set_held(pool, &lease, false); /* may be called twice */
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), SFR_EAGAIN);
 	sfr__pool_unlease(pool, &lease);
 	sfr__pool_unlease(pool, &lease);
@@ -52,7 +52,7 @@ TEST(a_spare_block_is_left_to_saves)
 	struct sfr__block *block;
 	char *addr;
 
-	sfr__pool_join(pool, 0);
+	sfr__pool_add_save(pool, 0);
 	/* The saves end by themselves, so the request waits. */
 	CHECK_EQ(sfr__pool_lease(pool, all, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
 	CHECK_EQ(sfr__pool_lease(pool, most, 1, false, 0, 0, &addr, &lease), 0);
@@ -62,7 +62,7 @@ TEST(a_spare_block_is_left_to_saves)
 	/* A caller that itself delays the only save would wait forever. */
 	CHECK_EQ(sfr__pool_lease(pool, all, 1, false, 1, 0, &addr, &lease), 0);
 	sfr__pool_unlease(pool, &lease);
-	sfr__pool_leave(pool, 0);
+	sfr__pool_remove_save(pool, 0);
 	CHECK_EQ(sfr__pool_lease(pool, all, 1, false, 0, 0, &addr, &lease), 0);
 	sfr__pool_unlease(pool, &lease);
 	sfr__pool_free(pool);
@@ -94,13 +94,13 @@ TEST(waiting_run_leaves_a_spare_block_to_a_new_save)
 	CHECK_EQ(pthread_create(&thread, NULL, wait_for_a_run, &client), 0);
 	while (stats(client.pool).nr_waiters == 0)
 		(void)usleep(200);
-	sfr__pool_join(client.pool, 0);
+	sfr__pool_add_save(client.pool, 0);
 	sfr__pool_put(client.pool, first);
 	(void)usleep(20000); /* if it took all four, it would do so now */
 	CHECK_EQ(stats(client.pool).leased_bytes, 0);
 	second = lease(client.pool, MIB);
 	sfr__pool_put(client.pool, second);
-	sfr__pool_leave(client.pool, 0);
+	sfr__pool_remove_save(client.pool, 0);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	CHECK_EQ(client.rc, 0);
 	sfr__pool_unlease(client.pool, &client.lease);
@@ -116,11 +116,11 @@ TEST(waiting_request_fails_when_the_memory_becomes_held)
 	char *addr;
 
 	CHECK_EQ(sfr__pool_lease(client.pool, lens, 1, false, 0, 0, &addr, &lease), 0);
-	sfr__pool_hold(client.pool, &lease, false); /* it will come back by itself */
+	sfr__pool_set_held(client.pool, &lease, false); /* it will come back by itself */
 	CHECK_EQ(pthread_create(&thread, NULL, wait_for_a_run, &client), 0);
 	while (stats(client.pool).nr_waiters == 0)
 		(void)usleep(200);
-	sfr__pool_hold(client.pool, &lease, true);
+	sfr__pool_set_held(client.pool, &lease, true);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	CHECK_EQ(client.rc, SFR_EEXHAUSTED);
 	sfr__pool_unlease(client.pool, &lease);
@@ -259,9 +259,10 @@ TEST(memory_of_a_run_is_made_by_several_threads)
 		fault.nth = refused;
 		if (refused > 0)
 			CHECK_EQ(sfr_inject_set(&fault), 0);
-		started = sfr_inject_calls("thread_create");
+		started = sfr_inject_count_calls("thread_create");
 		CHECK_EQ(sfr__pool_lease(pool, lens, 2, false, 0, 0, addrs, &lease), 0);
-		CHECK_EQ(sfr_inject_calls("thread_create") - started, refused == 0 ? 3 : refused);
+		CHECK_EQ(sfr_inject_count_calls("thread_create") - started,
+			 refused == 0 ? 3 : refused);
 		CHECK(all_resident(addrs[0], 7 * MIB) && all_resident(addrs[1], 9 * MIB));
 		CHECK_EQ(stats(pool).leased_bytes, 16 * MIB);
 		sfr_inject_clear();

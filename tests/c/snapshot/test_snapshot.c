@@ -53,7 +53,7 @@ TEST(gate_and_reader_wait_for_a_running_copy)
 		(void)usleep(100);
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 1000000), SFR_EAGAIN);
 	CHECK_EQ(sfr_snapshot_wait(s, 1000000, &torn), SFR_EAGAIN);
-	CHECK_EQ(sfr_inject_drop(&still), 0);
+	CHECK_EQ(sfr_inject_remove_fault(&still), 0);
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, SFR_FOREVER), 0);
 	fill(99);
 	CHECK(holds(s, sources, 7));
@@ -61,7 +61,7 @@ TEST(gate_and_reader_wait_for_a_running_copy)
 	take_notice(NULL);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	sfr_engine_put(engine);
-	sfr_inject_remove();
+	sfr_inject_uninstall();
 }
 
 /* Captured sources need no samples, because nothing is compared with them. */

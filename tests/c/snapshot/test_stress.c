@@ -98,7 +98,7 @@ static void check_or_remove(struct actor *me)
 
 	name_of(me, name);
 	if (check_draw(&me->random, 3) == 0) {
-		(void)sfr__file_remove(dir_path(dir, name), NULL, &err);
+		(void)sfr__file_remove_tree(dir_path(dir, name), NULL, &err);
 		return;
 	}
 	found = saving_content(dir, name);

@@ -382,7 +382,7 @@ static void defer(struct sfr_engine *engine, bool has_memory)
 {
 	sfr__lock(&engine->mu);
 	CHECK_EQ(sfr__engine_start_locked(engine), 0);
-	sfr__host_begin_locked(&c.copy, has_memory);
+	sfr__host_begin_deferred_locked(&c.copy, has_memory);
 	sfr__unlock(&engine->mu);
 }
 

@@ -22,11 +22,11 @@ static const uint64_t sizes[] = { 1,
 				  ((uint64_t)5 << 30) + 7 };
 enum { NR_SIZES = sizeof(sizes) / sizeof(sizes[0]) };
 
-static const struct sfr__sampled *of(uint32_t entry, uint64_t nbytes)
+static const struct sfr__source_to_sample *of(uint32_t entry, uint64_t nbytes)
 {
-	static struct sfr__sampled source;
+	static struct sfr__source_to_sample source;
 
-	source = (struct sfr__sampled){ .entry = entry, .nbytes = nbytes };
+	source = (struct sfr__source_to_sample){ .entry = entry, .nbytes = nbytes };
 	return &source;
 }
 
@@ -42,19 +42,19 @@ TEST(every_source_has_its_share_and_one_line_at_least)
 {
 	const uint64_t most = 1000, large = (uint64_t)1 << 40;
 
-	CHECK_EQ(sfr__samples_share(0, 0, 0, most), 1);
-	CHECK_EQ(sfr__samples_share(7, 1, 7, most), most);
-	CHECK_EQ(sfr__samples_share(large, 1, large, most), most);
-	CHECK_EQ(sfr__samples_share(100, 4, 400, most), most / 4);
+	CHECK_EQ(sfr__samples_share_of_source(0, 0, 0, most), 1);
+	CHECK_EQ(sfr__samples_share_of_source(7, 1, 7, most), most);
+	CHECK_EQ(sfr__samples_share_of_source(large, 1, large, most), most);
+	CHECK_EQ(sfr__samples_share_of_source(100, 4, 400, most), most / 4);
 	/* A small source keeps its share of the half that is divided evenly; a large one gets
 	 * the other half. */
-	CHECK_EQ(sfr__samples_share(1, 2, large, most), most / 4);
-	CHECK_EQ(sfr__samples_share(large - 1, 2, large, most), most / 4 + most / 2 - 1);
+	CHECK_EQ(sfr__samples_share_of_source(1, 2, large, most), most / 4);
+	CHECK_EQ(sfr__samples_share_of_source(large - 1, 2, large, most), most / 4 + most / 2 - 1);
 	/* With many sources, half of all samples are still divided by bytes. */
-	CHECK_EQ(sfr__samples_share(large / 2, 400, large, most), 1 + most / 4);
-	CHECK_EQ(sfr__samples_share(1, 400, large, most), 1);
-	CHECK_EQ(sfr__samples_share(large, 500, large, most), 1);
-	CHECK_EQ(sfr__samples_share(large, UINT32_MAX, large, most), 1);
+	CHECK_EQ(sfr__samples_share_of_source(large / 2, 400, large, most), 1 + most / 4);
+	CHECK_EQ(sfr__samples_share_of_source(1, 400, large, most), 1);
+	CHECK_EQ(sfr__samples_share_of_source(large, 500, large, most), 1);
+	CHECK_EQ(sfr__samples_share_of_source(large, UINT32_MAX, large, most), 1);
 }
 
 /* As many lines as requested, or all there are: ascending, none twice, none beyond the end. */

@@ -68,12 +68,12 @@ TEST(without_a_trace_nothing_is_recorded_and_no_ring_is_made)
 	struct sfr_trace_result result;
 
 	one_span(1);
-	sfr_trace_end(SFR_TRACE_GATE, sfr_trace_begin(), 1, 0);
+	sfr_trace_end(SFR_TRACE_GATE, sfr_trace_begin_span(), 1, 0);
 	sfr_trace_step(1, false);
 	sfr_trace_step(1, true);
 	sfr__trace_save(1, 1, 2, 3, SFR_DURABLE, "a");
 	sfr_trace_name_thread(1, "nobody");
-	CHECK_EQ(sfr_trace_begin(), 0);
+	CHECK_EQ(sfr_trace_begin_span(), 0);
 	CHECK_EQ(rings(), 0);
 	CHECK_EQ(sfr_trace_stop(&result), SFR_ESTATE);
 }
@@ -114,7 +114,7 @@ TEST(leftover_events_are_not_in_the_next_trace)
 	struct sfr_trace_result result;
 
 	/* Without a reader, nobody empties this thread's ring. */
-	sfr__rings_begin(1000);
+	sfr__rings_begin_trace(1000);
 	for (int i = 0; i < SFR__RING_EVENTS + 100; i++)
 		one_span(7);
 	atomic_store(&sfr__trace_on, 0);
@@ -139,19 +139,19 @@ static void add_dropped(struct sfr__ring *ring, void *unused)
 
 TEST(full_ring_drops_events_and_counts_them)
 {
-	sfr__rings_begin(1001);
+	sfr__rings_begin_trace(1001);
 	for (int i = 0; i < SFR__RING_EVENTS + 100; i++)
 		one_span((uint64_t)i + 1);
 	atomic_store(&sfr__trace_on, 0);
 	seen_dropped = 0;
 	sfr__rings_each(add_dropped, NULL);
 	CHECK_EQ(seen_dropped, 100);
-	sfr__rings_begin(1002); /* empties the ring */
+	sfr__rings_begin_trace(1002); /* empties the ring */
 	atomic_store(&sfr__trace_on, 0);
 	seen_dropped = 0;
 	sfr__rings_each(add_dropped, NULL);
 	CHECK_EQ(seen_dropped, 0);
-	sfr__rings_sweep(true);
+	sfr__rings_free_dead(true);
 }
 
 static void *record_one(void *unused)
@@ -202,7 +202,7 @@ TEST(failed_trace_start_returns_an_error_and_leaves_nothing_open)
 		check_end_fault(&run);
 		CHECK(rc == 0 || check_acted(&run));
 		CHECK_EQ(sfr_trace_stop(&result), rc == 0 ? 0 : SFR_ESTATE);
-		CHECK_EQ(sfr_trace_begin(), 0);
+		CHECK_EQ(sfr_trace_begin_span(), 0);
 	}
 }
 
@@ -273,7 +273,7 @@ TEST(forked_child_writes_only_its_own_trace)
 
 		(void)alarm(60);
 		one_span(2);
-		CHECK_EQ(sfr_trace_begin(), 0);
+		CHECK_EQ(sfr_trace_begin_span(), 0);
 		CHECK_EQ(sfr_trace_stop(&result), SFR_ESTATE);
 #ifndef __SANITIZE_THREAD__ /* it does not support threads after a fork of a threaded process */
 		CHECK_EQ(sfr_trace_start(own), 0);
