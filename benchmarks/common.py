@@ -289,11 +289,11 @@ MOST_COLUMNS = 100
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Save `document` in a form that a reviewer can read; a missing parent is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_json(document) + "\n")
+    path.write_text(_format_json(document) + "\n")
     print(f"saved as {path}", file=sys.stderr)
 
 
-def _json(value: Any, indent: str = "", column: int = 0) -> str:
+def _format_json(value: Any, indent: str = "", column: int = 0) -> str:
     """Return `value` as JSON.
 
     A list or dict of plain values is on one line, which is wrapped at MOST_COLUMNS.
@@ -315,7 +315,7 @@ def _json(value: Any, indent: str = "", column: int = 0) -> str:
     if any(isinstance(each, dict | list | tuple) for each in items):
         inner = indent + " "
         parts = [
-            key + _json(each, inner, len(inner) + len(key))
+            key + _format_json(each, inner, len(inner) + len(key))
             for key, each in zip(keys, items, strict=True)
         ]
         return f"{begin}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{end}"

@@ -176,7 +176,7 @@ class Run:
             for number in range(self._options.rounds):
                 for name in rotated(self._options.ways, number):
                     if name in self._ways:
-                        self._turn(name, number)
+                        self._measure_round(name, number)
         except KeyboardInterrupt:
             self.failed["the run"] = "interrupted"
         finally:
@@ -190,7 +190,7 @@ class Run:
             for number, handler in handlers_before.items():
                 signal.signal(number, handler)
 
-    def _turn(self, name: str, number: int) -> None:
+    def _measure_round(self, name: str, number: int) -> None:
         """Let one way measure round `number`, and add its figures; give it up if it fails."""
         way, text = self._ways[name], f"round {number + 1} of {self._options.rounds}: {name}"
         past_s = time.monotonic() - self._began

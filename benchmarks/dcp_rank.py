@@ -166,7 +166,7 @@ class Rank:
         response, took, stamp = self.begin_save()
         staged = getattr(response, "staging_completion", None)  # None: the call has copied all
         steps: list[float] = []
-        while len(steps) < LOOP_STEPS or not self._on_all_ranks(bool(stamp.at_ns)):
+        while len(steps) < LOOP_STEPS or not self._is_true_on_all_ranks(bool(stamp.at_ns)):
             if staged is not None and not steps:
                 # The first update must not change the state before it is copied.
                 steps += self._steps(1, before_update=staged.result)
@@ -189,7 +189,7 @@ class Rank:
             times.append(time.perf_counter() - start)
         return times
 
-    def _on_all_ranks(self, here: bool) -> bool:
+    def _is_true_on_all_ranks(self, here: bool) -> bool:
         """Return whether `here` is true on all ranks.
 
         All ranks get the same answer, so that they make equally many steps.
@@ -203,7 +203,7 @@ class Rank:
 
     def _is_late(self) -> bool:
         """Return whether the turn has taken `turn_s` on some rank; the same on all ranks."""
-        return not self._on_all_ranks(time.monotonic() < self.late_at)
+        return not self._is_true_on_all_ranks(time.monotonic() < self.late_at)
 
     def measure_dtensors(self) -> dict[str, list[float]]:
         """Return the processor time of calls with many small DTensors; each rank saves alone."""

@@ -71,7 +71,7 @@ def _dcp_process() -> Callable[..., Any]:
     )
 
 
-class _Meta:
+class _TorchCheckpointingSave:
     """A save of torch_checkpointing with the two futures of a way's result."""
 
     def __init__(self, manager: Any, write: Future[Any]) -> None:
@@ -85,7 +85,7 @@ class _Meta:
             pass
 
 
-def _meta() -> Callable[..., Any]:
+def _make_meta_save() -> Callable[..., Any]:
     """Return the save of Meta's package, configured for a machine without an accelerator.
 
     Version 0.1.1 uses CUDA to gather the data that a load on another number of ranks needs.
@@ -102,7 +102,7 @@ def _meta() -> Callable[..., Any]:
         storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
     )
     manager = config.build()
-    return lambda state, path: _Meta(manager, manager.save(str(path), state))
+    return lambda state, path: _TorchCheckpointingSave(manager, manager.save(str(path), state))
 
 
 def _ours() -> Callable[..., Any]:
@@ -112,7 +112,7 @@ def _ours() -> Callable[..., Any]:
     return dcp.async_save
 
 
-def _bound() -> Callable[..., Any]:
+def _lower_bound_save() -> Callable[..., Any]:
     """Return a lower bound: one file for each rank, and then two collectives of one number."""
     import stillframe
     import torch
@@ -148,7 +148,7 @@ def _bound() -> Callable[..., Any]:
     return save
 
 
-def _sharded() -> Callable[..., Any]:
+def _sharded_save() -> Callable[..., Any]:
     """Return the save of Lightning's sharded strategies: DCP's save, which ends in the call."""
     import torch.distributed.checkpoint as torch_dcp
 
@@ -160,7 +160,7 @@ def _sharded() -> Callable[..., Any]:
     return save
 
 
-def _distributed_io() -> Callable[..., Any]:
+def _distributed_io_save() -> Callable[..., Any]:
     """Return the save of Lightning's DistributedAsyncCheckpointIO: see --lightning in dcp.py."""
     import torch.distributed.checkpoint as torch_dcp
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -188,11 +188,11 @@ WAYS = {
     DEFAULT: _dcp_default,
     STAGER: _dcp_stager,
     PROCESS: _dcp_process,
-    META: _meta,
+    META: _make_meta_save,
     OURS: _ours,
-    BOUND: _bound,
+    BOUND: _lower_bound_save,
 }
-LIGHTNING = {SHARDED: _sharded, DISTRIBUTED_IO: _distributed_io}
+LIGHTNING = {SHARDED: _sharded_save, DISTRIBUTED_IO: _distributed_io_save}
 ALL = {**WAYS, **LIGHTNING}
 PACKAGES = {META: "torch_checkpointing"}  # the package that a way needs besides torch
 

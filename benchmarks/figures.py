@@ -23,7 +23,7 @@ def _percent(values: Sequence[float]) -> str:
     return f"{first} %" + (f" ({'..'.join(others)})" if others else "")
 
 
-def _multiples(values: Sequence[float]) -> str:
+def _format_multiples(values: Sequence[float]) -> str:
     """Format multiples: `1.05 x (1.01..1.10)`."""
     first, *others = (f"{value:.2f}" for value in values)
     return f"{first} x" + (f" ({'..'.join(others)})" if others else "")
@@ -44,7 +44,7 @@ SAVE_ROWS = (
     ("speed", "main thread's speed meanwhile", _percent),
     ("stall_s", "longest stall", TIME),
     ("stall_alone_s", "(longest stall without a save)", TIME),
-    ("extra_rss", "extra memory, x the state", _multiples),
+    ("extra_rss", "extra memory, x the state", _format_multiples),
 )
 IDLE_ROWS = tuple(row for row in SAVE_ROWS if row[0] != "speed")
 FEW_ROWS = tuple(row for row in SAVE_ROWS if row[0] in ("call_s", "finished_s", "extra_rss"))

@@ -108,11 +108,11 @@ class FakeStreams(Streams):
         """
         if self.copy_stream is None:
             self.copy_stream = self.stream()
-        self._wait_for(self.compute, self.copy_stream)
+        self._make_stream_wait(self.compute, self.copy_stream)
         copy(to, source, self.copy_stream)
-        self._wait_for(self.copy_stream, self.compute)
+        self._make_stream_wait(self.copy_stream, self.compute)
 
-    def _wait_for(self, first: Any, second: Any) -> None:
+    def _make_stream_wait(self, first: Any, second: Any) -> None:
         """Let the stream `second` wait for what is queued on the stream `first`."""
         reached = self.event()
         self.record(reached, first)

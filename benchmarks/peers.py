@@ -178,9 +178,9 @@ class DcpStager(Dcp):
         )
         self._staging: Future[Any] | None = None
         self._waited_s = 0.0
-        register_optimizer_step_pre_hook(lambda *_: self._gate())
+        register_optimizer_step_pre_hook(lambda *_: self._wait_at_gate())
 
-    def _gate(self) -> None:
+    def _wait_at_gate(self) -> None:
         if self._staging is not None:
             start = time.perf_counter()
             self._staging.result()

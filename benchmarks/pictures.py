@@ -304,12 +304,12 @@ def _draw_training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None
         else:
             colour = STEP if name == "optimizer.step()" else FORWARD
             _draw_bar(axes, row, 0.34, begin, end, color=colour, edgecolor="white", lw=0.7)
-    for begin, end in _pairs(found, "wait"):
+    for begin, end in _background_spans(found, "wait"):
         if end - begin > 1e-4:  # a shorter wait would be invisible
             _draw_bar(axes, row, 0.34, begin, end, color=WAIT)
 
 
-def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
+def _background_spans(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
     """Return the (begin, end) of each span of one kind of background work."""
     times = found["background"].get(name, [])  # begins and ends alternate
     return zip(times[::2], times[1::2], strict=True)
@@ -327,7 +327,7 @@ def _draw_background(axes: Any, row: float, way: str, found: dict[str, Any], rig
     colour = _colour(way)
     opacities = {"copy": 1.0, "write": 0.5, "sync": 0.25}
     for name, opacity in opacities.items():
-        for begin, end in _pairs(found, name):
+        for begin, end in _background_spans(found, name):
             if end > 0:  # time zero is the call; what ends before belongs to an earlier save
                 begin = max(begin, 0.0)
                 _draw_bar(axes, row, 0.2, begin, end, color=colour, alpha=opacity, lw=0)

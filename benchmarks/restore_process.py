@@ -76,7 +76,7 @@ def load(path: str, way: str) -> Load:
     import states
 
     gc.collect()
-    read = _load_functions()[way]
+    read = _loaders_by_way()[way]
     before = status_bytes("VmRSS")
     reset_peak_rss()
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -135,7 +135,7 @@ def _read_dcp(path: str) -> Any:
     return tree
 
 
-def _load_functions() -> dict[str, Callable[[str], Any]]:
+def _loaders_by_way() -> dict[str, Callable[[str], Any]]:
     """Return the function of each way, which loads the files that `make` has saved at a path."""
     import stillframe
     import torch

@@ -70,7 +70,7 @@ class Session:
         # Before the threads start, because next to them a step takes half a minute.
         self._state.step(SAVE_BATCH)
         tree = self._state.tree()
-        with _computing(computing):
+        with _run_computing_threads(computing):
             figures, path = self._timed_save(tree, busy)
         if check:
             self._check(tree, path)
@@ -111,7 +111,7 @@ class Session:
             "extra_rss": (peak - self._rss) / state.nbytes,
             "extra_rss_less_32mib": (peak - self._rss - (32 << 20)) / state.nbytes,
             "others": others.share(),
-            "file_nbytes": float(_length(path)),
+            "file_nbytes": float(_nbytes_of(path)),
             **{f"report_{name}": value for name, value in self._peer.collect().items()},
         }
         if stamp.at_ns > returned:  # otherwise the call did all, and nothing ran during the save
@@ -247,7 +247,7 @@ class Session:
             time.sleep(SAMPLE_S)
         times.append((stamp.at_ns - start) / 1e9)
         self._peer.collect()
-        nbytes.append(_length(path))
+        nbytes.append(_nbytes_of(path))
         _remove(path)
         return {"times_s": times, "nbytes": nbytes}
 
@@ -257,7 +257,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def _computing(nr_threads: int) -> Iterator[None]:
+def _run_computing_threads(nr_threads: int) -> Iterator[None]:
     """Run threads that compute in pure Python, as a tokenizing data loader does, until the end of
     the block."""
     stop = threading.Event()
@@ -277,7 +277,7 @@ def _computing(nr_threads: int) -> Iterator[None]:
             thread.join()
 
 
-def _length(path: Path) -> int:
+def _nbytes_of(path: Path) -> int:
     """Return the bytes of a file, or of all files in a directory, which DCP saves."""
     if path.is_dir():
         return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())

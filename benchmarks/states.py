@@ -147,7 +147,7 @@ class LightningTransformer:
         with _quiet():
             import lightning.pytorch as pl
 
-            self._module = _transformer(pl, max(64, width), spec.nr_params)
+            self._module = _make_transformer(pl, max(64, width), spec.nr_params)
             self._trainer = pl.Trainer(
                 accelerator="cpu",
                 max_steps=2,
@@ -177,7 +177,7 @@ class LightningTransformer:
         return dict(self._trainer._checkpoint_connector.dump_checkpoint())
 
 
-def _transformer(pl: Any, width: int, layers: int) -> Any:
+def _make_transformer(pl: Any, width: int, layers: int) -> Any:
     class Transformer(pl.LightningModule):  # type: ignore[misc]
         def __init__(self, width: int, layers: int) -> None:
             super().__init__()

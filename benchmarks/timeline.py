@@ -115,7 +115,7 @@ def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dic
         "spans": [
             (name, round(begin - start, 5), round(end - start, 5)) for name, begin, end in spans
         ],
-        "background": _background(trace) if way == OURS else {},
+        "background": _read_background_spans(trace) if way == OURS else {},
     }
 
 
@@ -174,7 +174,7 @@ def _traced(way: str, path: Path) -> Any:
     return stillframe.trace(path)
 
 
-def _background(path: Path) -> dict[str, list[float]]:
+def _read_background_spans(path: Path) -> dict[str, list[float]]:
     """Return the spans of a trace that the picture shows, by the kinds in BACKGROUND.
 
     Each is a list in which the begins and ends of spans alternate, in seconds from the call.

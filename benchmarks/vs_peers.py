@@ -246,7 +246,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _need_memory(settings: Settings, names: list[str], nr_peers: int) -> int:
+def _needed_memory_bytes(settings: Settings, names: list[str], nr_peers: int) -> int:
     """Return the bytes of memory that the processes of the largest scenario need together.
 
     Each process has weights, optimizer state, gradients and torch. The clone, the pool and the file
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [scenario.name for scenario in chosen]
     largest = max((spec_of(each.state, settings).nbytes for each in chosen), default=0)
     json_path = args.json or Path("build") / "vs_peers.json"
-    memory = _need_memory(settings, names, len(peers))
+    memory = _needed_memory_bytes(settings, names, len(peers))
     disk = int(2.5 * largest)  # each file is removed after its save, so this is more than enough
     with (
         measured_in(args, memory=memory, disk=disk) as (directory, facts),

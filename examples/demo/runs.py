@@ -199,7 +199,7 @@ def train(
 
 
 def without_saves(width: int, steps: int, tick: Tick) -> Run:
-    memory = _Memory()
+    memory = _MemoryMeter()
     run = train(width, steps, tick)
     run.grown_bytes = memory.grown()
     return run
@@ -212,7 +212,7 @@ def with_lightnings(width: int, steps: int, tick: Tick, directory: Path, every: 
     plugin = LightningsCheckpointIO(base)
     # Set on the instance, so that Lightning's class stays as shipped.
     setattr(plugin, "save_checkpoint", _timed(plugin.save_checkpoint, run))  # noqa: B010
-    memory = _Memory()
+    memory = _MemoryMeter()
     train(width, steps, tick, plugin=plugin, run=run, directory=directory, every=every)
     run.grown_bytes = memory.grown()
     for save in run.saves:
@@ -235,7 +235,7 @@ def with_ours(width: int, steps: int, tick: Tick, directory: Path, every: int) -
             reports[str(path)] = report
             reported.notify_all()
 
-    memory = _Memory()
+    memory = _MemoryMeter()
     with Engine() as engine:
         plugin = AsyncCheckpointIO(engine=engine, on_durable=on_durable)
         setattr(plugin, "save_checkpoint", _timed(plugin.save_checkpoint, run))  # noqa: B010
@@ -314,7 +314,7 @@ def keep_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, -1)  # never return memory
 
 
-class _Memory:
+class _MemoryMeter:
     """Measures the growth of this process's resident memory from the peak that the kernel keeps."""
 
     def __init__(self) -> None:

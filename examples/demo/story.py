@@ -249,13 +249,13 @@ class Story:
             first_ours=_ms(stillframe.first_call_s),
         )
         if len(above_noise) < 2:
-            self._paragraph("", NOISE, style="yellow")
+            self._print_paragraph("", NOISE, style="yellow")
         share = max(run.others_share for run in [*plain, *theirs, *ours])
         if share > MOST_OTHERS:
-            self._paragraph("", BUSY.format(share=share), style="yellow")
-        self._paragraph("", counted, style="dim")
+            self._print_paragraph("", BUSY.format(share=share), style="yellow")
+        self._print_paragraph("", counted, style="dim")
 
-    def _paragraph(self, mark: str, text: str, style: str = "") -> None:
+    def _print_paragraph(self, mark: str, text: str, style: str = "") -> None:
         """Print `text`, wrapped next to a `mark` in the margin."""
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_column(width=3, justify="right", no_wrap=True)
@@ -276,7 +276,7 @@ class Story:
         has_unicode = (self.console.encoding or "").lower().startswith("utf")
         good, bad = ("✓", "✗") if has_unicode else ("ok", "NO")
         mark = f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]"
-        self._paragraph(mark, claim)
+        self._print_paragraph(mark, claim)
 
     # ---- checks ----------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class Budget(NamedTuple):
     most: int  # for one pool
 
 
-class _Files(NamedTuple):
+class _CgroupNames(NamedTuple):
     """The names in one version of the cgroup interface."""
 
     limit: str  # a file
@@ -46,8 +46,8 @@ class _Files(NamedTuple):
     inactive: str  # the key in `memory.stat` for inactive file pages
 
 
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
+_V1 = _CgroupNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _CgroupNames("memory.max", "memory.current", "inactive_file")
 
 
 def measure(held: int, root: Path = Path("/")) -> Budget:
@@ -55,7 +55,7 @@ def measure(held: int, root: Path = Path("/")) -> Budget:
 
     `held` is the number of bytes that they hold. The directory `root` has `proc` and `sys`.
     """
-    left = min(_left_by_machine(root), _left_by_cgroups(root))
+    left = min(_left_by_machine(root), _cgroup_bytes_left(root))
     # Without any figures the budget is 0, and each pool has one block: slow, but safe.
     shared = 0 if left == _NO_LIMIT else (left + held) // 2 // _local_ranks()
     return Budget(shared, most=_left_by_rlimit(root) // 2)  # half of the address space left
@@ -66,7 +66,7 @@ def _left_by_machine(root: Path) -> int:
     return _NO_LIMIT if kib is None else kib * 1024
 
 
-def _left_by_cgroups(root: Path) -> int:
+def _cgroup_bytes_left(root: Path) -> int:
     """Return the least number of bytes that a memory cgroup of the process leaves."""
     mount, least = root / "sys/fs/cgroup", _NO_LIMIT
     # A line is `number:controllers:/group`. In cgroup v2 it is `0::/group`.
@@ -86,17 +86,17 @@ def _left_by_cgroups(root: Path) -> int:
     return least
 
 
-def _left_by_chain(mount: Path, group: str, files: _Files) -> int:
+def _left_by_chain(mount: Path, group: str, files: _CgroupNames) -> int:
     """Return the least number of bytes that are left within the limits of a cgroup and its parents.
 
     In a container, `group` may be a path on the host, which does not exist below `mount`. Then one
     of its parents, or `mount` itself, is the container's own group.
     """
     folder = mount / group.strip("/")
-    return min(_left_by_cgroup(each, files) for each in _up_to(folder, mount))
+    return min(_left_by_cgroup(each, files) for each in _folder_and_parents(folder, mount))
 
 
-def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
+def _folder_and_parents(folder: Path, mount: Path) -> Iterator[Path]:
     """Yield `folder` and each of its parents, up to `mount`."""
     while folder != mount:
         yield folder
@@ -104,7 +104,7 @@ def _up_to(folder: Path, mount: Path) -> Iterator[Path]:
     yield mount
 
 
-def _left_by_cgroup(folder: Path, files: _Files) -> int:
+def _left_by_cgroup(folder: Path, files: _CgroupNames) -> int:
     """Return how many more bytes the processes of one cgroup may use."""
     # Without a limit the file has "max" in v2, and a huge number in v1.
     limit = _number(folder / files.limit)

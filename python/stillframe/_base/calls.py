@@ -46,7 +46,7 @@ def _drop_ended(frames: list[FrameType]) -> bool:
     return bool(ended)
 
 
-def _leave(frames: list[FrameType], frame: FrameType) -> None:
+def _remove_frame(frames: list[FrameType], frame: FrameType) -> None:
     if frame in frames:  # not if an interrupt came before the frame was added
         frames.remove(frame)
 
@@ -66,7 +66,7 @@ class inside_call:  # lower case, because it is used like a function
         return nested
 
     def __exit__(self, *error: object) -> None:
-        _leave(_frames.calls, sys._getframe(1))
+        _remove_frame(_frames.calls, sys._getframe(1))
 
 
 class no_garbage_collection:  # lower case for the same reason
@@ -90,7 +90,7 @@ class no_garbage_collection:  # lower case for the same reason
     def __exit__(self, *error: object) -> None:
         if self._was_enabled:
             gc.enable()
-            _leave(_frames.no_garbage_collection, sys._getframe(1))
+            _remove_frame(_frames.no_garbage_collection, sys._getframe(1))
 
 
 def do_nothing() -> None:

@@ -84,11 +84,11 @@ def before_binding(
 
 def inspect() -> Cpus:
     """Return where threads may run now."""
-    main = _of_main_thread()
+    main = _cpus_of_main_thread()
     before = None
     has_all_cpus = len(main) >= os.sysconf("SC_NPROCESSORS_ONLN")
     if not has_all_cpus:
-        before = before_binding(main, _first, _runtimes(), _granted)
+        before = before_binding(main, _first, _loaded_openmp_runtimes(), _granted_cpus)
     return Cpus(main=main, ours=before or main, bound=before is not None)
 
 
@@ -96,7 +96,7 @@ def spread() -> None:
     """Find the CPUs for our threads. The core starts its threads on these CPUs from now on."""
     global _known
     with contextlib.suppress(OSError):  # a sandbox forbids it; threads inherit the CPUs
-        if _known is None or _known.main != _of_main_thread():
+        if _known is None or _known.main != _cpus_of_main_thread():
             _known = inspect()
             # With (), the core's threads inherit the CPUs.
             _core.set_cpus(tuple(_known.ours) if _known.bound else ())
@@ -107,7 +107,7 @@ def count() -> int:
     if _known is not None:
         return len(_known.ours)
     with contextlib.suppress(OSError):  # a sandbox forbids it
-        return len(_of_main_thread())
+        return len(_cpus_of_main_thread())
     return 1
 
 
@@ -118,11 +118,11 @@ def spread_thread(thread: threading.Thread) -> None:
             os.sched_setaffinity(thread.native_id, _known.ours)
 
 
-def _of_main_thread() -> set[int]:
+def _cpus_of_main_thread() -> set[int]:
     return os.sched_getaffinity(os.getpid())  # the process's id is that of its main thread
 
 
-def _runtimes() -> list[Runtime]:
+def _loaded_openmp_runtimes() -> list[Runtime]:
     """Return all OpenMP runtimes that this process has loaded."""
     paths = set()
     with contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ def _ask(library: ctypes.CDLL) -> Runtime:
     return Runtime(places, library.omp_get_num_procs())
 
 
-def _granted() -> set[int]:
+def _granted_cpus() -> set[int]:
     """Return the CPUs that a thread gets if it asks for all. The system leaves out CPUs that this
     container may not use."""
     found: set[int] = set()
@@ -165,5 +165,5 @@ def _granted() -> set[int]:
     return found
 
 
-_first: set[int] = _of_main_thread()  # at the import of this module
+_first: set[int] = _cpus_of_main_thread()  # at the import of this module
 _known: Cpus | None = None  # the last result of `inspect`

@@ -79,7 +79,7 @@ class Disk:
     def open(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
         """Open a file for reading, without waiting for the writer of a pipe. With `peek`, only a
         small part of the file will be read for now."""
-        return open(path, "rb", buffering=0, opener=_open_at_once)
+        return open(path, "rb", buffering=0, opener=_open_nonblocking)
 
     def forget(self, path: str) -> None:
         """Forget a file's size and version. The next `open` asks the store for them."""
@@ -88,7 +88,7 @@ class Disk:
         """Give back the memory of a file that stays open and is not read for a while."""
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -110,7 +110,7 @@ class Item:
                         " (`to_empty`, `torch.empty_like(..., device='cpu')`), or leave it out"
                     )
                 wait()
-                tensor = _plain(data.detach())
+                tensor = _to_plain_tensor(data.detach())
                 row = description_of(tensor)
             if row is not None:
                 self.row, self.owner = row, tensor
@@ -121,7 +121,7 @@ class Item:
         self.row = data.getbuffer()
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _to_plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return an equal tensor that the core can write, if possible."""
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()

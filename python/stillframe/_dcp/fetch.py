@@ -132,7 +132,7 @@ class Fetched:
     def open(self, file: str) -> io.RawIOBase:
         """Return a data file of which only the items can be read, in the order of their offsets."""
         numbers = [n for n, stretch in enumerate(self._stretches) if stretch.file == file]
-        return _Stream(self._read(numbers))
+        return _PartialDataFile(self._read(numbers))
 
     def _read(self, numbers: list[int]) -> Iterator[tuple[Stretch, _File]]:
         """Yield each stretch with a file of its bytes, which is valid until the next one."""
@@ -230,7 +230,7 @@ def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
             raise CorruptCheckpointError(f"{path}: {item.name} is damaged: {wrong}")
 
 
-class _Stream(io.RawIOBase):
+class _PartialDataFile(io.RawIOBase):
     """A data file of which only the stretches can be read, in order."""
 
     def __init__(self, stretches: Iterator[tuple[Stretch, _File]]) -> None:
@@ -258,7 +258,7 @@ class _Stream(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         nr_read = 0
         while nr_read < len(view):
-            stretch, file = self._stretch()
+            stretch, file = self._current_stretch()
             nr_left = stretch.end - self._offset
             file.seek(self._offset - stretch.start)
             got = file.readinto(view[nr_read : nr_read + nr_left])
@@ -266,7 +266,7 @@ class _Stream(io.RawIOBase):
             nr_read += got
         return nr_read
 
-    def _stretch(self) -> tuple[Stretch, _File]:
+    def _current_stretch(self) -> tuple[Stretch, _File]:
         """Return the stretch with the byte at `_offset`, and its file. Drop earlier stretches."""
         while True:
             if self._current is not None:

@@ -137,7 +137,7 @@ class JointSave:
             ready = self._write(has_same_ranges, files_ids)
         except BaseException as error:
             failure = error
-        self._agree_on("write", failure)
+        self._raise_if_any_rank_failed("write", failure)
         self._writer.will_commit()
 
         assert self._files is not None
@@ -149,7 +149,7 @@ class JointSave:
                 self._writer.commit(ready)
         except BaseException as error:
             failure = error
-        self._agree_on("write", failure)
+        self._raise_if_any_rank_failed("write", failure)
 
         metadata = self._share_metadata(ready)
         if self._structure is not None:
@@ -167,7 +167,7 @@ class JointSave:
         planner = self._default_planner
         if planner is not None and item.type is WriteItemType.BYTE_IO:
             value = planner.lookup_object(item.index)
-            if not _is_without_tensors(value):
+            if not _is_plain_data(value):
                 self._wait()
         return self._planner.resolve_data(item)
 
@@ -181,7 +181,7 @@ class JointSave:
             plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         except BaseException as error:
             failure = error
-        self._agree_on("plan", failure)
+        self._raise_if_any_rank_failed("plan", failure)
         gathered = self._ranks.gather(plan)
         try:
             if gathered is not None:
@@ -189,11 +189,11 @@ class JointSave:
                 plans = self._writer.prepare_global_plan(plans)
         except BaseException as error:
             failure = error
-        self._agree_on("plan", failure)
+        self._raise_if_any_rank_failed("plan", failure)
         scattered: SavePlan = self._ranks.scatter(plans)
         return scattered
 
-    def _agree_on(self, step: str, failure: BaseException | None) -> None:
+    def _raise_if_any_rank_failed(self, step: str, failure: BaseException | None) -> None:
         """Exchange whether a rank has failed in a step. If so, all ranks raise
         CheckpointException."""
         answers = self._ranks.exchange(failure is not None)
@@ -212,7 +212,7 @@ class JointSave:
                 assert self._reused is not None and self._reused.metadata is not None
                 old = self._reused.metadata
                 return self._writer.describe(
-                    old, _with_new_ids(old, self._reused.files_ids, files_ids)
+                    old, _storage_data_with_new_ids(old, self._reused.files_ids, files_ids)
                 )
             return None
         finally:
@@ -241,16 +241,16 @@ class JointSave:
         return whole if ready is None else ready.metadata
 
 
-def _is_without_tensors(value: Any) -> bool:
+def _is_plain_data(value: Any) -> bool:
     """Return whether a value consists only of plain containers, numbers and strings."""
     if isinstance(value, dict):
-        return type(value) is dict and all(map(_is_without_tensors, value.values()))
+        return type(value) is dict and all(map(_is_plain_data, value.values()))
     if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(map(_is_without_tensors, value))
+        return type(value) in (list, tuple) and all(map(_is_plain_data, value))
     return type(value) in (bool, int, float, str, type(None))
 
 
-def _with_new_ids(
+def _storage_data_with_new_ids(
     metadata: Metadata, old_ids: list[int], new_ids: list[int]
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Return each item's file, offset and length, with the ids in file names replaced."""

@@ -82,7 +82,7 @@ class Reader(FileSystemReader):
             )
             for index, info in stored.items()
         ]
-        if isinstance(self.fs, _Objects):
+        if isinstance(self.fs, _RemoteFileSystem):
             return self._read_objects(self.fs, items, plan, planner)
         if self._verify:
             refuse_damaged_items(
@@ -96,7 +96,7 @@ class Reader(FileSystemReader):
         return self._read_with_pytorch(plan, planner)
 
     def _read_objects(
-        self, objects: _Objects, items: list[Item], plan: LoadPlan, planner: LoadPlanner
+        self, objects: _RemoteFileSystem, items: list[Item], plan: LoadPlan, planner: LoadPlanner
     ) -> Future[None]:
         """Read items from a store, in the order of their offsets."""
 
@@ -118,7 +118,7 @@ class Reader(FileSystemReader):
         """Set `fs` and `path`, through which PyTorch's reader reads files."""
         target = CheckpointPath.of(path)
         if target.remote:
-            self.fs: Any = _Objects(Prefix(target.text, self._storage_options))
+            self.fs: Any = _RemoteFileSystem(Prefix(target.text, self._storage_options))
             self.path: Any = target.shown  # without credentials, because DCP logs it
             return
         urls.refuse_options(path, self._storage_options)
@@ -126,7 +126,7 @@ class Reader(FileSystemReader):
         self.path = self.fs.init_path(urls.local_path(target.text))
 
 
-class _Objects:
+class _RemoteFileSystem:
     """The files below a URL, with the methods of `FileSystem` that PyTorch's reader calls."""
 
     def __init__(self, location: Prefix) -> None:

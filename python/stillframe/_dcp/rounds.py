@@ -140,7 +140,7 @@ class Round:
         )
 
 
-class _Numbers(NamedTuple):
+class _ExchangedNumbers(NamedTuple):
     """The numbers that each rank sends to the others before a save."""
 
     number: int  # of the rank's call
@@ -303,7 +303,7 @@ class Rounds:
             writer.before_commit = work.entry.wait_to_commit
 
         target = _path_number(work.target.name)
-        ours = _Numbers(
+        ours = _ExchangedNumbers(
             number=work.number,
             raises_previous_error=work.raises_previous_error,
             failed=failure is not None,
@@ -312,7 +312,7 @@ class Rounds:
             files_id=writer.files_id,
             target=target,
         )
-        all_ranks = [_Numbers._make(row) for row in ranks.exchange(*ours)]
+        all_ranks = [_ExchangedNumbers._make(row) for row in ranks.exchange(*ours)]
         _refuse_to_save(all_ranks, urls.shown(work.target.name), target)
         if any(each.failed for each in all_ranks):
             ranks.raise_all("plan", failure)
@@ -343,7 +343,7 @@ def _path_number(target: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _refuse_to_save(all_ranks: list[_Numbers], path: str, target: int) -> None:
+def _refuse_to_save(all_ranks: list[_ExchangedNumbers], path: str, target: int) -> None:
     """Raise StillframeError, on all ranks, if the ranks do not make the same save, or if the call
     of a rank has raised."""
     numbers = [each.number for each in all_ranks]

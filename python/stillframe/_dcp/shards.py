@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-class _Recipe:
+class _ShardedTensorDescription:
     """The description of a ShardedTensor, without its memory."""
 
     def __init__(self, sharded: Any) -> None:
@@ -44,10 +44,10 @@ class _Recipe:
         return sharded
 
 
-class _Local(list[torch.Tensor]):
+class _LocalTensors(list[torch.Tensor]):
     """The tensors of one ShardedTensor on this rank."""
 
-    recipe: _Recipe
+    recipe: _ShardedTensorDescription
 
 
 def take_apart(tree: Any) -> Any:
@@ -61,7 +61,7 @@ def put_together(tree: Any) -> Any:
     kind = _sharded_tensor_class()
     if kind is None:
         return tree
-    return _replace(tree, _Local, lambda local: local.recipe.rebuild(local, kind))
+    return _replace(tree, _LocalTensors, lambda local: local.recipe.rebuild(local, kind))
 
 
 def _sharded_tensor_class() -> type[Any] | None:
@@ -88,8 +88,8 @@ def _replace(tree: Any, kind: type[Any], replacement_of: Any) -> Any:
     return tree
 
 
-def _local_tensors(sharded: Any) -> _Local:
+def _local_tensors(sharded: Any) -> _LocalTensors:
     """Return a ShardedTensor's local tensors, with the recipe to make it again."""
-    local = _Local(shard.tensor.detach() for shard in sharded.local_shards())
-    local.recipe = _Recipe(sharded)
+    local = _LocalTensors(shard.tensor.detach() for shard in sharded.local_shards())
+    local.recipe = _ShardedTensorDescription(sharded)
     return local

@@ -151,14 +151,14 @@ _empty_tensors: dict[torch.dtype, torch.Tensor] = {}
 
 def _empty(tensors: list[Any]) -> None:
     """Make tensors empty, so that they no longer refer to their memory."""
-    for tensor in _with_memory(tensors):
+    for tensor in _tensors_with_memory(tensors):
         if tensor.dtype not in _empty_tensors:
             with torch.inference_mode(False):  # an ordinary tensor, for later saves
                 _empty_tensors[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device="cpu")
         tensor.data = _empty_tensors[tensor.dtype]
 
 
-def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
+def _tensors_with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that have memory of their own: for a wrapper, its inner tensors."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):

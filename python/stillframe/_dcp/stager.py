@@ -29,7 +29,7 @@ class _ThreadExit:
     """An object that only one thread refers to. Its finalizer runs when the thread exits."""
 
 
-class _Staging(Future[StateDict]):
+class _StagingFuture(Future[StateDict]):
     """The future that DCP gets.
 
     `dcp.async_save` assumes that a future that is done has succeeded. So a failed future is done
@@ -115,7 +115,7 @@ class PinnedStager(AsyncStager):
         if self._closed:
             raise StillframeError("the stager was closed: make another one")
         staged = self._stages.stage(state_dict, overlap=self._overlap, engine=self._engine)
-        future = _Staging(staged)
+        future = _StagingFuture(staged)
         staged.complete_when_copied(future)
         return future
 

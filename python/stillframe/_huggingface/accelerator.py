@@ -143,7 +143,7 @@ def load_state(
 
     def find_name() -> str:
         wait_for_saves()
-        return _newest(accelerator) if finds_newest else ""
+        return _newest_checkpoint(accelerator) if finds_newest else ""
 
     # Only rank 0 looks for the checkpoint. The leaders of other machines wait for their saves.
     name = saves_of(accelerator).share(wait_for_saves, find_name)
@@ -219,7 +219,7 @@ def _lost_files(path: str, save: DirectorySave) -> list[str]:
     return sorted(name for name in old - new if not _ACCELERATES_FILES.fullmatch(name))
 
 
-def _newest(accelerator: Accelerator) -> str:
+def _newest_checkpoint(accelerator: Accelerator) -> str:
     """Return the name of the newest complete checkpoint, or raise FileNotFoundError."""
     directory = _checkpoints(accelerator)
     path = None

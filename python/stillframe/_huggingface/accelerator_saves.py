@@ -188,7 +188,7 @@ class Followed(SaveHandle):
         self._ranks, self._number = ranks, number
         self._is_skipped = False
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._follow, name="sf-follow", daemon=True)
+        thread = threading.Thread(target=self._wait_for_leader, name="sf-follow", daemon=True)
         _followers.add(thread)
         thread.start()
 
@@ -209,7 +209,7 @@ class Followed(SaveHandle):
         if not self._ended.wait(deadline.left()):
             raise self._timeout_error(deadline, "durable")
 
-    def _follow(self) -> None:
+    def _wait_for_leader(self) -> None:
         error: Exception | None
         try:
             while not self._ranks.has_ended(self._number):

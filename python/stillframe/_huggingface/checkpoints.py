@@ -124,7 +124,7 @@ class Checkpoints:
         block = self._write_as_leader(ckpt) if is_leader else self._write_as_follower(ckpt)
         with block:
             write()
-            self._name_best(run_dir)
+            self._correct_best_checkpoint_path(run_dir)
 
         ckpt.push = self.wants_push
         ckpt.state = copy.copy(state)
@@ -136,7 +136,7 @@ class Checkpoints:
             # If this step was saved before, the path moves to the end of the list.
             self._forget(ckpt)
             self._ours[ckpt.run_dir].append(_normal(ckpt.path))
-            self._rotate(ckpt)
+            self._remove_old_checkpoints(ckpt)
 
     @contextlib.contextmanager
     def _write_as_leader(self, ckpt: Checkpoint) -> Iterator[None]:
@@ -158,7 +158,7 @@ class Checkpoints:
                 return directory
 
             leading = lead(self._ranks, ckpt.number, open_directory)
-            with leading as directory, self._substituted(directory), redirected(files):
+            with leading as directory, self._with_output_dir_replaced(directory), redirected(files):
                 yield
             # The stack closes the checkpoint next, which must not contain the substitute.
             shutil.rmtree(os.path.join(directory, _SUBSTITUTE))
@@ -173,11 +173,11 @@ class Checkpoints:
         is_on_other_machine = args.process_index != args.local_process_index
         with ranks.follow(ckpt.number, ckpt.path) as directory:
             files = LeaderDirectory(directory, durable=is_on_other_machine)
-            with self._substituted(directory), redirected(files):
+            with self._with_output_dir_replaced(directory), redirected(files):
                 yield
 
     @contextlib.contextmanager
-    def _substituted(self, directory: str) -> Iterator[None]:
+    def _with_output_dir_replaced(self, directory: str) -> Iterator[None]:
         """In the block, let `_get_output_dir` return the substitute that is in `directory`."""
         self.substitute_dir = os.path.join(directory, _SUBSTITUTE)
         try:
@@ -197,7 +197,7 @@ class Checkpoints:
         if best != name and api.exists(best_path):
             os.symlink(os.path.abspath(best_path), os.path.join(substitute, best))
 
-    def _name_best(self, run_dir: str) -> None:
+    def _correct_best_checkpoint_path(self, run_dir: str) -> None:
         """Replace the substitute's path, if the Trainer has named the best checkpoint by it, in the
         Trainer's state and in the state file."""
         state, substitute_dir = self._trainer.state, self.substitute_dir
@@ -224,20 +224,20 @@ class Checkpoints:
             else:
                 if self._ranks is not None:
                     self._unannounced.append(ckpt)
-                self._rotate(ckpt)
+                self._remove_old_checkpoints(ckpt)
 
     def finish(self) -> None:
         """Wait for every save and remove, call `follow`, and raise the first error."""
-        self._wait_and_follow()
+        self._wait_and_handle_ended()
         if self._unannounced:  # another rank has not called `on_save` for these yet
             assert self._ranks is not None
             last = self._unannounced[-1]
             self._ranks.wait_announced(last.number)
-            self._rotate(last)
+            self._remove_old_checkpoints(last)
         wait_for_log()
         self._raise_failed()
 
-    def _wait_and_follow(self) -> None:
+    def _wait_and_handle_ended(self) -> None:
         """Wait until every checkpoint under way has ended, and call `follow` after each."""
         for ckpt in list(self._waiting):
             if ckpt.handle is not None:
@@ -336,7 +336,7 @@ class Checkpoints:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
         if is_last:
             trainer.control = control
-            self._wait_and_follow()  # so that `on_save` comes before the end of the training
+            self._wait_and_handle_ended()  # so that `on_save` comes before the end of the training
             return trainer.control
         return control
 
@@ -346,14 +346,14 @@ class Checkpoints:
         ours = self._ours[ckpt.run_dir]
         ours[:] = [each for each in ours if each != path]
 
-    def _rotate(self, ckpt: Checkpoint) -> None:
+    def _remove_old_checkpoints(self, ckpt: Checkpoint) -> None:
         """Remove old checkpoints next to `ckpt`. Keep those for which some rank has not called
         `on_save` yet."""
         if self._ranks is not None:
             announced = self._ranks.announced()
             while self._unannounced and self._unannounced[0].number <= announced:
                 self._unannounced.popleft()
-        _rotate(
+        _remove_old_checkpoints(
             ckpt.run_dir,
             self._trainer.args.save_total_limit,
             self._trainer.state.best_model_checkpoint,
@@ -376,7 +376,7 @@ def wait_for_log() -> None:
         _core.log_drain(None)
 
 
-def _rotate(
+def _remove_old_checkpoints(
     run_dir: str, limit: int | None, best: str | None, ours: list[str], unreported: Collection[str]
 ) -> None:
     """Remove the oldest checkpoints beyond `limit`, after the saves that were submitted so far.
@@ -392,7 +392,7 @@ def _rotate(
     if limit is None or limit <= 0:
         return
     ours[:] = [path for path in ours if path in unreported or api.exists(path)]
-    kept = _older(run_dir, ours) + ours
+    kept = _older_checkpoints(run_dir, ours) + ours
     protected = set(kept[-1:])  # the newest
     if best:
         protected.add(_normal(best))
@@ -405,7 +405,7 @@ def _rotate(
             kept.remove(path)
 
 
-def _older(run_dir: str, ours: list[str]) -> list[str]:
+def _older_checkpoints(run_dir: str, ours: list[str]) -> list[str]:
     """Return the checkpoints in `run_dir` that are not among `ours`, the oldest first."""
     times = {}
     for path in sort_checkpoints(run_dir):

@@ -85,7 +85,7 @@ class _Redirection:
             module = sys.modules.get(module_name)
             original = getattr(module, name, None)
             if original is not None:
-                ours = _save(original) if name == "save" else _save_file(original)
+                ours = _save(original) if name == "save" else _wrap_save_file(original)
                 self.replaced.append((module, name, original, ours))
                 setattr(module, name, ours)
 
@@ -129,7 +129,7 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-def _save_file(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_save_file(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `save_file` that writes files of open checkpoints through stillframe.
 
     A call with arguments that are unknown here goes to the original function.

@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xl
 from stillframe._huggingface.checkpoints import Checkpoints
 
 
-def _into_one_directory(save: Callable[..., None]) -> Callable[..., None]:
+def _wrap_save_checkpoint(save: Callable[..., None]) -> Callable[..., None]:
     """Wrap a method `_save_checkpoint`, so that all files it writes become one checkpoint."""
 
     @functools.wraps(save)
@@ -64,7 +64,7 @@ class AsyncCheckpointMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "_save_checkpoint" in vars(cls):
-            cls._save_checkpoint = _into_one_directory(cls._save_checkpoint)  # type: ignore[method-assign]
+            cls._save_checkpoint = _wrap_save_checkpoint(cls._save_checkpoint)  # type: ignore[method-assign]
 
     # The Trainer's constructor calls this.
     def create_accelerator_and_postprocess(self) -> None:
@@ -85,7 +85,7 @@ class AsyncCheckpointMixin:
         self._stillframe.follow()
         return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
-    @_into_one_directory
+    @_wrap_save_checkpoint
     def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(model, trial, **kwargs)  # type: ignore[misc]
 

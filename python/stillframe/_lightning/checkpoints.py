@@ -161,7 +161,7 @@ class Checkpoints:
         target = CheckpointPath.of(path)
         # True: the call returns before the checkpoint is durable.
         returns_early = not in_handler and self.trainers.may_save_early(trainer)
-        if _for_requeue(target):
+        if _is_for_requeue(target):
             returns_early = False
         work.rotation.make_room(target)
         overlap = self.writers.options.overlap and returns_early and not swaps_weights(trainer)
@@ -362,6 +362,6 @@ class Checkpoints:
             warn(error)
 
 
-def _for_requeue(target: CheckpointPath) -> bool:
+def _is_for_requeue(target: CheckpointPath) -> bool:
     """Return whether the job is requeued by SLURM right after this checkpoint."""
     return os.path.basename(target.text).startswith("hpc_ckpt_")

@@ -154,7 +154,7 @@ def _wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
         wraps.put(connector, "resume_start", partial(_load_together, checkpoints, trainer))
 
 
-class _LogView:
+class _LogAwareFileSystem:
     """A file system whose `exists` takes saves and removes in flight into account."""
 
     def __init__(self, checkpoints: Checkpoints, file_system: Any) -> None:
@@ -176,7 +176,7 @@ def _file_exists(
     """Call ModelCheckpoint's `file_exists` with a file system that knows saves in flight."""
     # The original method is needed, because it sends rank 0's result to the other ranks.
     file_system = callback._fs
-    callback._fs = _LogView(checkpoints, file_system)
+    callback._fs = _LogAwareFileSystem(checkpoints, file_system)
     try:
         return original(*args, **kwargs)
     finally:

@@ -232,9 +232,9 @@ class OffloadHooks:
     def _judge(self, strategy: Any) -> tuple[bool, str]:
         """Return whether the callback works with a strategy, and the reason if not."""
         for name, reason in _INCOMPATIBLE:
-            if self._is_a(strategy, name):
+            if self._is_strategy(strategy, name):
                 return False, reason
-        if any(self._is_a(strategy, name) for name in _COMPATIBLE):
+        if any(self._is_strategy(strategy, name) for name in _COMPATIBLE):
             return True, ""
         if any(base.__name__ in _COMPATIBLE_BY_NAME for base in type(strategy).__mro__):
             return True, ""
@@ -243,7 +243,7 @@ class OffloadHooks:
             f" (known are those of {self._strategies.__name__})"
         )
 
-    def _is_a(self, strategy: Any, name: str) -> bool:
+    def _is_strategy(self, strategy: Any, name: str) -> bool:
         """Return whether `strategy` is an instance of the package's class of that name."""
         kind = getattr(self._strategies, name, None)
         return isinstance(kind, type) and isinstance(strategy, kind)
@@ -367,7 +367,7 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
             nbytes += _nbytes(dict(optimizer.state))
             continue
         for group in optimizer.param_groups:
-            copies = _state_copies(type(optimizer), group)
+            copies = _nr_state_tensors(type(optimizer), group)
             if copies is None:
                 unknown.append(type(optimizer).__name__)
                 break
@@ -378,7 +378,7 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
     return nbytes, unknown
 
 
-def _state_copies(kind: type[Any], group: dict[str, Any]) -> int | None:
+def _nr_state_tensors(kind: type[Any], group: dict[str, Any]) -> int | None:
     """Return how many tensors of a parameter's size an optimizer keeps for it; None if unknown.
 
     Source: the list of state in each class's documentation in torch.optim.

@@ -103,15 +103,15 @@ class CheckpointPlugin:
         )
         writers = Writers(self._reader, checkpoint_io, options)
         self._checkpoints = Checkpoints(name, writers)
-        self._enlist()
+        self._register_plugin()
 
-    def _enlist(self) -> None:
+    def _register_plugin(self) -> None:
         register_with_loaded_packages(type(self))
         live.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._enlist()
+        self._register_plugin()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None

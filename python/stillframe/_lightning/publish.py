@@ -71,7 +71,7 @@ def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[Sav
 
     def call(report: SaveReport) -> None:
         try:
-            with _with_state(callback, state):
+            with _set_attributes_temporarily(callback, state):
                 notify(callback)
         except ReferenceError:  # Lightning passes a weak proxy, and the callback was freed
             log.warning("stillframe: loggers are not told of %s: its callback is gone", report.path)
@@ -80,7 +80,7 @@ def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[Sav
 
 
 @contextmanager
-def _with_state(callback: Any, state: dict[str, Any]) -> Iterator[None]:
+def _set_attributes_temporarily(callback: Any, state: dict[str, Any]) -> Iterator[None]:
     """Set the attributes in `state` on the callback, until the end of the block."""
     current = {name: getattr(callback, name) for name in state}
     try:

@@ -92,7 +92,7 @@ class Rotation:
         """Submit the waiting removes of files that nothing needs any more. With `all_of_them`,
         submit every waiting remove."""
         for file in list(self.to_remove):
-            if all_of_them or not self._needed(file):
+            if all_of_them or not self._is_needed(file):
                 self._submit_remove(file)
 
     def _release_last(self) -> None:
@@ -169,7 +169,7 @@ class Rotation:
             self._failed(link.name, error.with_traceback(None))
             return False
 
-    def _needed(self, file: CheckpointPath) -> bool:
+    def _is_needed(self, file: CheckpointPath) -> bool:
         """Return whether a link or a logger still needs the file."""
         return file in self.links.values() or any(
             each.target == file for each in list(self.publications)

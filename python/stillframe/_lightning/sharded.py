@@ -383,7 +383,7 @@ def _states(
     """Split `state` into the states of models and optimizers, and all other values."""
     import torch
 
-    of_model, of_optimizer = _getters(strategy, model)
+    of_model, of_optimizer = _state_getters(strategy, model)
     states: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, each in state.items():
@@ -398,7 +398,7 @@ def _states(
     return states, rest
 
 
-def _getters(strategy: Any, model: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _state_getters(strategy: Any, model: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Return functions that get the sharded states of a model and of an optimizer."""
     if sharded_model_key(strategy) == "state_dict":
         from torch.distributed.checkpoint.state_dict import (

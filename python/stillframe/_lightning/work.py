@@ -242,7 +242,7 @@ class WaitingLine:
         if stream.isatty():
             self._draw(stream)
         else:
-            done, total = self._bytes()
+            done, total = self._count_bytes()
             stream.write(f"{self._text()} ({done / 1e6:.0f} of {total / 1e6:.0f} MB written)\n")
             stream.flush()
 
@@ -263,12 +263,12 @@ class WaitingLine:
             TransferSpeedColumn(),
         )
         with Progress(*columns, console=Console(file=stream)) as progress:
-            done, total = self._bytes()
+            done, total = self._count_bytes()
             task = progress.add_task(self._text(), completed=done, total=total)
             while not self._over.wait(_REDRAW_S):
-                done, total = self._bytes()
+                done, total = self._count_bytes()
                 progress.update(task, completed=done, total=total, description=self._text())
-            done, total = self._bytes()
+            done, total = self._count_bytes()
             progress.update(task, completed=done, total=total, description=self._text())
 
     def _text(self) -> str:
@@ -278,7 +278,7 @@ class WaitingLine:
         noun = "checkpoint" if waiting == 1 else "checkpoints"
         return f"stillframe: waiting for {waiting} {noun} to reach the disk"
 
-    def _bytes(self) -> tuple[int, int]:
+    def _count_bytes(self) -> tuple[int, int]:
         """Return how many bytes are written, and how many there are."""
         pairs = [handle.progress() for handle in self._handles]
         return sum(done for done, _ in pairs), sum(total for _, total in pairs)

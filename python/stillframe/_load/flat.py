@@ -80,13 +80,13 @@ class Files:
     def _open(self, opened: Opened, path: str) -> list[_File]:
         """Read the header of the file, or open all files of an index and read their headers."""
         if not path.endswith(safetensors.INDEX_SUFFIX):
-            return [_File(opened, path, _header(opened.fileno(), path), 0)]
+            return [_File(opened, path, _read_header(opened.fileno(), path), 0)]
         files: list[_File] = []
         first = 0
         for name, tensors in safetensors.read_index(self._request.disk, path).items():
             shard = os.path.join(os.path.dirname(path), name)
             opened = self._stack.enter_context(self._request.open_file(shard, peek=True))
-            header = _header(opened.fileno(), shard)
+            header = _read_header(opened.fileno(), shard)
             self._request.disk.release_memory(opened)  # because there may be many files
             safetensors.refuse_other_tensors(name, header.entries, tensors)
             files.append(_File(opened, shard, header, first))
@@ -108,7 +108,7 @@ class Files:
             # In this format, all tensors count as saved on the CPU.
             map_location = map_location.get("cpu", "cpu")
         if str(map_location) == "meta" or restore.reads_no_bytes():
-            yield from _without_bytes(entries, map_location)
+            yield from _tensors_without_bytes(entries, map_location)
             return
         if not entries:
             return
@@ -215,7 +215,7 @@ def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
     return with_all_names
 
 
-def _header(fd: int, path: str) -> Header:
+def _read_header(fd: int, path: str) -> Header:
     """Return the header of an open file. Raise the errors of `Files`."""
     try:
         header = safetensors.read_header(fd)
@@ -255,7 +255,9 @@ def _tensor_over(storage: torch.UntypedStorage, entry: Entry) -> Tensor:
     return empty.set_(storage, 0, shape, tuple(strides))
 
 
-def _without_bytes(entries: list[Entry], map_location: MapLocation) -> Iterator[tuple[str, Tensor]]:
+def _tensors_without_bytes(
+    entries: list[Entry], map_location: MapLocation
+) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors whose bytes are not read: on "meta", or under FakeTensorMode."""
     device = "meta" if str(map_location) == "meta" else "cpu"
     for entry in entries:

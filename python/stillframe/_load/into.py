@@ -209,7 +209,7 @@ def match(into: Any, file_tree: Any) -> Plan:
             except (KeyError, IndexError, TypeError):
                 plan.problems.append(f"{item_path} is not in the file")
                 continue
-            if _is_walked(value):
+            if _is_filled_in_place(value):
                 stack.append((item_path, value, file_value))
             elif why := _why_not_replaced(value, file_value):
                 plan.problems.append(f"{item_path} {why}")
@@ -228,11 +228,11 @@ def _item(file_node: Any, name: Any) -> Any:
     return file_node[name]
 
 
-def _is_walked(value: Any) -> bool:
+def _is_filled_in_place(value: Any) -> bool:
     """Return whether a value is filled in place, at least in part. Otherwise the file's value
     replaces it."""
     if isinstance(value, tuple):
-        return any(map(_is_walked, value))
+        return any(map(_is_filled_in_place, value))
     return isinstance(value, (dict, list, Tensor)) or stateful.is_stateful(value)
 
 

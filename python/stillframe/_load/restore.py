@@ -43,7 +43,7 @@ _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")  # contents of the record "version"
 
 
-class _Loaded:
+class _LoadedStorage:
     """Wraps a storage for `_load`, as torch's reader of archives does."""
 
     __slots__ = ("_untyped_storage",)
@@ -51,7 +51,7 @@ class _Loaded:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._untyped_storage = storage
 
-    def _typed_storage(self) -> _Loaded:
+    def _typed_storage(self) -> _LoadedStorage:
         return self
 
 
@@ -199,7 +199,7 @@ class Archive:
         if storage.nbytes() != nbytes:  # the record does not fit the pickle: torch's reader decides
             return self._torch.get_storage_from_record(name, nbytes, kind)
         self._note_handed_out(name, storage)
-        return _Loaded(storage)
+        return _LoadedStorage(storage)
 
     def serialization_id(self) -> str:
         name = ".data/serialization_id"
@@ -316,7 +316,7 @@ def _unpickler(base: Any, archive: Archive, stays_on_cpu: Callable[[str], bool] 
             if stays_on_cpu is not None:
                 # `_load` has set its own function on this object. Replace that function.
                 torchs_load: Callable[[Any], Any] = super().__getattribute__("persistent_load")
-                self.persistent_load = _persistent_load(archive, stays_on_cpu, torchs_load)
+                self.persistent_load = _make_persistent_load(archive, stays_on_cpu, torchs_load)
             loaded = super().load()
             archive.refuse_short()
             return loaded
@@ -324,7 +324,7 @@ def _unpickler(base: Any, archive: Archive, stays_on_cpu: Callable[[str], bool] 
     return Unpickler
 
 
-def _persistent_load(
+def _make_persistent_load(
     archive: Archive, stays_on_cpu: Callable[[str], bool], torchs_load: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """Return a `persistent_load`: the function that turns an unpickler's reference to a storage
@@ -412,7 +412,7 @@ def record_of(tensor: torch.Tensor) -> int | None:
 
 def why_torch_must_read(core: _core.Restore, map_location: Any) -> str | None:
     """Return why torch.load has to read an archive, or None if this module can read it."""
-    if not _load_is_as_known():
+    if not _has_known_torch_load():
         return "this torch loads in another way"
     if core.find("constants.pkl") >= 0:
         return "it is TorchScript"
@@ -437,7 +437,7 @@ def reads_no_bytes() -> bool:
 
 
 @functools.cache
-def _load_is_as_known() -> bool:
+def _has_known_torch_load() -> bool:
     """Return whether torch has the private function `_load` with the parameters that we pass."""
     load = getattr(serialization, "_load", None)
     if load is None:

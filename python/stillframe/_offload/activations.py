@@ -78,7 +78,7 @@ class _SavedView(NamedTuple):
     view: View
 
     def unpack(self) -> Tensor:
-        tensor = self.view.of(self.owner._bring(self.saved))
+        tensor = self.view.of(self.owner._bring_to_device(self.saved))
         self.saved.note_view_unpacked()
         return tensor
 
@@ -225,7 +225,7 @@ class OffloadedActivations:
             return False
         return self._predicate is None or bool(self._predicate(tensor))
 
-    def _bring(self, saved: _SavedBytes) -> Tensor:
+    def _bring_to_device(self, saved: _SavedBytes) -> Tensor:
         """Return the bytes on the device; copy them there first if they are in the pool."""
         tensor = saved.tensor
         if tensor is not None and saved.ticket is None:

@@ -31,7 +31,7 @@ def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
         raise TypeError(f"dtype takes a torch.dtype, not a {type(dtype).__name__}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is a floating-point type, got {dtype}")
-    _check_each(list(dict.fromkeys(order)))
+    _refuse_offloaded_or_nested(list(dict.fromkeys(order)))
     return order
 
 
@@ -54,7 +54,7 @@ def _as_list(modules: object) -> list[nn.Module]:
     return order
 
 
-def _check_each(unique: list[nn.Module]) -> None:
+def _refuse_offloaded_or_nested(unique: list[nn.Module]) -> None:
     for module in unique:
         for inner in module.modules():
             _refuse_wrapper(inner)

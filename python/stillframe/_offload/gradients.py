@@ -40,7 +40,9 @@ class Gradients:
         self._offloader = offloader
         self._max_in_flight = max_in_flight  # how many layers' gradients may be in flight
         self._thread: ThreadPoolExecutor | None = None  # one thread, started when it is needed
-        self._additions: deque[Future[None]] = deque()  # work of the thread: calls of `_add_up`
+        self._additions: deque[Future[None]] = (
+            deque()
+        )  # work of the thread: calls of `_add_to_gradient_sums`
         self._ends: list[Future[None]] = []  # work of the thread: calls of `_end`
         # For each backward, by its number: the incomplete sum of each parameter.
         self._sums: dict[int, dict[Tensor, Tensor]] = {}
@@ -58,7 +60,9 @@ class Gradients:
         owners = [(each.parameter, each.is_complete) for each in gradients]
         while len(self._additions) >= self._max_in_flight:
             self._wait_for_first()
-        self._additions.append(self._thread.submit(self._add_up, task, ticket, owners))
+        self._additions.append(
+            self._thread.submit(self._add_to_gradient_sums, task, ticket, owners)
+        )
 
     def _wait_for_first(self) -> None:
         """Wait until the oldest gradients in flight are added. Raise their error, if any."""
@@ -116,7 +120,9 @@ class Gradients:
             self._thread.shutdown(wait=True)
             self._thread = None
 
-    def _add_up(self, task: int, ticket: Ticket, owners: list[tuple[Tensor, bool]]) -> None:
+    def _add_to_gradient_sums(
+        self, task: int, ticket: Ticket, owners: list[tuple[Tensor, bool]]
+    ) -> None:
         """Add a layer's gradients to the sums of their parameters, and complete sums to `grad`.
         Runs on the thread. `owners`: each gradient's parameter, and whether the sum is complete."""
         sums = self._sums.setdefault(task, {})

@@ -80,7 +80,7 @@ class Pass:
         run_all([functools.partial(self._report_end, each, succeeded) for each in self.listeners])
 
     def _report_end(self, listener: EndListener, succeeded: bool) -> None:
-        # After Ctrl-C, which is no Exception, the listener stays: `_end_failed` calls it again.
+        # After Ctrl-C, which is no Exception, the listener stays for `_end_failed_pass`.
         try:
             listener._pass_ended(self, succeeded)
         except Exception:
@@ -100,7 +100,7 @@ class Pass:
 
 def current() -> Pass | None:
     """Return the pass whose node the calling thread runs. Return None if the thread runs no node,
-    or if the backward was not called through the `_Engine` that `watch` installs."""
+    or if the backward was not called through the `_WatchedAutogradEngine` that `watch` installs."""
     if task() == NO_TASK or not torch._C._is_key_in_tls(_KEY):
         return None
     found: Pass | None = torch._C._get_obj_in_tls(_KEY)
@@ -117,7 +117,7 @@ def _make_current(new: Pass | None) -> None:
         torch._C._stash_obj_in_tls(_KEY, None)
 
 
-class _Engine(torch._C._ImperativeEngine):
+class _WatchedAutogradEngine(torch._C._ImperativeEngine):
     """Passes every call on to `engine`, autograd's engine, and reports the end of a backward."""
 
     def __init__(self, engine: Any) -> None:
@@ -136,7 +136,7 @@ class _Engine(torch._C._ImperativeEngine):
                 _make_current(new.outer)
             new.end(True)
         except BaseException:  # the backward, or a listener, has failed or was interrupted
-            _end_failed(new)
+            _end_failed_pass(new)
             raise
         return result
 
@@ -147,7 +147,7 @@ class _Engine(torch._C._ImperativeEngine):
         return self.engine.is_checkpoint_valid()
 
 
-def _end_failed(failed: Pass) -> None:
+def _end_failed_pass(failed: Pass) -> None:
     """Call the remaining listeners of a failed pass, and log their errors."""
     try:
         failed.end(False)
@@ -169,8 +169,8 @@ def watch(listener: EndListener) -> Callable[[], object]:
     stop.atexit = False  # at exit nobody needs torch's engine back
     with _lock:
         _nr_watching += 1
-        if not isinstance(variable._execution_engine, _Engine):
-            variable._execution_engine = _Engine(variable._execution_engine)
+        if not isinstance(variable._execution_engine, _WatchedAutogradEngine):
+            variable._execution_engine = _WatchedAutogradEngine(variable._execution_engine)
     return stop
 
 
@@ -181,7 +181,7 @@ def _unwatch() -> None:
     with _lock:
         _nr_watching -= 1
         found = variable._execution_engine
-        if _nr_watching == 0 and isinstance(found, _Engine):
+        if _nr_watching == 0 and isinstance(found, _WatchedAutogradEngine):
             variable._execution_engine = found.engine
 
 
@@ -213,8 +213,8 @@ class EndListener:
 
     def join(self) -> int:
         """Register for the end of the backward that runs on this thread, and return its number. May
-        be repeated. Raise StillframeError if the backward was not called through the `_Engine` that
-        `watch` installs."""
+        be repeated. Raise StillframeError if the backward was not called through the
+        `_WatchedAutogradEngine` that `watch` installs."""
         number = task()
         if number in self._joined:
             return number

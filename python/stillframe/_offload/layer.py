@@ -50,7 +50,7 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version + _nr_pending_writes.get(tensor, 0)
 
 
-class _Write(NamedTuple):
+class _PendingWrite(NamedTuple):
     """Tensors that a forward has changed on the device, on their way back to the CPU."""
 
     ticket: Ticket
@@ -80,7 +80,7 @@ class Layer:
         self.shares_tensors_with: list[Layer] = []  # layers that share any tensor with this layer
         self._dtype = dtype  # of floating-point parameters on the device; None: as on the CPU
         self._sources: list[Tensor] | None = None  # the last result of `sources`
-        self._pending_writes: list[_Write] = []  # not copied back yet, oldest first
+        self._pending_writes: list[_PendingWrite] = []  # not copied back yet, oldest first
         # The `LayerUse` of each forward whose backward may still run.
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()
         self.find_tensors()
@@ -237,7 +237,9 @@ class Layer:
             tensors = [tensor.detach().clone() for tensor in tensors]
         targets = [self.tensors[index] for index in changed]
         nr_versioned = len(with_new_version)
-        self._pending_writes.append(_Write(offloader.offload(tensors), targets, nr_versioned))
+        self._pending_writes.append(
+            _PendingWrite(offloader.offload(tensors), targets, nr_versioned)
+        )
         for target in targets[:nr_versioned]:
             _nr_pending_writes[target] = _nr_pending_writes.get(target, 0) + 1
         group.note_versions()  # later, only new changes are copied back
@@ -297,7 +299,7 @@ class Hook:
         self._function(self._layer, *args)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
+        return _do_nothing
 
     def __reduce__(self) -> Any:
         return _no_hook, ()
@@ -332,10 +334,10 @@ class ApplyGuard:
 
 def _no_hook() -> Any:
     """Return what unpickling puts in place of a hook."""
-    return _nothing
+    return _do_nothing
 
 
-def _nothing(*args: Any) -> None:
+def _do_nothing(*args: Any) -> None:
     """Do nothing, in place of the hooks in a copy of a module."""
 
 

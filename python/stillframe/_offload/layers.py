@@ -103,7 +103,7 @@ class OffloadedLayers:
         self._removed = True
         optimizers.unwatch(self._residents)
         self._stop_watching()
-        steps = [self._end_reached, self._gradients.join_all]
+        steps = [self._end_reached_use, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
         steps += [functools.partial(self._residents.give_up_all_except, ())]
         steps += [layer.finish_writes for layer in self._layers]
@@ -161,9 +161,9 @@ class OffloadedLayers:
             self._end_listener.join()  # not later, because the forward may call another backward
             # If backward is in this layer, its use goes on after the repeated forward.
             is_in_layer = self._reached is not None and self._reached.layer is layer
-            next_layer = self._reach(use, end_reached=not is_in_layer)
+            next_layer = self._record_backward(use, end_reached=not is_in_layer)
         else:
-            self._end_reached()
+            self._end_reached_use()
             new_run_begins = self._layer_order.forward(layer)
             if new_run_begins:  # the weights may have changed since the last run
                 self._residents.expire_prefetches()
@@ -284,7 +284,7 @@ class OffloadedLayers:
                 " computes with is gone before it could be differentiated"
             )
         task = self._end_listener.join()
-        next_layer = self._reach(use, end_reached=True)
+        next_layer = self._record_backward(use, end_reached=True)
         group = self._residents.bring(use.layer, fresh=False)
         # A checkpoint inside the layer may repeat a part of the forward, and run another backward
         # through that part. That inner backward gets a use of its own.
@@ -297,18 +297,18 @@ class OffloadedLayers:
         self._prefetch(next_layer, fresh=False)
         return group
 
-    def _reach(self, use: LayerUse, end_reached: bool) -> Layer | None:
+    def _record_backward(self, use: LayerUse, end_reached: bool) -> Layer | None:
         """Record that backward reaches a layer, or that a checkpoint repeats the layer's forward.
         Return the predicted next layer."""
         next_layer = self._layer_order.backward(use.layer, use.previous)
         staying = {use.layer, next_layer}
         if end_reached:
-            self._end_reached(staying)
+            self._end_reached_use(staying)
         running = (each.layer for each in self._running)
         self._residents.give_up_all_except({*staying, *self._kept, *running})
         return next_layer
 
-    def _end_reached(self, staying: Container[Layer | None] = ()) -> None:
+    def _end_reached_use(self, staying: Container[Layer | None] = ()) -> None:
         """End the use that backward has reached, if any: copy back what was written to the layer.
         Release the layer's slot, unless the layer is in `staying`."""
         use, self._reached = self._reached, None
@@ -353,7 +353,7 @@ class OffloadedLayers:
         for (position, _), value in zip(to_return, values, strict=True):
             results[position] = value
         if self._reached is use:
-            self._end_reached()
+            self._end_reached_use()
         return results
 
     def _completes_gradient(self, use: LayerUse, parameter: Tensor) -> bool:
@@ -371,7 +371,7 @@ class OffloadedLayers:
         # A backward inside another one must not end the use that the outer one has reached.
         belongs_to_outer = self._reached is not None and self._reached_task != task
         if not belongs_to_outer:
-            steps.append(self._end_reached)
+            steps.append(self._end_reached_use)
             self._last_used = None
         if self._end_listener.is_nested(task):
             # Do not wait: the end of the outer backward waits for both.

@@ -58,7 +58,7 @@ class Layout:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         spans = [_Span(tensor) for tensor in tensors]
         # The ranges of memory to copy (none after `drop_tensors`), and the tensors as given.
-        self.sources, self.views = _arrange(spans)
+        self.sources, self.views = _merge_into_sources(spans)
         self._tensors = [span.tensor for span in spans]  # to compare their versions
         self.lengths = [source.nbytes for source in self.sources]
         self.nbytes = sum(self.lengths)
@@ -207,7 +207,7 @@ class _Span:
         self.end = self.tensor.numel() * self.tensor.itemsize
 
 
-def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
+def _merge_into_sources(spans: list[_Span]) -> tuple[list[Source], list[View]]:
     """Return the sources and the view of each span. Spans that share bytes become one source."""
     views: list[View | None] = [None] * len(spans)
     sources: list[Source] = []

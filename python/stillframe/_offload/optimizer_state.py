@@ -123,7 +123,7 @@ class OffloadedOptimizerState:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_post_hook(self._move_loaded_state),
         ]
         self._replace_state()
 
@@ -177,7 +177,7 @@ class OffloadedOptimizerState:
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state_dict without the large tensors, so that torch does not load them to the
-        device. Set the large tensors aside for `_loaded`."""
+        device. Set the large tensors aside for `_move_loaded_state`."""
         self._return_to_pool()
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -196,7 +196,7 @@ class OffloadedOptimizerState:
             self._loading += [(parameter, key, entries[key]) for key in large]
         return {**state_dict, "state": small}
 
-    def _loaded(self, optimizer: Optimizer) -> None:
+    def _move_loaded_state(self, optimizer: Optimizer) -> None:
         """Move the loaded state, and the tensors that were set aside, into the pool."""
         loading, self._loading = self._loading, []
         self._state_owner = _StateOwner()
@@ -244,7 +244,7 @@ class OffloadedOptimizerState:
         self._wait_until_pooled(number)
         if not self._stepping:
             return
-        self._send_back()
+        self._offload_current_group()
         self._onloaded = self._onload(number)
         self._on_device = number
         next_group = self._sources(number + 1)  # empty after the last group
@@ -274,7 +274,7 @@ class OffloadedOptimizerState:
         if prefetched:
             self._offloader._give_up_prefetch(prefetched)
 
-    def _send_back(self) -> None:
+    def _offload_current_group(self) -> None:
         """Send the group that is on the device back to the pool."""
         number, self._on_device = self._on_device, None
         if number is not None:
@@ -323,7 +323,7 @@ class OffloadedOptimizerState:
     def _return_to_pool(self) -> None:
         """End the step: wait until the whole state is in the pool."""
         self._stepping = False
-        self._send_back()
+        self._offload_current_group()
         self._give_up_prefetch()  # a failed step may have left a prefetch
         if self._leaving:  # wait here, because code that reads the tensors later does not wait
             with self._offloader._waiting():

@@ -36,7 +36,7 @@ class Fingerprint:
         with torch.no_grad():
             for each in tensors:
                 if each.numel():
-                    samples.setdefault(each.dtype, []).append(_sample(each))
+                    samples.setdefault(each.dtype, []).append(_spread_elements(each))
             # Compared as bytes, so that NaN equals itself.
             self._samples = [torch.cat(each).view(torch.uint8) for each in samples.values()]
 
@@ -48,7 +48,7 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _spread_elements(tensor: Tensor) -> Tensor:
     """Return a view of a few evenly spread elements of a tensor that has elements."""
     last = spanned(tensor) - 1  # the last element, counted from the first
     step = max(last // _NR_SAMPLES, 1)
@@ -159,7 +159,7 @@ class Residents:
 
     def prefetch(self, layer: LayerTensors | None, fresh: bool) -> None:
         """Give up expired prefetches. Then start to copy a layer, if any, if a slot is free."""
-        self._give_up_expired()
+        self._drop_expired_prefetches()
         if layer is None or self.has(layer):
             return
         if len(self._groups) + len(self._prefetches) >= self._slots:
@@ -196,14 +196,14 @@ class Residents:
             return False  # it has expired
         return prefetch.fingerprint == layer.fingerprint()
 
-    def _give_up_expired(self) -> None:
+    def _drop_expired_prefetches(self) -> None:
         for layer, prefetch in list(self._prefetches.items()):
             if prefetch.generation != self._generation:
                 self.give_up(layer)
 
     def _make_room(self) -> None:
         """Release slots until one is free: first those of prefetches, then of the oldest layers."""
-        self._give_up_expired()
+        self._drop_expired_prefetches()
         while len(self._groups) + len(self._prefetches) >= self._slots:
             oldest = next(iter(self._prefetches or self._groups))
             self.give_up(oldest)

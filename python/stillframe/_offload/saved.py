@@ -88,7 +88,7 @@ class Kept(NamedTuple):
         return self.tensor
 
 
-class _Passed(NamedTuple):
+class _PackedByOuterHooks(NamedTuple):
     """An object that the enclosing saved-tensor hooks have packed."""
 
     packed: Any
@@ -155,7 +155,7 @@ class Weights:
             if use is not None and each.begin <= begin < each.end:
                 view = _view(tensor, begin - each.begin)
                 return _WeightView(use, each.weight_index, tensor._version, view, is_cast=False)
-        use, index = _cast_of(tensor)
+        use, index = _weight_of_cast(tensor)
         if use is None:
             return None
         return _WeightView(use, index, use.version(index), _view(tensor, begin), is_cast=True)
@@ -176,7 +176,7 @@ class Onloading:
     indices: list[int]  # output i is the weight with index `indices[i]` in its layer
 
 
-def _cast_of(tensor: Tensor) -> tuple[WeightUse | None, int]:
+def _weight_of_cast(tensor: Tensor) -> tuple[WeightUse | None, int]:
     """Return the use and the index of a weight if the tensor is autocast's cast of the weight, or a
     view of the cast. Otherwise return None and 0."""
     node = tensor.grad_fn
@@ -232,7 +232,7 @@ class SavedHooks:
             return replacement
         if self._outer is not None:
             pack, unpack = self._outer
-            return _Passed(pack(tensor), unpack)
+            return _PackedByOuterHooks(pack(tensor), unpack)
         # Detached: otherwise a node that saves its own output would never be freed.
         return Kept(tensor.detach(), tensor._version)
 

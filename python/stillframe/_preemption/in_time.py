@@ -58,7 +58,7 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
             report: SaveReport = handle.result(max(0.0, until - time.monotonic()))
             return report
         except TimeoutError:
-            _give_up(handle, _too_late(handle))
+            _give_up(handle, _too_late_reason(handle))
     except CancelledError:
         pass  # the thread that cancelled the save has logged why
     except Exception as error:
@@ -81,7 +81,7 @@ def give_up() -> bool:
     """Give up the saves under way, because time is up. Return False if there were none."""
     under_way = _under_way()
     for handle in under_way:
-        _give_up(handle, _too_late(handle))
+        _give_up(handle, _too_late_reason(handle))
     return bool(under_way)
 
 
@@ -164,7 +164,7 @@ def _give_up_without_time(
     return new is None or kept[0]  # the new save is the first candidate
 
 
-def _too_late(handle: InFlight) -> str:
+def _too_late_reason(handle: InFlight) -> str:
     """Return the reason for giving up a save when time is up."""
     written, total = handle.progress()
     return f"{sizes.decimal(written)} of {sizes.decimal(total)} were written when time was up"

@@ -234,7 +234,7 @@ class Preemption:
             self._finish_saves(error)
         # If only another rank got a signal, the program goes on after the block. An error of the
         # block propagates.
-        if self._own_signal is None or not _is_plain_end(error):
+        if self._own_signal is None or not _ended_without_error(error):
             return
         previous = self._previous_handlers[self._own_signal]
         if callable(previous):
@@ -243,12 +243,12 @@ class Preemption:
 
     def _finish_saves(self, error: BaseException | None) -> None:
         """Make the registered saves, and wait for all saves."""
-        if not isinstance(error, _End) and _is_plain_end(error):
+        if not isinstance(error, _End) and _ended_without_error(error):
             self._save_registered(None)  # the end of the loop is a boundary too
         self._only_waits = True
         in_time.finish(self._save_deadline())
         if self._ranks is not None:
-            self._ranks.leave(self._save_deadline() if _is_plain_end(error) else None)
+            self._ranks.leave(self._save_deadline() if _ended_without_error(error) else None)
 
     def _restore_handlers(self) -> None:
         """Restore the handlers. End the watching thread, unless the process is about to end.
@@ -375,7 +375,7 @@ class Preemption:
             log.warning(
                 "stillframe: no step boundary was reached within %.3g s of %s: nothing was saved,"
                 " and the old files stay",
-                time.monotonic() - self._moment(),
+                time.monotonic() - self._first_signal_time(),
                 _name(self._signal()),
             )
         self._must_raise = True
@@ -477,7 +477,7 @@ class Preemption:
         """Return the signal that some rank got first; before any signal, the first of `signals`."""
         return self.signals[0] if self._first_signal is None else self._first_signal[0]
 
-    def _moment(self) -> float:
+    def _first_signal_time(self) -> float:
         """Return the `time.monotonic()` at which the first signal came."""
         return time.monotonic() if self._first_signal is None else self._first_signal[1]
 
@@ -491,7 +491,7 @@ class Preemption:
 
     def _end_deadline(self) -> float:
         """Return the moment by which the process has to end."""
-        return self._moment() + self._deadline_s
+        return self._first_signal_time() + self._deadline_s
 
     def _exit_status(self) -> int:
         """Return the status by which shells report that a signal ended the process."""
@@ -555,7 +555,7 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def _is_plain_end(error: BaseException | None) -> bool:
+def _ended_without_error(error: BaseException | None) -> bool:
     """Return whether the block ended neither by an error nor by `sys.exit` with a status."""
     if error is None or isinstance(error, _End):
         return True

@@ -125,7 +125,7 @@ class RemoteDisk(Disk):
         key = self._key(path)
         parent = self._known(os.path.dirname(key)) or {}
         listed = parent.get(os.path.basename(key), {})
-        return max(_times(listed), default=0.0)
+        return max(_modification_times(listed), default=0.0)
 
     def _key(self, path: str) -> str:
         """Return the key of a path, which is a URL."""
@@ -169,10 +169,10 @@ def _add(directory: _Directory, path: list[str], found: Found) -> None:
         directory.setdefault(name, found)
 
 
-def _times(node: Found | _Directory) -> Iterator[float]:
+def _modification_times(node: Found | _Directory) -> Iterator[float]:
     """Yield the times of the last change of an object, or of all objects below a directory."""
     if isinstance(node, Found):
         yield node.modified_s
     else:
         for each in node.values():
-            yield from _times(each)
+            yield from _modification_times(each)

@@ -89,7 +89,7 @@ class MirrorUpload:
                 paths.make_directories(self.entry.directory, self._durable)
             journal.add(self.entry, self._pending)
         except OSError as error:
-            self._log(error)
+            self._log_not_uploaded(error)
         uploader.check_journal(self.entry.directory)
 
     def resume(self) -> None:
@@ -107,10 +107,10 @@ class MirrorUpload:
                 else:
                     pending.remove()
             except OSError as error:
-                self._log(error)
+                self._log_not_uploaded(error)
             uploader.check_journal(self.entry.directory)
 
-    def _log(self, error: OSError) -> None:
+    def _log_not_uploaded(self, error: OSError) -> None:
         log.error("stillframe: %s will not be uploaded: %s", self.entry.local, error)
 
 
@@ -348,7 +348,7 @@ class _Uploader:
         except _GivenUpError:
             pass  # the entry stays for the next process
         except sending.LocalError as error:
-            self._could_not_read(entry, error.__cause__)
+            self._handle_unreadable_file(entry, error.__cause__)
         except Exception as error:
             self._failed(entry, error)
         else:
@@ -375,7 +375,7 @@ class _Uploader:
                 options_of_bucket = options
         return prefix, options_of_bucket
 
-    def _could_not_read(self, entry: Entry, cause: BaseException | None) -> None:
+    def _handle_unreadable_file(self, entry: Entry, cause: BaseException | None) -> None:
         """Handle a local file that cannot be read, because of the error `cause`."""
         if not isinstance(cause, FileNotFoundError):
             self._unreadable.add(entry)  # this process does not try again

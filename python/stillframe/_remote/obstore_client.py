@@ -54,7 +54,7 @@ _MARK = "stillframeupload"
 _threads_generation: int | None = None
 
 
-def _obstore() -> Any:
+def _import_obstore() -> Any:
     """Return the package obstore, which is imported only when it is needed."""
     import obstore.exceptions
     import obstore.store
@@ -97,7 +97,7 @@ class ObstoreStore(Store):
             "max_backoff": timedelta(seconds=LONGEST_PAUSE_S),
         }
         try:
-            return _obstore().store.from_url(
+            return _import_obstore().store.from_url(
                 f"{self._url.scheme}://{self._url.bucket}",
                 config=self._config.values,
                 client_options={"timeout": timedelta(seconds=timeout_s), **self._config.client},
@@ -113,7 +113,7 @@ class ObstoreStore(Store):
         raise ValueError(f"storage_options of {self._root}: {cause}")
 
     def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
-        obstore = _obstore()
+        obstore = _import_obstore()
         if nbytes is not None and nbytes <= ONE_REQUEST_BYTES:
             obstore.put(self._client(), key, b"".join(feed), use_multipart=False)
             return
@@ -138,12 +138,12 @@ class ObstoreStore(Store):
     def _has_mark(self, key: str, mark: str) -> bool:
         """Return whether the upload with this mark made the object; False if the request fails."""
         with contextlib.suppress(Exception):
-            found = _obstore().get(self._client(), key, options={"head": True})
+            found = _import_obstore().get(self._client(), key, options={"head": True})
             return bool(found.attributes.get(_MARK) == mark)
         return False
 
     def _get(self, key: str, start: int, end: int, version: str) -> Buffer:
-        obstore = _obstore()
+        obstore = _import_obstore()
         if not version:
             return obstore.get_range(self._client(), key, start=start, end=end)
         options = {"range": (start, end), "if_match": version}
@@ -153,14 +153,14 @@ class ObstoreStore(Store):
             raise OSError(errno.ESTALE, "the object was replaced meanwhile") from None
 
     def _find(self, key: str) -> Found:
-        return _of_meta(_obstore().head(self._client(), key))
+        return _object_info_of(_import_obstore().head(self._client(), key))
 
     def _list(self, prefix: str) -> Iterator[Sequence[Found]]:
-        for page in _obstore().list(self._client(), prefix=prefix or None):
-            yield [_of_meta(meta) for meta in page]
+        for page in _import_obstore().list(self._client(), prefix=prefix or None):
+            yield [_object_info_of(meta) for meta in page]
 
     def _delete(self, keys: Iterable[str]) -> None:
-        obstore = _obstore()
+        obstore = _import_obstore()
         try:
             obstore.delete(self._client(), [*keys])
         except FileNotFoundError:
@@ -192,6 +192,6 @@ class ObstoreStore(Store):
                 log.info("stillframe: aborted an upload to %s, left by a killed process", name)
 
 
-def _of_meta(meta: Mapping[str, Any]) -> Found:
+def _object_info_of(meta: Mapping[str, Any]) -> Found:
     modified_s = meta["last_modified"].timestamp()
     return Found(meta["path"], meta["size"], modified_s, meta["e_tag"] or "")

@@ -78,10 +78,14 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
     """
     config = Config()
     rest = {name: value for name, value in options.items() if value is not None}
-    config.client.update(_mapping(rest, "client_options"))
+    config.client.update(_take_mapping(rest, "client_options"))
     if rest.pop("anon", False):
         config.values["skip_signature"] = True
-    translate = {"s3": _s3, "gs": _gs, "az": _az}[scheme]
+    translate = {
+        "s3": _translate_s3_options,
+        "gs": _translate_gcs_options,
+        "az": _translate_azure_options,
+    }[scheme]
     translate(rest, config)
     config.values.update(rest)
     endpoints = [value for name, value in config.values.items() if name.lower() in _ENDPOINTS]
@@ -100,7 +104,7 @@ def _move(source: dict[str, Any], names: Mapping[str, str], target: dict[str, An
             target[new_name] = source.pop(name)
 
 
-def _mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
+def _take_mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
     """Remove and return an option that is a dict; {} if it is not given."""
     value = rest.pop(name, {})
     if not isinstance(value, Mapping):
@@ -112,9 +116,9 @@ def _mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
 # The options that stay in `rest` have obstore's names.
 
 
-def _s3(rest: dict[str, Any], config: Config) -> None:
+def _translate_s3_options(rest: dict[str, Any], config: Config) -> None:
     profile = rest.pop("profile", None)
-    client_kwargs = _mapping(rest, "client_kwargs")
+    client_kwargs = _take_mapping(rest, "client_kwargs")
     _move(client_kwargs, _S3_CLIENT, config.values)
     _move(rest, _S3, config.values)
     if client_kwargs.pop("verify", True) is False:
@@ -124,10 +128,10 @@ def _s3(rest: dict[str, Any], config: Config) -> None:
         raise ValueError(f"storage_options: client_kwargs has no {unknown} here")
     needs_credentials = not {"access_key_id", "skip_signature"} & config.values.keys()
     if needs_credentials:
-        _read_files(profile, config.values)
+        _read_aws_files(profile, config.values)
 
 
-def _read_files(profile: str | None, values: dict[str, Any]) -> None:
+def _read_aws_files(profile: str | None, values: dict[str, Any]) -> None:
     """Add the credentials in AWS's files to `values`, because obstore does not read these files. If
     `profile` is None, credentials in the environment come first."""
     if profile is None and any(map(os.environ.get, _OTHER_CREDENTIALS)):
@@ -168,7 +172,7 @@ def _section(variable: str, default: str, *names: str) -> dict[str, str]:
     return {}
 
 
-def _gs(rest: dict[str, Any], config: Config) -> None:
+def _translate_gcs_options(rest: dict[str, Any], config: Config) -> None:
     rest.pop("project", None)  # not needed for objects
     _move(rest, {"endpoint_url": "base_url"}, config.values)
     token = rest.pop("token", "google_default")
@@ -185,7 +189,7 @@ def _gs(rest: dict[str, Any], config: Config) -> None:
         )
 
 
-def _az(rest: dict[str, Any], config: Config) -> None:
+def _translate_azure_options(rest: dict[str, Any], config: Config) -> None:
     fields: dict[str, str] = {}
     for field_text in str(rest.pop("connection_string", "")).split(";"):
         name, _, value = field_text.partition("=")

@@ -38,7 +38,7 @@ def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
         LocalError: The file or directory cannot be read.
         OSError: The store refused; see `Store`.
     """
-    with _reading():
+    with _raising_local_errors():
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
     if is_directory:
         return _send_directory(store, key, path, check)
@@ -47,7 +47,7 @@ def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
 
 def send_file(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
     """Upload one file, as `send` does."""
-    with _reading():
+    with _raising_local_errors():
         file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
     with file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -61,7 +61,7 @@ def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[
     while left:
         check()
         piece = bytearray(min(left, _PIECE))
-        with _reading():
+        with _raising_local_errors():
             length = file.readinto(piece)
             if not length:
                 raise OSError(f"it became shorter while it was read: {left} bytes are missing")
@@ -117,7 +117,7 @@ def files_of(path: str) -> dict[str, os.stat_result]:
     def raise_error(error: OSError) -> None:
         raise error
 
-    with _reading():
+    with _raising_local_errors():
         for above, directories, names in os.walk(path, onerror=raise_error):
             directories[:] = [each for each in directories if not each.startswith(_OUR_PREFIX)]
             for name in names:
@@ -132,7 +132,7 @@ def files_of(path: str) -> dict[str, os.stat_result]:
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
+def _raising_local_errors() -> Iterator[None]:
     """Raise errors of the local file as LocalError."""
     try:
         yield

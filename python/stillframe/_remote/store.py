@@ -100,7 +100,7 @@ class Store(ABC):
         feed = Feed(pieces, self.shown(key))
         _this_thread.uploads += 1
         try:
-            self._do("the upload", key, lambda: self._put(key, feed, nbytes))
+            self._call_client("the upload", key, lambda: self._put(key, feed, nbytes))
         except BaseException:
             # An error of `pieces` makes the client fail too. Then the error of `pieces` is raised.
             if feed.error is None:
@@ -187,10 +187,10 @@ class Store(ABC):
         error."""
 
     def _ask(self, doing: str, key: str, call: Callable[[], T]) -> T:
-        """Call the client like `_do`, on another thread if needed."""
-        return self._do(doing, key, lambda: _on_other_thread_if_needed(call))
+        """Call the client like `_call_client`, on another thread if needed."""
+        return self._call_client(doing, key, lambda: _on_other_thread_if_needed(call))
 
-    def _do(self, doing: str, key: str, call: Callable[[], T]) -> T:
+    def _call_client(self, doing: str, key: str, call: Callable[[], T]) -> T:
         """Call the client and translate its error. `doing` names the operation in the message."""
         if self._generation != _core.fork_generation():
             raise fork_error()

@@ -159,7 +159,7 @@ class Checkpoint:
             StillframeError: The `with` block has ended.
             Exception: As `async_save`. The caller may catch it and go on without this file.
         """
-        relative = _relative(name)
+        relative = _normalize_file_name(name)
         self._submit(obj, relative, format_of(relative), None)
 
     def save_safetensors(
@@ -184,9 +184,9 @@ class Checkpoint:
             OSError: The index could not be written.
             Exception: As `safetensors.torch.save_file`, for tensors that it refuses.
         """
-        shards = split(tensors, _relative(name), max_shard_size)
+        shards = split(tensors, _normalize_file_name(name), max_shard_size)
         if shards.index_name:
-            self._add_name(shards.index_name)
+            self._reserve_name(shards.index_name)
         for file, part in shards.files.items():
             self._submit(part, file, "safetensors", metadata)
         if shards.index_name and self._skipped is None:
@@ -277,7 +277,7 @@ class Checkpoint:
             raise StillframeError("use it as `with stillframe.checkpoint(path) as files:`")
         return self._save
 
-    def _add_name(self, name: str) -> None:
+    def _reserve_name(self, name: str) -> None:
         """Reserve the name of a file, and make the directories in it."""
         save = self._require_save()
         save.refuse_closed()
@@ -291,7 +291,7 @@ class Checkpoint:
     ) -> None:
         """Start the save of a file; if the call raises, the name is free again."""
         save = self._require_save()
-        self._add_name(name)
+        self._reserve_name(name)
         if self._skipped is not None:  # the engine was busy: nothing is saved
             return
         created: list[CoreSave] = []  # gets the file's save, once it exists
@@ -314,7 +314,7 @@ class Checkpoint:
             raise
 
 
-def _relative(name: object) -> str:
+def _normalize_file_name(name: object) -> str:
     """Return a file's name without "." and empty components. Raise TypeError or ValueError if the
     name is not below the checkpoint."""
     if not isinstance(name, (str, os.PathLike)):

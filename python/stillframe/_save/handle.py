@@ -63,7 +63,7 @@ class SaveHandle:
         )
 
     def __await__(self) -> Generator[Any, None, SaveReport | MaybeNone]:
-        return self._awaited().__await__()
+        return self._await_result().__await__()
 
     @property
     def path(self) -> str:
@@ -215,7 +215,7 @@ class SaveHandle:
             f" {awaited_state} yet"
         )
 
-    async def _awaited(self) -> SaveReport | MaybeNone:
+    async def _await_result(self) -> SaveReport | MaybeNone:
         """Return what `result` returns, without blocking the event loop during the wait."""
         try:
             loop = asyncio.get_running_loop()

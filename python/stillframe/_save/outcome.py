@@ -252,12 +252,12 @@ class Outcome:
         for futures, value in ((self._staging, None), (self._upload, end.value)):
             for future in futures.alive():
                 _resolve(future, end.error, value)
-        report, on_durable = end.report, _pop(self._on_durable)  # only one thread gets it
+        report, on_durable = end.report, _pop_first(self._on_durable)  # only one thread gets it
         if on_durable is not None and report is not None:
             completion.callbacks.put(lambda: on_durable(self._given, report))
-        while (waker := _pop(self._wakers)) is not None:
+        while (waker := _pop_first(self._wakers)) is not None:
             waker()
-        while (function := _pop(self._callbacks)) is not None:
+        while (function := _pop_first(self._callbacks)) is not None:
             completion.callbacks.put(function)
         self._notified = True
 
@@ -344,7 +344,7 @@ def _call_later(function: Callable[[Future[Any]], object], future: Future[Any]) 
     completion.callbacks.put(functools.partial(function, future))
 
 
-def _pop(functions: list[T]) -> T | None:
+def _pop_first(functions: list[T]) -> T | None:
     """Remove and return the first function, in one atomic operation; None if there is none."""
     try:
         return functions.pop(0)

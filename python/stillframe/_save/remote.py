@@ -126,7 +126,7 @@ class Upload:
             part: The length of a part in bytes.
             wait_to_appear: See `run`; called before the generator ends.
         """
-        collected: list[_Bytes] = []
+        collected: list[_ByteRange] = []
         nbytes = 0  # the number of bytes in `collected`
         try:
             while True:
@@ -136,7 +136,7 @@ class Upload:
                     continue
                 if not len(block):  # the end of the file
                     break
-                collected.append(_Bytes(block, 0, len(block)))
+                collected.append(_ByteRange(block, 0, len(block)))
                 nbytes += len(block)
                 del block  # `collected` has the only reference now
                 while nbytes >= part:
@@ -179,21 +179,21 @@ class Upload:
         return self.file._ticket.next_piece(timeout)
 
 
-class _Bytes(NamedTuple):
+class _ByteRange(NamedTuple):
     """The bytes from `start` to `end` of a block (a `Piece`) or of a copy (`bytes`)."""
 
     owner: _core.Piece | bytes
     start: int
     end: int
 
-    def copied(self) -> _Bytes:
+    def copied(self) -> _ByteRange:
         """Return a copy of the bytes, or self if they are a copy already."""
         if isinstance(self.owner, bytes):
             return self
-        return _Bytes(self.owner.copy(self.start, self.end), 0, self.end - self.start)
+        return _ByteRange(self.owner.copy(self.start, self.end), 0, self.end - self.start)
 
 
-def _take_first(collected: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
+def _take_first(collected: list[_ByteRange], nbytes: int) -> Iterator[Buffer]:
     """Remove the first `nbytes` bytes from `collected` and yield them.
 
     Local variables are deleted, so that a block is released as soon as the client drops it.
@@ -202,7 +202,7 @@ def _take_first(collected: list[_Bytes], nbytes: int) -> Iterator[Buffer]:
         owner, start, end = collected.pop(0)
         until = min(end, start + nbytes)
         if until < end:
-            collected.insert(0, _Bytes(owner, until, end))  # the rest stays collected
+            collected.insert(0, _ByteRange(owner, until, end))  # the rest stays collected
         view = memoryview(owner)[start:until]
         del owner  # now only `view` and the client keep the block
         nbytes -= until - start

@@ -233,7 +233,7 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
 # ---- the directory ---------------------------------------------------------------------------
 
 
-def _scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
+def _make_scratch_directory(parent: Path) -> contextlib.AbstractContextManager[Path]:
     """Make a directory in `parent`, or raise BenchError. Return a context manager that removes the
     directory at the end."""
     if not parent.exists():
@@ -255,7 +255,10 @@ def run(options: argparse.Namespace) -> int:
     from stillframe.errors import StillframeError
 
     try:
-        with _scratch(Path(options.directory)) as directory, raw.status_line() as line:
+        with (
+            _make_scratch_directory(Path(options.directory)) as directory,
+            raw.status_line() as line,
+        ):
             result = measure(directory, options.size, lambda text: line(f"{text} ..."))
     except BenchError as error:
         print(f"stillframe bench: {error}", file=sys.stderr)

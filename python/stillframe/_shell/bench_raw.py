@@ -139,7 +139,7 @@ def status_line(*, plain_lines: bool = False) -> Iterator[Callable[[str], None]]
             show_status("\r\x1b[K")
 
 
-def _interrupted(signum: int, frame: object) -> None:
+def _raise_keyboard_interrupt(signum: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -147,7 +147,7 @@ def _interrupted(signum: int, frame: object) -> None:
 def gone_afterwards(directory: Path) -> Iterator[Path]:
     """Remove the directory at the end of the block, even if Ctrl-C or SIGTERM ends it."""
     on_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
-    previous = signal.signal(signal.SIGTERM, _interrupted) if on_main else None
+    previous = signal.signal(signal.SIGTERM, _raise_keyboard_interrupt) if on_main else None
     try:
         yield directory
     finally:
@@ -228,7 +228,7 @@ def write_seconds(
             return time.perf_counter() - start
 
     if direct is None:
-        return _direct_if_possible(write)
+        return _measure_direct_if_possible(write)
     return write(os.O_DIRECT if direct else 0), direct
 
 
@@ -252,7 +252,7 @@ def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
                 done += got
             return time.perf_counter() - start
 
-    return _direct_if_possible(read)
+    return _measure_direct_if_possible(read)
 
 
 @contextlib.contextmanager
@@ -264,7 +264,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _direct_if_possible(measure: Callable[[int], float]) -> tuple[float, bool]:
+def _measure_direct_if_possible(measure: Callable[[int], float]) -> tuple[float, bool]:
     """Return `measure(O_DIRECT)` and True, or `measure(0)` and False if the file system has no
     O_DIRECT."""
     try:

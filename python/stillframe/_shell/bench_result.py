@@ -117,7 +117,7 @@ def _as_clause(sentence: str) -> str:
 # ---- showing ---------------------------------------------------------------------------------
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -171,7 +171,7 @@ def show(result: Result) -> None:
         rate = f"{decimal(result.nbytes / seconds)}/s"
         if name.endswith("the call returns after"):  # the call copies only some of the bytes
             rate = ""
-        table.add_row(Text(name), _time(seconds), rate, share)
+        table.add_row(Text(name), _format_time(seconds), rate, share)
     console.print(table)
     for sentence in advice(result):
         console.print(Text(sentence), soft_wrap=not console.is_terminal)

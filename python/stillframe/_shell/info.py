@@ -52,7 +52,7 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _machine() -> dict[str, Any]:
+def _machine_facts() -> dict[str, Any]:
     from stillframe._base import cpus  # needs the core
 
     affinity = cpus.inspect()  # the CPUs of stillframe's threads, and those of the main thread
@@ -103,7 +103,7 @@ def collect(directory: str) -> dict[str, Any]:
     """Return all facts, as `--json` prints them."""
     return {
         "versions": _versions(),
-        "machine": _machine(),
+        "machine": _machine_facts(),
         "engine": _engine(),
         "disk": _disk(directory),
         "mirror": _mirror(directory),

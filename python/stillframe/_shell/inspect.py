@@ -235,16 +235,16 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _show(facts: Facts, *, as_tree: bool) -> None:
     """Print the facts, in lines that are no wider than the terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    tensors = _tree(facts) if as_tree else _table(facts, width)
-    for line in _lines(facts, tensors, as_tree):
+    tensors = _tree(facts) if as_tree else _table_lines(facts, width)
+    for line in _report_lines(facts, tensors, as_tree):
         if width is None or len(line) <= width:
             print(line)
         else:
-            for part in _folded(line, width):
+            for part in _wrap_line(line, width):
                 print(part)
 
 
-def _lines(facts: Facts, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
+def _report_lines(facts: Facts, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
     if facts.error:
         word = "damaged: " if facts.status == DAMAGED else ""
         yield printable(f"{facts.path}: {word}{facts.error}")
@@ -264,7 +264,7 @@ def _lines(facts: Facts, tensors: Iterator[str], as_tree: bool) -> Iterator[str]
         yield printable(f"metadata: {words}")
 
 
-def _folded(line: str, width: int) -> Iterator[str]:
+def _wrap_line(line: str, width: int) -> Iterator[str]:
     """Break a line after spaces, slashes and dots if possible, and indent the rest."""
     indent = len(line) - len(line.lstrip()) + 4
     for part in folded(line, width, " " * min(indent, width // 2), break_after=" /."):
@@ -278,7 +278,7 @@ def _rows(facts: Facts) -> Iterator[list[str]]:
         yield [printable(cell) for cell in (*cells, each.kind)]
 
 
-def _table(facts: Facts, width: int | None) -> Iterator[str]:
+def _table_lines(facts: Facts, width: int | None) -> Iterator[str]:
     """Yield a line for each tensor, or two if the terminal is too narrow."""
     rows = [[*_COLUMNS], *_rows(facts)]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]

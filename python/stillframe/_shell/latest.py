@@ -19,7 +19,7 @@ from stillframe._shell import contents
 from stillframe.errors import StillframeError
 
 
-class _Lines(logging.Handler):
+class _StderrHandler(logging.Handler):
     """A log handler that prints each message to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -28,7 +28,7 @@ class _Lines(logging.Handler):
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return 0, or UNUSABLE (2) if no path is printed."""
-    lines, logger = _Lines(), logging.getLogger("stillframe")
+    lines, logger = _StderrHandler(), logging.getLogger("stillframe")
     directory = urls.shown(options.directory)
     logger.addHandler(lines)
     try:

@@ -99,7 +99,7 @@ class _Display:
     def show(self, finding: Finding) -> Finding:
         """Print a finding, unless `quiet`, and return it."""
         if not self._quiet:
-            _print(finding)
+            _print_finding(finding)
         return finding
 
 
@@ -126,12 +126,12 @@ def _lines_about(finding: Finding) -> list[str]:
     if finding.num_records:
         notes.append(_records(finding.num_records))
     if finding.ok:
-        notes += _left_unchecked(finding)
+        notes += _notes_on_unchecked(finding)
     size = f" ({', '.join(notes)})" if notes else ""
     return [f"{printable(finding.path)}: {first}{size}", *rest]
 
 
-def _left_unchecked(finding: Finding) -> list[str]:
+def _notes_on_unchecked(finding: Finding) -> list[str]:
     """Return notes on the parts of a whole checkpoint that were not checked."""
     notes = []
     if without := finding.num_unchecked - finding.num_compressed:
@@ -162,7 +162,7 @@ def _total(findings: Sequence[Finding]) -> str:
     return f"{len(findings)} paths, {decimal(nbytes)}: {', '.join(counts)}"
 
 
-def _print(finding: Finding) -> None:
+def _print_finding(finding: Finding) -> None:
     """Print a finding at once, so that a long list can be read while it grows."""
     first, *rest = _lines_about(finding)
     if not sys.stdout.isatty():

@@ -286,12 +286,12 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if not keeps_bits:
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     conj, neg = tensor.is_conj(), tensor.is_neg()
-    without_bits = _toggled(tensor.detach(), conj, neg)
+    without_bits = _toggle_bits(tensor.detach(), conj, neg)
     parameter = isinstance(tensor, torch.nn.Parameter)
     return _with_bits, (without_bits, conj, neg, parameter, tensor.requires_grad)
 
 
-def _toggled(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+def _toggle_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     """Return a view of a tensor with the given bits inverted."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor
@@ -351,7 +351,7 @@ def _storage(memory: MemoryOnLoan, offset: int, nbytes: int) -> torch.UntypedSto
 def _with_bits(
     tensor: torch.Tensor, conj: bool, neg: bool, parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
-    tensor = _toggled(tensor, conj, neg)
+    tensor = _toggle_bits(tensor, conj, neg)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)

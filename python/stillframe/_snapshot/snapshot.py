@@ -388,7 +388,7 @@ def _take(
     engine_core = core_of(engine)
     source = Tree(tree)
     objects = source.copy_objects() if copy_objects else {}
-    _warn_of_modules(source, objects)
+    _warn_of_uncopied_modules(source, objects)
     # Nothing is deferred at exit, because the completion thread no longer gives verdicts.
     deferral = gate.defer(source, overlap=overlap and not completion.thread.is_exiting)
     try:
@@ -424,7 +424,7 @@ def _take(
     return taken
 
 
-def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
+def _warn_of_uncopied_modules(source: Tree, objects: dict[int, Any]) -> None:
     """Log a warning for each module that is not copied. `objects` has the copied objects, by id."""
     for node in source.left_whole:
         if id(node) not in objects and isinstance(node, torch.nn.Module):

@@ -75,7 +75,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _WITH_BYTES = (Tensor, UntypedStorage, TypedStorage)
 
 
-def _slots_of(node: object) -> list[Any]:
+def _slot_values_of(node: object) -> list[Any]:
     names = copyreg._slotnames(type(node))  # type: ignore[attr-defined]
     return [getattr(node, name) for name in names if hasattr(node, name)]
 
@@ -107,7 +107,7 @@ def opaque_object_with_tensors(parts: list[Any], opaque: Any = None) -> object |
             inner += node.values() if isinstance(node, dict) else node
         else:
             holder = node if holder is None else holder
-            inner += _slots_of(node)
+            inner += _slot_values_of(node)
         stack.extend((each, holder) for each in inner)
     return None
 

@@ -100,7 +100,9 @@ class _Pickler(_pickle.Pickler):
     """
 
 
-def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str, str, int]:
+def _persistent_id_of_storage(
+    collector: _core.Collector, obj: Any
+) -> tuple[str, Any, str, str, int]:
     """Return the persistent id of a storage object, as ``torch.save`` makes it."""
     if isinstance(obj, TypedStorage):
         storage = obj._untyped_storage
@@ -158,14 +160,14 @@ def _learn_words() -> bool:
         _from_handles(handles)  # releases the handles
 
 
-def _keys(*names: str) -> int:
+def _dispatch_key_bits(*names: str) -> int:
     """Return the bits of a set of dispatch keys, as `raw_repr` returns them."""
     sets = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names]
     return functools.reduce(operator.or_, (each.raw_repr() for each in sets))
 
 
 # The dispatch keys that plain tensors may have.
-_USUAL_KEYS = _keys(
+_USUAL_KEYS = _dispatch_key_bits(
     *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
     "ADInplaceOrView",
 )
@@ -207,7 +209,7 @@ def _make_types(**replacements: Any) -> _core.TorchTypes:
         "data_ptr": torch._C.StorageBase.__dict__["data_ptr"],
         "nbytes": torch._C.StorageBase.__dict__["nbytes"],
         "where": _where,
-        "storage_tuple": _storage_tuple,
+        "storage_tuple": _persistent_id_of_storage,
         "location": _location,
         "device_index": _device.index_of,
         "from_handles": _from_handles,
@@ -273,7 +275,7 @@ def _fast_path_is_allowed() -> bool:
     return all(getattr(cls, name) is original for cls, name, original in _REDUCERS)
 
 
-def _default_location_tags() -> tuple[bool, bool]:
+def _has_default_location_tags() -> tuple[bool, bool]:
     """Return whether host storages and whether CUDA storages get torch's own location tags. They do
     not if other code has registered a tagger before torch's."""
     taggers = [tagger for _, tagger, _ in torch.serialization._package_registry[:2]]
@@ -311,7 +313,7 @@ def build(obj: object) -> Skeleton:
     Raises:
         Exception: The same as ``torch.save`` for ``obj``.
     """
-    plain_cpu, plain_cuda = _default_location_tags()
+    plain_cpu, plain_cuda = _has_default_location_tags()
     collector = _core.Collector(
         _types, fast_path=_fast_path_is_allowed(), plain_cpu=plain_cpu, plain_cuda=plain_cuda
     )

@@ -28,7 +28,7 @@ from stillframe._watch import gate, ownership
 _MOVERS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
-def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_with_wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that waits for copies of the storage and then calls `mover`."""
 
     @functools.wraps(mover)
@@ -40,7 +40,7 @@ def _wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
     return wait_and_move
 
 
-def _release_references(swap: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_swap_tensors(swap: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `swap_tensors` that waits for all copies, and has the observers drop their weak
     references, because torch refuses to swap tensors that have weak references."""
 
@@ -61,5 +61,9 @@ def _has_weak_references(tensor: Any) -> bool:
 
 def install() -> None:
     for name in _MOVERS:
-        setattr(torch.UntypedStorage, name, _wait_for_copies(getattr(torch.UntypedStorage, name)))
-    torch.utils.swap_tensors = _release_references(torch.utils.swap_tensors)
+        setattr(
+            torch.UntypedStorage,
+            name,
+            _wrap_with_wait_for_copies(getattr(torch.UntypedStorage, name)),
+        )
+    torch.utils.swap_tensors = _wrap_swap_tensors(torch.utils.swap_tensors)

@@ -137,10 +137,10 @@ def _gate_writers(kind: type[Any]) -> None:
         for name in steps.writers(each):
             method = each.__dict__.get(name)
             if isinstance(method, FunctionType) and method.__code__ not in ownership.step_codes:
-                setattr(each, name, _as_step(method))
+                setattr(each, name, _wrap_as_step(method))
 
 
-def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_as_step(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that counts as a step of the optimizer."""
 
     def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     """End a step: the post-hook of every step."""
     if torch.compiler.is_compiling() and _leaves_out_hooks(optimizer, gate.must_wait):
         return
-    _step_ends(optimizer)
+    _end_step(optimizer)
 
 
 @eager
@@ -186,7 +186,7 @@ def _step_begins(
 
 
 @eager
-def _step_ends(optimizer: Optimizer) -> None:
+def _end_step(optimizer: Optimizer) -> None:
     """Do the work of `_after_step`, outside compiled graphs."""
     is_inside_another_step = _end(optimizer) is False
     if not is_inside_another_step:

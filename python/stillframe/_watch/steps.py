@@ -86,7 +86,7 @@ def register_optimizer(optimizer_class: type[Optimizer]) -> None:
             f"expected a subclass of torch.optim.Optimizer, not {name}"
             + (hint if isinstance(given, Optimizer) else "")
         )
-    functions = _functions_of(optimizer_class.step)
+    functions = _wrappers_and_function_of(optimizer_class.step)
     if functions:
         registered.add(functions[0])  # the outermost wrapper, or the step itself
 
@@ -95,7 +95,7 @@ def _name(instance: object) -> str:
     return type(instance).__name__
 
 
-def _functions_of(step: Any) -> list[Any]:
+def _wrappers_and_function_of(step: Any) -> list[Any]:
     """Return a step's wrappers inside torch's hooks, outermost first, and then its own function.
     Wrappers outside the hooks run before the pre-hook or after the post-hook, and are left out."""
     functions: list[Any] = []
@@ -130,7 +130,7 @@ def is_known(kind: type[Any], step: Any) -> bool:
         kind: The class of the optimizer.
         step: The step function of the class or of one optimizer.
     """
-    functions = _functions_of(step)
+    functions = _wrappers_and_function_of(step)
     if not functions:
         return False
     outermost, wrappers, function = functions[0], functions[:-1], functions[-1]
@@ -154,7 +154,7 @@ def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
         if package is None or each.__qualname__ not in package.classes.get(each.__module__, ()):
             continue
         same_package = defined_in.partition(".")[0] == each.__module__.partition(".")[0]
-        functions = _functions_of(getattr(each, "step", None))
+        functions = _wrappers_and_function_of(getattr(each, "step", None))
         same_step = bool(functions) and functions[0] == outermost
         same_writers = all(getattr(kind, name) is getattr(each, name) for name in writers(each))
         return same_package and same_step and same_writers and _is_tried(package)
@@ -187,7 +187,7 @@ def _is_tried(package: Package) -> bool:
 def closure_index(step: Any) -> int | None:
     """Return the index of the closure among a step's positional arguments, where `self` has index
     0. Return None if the closure can only be passed by keyword."""
-    functions = _functions_of(step)
+    functions = _wrappers_and_function_of(step)
     if not functions:
         return None
     code = getattr(functions[-1], "__code__", None)  # of the step's own function
