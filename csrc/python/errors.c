@@ -7,7 +7,6 @@
 
 #include <errno.h>
 #include <stdbool.h>
-#include <string.h>
 
 /* A negative code is -errno, or one of SFR_E*, which begin at -1001. */
 #define IS_ERRNO(code) ((code) > -1000)
@@ -53,8 +52,6 @@ PyObject *sfr_py_error_text(const struct sfr_err *err)
 		return PyUnicode_FromString("");
 	if (err->note[0])
 		return sfr_py_decode_text(err->note);
-	if (IS_ERRNO(err->code))
-		return PyUnicode_FromString(strerror(-err->code));
 	return PyUnicode_FromString(sfr_code_message(err->code));
 }
 
