@@ -52,8 +52,8 @@ enum {
 struct sfr_engine {
 	struct sfr__mutex mu;
 	pthread_cond_t cv_lane, cv_writer, cv_copier; /* wake threads for work, or to stop */
-	pthread_cond_t
-		cv_state; /* wakes callers: a save, a snapshot, a slot or a call has changed */
+	/* wakes callers: a save, a snapshot, a slot or a call has changed */
+	pthread_cond_t cv_state;
 	atomic_uint refs;
 
 	/* constant */

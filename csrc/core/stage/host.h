@@ -64,8 +64,8 @@ struct sfr__host_ops {
 
 /* One copy of host memory, embedded in its owner's state. */
 struct sfr__host_copy {
-	struct sfr__shared_work
-		shared; /* on the engine's list while there are chunks to hand out */
+	/* on the engine's list while there are chunks to hand out */
+	struct sfr__shared_work shared;
 
 	/* constant */
 	struct sfr_engine *engine;

@@ -12,8 +12,8 @@
 
 struct sfr_py_memory {
 	PyObject_HEAD
-	struct sfr_snapshot
-		*snapshot; /* with a reference, and a view that keeps the memory leased */
+	/* with a reference, and a view that keeps the memory leased */
+	struct sfr_snapshot *snapshot;
 	char *base;
 	Py_ssize_t len;
 	PyObject *weak_references;
