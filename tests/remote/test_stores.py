@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import stillframe
 from fix_store import wait_for_cleaning
 from fix_waits import eventually
-from stillframe._remote import obstore_client, store, stores
+from stillframe._remote import obstore_client, store, stores, unfinished
 
 MIB = 1 << 20
 
@@ -201,7 +202,7 @@ def test_uploads_beside_an_object_in_the_bucket_itself_are_aborted(server):
 
 @pytest.mark.parametrize("names", ["fsspec", "obstore", "environment"])
 def test_uploads_are_aborted_with_the_given_credentials(server, names, monkeypatch):
-    options = server.options
+    options = server.options | {"token": "a token"}
     if names == "obstore":
         options = {"AWS_ACCESS_KEY_ID": options["key"], "secret_access_key": options["secret"]}
         options |= {"aws_endpoint": server.endpoint, "region": "eu-north-1"}
@@ -217,8 +218,12 @@ def test_uploads_are_aborted_with_the_given_credentials(server, names, monkeypat
     opened.put(key, [b"bytes"])
     wait_for_cleaning()
     assert server.unfinished_uploads() == []
-    (listing,) = server.lines("GET.*uploads")
-    assert "run%2F" in listing  # only this directory
+    (listing,) = [each for each in server.requests if re.search("GET.*uploads", each.line)]
+    assert listing.line.startswith("GET /bkt?")
+    assert "run%2F" in listing.line  # only this directory
+    headers = {name.lower(): value for name, value in listing.headers.items()}
+    if names == "fsspec":
+        assert headers["x-amz-security-token"] == "a token"
 
 
 def test_upload_succeeds_without_botocore(server, monkeypatch, tmp_path):
@@ -253,6 +258,16 @@ def test_new_directories_are_cleaned_once_an_hour(server, monkeypatch):
         "run%2F0%2F&delimiter=%2F",
         "run%2F1.1%2F&delimiter=%2F",
     ]
+
+
+def test_no_process_is_started_without_botocore(server, monkeypatch):
+    started = []
+    opened, key = stores.open_store(server.url("run/b.pt"))
+    monkeypatch.setattr(unfinished.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(unfinished.subprocess, "run", lambda *args, **options: started.append(args))
+    opened.put(key, [b"bytes"])
+    wait_for_cleaning()
+    assert started == []
 
 
 def test_frozen_program_is_not_started_again(server, monkeypatch):
