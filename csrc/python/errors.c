@@ -7,6 +7,7 @@
 
 #include <errno.h>
 #include <stdbool.h>
+#include <string.h>
 
 /* A negative code is -errno, or one of SFR_E*, which begin at -1001. */
 #define IS_ERRNO(code) ((code) > -1000)
