@@ -29,8 +29,9 @@ static void prefetch_lines(uintptr_t address, int nr_lines)
 		sfr_py_prefetch(address + (uintptr_t)(i * LINE));
 }
 
-/* Prefetches what a save reads of one tensor and its storage. */
-static void prefetch_entry(const struct sfr_py_prefetch_entry *entry)
+/* Prefetches what a save reads of one tensor and its storage, and their slots in the maps. */
+static void prefetch_entry(const struct sfr_py_collector *c,
+			   const struct sfr_py_prefetch_entry *entry)
 {
 	if (entry->last_dict != 0)
 		prefetch_lines(entry->last_dict - GC_HEADER, NR_DICT_LINES);
@@ -38,6 +39,9 @@ static void prefetch_entry(const struct sfr_py_prefetch_entry *entry)
 	prefetch_lines(entry->impl, NR_IMPL_LINES);
 	prefetch_lines(entry->wrapper, 1);
 	prefetch_lines(entry->storage, NR_STORAGE_LINES);
+	sfr_py_map_prefetch(&c->index_by_tensor, entry->tensor);
+	sfr_py_map_prefetch(&c->numbers->map, entry->storage);
+	sfr_py_map_prefetch(&c->dtype_by_addr, entry->memory);
 }
 
 void sfr_py_prefetch_order_take(struct sfr_py_collector *c)
@@ -47,22 +51,23 @@ void sfr_py_prefetch_order_take(struct sfr_py_collector *c)
 	c->old_order = c->torch->order;
 	c->torch->order = (struct sfr_py_prefetch_order){ 0 };
 	for (i = 0; i < AHEAD && i < c->old_order.nr; i++)
-		prefetch_entry(&c->old_order.entries[i]);
+		prefetch_entry(c, &c->old_order.entries[i]);
 }
 
 void sfr_py_prefetch_next(const struct sfr_py_collector *c)
 {
 	if (c->nr_found + AHEAD < c->old_order.nr)
-		prefetch_entry(&c->old_order.entries[c->nr_found + AHEAD]);
+		prefetch_entry(c, &c->old_order.entries[c->nr_found + AHEAD]);
 }
 
 int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
-			      uint64_t storage)
+			      const struct sfr_py_storage *storage)
 {
 	const struct sfr_py_prefetch_entry entry = { .tensor = (uintptr_t)tensor,
 						     .impl = sfr_py_tensor_impl_of(tensor),
 						     .wrapper = (uintptr_t)wrapper,
-						     .storage = (uintptr_t)storage,
+						     .storage = (uintptr_t)storage->storage_impl,
+						     .memory = storage->addr,
 						     .last_dict = c->last_dict };
 
 	/* The index of an entry is the tensor's number. So tensors that are not plain, for which

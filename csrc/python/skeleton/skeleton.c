@@ -349,13 +349,15 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	c->plain_cpu = plain_cpu;
 	c->plain_cuda = plain_cuda;
 	c->mixed_dtypes_allowed = any_dtypes;
-	sfr_py_prefetch_order_take(c);
 	c->storage_list = PyList_New(0);
 	c->numbers = sfr_py_numbers_make();
-	if (c->storage_list == NULL || c->numbers == NULL || make_room_as_before(c) != 0) {
+	if (c->storage_list == NULL || c->numbers == NULL) {
 		Py_DECREF(c);
 		return NULL;
 	}
+	sfr_py_prefetch_order_take(c);
+	if (make_room_as_before(c) != 0)
+		Py_CLEAR(c);
 	return (PyObject *)c;
 }
 

@@ -77,6 +77,7 @@ struct sfr_py_known_keys {
 struct sfr_py_prefetch_entry {
 	uintptr_t tensor, impl;     /* a tensor's Python object and its TensorImpl */
 	uintptr_t wrapper, storage; /* its storage's Python object and StorageImpl */
+	uint64_t memory;            /* the storage's bytes */
 	uintptr_t last_dict;        /* the dict met before the tensor: probably has it; 0: none */
 };
 struct sfr_py_prefetch_order {
@@ -219,9 +220,9 @@ void sfr_py_prefetch_order_take(struct sfr_py_collector *c);
 /* Prefetches a later tensor. Called before each tensor is examined. */
 void sfr_py_prefetch_next(const struct sfr_py_collector *c);
 /* Adds the tensor that gets the next number to this save's order. `wrapper` is the Python object of
- * its storage, `storage` the address of the StorageImpl. */
+ * its storage. */
 int sfr_py_prefetch_order_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
-			      uint64_t storage);
+			      const struct sfr_py_storage *storage);
 /* Moves this save's prefetch order to TorchTypes, for the next save. */
 void sfr_py_prefetch_order_store(struct sfr_py_collector *c);
 void sfr_py_prefetch_order_fini(struct sfr_py_prefetch_order *order);

@@ -303,5 +303,5 @@ int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found_tensor *tens
 	return sfr_py_prefetch_order_add(c, tensor->object,
 					 PyList_GetItem(c->storage_list,
 							(Py_ssize_t)tensor->storage),
-					 c->storages[tensor->storage].storage_impl);
+					 &c->storages[tensor->storage]);
 }

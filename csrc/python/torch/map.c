@@ -4,11 +4,17 @@
 
 #include <stdbool.h>
 
+/* Returns the index of the first slot where the key may be. The map must have slots. */
+static size_t first_slot_of(const struct sfr_py_map *map, uint64_t key)
+{
+	/* Fibonacci hashing. Drops the lowest four bits: objects are at least 16 bytes apart. */
+	return (size_t)((key >> 4) * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (map->room - 1);
+}
+
 /* Returns the index of the key's slot, or of the empty slot for it. The map must have slots. */
 static size_t find_key_slot(const struct sfr_py_map *map, uint64_t key)
 {
-	/* Fibonacci hashing. Drops the lowest four bits: objects are at least 16 bytes apart. */
-	size_t i = (size_t)((key >> 4) * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (map->room - 1);
+	size_t i = first_slot_of(map, key);
 
 	while (map->slots[i].key != 0 && map->slots[i].key != key)
 		i = (i + 1) & (map->room - 1);
@@ -23,6 +29,12 @@ uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key)
 		return NULL;
 	i = find_key_slot(map, key);
 	return map->slots[i].key == 0 ? NULL : &map->slots[i].value;
+}
+
+void sfr_py_map_prefetch(const struct sfr_py_map *map, uint64_t key)
+{
+	if (map->room != 0)
+		sfr_py_prefetch((uintptr_t)&map->slots[first_slot_of(map, key)]);
 }
 
 int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr)

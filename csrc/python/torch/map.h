@@ -14,6 +14,8 @@ struct sfr_py_map {
 };
 /* Returns a pointer to the key's value, valid until a key is added. NULL: the map lacks the key. */
 uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key);
+/* Loads the key's slot into the processor's caches, for a find or add that follows soon. */
+void sfr_py_map_prefetch(const struct sfr_py_map *map, uint64_t key);
 /* Adds a key that the map does not have. */
 int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);
 /* Makes room for `nr` keys in all. */
