@@ -33,7 +33,7 @@ FAKE_DRIVER = "fake_cuda*"
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
 
 support = runpy.run_path("python/stillframe/_base/support.py")
-if complaint := support["complaint_of_python"](sys.platform, support["is_free_threaded"]()):
+if complaint := support["why_python_is_unsupported"](sys.platform, support["is_free_threaded"]()):
     raise SystemExit(complaint)
 
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from _stillframe_command import module_without_front
+from _stillframe_command import import_module_without_init
 
 # The measurements of `stillframe bench`. Importing them through the package would import torch.
-raw: Any = module_without_front("_shell.bench_raw")
+raw: Any = import_module_without_init("_shell.bench_raw")
 
 
 class BenchError(Exception):
@@ -243,7 +243,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
 def progress_line() -> Iterator[Callable[[str], None]]:
     """Show one line on stderr that is drawn only between measurements, never during one."""
     start = time.monotonic()
-    with raw.status_line(plain_lines=True) as show:
+    with raw.open_status_line(plain_lines=True) as show:
         yield lambda text: show(f"[{time.monotonic() - start:5.0f} s] {text}")
 
 

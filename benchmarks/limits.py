@@ -33,7 +33,9 @@ class RawDisk:
         """Write and sync a file once and remove it; return the seconds without the removal."""
         path = self._directory / name
         try:
-            seconds, _ = raw.write_seconds(path, self._source, direct=direct, nbytes=self._nbytes)
+            seconds, _ = raw.measure_write_seconds(
+                path, self._source, direct=direct, nbytes=self._nbytes
+            )
             return seconds
         finally:
             path.unlink(missing_ok=True)
@@ -59,7 +61,7 @@ def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> list[float]:
     """
     nbytes = -(-nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES  # rounded up to whole pages
     source, target = raw.make_buffer(nbytes), raw.make_buffer(nbytes)
-    values = [raw.copy_seconds(source, target, nr_threads) for _ in range(rounds + 1)]
+    values = [raw.measure_copy_seconds(source, target, nr_threads) for _ in range(rounds + 1)]
     return values[1:]
 
 

@@ -120,7 +120,7 @@ def machine_facts(directory: Path) -> dict[str, Any]:
         "command": _command(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_available_bytes": raw.free_memory(),
+        "memory_available_bytes": raw.available_memory_bytes(),
         "load_average_at_start": os.getloadavg()[0],
         "kernel": platform.release().split("-")[0],
         "filesystem": filesystem,
@@ -199,7 +199,7 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
             f"{format_size(need_bytes)}: name another directory or a smaller state"
         )
     made = Path(tempfile.mkdtemp(prefix="stillframe-bench-", dir=parent))
-    with raw.gone_afterwards(made.resolve()) as path:
+    with raw.remove_directory_afterwards(made.resolve()) as path:
         yield path
 
 
@@ -221,7 +221,7 @@ def measured_in(
 
 def check_memory(need_bytes: int) -> None:
     """Raise BenchError if the run would not fit into memory."""
-    left = raw.free_memory()
+    left = raw.available_memory_bytes()
     if left < need_bytes:
         raise BenchError(
             f"this run needs about {format_size(need_bytes)} of memory, {format_size(left)} are "

@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).parent / "stillframe"
 _WITHOUT_TORCH = ("verify", "inspect", "latest")
 
 
-def module_without_front(name: str) -> ModuleType:
+def import_module_without_init(name: str) -> ModuleType:
     """Import a module of the package that needs no torch, such as `_base.sizes`.
 
     The package's own `__init__`, which imports torch, does not run, and nothing of the package
@@ -34,7 +34,7 @@ def module_without_front(name: str) -> ModuleType:
     """
     if "stillframe" in sys.modules:
         return importlib.import_module(f"stillframe.{name}")
-    _put_package_without_front()
+    _insert_stub_package()
     try:
         return importlib.import_module(f"stillframe.{name}")
     finally:
@@ -42,25 +42,25 @@ def module_without_front(name: str) -> ModuleType:
             del sys.modules[each]
 
 
-def _put_package_without_front() -> None:
+def _insert_stub_package() -> None:
     """Put an empty package into `sys.modules`, under which Python finds the package's modules."""
     package = ModuleType("stillframe", "Without its public names.")
     package.__path__ = [str(_PACKAGE)]
     sys.modules["stillframe"] = package
 
 
-def _open_without_front() -> None:
+def _enable_imports_without_init() -> None:
     """Make the package's modules importable without the front. This is for a process that does
     nothing else, because the empty package stays in `sys.modules`.
 
     Raises:
         ImportError: stillframe does not support this system or this Python.
     """
-    support: Any = module_without_front("_base.support")
-    complaint = support.complaint_of_python(sys.platform, support.is_free_threaded())
+    support: Any = import_module_without_init("_base.support")
+    complaint = support.why_python_is_unsupported(sys.platform, support.is_free_threaded())
     if complaint is not None:
         raise ImportError(complaint)
-    _put_package_without_front()
+    _insert_stub_package()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,14 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     """Run the command that the arguments name, and return its exit status."""
-    usage: Any = module_without_front("_shell.usage")
+    usage: Any = import_module_without_init("_shell.usage")
     parser: argparse.ArgumentParser = usage.parser()
     options = parser.parse_args(arguments)
     if options.command == "completion":
         print(usage.completion(parser, options.shell), end="")
         return 0
     if options.command in _WITHOUT_TORCH and "stillframe" not in sys.modules:
-        _open_without_front()
+        _enable_imports_without_init()
     from stillframe._shell import cli
 
     return cli.run(options)

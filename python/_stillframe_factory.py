@@ -12,7 +12,7 @@ import sys
 _MAX_FRAMES = 16  # how many callers are examined, at most, to find the Trainer
 
 
-def _trainer_being_made():
+def _find_trainer_in_call_stack():
     """Return the Trainer whose constructor calls the factory; None if it is not found."""
     frame = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
@@ -26,7 +26,7 @@ def _trainer_being_made():
     return None
 
 
-def _add_to_new_list(trainer, companion):
+def _patch_reorder_to_add_companion(trainer, companion):
     """Have Lightning put `companion` into the new list that it makes when all callbacks are known.
 
     Lightning adds a factory's result to the user's own list, so a Trainer that is made later with
@@ -38,26 +38,27 @@ def _add_to_new_list(trainer, companion):
     if reorder is None:
         return False
 
-    def reorder_once(callbacks):
+    def reorder_with_companion(callbacks):
         vars(connector).pop("_reorder_callbacks", None)
         return reorder([*callbacks, companion])
 
-    connector._reorder_callbacks = reorder_once
+    connector._reorder_callbacks = reorder_with_companion
     return True
 
 
-def _companions(module: str) -> list[object]:
+def _make_companion_callbacks(module: str) -> list[object]:
     """Return a list with the companion for the Trainer that is being made. Return an empty list if
-    it needs none, or if `_add_to_new_list` adds it. `module` defines the companion's class."""
+    it needs none, or if `_patch_reorder_to_add_companion` adds it. `module` defines the companion's
+    class."""
     plugins = sys.modules.get("stillframe._lightning.plugin")
     if plugins is None or not len(getattr(plugins, "live", ())):
         return []
     try:
         companion = importlib.import_module(module).StillframeCompanion()
-        trainer = _trainer_being_made()
+        trainer = _find_trainer_in_call_stack()
         if trainer is not None and not plugins.register(trainer):
             return []
-        if trainer is not None and _add_to_new_list(trainer, companion):
+        if trainer is not None and _patch_reorder_to_add_companion(trainer, companion):
             return []
         return [companion]
     except Exception:
@@ -70,9 +71,9 @@ def _companions(module: str) -> list[object]:
 
 def lightning_callbacks() -> list[object]:
     """Serve the entry point group `lightning.pytorch.callbacks_factory`."""
-    return _companions("stillframe.lightning")
+    return _make_companion_callbacks("stillframe.lightning")
 
 
 def pytorch_lightning_callbacks() -> list[object]:
     """Serve the entry point group `pytorch_lightning.callbacks_factory`."""
-    return _companions("stillframe.pytorch_lightning")
+    return _make_companion_callbacks("stillframe.pytorch_lightning")

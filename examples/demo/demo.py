@@ -138,7 +138,7 @@ def _check_room(nbytes: int, directory: Path) -> None:
             f"{decimal(need)}: give a smaller --size, or a --dir with more room"
         )
     need = MEMORY_BASE + MEMORY_FACTOR * nbytes
-    memory = raw.free_memory()
+    memory = raw.available_memory_bytes()
     if memory < need:
         raise CannotRun(
             f"{decimal(memory)} of memory are free, and checkpoints of {decimal(nbytes)} need "

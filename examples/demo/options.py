@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--size",
-        type=sizes.argparse_type(least=LEAST_NBYTES),
+        type=sizes.argparse_size_type(least=LEAST_NBYTES),
         default=300_000_000,
         metavar="BYTES",
         help="size of a checkpoint, such as 300MB or 2GiB (default: 300MB)",

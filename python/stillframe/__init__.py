@@ -18,7 +18,7 @@ With Lightning, swap one import:
 
 # isort: off
 from stillframe._base.support import VERSION as _VERSION
-from stillframe._base.support import refuse_elsewhere as _refuse_elsewhere
+from stillframe._base.support import refuse_unsupported_system as _refuse_elsewhere
 
 _refuse_elsewhere()  # first, because the other imports would fail with less clear errors
 # isort: on

@@ -14,7 +14,7 @@ from __future__ import annotations
 # isort: off
 from stillframe._base import support
 
-support.refuse_framework("accelerate")
+support.refuse_unsupported_framework("accelerate")
 # isort: on
 
 from stillframe._huggingface.accelerator import load_state, save_state

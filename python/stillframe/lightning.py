@@ -12,7 +12,7 @@ from __future__ import annotations
 # isort: off
 from stillframe._base import support
 
-support.refuse_framework("lightning")
+support.refuse_unsupported_framework("lightning")
 # isort: on
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO

@@ -12,7 +12,7 @@ from __future__ import annotations
 # isort: off
 from stillframe._base import support
 
-support.refuse_framework("pytorch_lightning")
+support.refuse_unsupported_framework("pytorch_lightning")
 # isort: on
 
 from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO

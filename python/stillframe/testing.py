@@ -61,7 +61,7 @@ class Injected:
 
 
 @contextmanager
-def _injected(
+def _install_fault_for_block(
     call: str, nth: int, sticky: bool, err: int, limit: int, delay_ns: int
 ) -> Iterator[Injected]:
     """Install one fault for the block.
@@ -130,7 +130,7 @@ def fault(
         raise ValueError(f"only 'pread' and 'pwrite' can fall short, not {call!r}")
     if limit is not None:
         err = 0  # the call succeeds, but transfers fewer bytes
-    with _injected(call, nth, sticky, err, nr_bytes, delay_ns=0) as injected:
+    with _install_fault_for_block(call, nth, sticky, err, nr_bytes, delay_ns=0) as injected:
         yield injected
 
 
@@ -153,7 +153,9 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
     if seconds < 0:
         raise ValueError(f"seconds must not be negative, got {seconds}")
     delay_ns = round(seconds * 1e9)
-    with _injected(call, nth, sticky, err=0, limit=_NO_LIMIT, delay_ns=delay_ns) as injected:
+    with _install_fault_for_block(
+        call, nth, sticky, err=0, limit=_NO_LIMIT, delay_ns=delay_ns
+    ) as injected:
         yield injected
 
 
@@ -174,7 +176,9 @@ def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
     """
     if nth < 1:
         raise ValueError(f"nth counts from 1, got {nth}")
-    with _injected(call, nth, sticky, err=0, limit=_NO_LIMIT, delay_ns=_FOREVER_NS) as injected:
+    with _install_fault_for_block(
+        call, nth, sticky, err=0, limit=_NO_LIMIT, delay_ns=_FOREVER_NS
+    ) as injected:
         yield injected
 
 
@@ -182,7 +186,7 @@ def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
 
 _ENV_NAME = "STILLFRAME_LIBCUDA"
 _MAX_VIOLATIONS = 64  # the fake driver describes this many violations
-_REAL_NUMBER_OF = _device.number_of
+_REAL_NUMBER_OF = _device.device_number_of
 _host_as_device_depth = 0  # how many blocks of `host_as_device` are entered
 _capturing = False  # the last argument of `FakeDriver.capture`
 
@@ -290,13 +294,13 @@ _DEVICE_BIT = 1 << 54  # FAKE_CUDA_DEVICE of the fake driver: above any process'
 _real_address_of = torch.UntypedStorage.data_ptr
 
 
-def _number_on_device(device: torch.device) -> int:
+def _fake_device_number(device: torch.device) -> int:
     """Return the number of CUDA device 0, which is 1, for the host, and the usual number for any
     other device."""
     return 1 if device.type == "cpu" else _REAL_NUMBER_OF(device)
 
 
-def _device_address(storage: torch.UntypedStorage) -> int:
+def _fake_device_address(storage: torch.UntypedStorage) -> int:
     """Return the fake driver's address of a host storage; 0 for a storage without memory."""
     address = _real_address_of(storage)
     if address == 0:
@@ -309,7 +313,7 @@ _OBSERVER_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "is_cpu": lambda tensor: False,
     "device_index": lambda tensor: 0,
     "is_shared": lambda storage: True,  # as for every storage on a CUDA device
-    "data_ptr": _device_address,
+    "data_ptr": _fake_device_address,
 }
 _originals: list[tuple[Any, str, Any]] = []  # (module, name, original) of each replaced function
 
@@ -334,7 +338,7 @@ def host_as_device() -> Iterator[FakeDriver]:
     driver = FakeDriver()
     with _lock:
         if _host_as_device_depth == 0:
-            _replace_functions()
+            _replace_device_functions()
         _host_as_device_depth += 1
     try:
         yield driver
@@ -352,28 +356,28 @@ def _skeleton_replacements() -> dict[str, Any]:
     """Return replacements of functions that the C code calls for a tensor. They return what they
     would return if a host tensor were on device 0. The keys are fields of `TorchTypes`."""
     return {
-        # `_where` returns 0 for host memory and 1 for a CUDA device.
-        "where": lambda tensor: 1 if skeleton._where(tensor) == 0 else -1,
+        # `_memory_kind_of` returns 0 for host memory and 1 for a CUDA device.
+        "where": lambda tensor: 1 if skeleton._memory_kind_of(tensor) == 0 else -1,
         "device_index": lambda tensor: 0,
-        "data_ptr": _device_address,
+        "data_ptr": _fake_device_address,
     }
 
 
-def _replace_functions() -> None:
+def _replace_device_functions() -> None:
     """Replace every function that says where a tensor is. `_originals` keeps the originals."""
     for_skeleton = _skeleton_replacements()
-    tree_dtypes = skeleton._whole_dtypes()
+    tree_dtypes = skeleton._plain_byte_dtypes()
     replacements: list[tuple[Any, str, Any]] = [  # (module, name, replacement)
-        (skeleton, "_types", skeleton._make_types(**for_skeleton)),
-        (skeleton, "_tree_types", skeleton._make_types(dtypes=tree_dtypes, **for_skeleton)),
-        (_device, "number_of", _number_on_device),
+        (skeleton, "_types", skeleton._make_torch_types(**for_skeleton)),
+        (skeleton, "_tree_types", skeleton._make_torch_types(dtypes=tree_dtypes, **for_skeleton)),
+        (_device, "device_number_of", _fake_device_number),
         (_device, "on_host", lambda tensor: False),
-        (_device, "number_of_tensor", lambda tensor: _number_on_device(tensor.device)),
-        (_device, "address_of", _device_address),
+        (_device, "device_number_of_tensor", lambda tensor: _fake_device_number(tensor.device)),
+        (_device, "address_of", _fake_device_address),
         (_device, "current_stream", lambda device: 0),
         (_device, "in_use", lambda: [0]),
-        (_device, "may_be_loaded_to", lambda: True),
-        (_device, "of_location", lambda location: torch.device("cpu")),
+        (_device, "has_cuda_device", lambda: True),
+        (_device, "cuda_device_of_location", lambda location: torch.device("cpu")),
         (_device, "capturing", lambda: _capturing),
     ]
     _originals[:] = [(module, name, getattr(module, name)) for module, name, _ in replacements]

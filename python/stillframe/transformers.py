@@ -14,7 +14,7 @@ from __future__ import annotations
 # isort: off
 from stillframe._base import support
 
-support.refuse_framework("transformers")
+support.refuse_unsupported_framework("transformers")
 # isort: on
 
 import transformers

@@ -81,7 +81,7 @@ def test_device_tag_is_read_once_per_save(monkeypatch):
 
     replaced = testing._skeleton_replacements()
     replaced["device_index"] = lambda tensor: tensor.numel() // 20
-    types = skeleton._make_types(
+    types = skeleton._make_torch_types(
         **replaced, location=location, dtypes=[(torch.int8, "CharStorage")]
     )
     monkeypatch.setattr(skeleton, "_types", types)

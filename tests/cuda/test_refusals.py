@@ -119,7 +119,7 @@ import stillframe, torch
 from stillframe._tree import skeleton
 from stillframe._base import device as _device
 print(stillframe.default_engine().stats()["driver"])
-skeleton._types = skeleton._make_types(
+skeleton._types = skeleton._make_torch_types(
     where=lambda t: 1, device_index=lambda t: 0)
 _device.current_stream = lambda device: 0
 try:

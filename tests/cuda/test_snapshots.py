@@ -15,7 +15,7 @@ from fix_training import adamw
 from fix_waits import eventually, leased
 from stillframe._base import device as _device
 from stillframe._save import completion
-from stillframe._snapshot.copy import Copy, ordinary_copy
+from stillframe._snapshot.copy import Copy, copy_to_ordinary_memory
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import assert_same, few_threads, now, warmed_up
 
@@ -288,6 +288,6 @@ def test_snapshot_survives_the_failure_of_any_driver_call(call, code, fake):
 
 
 def test_copies_to_ordinary_memory_make_no_batched_driver_call(fake):
-    built, _, _ = ordinary_copy(tree())
+    built, _, _ = copy_to_ordinary_memory(tree())
     check(built)
     assert fake.calls("cuMemcpyBatchAsync_v2") == 0

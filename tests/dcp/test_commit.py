@@ -97,9 +97,9 @@ def test_rank_that_saves_alone_removes_only_its_own_files(tmp_path):
         (tmp_path / name).touch()
     nothing: Any = SimpleNamespace(storage_data={})
     directory = Directory(str(tmp_path))
-    checkpoint.remove_unnamed(nothing, directory, 0)
+    checkpoint.remove_unreferenced_files(nothing, directory, 0)
     assert sorted(os.listdir(tmp_path)) == sorted(others)
-    checkpoint.remove_unnamed(nothing, directory, None)
+    checkpoint.remove_unreferenced_files(nothing, directory, None)
     assert os.listdir(tmp_path) == []
 
 
@@ -127,7 +127,7 @@ def test_first_of_several_file_errors_is_raised_and_no_file_stays(tmp_path, monk
             super().failure()
             return OSError(f"of file {made.index(self)}")
 
-        def is_written(self) -> bool:
+        def wait_and_check_written(self) -> bool:
             return super().failure() is None
 
     def make(*args: Any, **named: Any) -> File:

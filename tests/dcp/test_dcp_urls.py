@@ -362,7 +362,7 @@ def test_store_that_refuses_removes_fails_no_save(server, caplog):
 def test_ranks_files_stay_if_the_metadata_cannot_be_read(server, caplog):
     server.put("c/.metadata", b"no pickle")
     server.put("c/__0_0.0123abcd.distcp", b"")
-    checkpoint.remove_files(["__0_0.0123abcd.distcp"], Prefix(server.url("c"), None))
+    checkpoint.remove_failed_save_files(["__0_0.0123abcd.distcp"], Prefix(server.url("c"), None))
     assert len(server.objects()) == 2 and "files of a failed save stay" in caplog.text
 
 

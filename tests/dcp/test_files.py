@@ -15,7 +15,7 @@ from fix_waits import eventually
 from stillframe._dcp import checkpoint
 from stillframe._dcp.checkpoint import DataFile, Item, RankFiles, buckets
 from stillframe._dcp.location import Directory
-from stillframe._dcp.ranks import Groups, Ranks, _to_send
+from stillframe._dcp.ranks import Groups, Ranks, _to_picklable_error
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 
@@ -65,7 +65,7 @@ def test_written_file_releases_the_memory_owners_of_its_items(tmp_path):
     alive = weakref.ref(item.owner)
     file = DataFile("data", [item])
     del item
-    file.start(Directory(str(tmp_path)).submitter(durable=False, engine=None))
+    file.start(Directory(str(tmp_path)).make_submit_function(durable=False, engine=None))
     assert file.failure() is None
     assert eventually(lambda: alive() is None)
 
@@ -137,7 +137,7 @@ def test_first_error_counts_and_every_file_is_waited_for():
     files = RankFiles([], None, None, None)
     first, second = OSError("first"), OSError("second")
     files._files = [Ended(None), Ended(first), Ended(None), Ended(second)]
-    assert files.first_failure() is first
+    assert files.wait_and_get_first_failure() is first
     assert all(file.waited for file in files._files)
 
 
@@ -166,7 +166,7 @@ def test_error_whose_traceback_cannot_be_pickled_is_sent_to_all_ranks(monkeypatc
     try:
         raise OSError("full")
     except OSError as error:
-        sent, frames = pickle.loads(pickle.dumps(_to_send(error)))
+        sent, frames = pickle.loads(pickle.dumps(_to_picklable_error(error)))
     assert str(sent) == "full" and len(frames) == 1
 
 
@@ -181,5 +181,5 @@ def test_busy_vote_uses_the_timeout_of_the_group(one_rank, monkeypatch):
     monkeypatch.setattr(dist, "new_group", noted)
     groups = Groups()
     for _ in range(2):
-        assert groups.any_rank(groups.for_saves(given), True)
+        assert groups.any_rank_votes_true(groups.get_or_create_save_group(given), True)
     assert made == [limit, limit]  # one array for saves, one for calls

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fix_dcp import equal, loaded
 from stillframe import dcp
-from stillframe._dcp.joint import KeptPlan, Plans, structure
+from stillframe._dcp.joint import CachedPlan, Plans, structure
 
 
 def of(value: Any, name: str = "w") -> Any:
@@ -50,7 +50,7 @@ def test_states_that_differ_in_a_name_are_each_saved_correctly(tmp_path):
 
 def test_least_recently_used_plan_is_dropped(monkeypatch):
     monkeypatch.setattr("stillframe._dcp.joint._MAX_PLANS", 3)
-    plans, kept = Plans(), [KeptPlan(number, None, [], None, []) for number in range(4)]
+    plans, kept = Plans(), [CachedPlan(number, None, [], None, []) for number in range(4)]
     for number in (0, 1, 2, 2):
         plans.keep(number, kept[number])
     assert [plans.of(number) for number in range(3)] == kept[:3]

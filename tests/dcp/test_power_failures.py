@@ -103,21 +103,24 @@ def test_power_failure_leaves_matching_meta_or_one_that_mend_restores(
     if before is not None:
         before(path, 1.0, 1)
         old, old_metadata = identity(str(path / META)), identity(str(path / ".metadata"))
-        save_id = side_file._saved_id(str(path))
+        save_id = side_file._read_save_id(str(path))
     recorded = recorded_save(path, tmp_path, monkeypatch, meta=2)
     new, metadata, link = identity(str(path / META)), str(path / ".metadata"), str(path / META)
-    new_metadata, new_id = identity(metadata), side_file._saved_id(str(path))
+    new_metadata, new_id = identity(metadata), side_file._read_save_id(str(path))
     seen = set()
     for state in recorded.every_state():
         current = state.get(link)
         if state.get(metadata) == new_metadata:
             assert current in (None, new)
-            assert state[side_file._file_of_save(str(path), META, new_id)] == new
+            assert state[side_file._build_side_file_path(str(path), META, new_id)] == new
         elif before is None:
             assert metadata not in state and current in (None, new)
         else:
             assert state[metadata] == old_metadata and current in (None, old)
-            assert old in (current, state.get(side_file._file_of_save(str(path), META, save_id)))
+            assert old in (
+                current,
+                state.get(side_file._build_side_file_path(str(path), META, save_id)),
+            )
         seen.add((state.get(metadata) == new_metadata, current))
     assert {True, False} == {committed for committed, _ in seen}
     # After the save has ended, only the new checkpoint is possible.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import stillframe.dcp
 import torch
-from stillframe._dcp.shards import put_together, take_apart
+from stillframe._dcp.shards import replace_sharded_tensors, restore_sharded_tensors
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint import load
@@ -48,10 +48,10 @@ def test_a_state_with_sharded_tensors_is_saved_as_it_was_at_the_call(tmp_path):
 def test_sharded_tensors_taken_apart_for_a_copy_are_put_together_again(tmp_path):
     one, other = sharded(1, requires_grad=True), torch.ones(2)  # requires_grad is in the metadata
     tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
-    apart = take_apart(tree)
+    apart = replace_sharded_tensors(tree)
     assert [each.tolist() for each in apart["in"][0]["a"]] == [[[1] * 3] * 2, [[2] * 3] * 2]
     assert apart["beside"] is tree["beside"]  # subtrees without ShardedTensors are unchanged
-    again = put_together(apart)
+    again = restore_sharded_tensors(apart)
     for new in (again["in"][0]["a"], again["in"][1][0]):
         assert type(new) is type(one) and new is not one and values(new) == [1, 2]
         assert new.metadata() == one.metadata() and new.sharding_spec() == one.sharding_spec()
@@ -62,4 +62,4 @@ def test_sharded_tensors_taken_apart_for_a_copy_are_put_together_again(tmp_path)
 
 def test_tree_without_sharded_tensors_is_returned_unchanged():
     tree = OrderedDict(a=[torch.ones(1)], b=(1, [2]), c={})
-    assert take_apart(tree) is tree and put_together(tree) is tree
+    assert replace_sharded_tensors(tree) is tree and restore_sharded_tensors(tree) is tree

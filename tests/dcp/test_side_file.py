@@ -16,7 +16,7 @@ from fix_entries import Step, stepping
 from stillframe import _core, dcp
 from stillframe._dcp import checkpoint, side_file
 from stillframe._dcp.side_file import SideFile, mend
-from stillframe._lightning.sharded import _make_ready as make_ready
+from stillframe._lightning.sharded import _check_and_repair_checkpoint as make_ready
 
 META = "meta.pt"
 
@@ -167,8 +167,8 @@ def test_files_of_equal_length_and_time_are_compared_by_their_bytes(tmp_path):
     for path, text in ((one, "abc"), (other, "abd"), (copy, "abc")):
         path.write_text(text)
         os.utime(path, (1, 1))
-    assert side_file._is_same(os.fspath(one), os.fspath(copy))
-    assert not side_file._is_same(os.fspath(one), os.fspath(other))
+    assert side_file._has_same_file_content(os.fspath(one), os.fspath(copy))
+    assert not side_file._has_same_file_content(os.fspath(one), os.fspath(other))
 
 
 def test_failed_undo_does_not_hide_the_first_error(tmp_path, monkeypatch, caplog):
@@ -232,7 +232,7 @@ def test_mend_changes_nothing_if_metadata_cannot_be_read(tmp_path):
     (directory / ".metadata").write_bytes(pickle.dumps(3))
     mend(os.fspath(directory), META)
     assert not (directory / META).exists()
-    assert side_file._saved_id(os.fspath(directory)) is None
+    assert side_file._read_save_id(os.fspath(directory)) is None
 
 
 def test_lightnings_load_finds_meta_after_a_crash_before_its_link(tmp_path):

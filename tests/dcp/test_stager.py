@@ -173,11 +173,11 @@ def test_stage_waits_for_an_earlier_stage_whose_upload_is_about_to_begin(engine,
     thread.start()
     thread.join(0.05)
     assert thread.is_alive()
-    future._staged.upload_begins()
+    future._staged.record_upload_start()
     thread.join(0.05)
     assert thread.is_alive()
-    future._staged.upload_reads(future.result())
-    future._staged.upload_ended()
+    future._staged.record_uploaded_tree(future.result())
+    future._staged.release_after_upload()
     assert later.result(60)["w"][0] == 1
     thread.join()
 
@@ -185,12 +185,12 @@ def test_stage_waits_for_an_earlier_stage_whose_upload_is_about_to_begin(engine,
 def test_stage_does_not_wait_for_memory_kept_after_an_upload(engine):
     stager, state = PinnedStager(engine), filling(engine)
     future = stager.stage(state)
-    future._staged.upload_begins()
+    future._staged.record_upload_start()
     tree = future.result()
-    future._staged.upload_reads(tree)
+    future._staged.record_uploaded_tree(tree)
     kept = tree["w"].detach()  # a reference like that of a planner, which no walk of the tree finds
     del tree
-    future._staged.upload_ended()
+    future._staged.release_after_upload()
     with pytest.raises(stillframe.PoolExhaustedError):
         stager.stage(state)
     assert kept[0] == 1
@@ -222,8 +222,8 @@ def test_tensor_that_cannot_be_emptied_stays_intact_for_its_holder(engine, kind)
     )
     future = PinnedStager(engine).stage({"w": value})
     tree = future.result()
-    future._staged.upload_reads(tree)
-    future._staged.upload_ended()
+    future._staged.record_uploaded_tree(tree)
+    future._staged.release_after_upload()
     assert (tree["w"].to_dense() if kind == "sparse" else tree["w"].dequantize()).tolist() == [
         *range(8)
     ]
@@ -234,8 +234,8 @@ def test_tensor_that_cannot_be_emptied_stays_intact_for_its_holder(engine, kind)
 def test_a_stager_keeps_nothing_of_uploads_that_have_ended(engine):
     stager = PinnedStager(engine)
     future = stager.stage({"w": torch.ones(3)})
-    future._staged.upload_reads(future.result())
-    future._staged.upload_ended()
+    future._staged.record_uploaded_tree(future.result())
+    future._staged.release_after_upload()
     gone = weakref.ref(future._staged)
     del future
     stager.stage({})
@@ -250,9 +250,9 @@ def test_memory_of_dtensors_returns_even_if_they_are_held(engine, one_rank):
     state = {"d": DTensor.from_local(torch.ones(1000), mesh, [Replicate()])}
     future = PinnedStager(engine).stage(state)
     tree = future.result()
-    future._staged.upload_reads(tree)
+    future._staged.record_uploaded_tree(tree)
     assert leased(engine) > 0
-    future._staged.upload_ended()
+    future._staged.release_after_upload()
     assert eventually(lambda: leased(engine) == 0)
     assert tree["d"].to_local().numel() == 0
 
@@ -378,6 +378,6 @@ def test_flag_that_is_not_a_bool_is_refused(tmp_path, value):
 
 def test_saves_use_their_own_group_if_the_users_has_all_ranks(one_rank):
     groups, users = Groups(), torch.distributed.group.WORLD
-    ours = groups.for_saves(users)
+    ours = groups.get_or_create_save_group(users)
     assert ours is not users
-    assert groups.for_saves(users) is ours
+    assert groups.get_or_create_save_group(users) is ours

@@ -48,7 +48,7 @@ def test_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch,
 
 
 def test_too_little_memory_is_reported_before_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_raw, "free_memory", lambda: GIB)
+    monkeypatch.setattr(bench_raw, "available_memory_bytes", lambda: GIB)
     assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
     assert "1.07 GB of memory are free" in capsys.readouterr().err
 

@@ -109,7 +109,8 @@ def test_process_can_end_while_a_thread_asks_for_the_end_of_saves():
             def has_ended(self, number):
                 return store.check(["never"])
         accelerator_saves._POLL_S = 0  # a thread is in the store at every moment
-        handles = [accelerator_saves.Followed("a", Ranks(), number) for number in range(8)]
+        handle = accelerator_saves.FollowerSaveHandle
+        handles = [handle("a", Ranks(), number) for number in range(8)]
         time.sleep(0.2)
     """
     done = run_python("-W", "ignore", "-c", textwrap.dedent(code))

@@ -8,7 +8,7 @@ import safetensors.torch
 import stillframe
 import torch
 import transformers.modeling_utils
-from stillframe._huggingface.redirect import redirected
+from stillframe._huggingface.redirect import redirect_saves_to
 
 
 class Files:
@@ -35,7 +35,7 @@ def test_saves_into_the_checkpoints_directory_go_to_the_checkpoint(files, tmp_pa
     os.mkdir(tmp_path / "open/sub")
     os.symlink("open", tmp_path / "link")
     tensors = {"a": torch.ones(2)}
-    with redirected(files):
+    with redirect_saves_to(files):
         torch.save(1, tmp_path / "open/one.pt")
         torch.save(2, str(tmp_path / "link/sub/two.pt"))
         safetensors.torch.save_file(tensors, tmp_path / "open/three.safetensors")
@@ -52,7 +52,7 @@ def test_saves_into_the_checkpoints_directory_go_to_the_checkpoint(files, tmp_pa
 
 
 def test_saves_outside_the_directory_are_written_by_their_library(files, tmp_path):
-    with redirected(files), open(tmp_path / "open/file.pt", "wb") as file:
+    with redirect_saves_to(files), open(tmp_path / "open/file.pt", "wb") as file:
         torch.save(1, tmp_path / "one.pt")
         torch.save(2, file)
         torch.save(3, tmp_path / "open/old.pt", _use_new_zipfile_serialization=False)
@@ -66,7 +66,7 @@ def test_saves_outside_the_directory_are_written_by_their_library(files, tmp_pat
 
 def test_save_functions_are_the_libraries_own_outside_a_block(files):
     before = torch.save, safetensors.torch.save_file, transformers.modeling_utils.safe_save_file
-    with pytest.raises(RuntimeError, match="boom"), redirected(files):
+    with pytest.raises(RuntimeError, match="boom"), redirect_saves_to(files):
         assert torch.save is not before[0]
         raise RuntimeError("boom")
     after = torch.save, safetensors.torch.save_file, transformers.modeling_utils.safe_save_file
@@ -78,14 +78,14 @@ def test_two_threads_may_have_a_checkpoint_open_at_the_same_time(tmp_path):
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with redirected(second):
+        with redirect_saves_to(second):
             entered.set()
             leave.wait(60)
             torch.save(2, tmp_path / "second/two.pt")
 
     thread = threading.Thread(target=other)
     before = torch.save
-    with redirected(first):
+    with redirect_saves_to(first):
         thread.start()
         entered.wait(60)
         torch.save(1, tmp_path / "first/one.pt")
@@ -98,7 +98,7 @@ def test_two_threads_may_have_a_checkpoint_open_at_the_same_time(tmp_path):
 def test_foreign_wrapper_around_torch_save_is_left_in_place(files, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", torch.save)  # restores it after the test
     calls = []
-    with redirected(files):
+    with redirect_saves_to(files):
         ours = torch.save
 
         def theirs(*args, **kwargs):
@@ -113,7 +113,7 @@ def test_foreign_wrapper_around_torch_save_is_left_in_place(files, tmp_path, mon
 
 
 def test_forked_child_writes_its_own_files(files, tmp_path):
-    with redirected(files):
+    with redirect_saves_to(files):
         child = os.fork()
         if child == 0:
             try:
@@ -129,7 +129,7 @@ def test_error_of_an_object_that_cannot_be_saved_is_that_of_torch(tmp_path):
     with (
         pytest.raises(Exception, match=r"(?i)pickle"),
         stillframe.checkpoint(tmp_path / "made") as made,
-        redirected(made),
+        redirect_saves_to(made),
     ):
         torch.save(lambda: None, os.path.join(made.path, "one.pt"))
     assert os.listdir(tmp_path) == []

@@ -149,7 +149,7 @@ def after_save_of(checkpoint, do):
     """Return an action that runs after the save of `checkpoint` has ended."""
 
     def action(trainer):
-        ordered.wait_for_path(checkpoint)
+        ordered.wait_for_saves_of_path(checkpoint)
         do()
 
     return action
@@ -461,7 +461,7 @@ def fabric(path, rank, pkg):
     errnos = []
     with full_on_rank_1(rank):
         fabric.save(path / "d", {"model": model, "optimizer": optimizer})
-        ordered.wait_for_path(path / "d")
+        ordered.wait_for_saves_of_path(path / "d")
         try:
             fabric.save(path / "e", {"model": model, "optimizer": optimizer})
         except stillframe.SaveError as error:

@@ -25,7 +25,7 @@ def agree(monkeypatch):
     other ranks' rows."""
 
     def asked(of_others, error=None, call_failed=False):
-        rows = [(ranks._packed(each), that) for each, that in of_others]
+        rows = [(ranks._pickle_error(each), that) for each, that in of_others]
 
         def gather(into, own):
             into[:] = [rows[0], own, *rows[1:]]
@@ -70,7 +70,7 @@ def test_error_that_cannot_be_unpickled_is_sent_as_text(agree, error):
 
 def test_ranks_without_a_process_group_count_as_one(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    assert not ranks.has_several(SimpleNamespace(world_size=2))
+    assert not ranks.has_several_ranks(SimpleNamespace(world_size=2))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    assert ranks.has_several(SimpleNamespace(world_size=2))
-    assert not ranks.has_several(SimpleNamespace(world_size=1))
+    assert ranks.has_several_ranks(SimpleNamespace(world_size=2))
+    assert not ranks.has_several_ranks(SimpleNamespace(world_size=1))

@@ -175,7 +175,7 @@ def test_function_named_like_a_plugin_method_is_not_taken_for_a_strategy(
     lit, tmp_path, monkeypatch
 ):
     plugin = lit.AsyncCheckpointIO()
-    monkeypatch.setattr(ranks, "has_several", lambda trainer: True)
+    monkeypatch.setattr(ranks, "has_several_ranks", lambda trainer: True)
 
     def save_checkpoint():
         with fault("fdatasync", sticky=True), pytest.raises(stillframe.SaveError):
@@ -201,14 +201,14 @@ def test_users_code_saves_durably_once_a_trainer_exists(lit, tmp_path):
     del run
 
 
-@pytest.mark.parametrize("what", ["add", "set_up", "training_starts"])
+@pytest.mark.parametrize("what", ["add", "register_at_setup", "record_training_start"])
 def test_trainer_is_registered_by_its_first_call_of_any_kind(lit, tmp_path, caplog, what):
     run, trainers = trainer(lit, tmp_path), Trainers()
     getattr(trainers, what)(run)
     assert trainers.of_caller(None) == [run]
-    trainers.may_save_early(run)
+    trainers.can_return_before_durable(run)
     assert "companion" not in caplog.text
-    assert trainers.is_set_up(run) is (what == "set_up")
+    assert trainers.is_set_up(run) is (what == "register_at_setup")
     trainers.tear_down(run)
     assert not trainers.is_set_up(run)
     assert not trainers.is_set_up(None) and not trainers.is_set_up(Fabric)
@@ -220,7 +220,7 @@ def test_save_without_a_later_barrier_waits_for_no_rank(lit, tmp_path, monkeypat
     run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO())
     run.fit(lit.Model(), loader())
     checkpoint, met = run._checkpoint_connector.dump_checkpoint(), []
-    monkeypatch.setattr(ranks, "has_several", lambda trainer: True)
+    monkeypatch.setattr(ranks, "has_several_ranks", lambda trainer: True)
     monkeypatch.setattr(run.strategy, "barrier", met.append)
     with fault("fdatasync", sticky=True):
         with pytest.raises(stillframe.SaveError):

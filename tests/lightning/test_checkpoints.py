@@ -23,7 +23,7 @@ from fix_lightning import (
     loader,
     trainer,
 )
-from stillframe._save.ordered import wait_for_path
+from stillframe._save.ordered import wait_for_saves_of_path
 from stillframe.testing import fault, slow
 
 
@@ -175,7 +175,7 @@ def test_failed_save_keeps_the_newest_good_file_and_one_extra(lit, tmp_path):
         broken.append(injected)
 
     def mends(run):
-        wait_for_path(directory / "step=4.ckpt")
+        wait_for_saves_of_path(directory / "step=4.ckpt")
         broken.pop().__exit__(None, None, None)
 
     run = trainer(

@@ -123,18 +123,18 @@ def test_interrupted_save_stays_the_newest_after_a_handlers_save(
     lit, tmp_path, sigusr2, monkeypatch
 ):
     """After the handler, loggers must be called for the interrupted call's own save."""
-    next_error, plugin, newest = Work.next_error, lit.AsyncCheckpointIO(), []
+    pop_next_error, plugin, newest = Work.pop_next_error, lit.AsyncCheckpointIO(), []
 
     def interrupted(self):
         if not newest:
             newest.append("is being saved")
             os.kill(os.getpid(), sigusr2)
             time.sleep(0.01)
-        return next_error(self)
+        return pop_next_error(self)
 
     def observe(run):
         signal.signal(sigusr2, lambda *_: run.save_checkpoint(tmp_path / "handler.ckpt"))
-        monkeypatch.setattr(Work, "next_error", interrupted)
+        monkeypatch.setattr(Work, "pop_next_error", interrupted)
         run.save_checkpoint(tmp_path / "a.ckpt")
         newest.append(os.path.basename(plugin._checkpoints._work.newest.path))
 

@@ -8,7 +8,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import at, every_steps, load, loader, trainer
-from stillframe._save.ordered import wait_for_path
+from stillframe._save.ordered import wait_for_saves_of_path
 from stillframe.testing import fault, held, slow
 
 
@@ -22,7 +22,7 @@ def save_badly(path):
     def action(trainer):
         with fault("fdatasync", sticky=True):
             trainer.save_checkpoint(path)
-            wait_for_path(path)
+            wait_for_saves_of_path(path)
 
     return action
 
@@ -83,7 +83,7 @@ def test_each_save_raises_one_error_oldest_first(lit, tmp_path):
                     trainer.save_checkpoint(tmp_path / name)
                 except stillframe.SaveError as error:
                     seen.append(error.filename)
-                wait_for_path(tmp_path / name)
+                wait_for_saves_of_path(tmp_path / name)
 
     with pytest.raises(stillframe.SaveError) as caught:
         fit(lit, tmp_path, {2: save_badly(tmp_path / "a.ckpt"), 3: bad_again})
@@ -185,7 +185,7 @@ def test_object_that_cannot_be_pickled_raises_in_the_call_and_keeps_earlier_erro
     plugin = lit.AsyncCheckpointIO()
     with fault("fdatasync", sticky=True):
         plugin.save_checkpoint({"x": 1}, tmp_path / "bad.ckpt")
-        wait_for_path(tmp_path / "bad.ckpt")
+        wait_for_saves_of_path(tmp_path / "bad.ckpt")
     with pytest.raises((AttributeError, TypeError)):
         plugin.save_checkpoint({"x": lambda: None}, tmp_path / "lambda.ckpt")
     with pytest.raises(stillframe.SaveError):
@@ -199,7 +199,7 @@ def test_teardown_called_during_an_exception_only_logs(lit, tmp_path, caplog):
         try:
             with fault("fdatasync", sticky=True):
                 plugin.save_checkpoint({"x": 1}, tmp_path / "bad.ckpt")
-                wait_for_path(tmp_path / "bad.ckpt")
+                wait_for_saves_of_path(tmp_path / "bad.ckpt")
             raise Boom
         finally:
             plugin.teardown()
@@ -220,11 +220,11 @@ def test_the_last_good_checkpoint_outlives_a_disk_that_fails(lit, tmp_path):
     good, bad = tmp_path / "good.ckpt", tmp_path / "bad.ckpt"
 
     def rotate(trainer):
-        wait_for_path(good)
+        wait_for_saves_of_path(good)
         with fault("fdatasync", sticky=True):
             trainer.save_checkpoint(bad)
             trainer.strategy.remove_checkpoint(good)
-            wait_for_path(good, follow_link=False)
+            wait_for_saves_of_path(good, follow_link=False)
 
     with pytest.raises(stillframe.SaveError):
         fit(lit, tmp_path, {2: save_well(good), 3: rotate})

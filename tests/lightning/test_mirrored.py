@@ -12,7 +12,7 @@ from fix_lightning import loader, trainer
 from fix_mirror import Child, options_used, store
 from stillframe._base.file_kinds import MARKER
 from stillframe._base.paths import CheckpointPath
-from stillframe._lightning.sharded import Contents, submit
+from stillframe._lightning.sharded import CheckpointContents, submit
 from stillframe._lightning.writers import PluginOptions
 from stillframe._remote import sending
 
@@ -88,7 +88,7 @@ def test_sharded_checkpoint_is_uploaded_with_its_metadata_and_marker_last(tmp_pa
     try:
         options = PluginOptions(mirror=f"file://{tmp_path}/store/run/")
         path = CheckpointPath.of(tmp_path / "last.ckpt")
-        contents = Contents({"w": torch.ones(5)}, {"step": 1}, 0)
+        contents = CheckpointContents({"w": torch.ones(5)}, {"step": 1}, 0)
         save = submit(contents, path, options.save_options(path.name, overlap=True), engine=engine)
         save.result()
     finally:

@@ -247,7 +247,7 @@ def test_callback_copies_every_dtype_byte_for_byte(offload, dtype):
 def test_gpu_memory_is_logged_and_added_up(offload, monkeypatch, caplog):
     allocated = iter([5_000_000_000, 3_000_000_000, 3_000_000_000, 3_500_000_000])
     module = sys.modules["stillframe._lightning.offload"]
-    monkeypatch.setattr(module, "_gpu_bytes", lambda: next(allocated))
+    monkeypatch.setattr(module, "_get_allocated_gpu_bytes", lambda: next(allocated))
     callback = offload()
     with caplog.at_level(logging.DEBUG, "stillframe"):
         for _ in range(2):
@@ -265,7 +265,9 @@ def test_device_tensors_are_dropped_before_freed_memory_is_counted(offload, monk
     checkpoint = {"state_dict": {"x": tensor}}
     del tensor
     module = sys.modules["stillframe._lightning.offload"]
-    monkeypatch.setattr(module, "_gpu_bytes", lambda: there.append(own() is not None) or 0)
+    monkeypatch.setattr(
+        module, "_get_allocated_gpu_bytes", lambda: there.append(own() is not None) or 0
+    )
     save(offload(), checkpoint)
     assert there == [True, False]
 

@@ -397,7 +397,7 @@ def test_short_wait_prints_nothing(lit, tmp_path, capfd):
 def test_wait_without_stderr_prints_nothing(monkeypatch):
     monkeypatch.setattr(work, "DELAY_S", 0.0)
     monkeypatch.setattr(sys, "stderr", None)
-    work.WaitingLine([])._run()
+    work.WaitProgressDisplay([])._run()
 
 
 def test_a_terminal_gets_a_progress_bar(lit, tmp_path, monkeypatch):

@@ -15,10 +15,14 @@ def ended(report):
 
 def test_publication_is_delivered_once_and_not_for_a_failed_save(caplog):
     calls = []
-    publication = publish.Publication(ended("report"), CheckpointPath.of("a.ckpt"), calls.append)
-    publication.deliver()
-    publication.deliver()
-    publish.Publication(ended(None), CheckpointPath.of("b.ckpt"), calls.append).deliver()
+    publication = publish.DurableSaveCallback(
+        ended("report"), CheckpointPath.of("a.ckpt"), calls.append
+    )
+    publication.call_once_if_saved()
+    publication.call_once_if_saved()
+    publish.DurableSaveCallback(
+        ended(None), CheckpointPath.of("b.ckpt"), calls.append
+    ).call_once_if_saved()
     assert calls == ["report"]
     assert f"not told of {os.path.abspath('b.ckpt')}" in caplog.text
 
@@ -31,7 +35,7 @@ def test_logger_sees_the_callback_as_it_was_at_the_save():
         seen.append((callback.best_model_path, dict(callback.best_k_models), callback.other))
         raise RuntimeError("no network")
 
-    call = publish.logger_call(notify, callback)
+    call = publish.make_logger_notifier(notify, callback)
     callback.best_k_models["b"] = 2
     callback.best_model_path, callback.other = "b", 2
     with pytest.raises(RuntimeError):
@@ -52,7 +56,7 @@ def test_logger_sees_every_name_and_score_as_at_the_save(lit):
             setattr(callback, name, {"path": value} if name == "best_k_models" else value)
 
     turn("then")
-    call = publish.logger_call(lambda callback: seen.update(vars(callback)), callback)
+    call = publish.make_logger_notifier(lambda callback: seen.update(vars(callback)), callback)
     turn("now")
     call("report")
     then = {name: {"path": "then"} if name == "best_k_models" else "then" for name in names}
@@ -65,7 +69,9 @@ def test_publication_for_a_deleted_callback_is_dropped(caplog):
         best_model_path = "a"
 
     callback = Callback()
-    call = publish.logger_call(lambda callback: callback.best_model_path, weakref.proxy(callback))
+    call = publish.make_logger_notifier(
+        lambda callback: callback.best_model_path, weakref.proxy(callback)
+    )
     del callback
     call(SimpleNamespace(path="a.ckpt"))
     assert "not told of a.ckpt: its callback is gone" in caplog.text
@@ -90,6 +96,6 @@ def test_metrics_have_the_units_of_their_names_and_the_step_of_the_trainer():
     report = SimpleNamespace(
         blocked_s=0.5, gate_wait_s=0.25, backpressure_s=9.0, durable_after_s=3.0, nbytes=10
     )
-    publish.metrics_call(SimpleNamespace(fit_loop=loop, loggers=[logger, logger]))(report)
+    publish.make_metrics_logger(SimpleNamespace(fit_loop=loop, loggers=[logger, logger]))(report)
     metrics = {"call_ms": 500.0, "gate_ms": 250.0, "durable_s": 3.0, "bytes": 10.0}
     assert logged == [({f"checkpoint/{name}": each for name, each in metrics.items()}, 7)] * 2

@@ -10,7 +10,7 @@ from stillframe import _core
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import rotation
 from stillframe._lightning.rotation import Rotation
-from stillframe._lightning.work import Failed, Work, is_failure
+from stillframe._lightning.work import Failed, Work, is_save_failure
 from stillframe._lightning.wrapped import WrappedIO
 from stillframe._save import ordered
 from stillframe._save.engine import is_closed
@@ -31,7 +31,7 @@ class PublicationStub:
     def due(self):
         return self.is_due
 
-    def deliver(self):
+    def call_once_if_saved(self):
         self.calls.append(os.path.basename(self.target))
         if self.error is not None:
             raise self.error
@@ -51,7 +51,8 @@ def work():
     work = Work(lambda file: None, durable=True)
     yield work
     work.newest_returns_early = False
-    work.take_error()  # otherwise wait_all of a later test would raise the errors that are left
+    # otherwise wait_all of a later test would raise the errors that are left
+    work.pop_errors_as_one()
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_link_does_not_count_as_a_successful_save(files, file, tmp_path):
     files.remove(older)
     files.finish()
     assert not os.path.exists(older)  # no save failed
-    rotation.note_failed_call(tmp_path / "never.ckpt")
+    rotation.append_failed_save_entry(tmp_path / "never.ckpt")
     files.link(newer, CheckpointPath.of(tmp_path / "last.ckpt"))
     other = file("other.ckpt")
     files.remove(other)
@@ -184,7 +185,7 @@ def test_link_does_not_count_as_a_successful_save(files, file, tmp_path):
 
 
 def test_save_to_an_invalid_path_drops_the_next_remove(files, file, tmp_path):
-    rotation.note_failed_call(3)
+    rotation.append_failed_save_entry(3)
     old = file("old.ckpt")
     files.remove(old)
     files.wait()
@@ -194,7 +195,7 @@ def test_save_to_an_invalid_path_drops_the_next_remove(files, file, tmp_path):
 
 def test_finish_waits_for_a_link_being_made(files, file, tmp_path, monkeypatch):
     waited = threading.Event()
-    make_link, wait_for_key = rotation.make_link, ordered.wait_for_key
+    make_link, wait_for_saves_of_key = rotation.make_link, ordered.wait_for_saves_of_key
 
     def make(*names, **options):
         waited.wait(60)
@@ -202,10 +203,10 @@ def test_finish_waits_for_a_link_being_made(files, file, tmp_path, monkeypatch):
 
     def wait(key):
         waited.set()
-        wait_for_key(key)
+        wait_for_saves_of_key(key)
 
     monkeypatch.setattr(rotation, "make_link", make)
-    monkeypatch.setattr(ordered, "wait_for_key", wait)
+    monkeypatch.setattr(ordered, "wait_for_saves_of_key", wait)
     files.link(file("new.ckpt"), CheckpointPath.of(tmp_path / "last.ckpt"))
     files.finish()
     has_waited = waited.is_set()
@@ -259,14 +260,14 @@ def test_drain_calls_every_logger_and_keeps_each_error(work, file):
     ]
     work.drain(close=True)
     assert calls == ["a", "b", "c"]
-    assert [work.next_error() for _ in range(3)] == [errors[0], errors[2], None]
+    assert [work.pop_next_error() for _ in range(3)] == [errors[0], errors[2], None]
 
 
 def test_finish_removes_a_file_after_its_logger_call(files, file, tmp_path):
     seen = []
 
     class CheckingPublication(PublicationStub):
-        def deliver(self):
+        def call_once_if_saved(self):
             files.wait()
             seen.append(os.path.exists(self.target))
 
@@ -284,15 +285,15 @@ def test_keyboard_interrupt_in_a_logger_is_not_caught(files, file):
 
 def test_wait_includes_entries_added_meanwhile(files, file, monkeypatch):
     """A signal handler may add entries during the wait."""
-    waited, wait_for_key = [], ordered.wait_for_key
+    waited, wait_for_saves_of_key = [], ordered.wait_for_saves_of_key
 
     def wait(key):
         waited.append(key)
         if len(waited) == 1:
             files.remove(file("b"))
-        wait_for_key(key)
+        wait_for_saves_of_key(key)
 
-    monkeypatch.setattr(ordered, "wait_for_key", wait)
+    monkeypatch.setattr(ordered, "wait_for_saves_of_key", wait)
     files.remove(file("a"))
     files.wait()
     assert [os.path.basename(each) for each in waited] == [b"a", b"b"]
@@ -309,7 +310,7 @@ def test_interrupted_wait_can_be_repeated(files, file, monkeypatch):
 
     files.remove(file("a"))
     with monkeypatch.context() as patch:
-        patch.setattr(ordered, "wait_for_key", wait)
+        patch.setattr(ordered, "wait_for_saves_of_key", wait)
         with pytest.raises(KeyboardInterrupt):
             files.wait()
         assert files.under_way()
@@ -355,12 +356,12 @@ class Writing(SaveHandle):
 def test_each_error_is_raised_once_oldest_first(work):
     earlier, of_link, own = OSError("earlier"), OSError("of a link"), OSError("own")
     work.saves += [Failed("a", earlier), Failed("b", CancelledError())]
-    work.add_failed("last.ckpt", of_link)
+    work.add_error_without_save("last.ckpt", of_link)
     work.add(Failed("c", own), early=True)
-    assert work.next_error() is earlier
-    assert isinstance(work.next_error(), CancelledError)
-    assert work.next_error() is of_link
-    assert work.next_error() is None
+    assert work.pop_next_error() is earlier
+    assert isinstance(work.pop_next_error(), CancelledError)
+    assert work.pop_next_error() is of_link
+    assert work.pop_next_error() is None
     assert work.saves == [work.newest]  # a later call reports its error
 
 
@@ -368,16 +369,16 @@ def test_error_of_a_save_that_the_call_waited_for_comes_first(work):
     earlier, own = OSError("earlier"), OSError("own")
     work.add(Failed("a", earlier), early=True)
     work.add(Failed("b", own), early=False)
-    assert work.take_error() is own
+    assert work.pop_errors_as_one() is own
     assert own.__notes__ == ["Another checkpoint failed as well: earlier"]
-    assert work.saves == [] and work.next_error() is None
+    assert work.saves == [] and work.pop_next_error() is None
 
 
 def test_error_that_all_ranks_raise_replaces_that_of_the_newest_save(work):
     work.add(Writing(OSError("own")), early=True)
-    work.forget_newest()
+    work.wait_and_drop_newest_error()
     assert work.saves == []
-    work.forget_newest()  # another call took the save meanwhile
+    work.wait_and_drop_newest_error()  # another call took the save meanwhile
 
 
 def test_error_that_wait_all_raises_is_not_raised_again(work):
@@ -387,7 +388,7 @@ def test_error_that_wait_all_raises_is_not_raised_again(work):
         with pytest.raises(stillframe.StillframeError, match=message):
             stillframe.wait_all()
     work.drain(close=True)
-    assert work.next_error() is None and work.saves == []
+    assert work.pop_next_error() is None and work.saves == []
 
 
 def test_under_way_is_true_for_saves_engine_and_links(work, file):
@@ -395,9 +396,9 @@ def test_under_way_is_true_for_saves_engine_and_links(work, file):
     work.engine = stillframe.Engine()
     assert work.under_way()
     work.drain(close=True)
-    work.add_failed("a", OSError("full"))
+    work.add_error_without_save("a", OSError("full"))
     assert work.under_way()
-    work.take_error()
+    work.pop_errors_as_one()
     work.rotation.remove(file("a"))
     assert work.under_way()
     work.drain(close=True)
@@ -421,7 +422,7 @@ def test_an_interrupted_drain_keeps_the_error_that_it_waited_for(work):
     with pytest.raises(KeyboardInterrupt):
         work.drain(close=True)
     work.drain(close=True)
-    assert work.next_error() is error
+    assert work.pop_next_error() is error
 
 
 def test_drain_waits_for_a_save_that_a_handler_made_meanwhile(work):
@@ -431,7 +432,7 @@ def test_drain_waits_for_a_save_that_a_handler_made_meanwhile(work):
     work.add(first, early=True)
     work.drain(close=True)
     assert second.done()
-    assert work.next_error() is error and work.saves == []
+    assert work.pop_next_error() is error and work.saves == []
 
 
 def test_drain_drops_saves_without_an_error(work, tmp_path):
@@ -445,14 +446,14 @@ def test_the_engine_is_closed_when_a_logger_fails(work, file):
     error = RuntimeError("no network")
     work.rotation.publications.append(PublicationStub(file("a"), [], error=error))
     work.drain(close=True)
-    assert work.next_error() is error
+    assert work.pop_next_error() is error
     assert is_closed(engine)
 
 
 def test_next_save_does_not_wait_for_one_that_is_still_written(work):
     handle = Writing(at_wait=lambda: pytest.fail("waited"))
     work.saves.append(handle)
-    assert work.next_error() is None
+    assert work.pop_next_error() is None
     assert work.saves == [handle]
 
 
@@ -466,7 +467,7 @@ def test_next_save_does_not_wait_for_one_that_is_still_written(work):
     ],
 )
 def test_wrong_argument_is_not_a_failed_save(error, failure):
-    assert is_failure(error) is failure
+    assert is_save_failure(error) is failure
 
 
 def test_wrong_argument_is_raised_even_with_on_error_warn(lit, tmp_path):
@@ -488,4 +489,4 @@ def test_exists_asks_the_remote_file_system_unless_the_log_has_the_name(files):
     entry = ordered.submit(name, _core.WORK_SAVE, lambda after_good: True)
     assert entry is not None
     assert files.will_exist(in_log, lambda path: True)
-    ordered.wait_for_key(name)
+    ordered.wait_for_saves_of_key(name)

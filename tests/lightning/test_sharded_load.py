@@ -35,7 +35,7 @@ def test_load_waits_for_the_save_of_its_path_and_for_all_copies(tmp_path, monkey
     path = str(tmp_path / "c")
     stillframe.save(3, path)
     waits = []
-    monkeypatch.setattr(ordered, "wait_for_path", waits.append)
+    monkeypatch.setattr(ordered, "wait_for_saves_of_path", waits.append)
     monkeypatch.setattr(gate, "wait", lambda: waits.append("for copies"))
     assert sharded(FSDPStrategy()).load_checkpoint(path) == 3
     assert waits == [path, "for copies"]

@@ -78,7 +78,9 @@ def of_fabric(original, path, **options):
 
 @pytest.fixture(autouse=True)
 def every_model_is_sharded(monkeypatch):
-    monkeypatch.setattr(sharded, "_only_model", lambda strategy, state: state.get("model"))
+    monkeypatch.setattr(
+        sharded, "_find_only_sharded_model", lambda strategy, state: state.get("model")
+    )
 
 
 @pytest.mark.parametrize("save", [of_trainer, of_fabric])
@@ -121,7 +123,7 @@ def test_object_with_a_state_dict_is_saved_by_its_state_dict(original):
 
     model = torch.nn.Linear(2, 2)
     state = {"model": model, "schedule": Schedule(), "names": {"a": 1}}
-    states, rest = sharded._states(ModelParallelStrategy(), model, state)
+    states, rest = sharded._split_states(ModelParallelStrategy(), model, state)
     assert list(states) == ["model"] and list(states["model"]) == ["weight", "bias"]
     assert rest == {"schedule": {"step": 3}, "names": {"a": 1}}
 
@@ -133,20 +135,20 @@ def test_object_with_a_state_dict_is_saved_by_its_state_dict(original):
 def test_load_refuses_a_directory_of_an_unfinished_save(name, tmp_path):
     (tmp_path / name).touch()
     with pytest.raises(stillframe.CorruptCheckpointError, match="not a complete checkpoint"):
-        sharded._make_ready(str(tmp_path))
+        sharded._check_and_repair_checkpoint(str(tmp_path))
 
 
 def test_directory_of_another_kind_is_left_to_lightning(tmp_path):
     (tmp_path / "zero_to_fp32.py").touch()
-    sharded._make_ready(str(tmp_path))
-    sharded._make_ready(str(tmp_path / "nothing"))
+    sharded._check_and_repair_checkpoint(str(tmp_path))
+    sharded._check_and_repair_checkpoint(str(tmp_path / "nothing"))
     assert os.listdir(tmp_path) == ["zero_to_fp32.py"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_repairs_a_checkpoint(rank, original, calls, monkeypatch):
     mended = []
-    monkeypatch.setattr(sharded, "_make_ready", mended.append)
+    monkeypatch.setattr(sharded, "_check_and_repair_checkpoint", mended.append)
     strategy = ModelParallelStrategy()
     strategy.global_rank = rank
     sharded._load(Checkpoints(), strategy, original, "/of/this/rank")

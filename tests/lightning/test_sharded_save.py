@@ -12,7 +12,7 @@ import torch.distributed as dist
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.api import saver_of_this_process
 from stillframe._lightning import sharded
-from stillframe._lightning.sharded import Contents, as_exception, submit
+from stillframe._lightning.sharded import CheckpointContents, as_exception, submit
 from stillframe._save import ordered
 from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
@@ -33,7 +33,7 @@ def save(engine, tmp_path):
     """Return `save()`, which begins a save."""
 
     def begun(engine=engine):
-        contents = Contents({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
+        contents = CheckpointContents({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
         target = CheckpointPath.of(str(tmp_path / "c"))
         return submit(contents, target, SaveOptions(), engine=engine)
 

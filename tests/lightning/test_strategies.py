@@ -71,4 +71,4 @@ def test_strategies_that_use_a_checkpoint_io_are_not_warned_of(monkeypatch, stra
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         callers.warn_if_bypassed(strategy, "AsyncCheckpointIO")
-        callers.refuse_strategy(strategy)
+        callers.refuse_xla_strategy(strategy)

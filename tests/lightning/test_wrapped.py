@@ -15,7 +15,7 @@ from fix_lightning import assert_same, at, copied, every_steps, load, loader, tr
 from fix_processes import LIGHTNING, run_python
 from stillframe._base.calls import inside_call
 from stillframe._save import completion
-from stillframe._save.ordered import wait_for_path
+from stillframe._save.ordered import wait_for_saves_of_path
 from stillframe._snapshot.save import SnapshotSave
 
 SIZE = 300 * 300
@@ -270,7 +270,7 @@ def test_wrapped_error_is_raised_once_and_keeps_the_old_file(lit, tmp_path, capl
     plugin.save_checkpoint(state(), tmp_path / "good.ckpt")
     plugin.save_checkpoint(state(), tmp_path / "fail.ckpt")
     plugin.remove_checkpoint(tmp_path / "good.ckpt")
-    wait_for_path(tmp_path / "good.ckpt")
+    wait_for_saves_of_path(tmp_path / "good.ckpt")
     with pytest.raises(OSError, match="full"):
         plugin.save_checkpoint(state(), tmp_path / "more.ckpt")
     plugin.teardown()

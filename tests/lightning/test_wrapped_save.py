@@ -110,7 +110,7 @@ def test_save_that_cannot_be_copied_keeps_no_slot(lit, tmp_path, monkeypatch):
     with stillframe.Engine(max_in_flight=1, when_busy="raise") as engine:
         plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO(), engine=engine)
         with monkeypatch.context() as patch:
-            patch.setattr(wrapped, "snapshot_to_write", refuse)
+            patch.setattr(wrapped, "snapshot_for_pickling", refuse)
             with pytest.raises(RuntimeError, match="no copies") as kept:
                 plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
         assert engine.stats()["saves_in_flight"] == 0 and kept.tb is not None
@@ -126,7 +126,7 @@ def test_snapshot_waits_for_the_oldest_saves_memory_first(first_of, monkeypatch)
             assert wait_for_room()
         return "taken"
 
-    monkeypatch.setattr(wrapped, "snapshot_to_write", full)
+    monkeypatch.setattr(wrapped, "snapshot_for_pickling", full)
     assert wrapped._take(STATE, True, None, saves) == "taken"
     assert waited == ["a"]
 
@@ -139,7 +139,7 @@ def test_state_that_cannot_fit_is_saved_without_a_copy(first_of, monkeypatch):
             pass
         raise stillframe.PoolExhaustedError("full")
 
-    monkeypatch.setattr(wrapped, "snapshot_to_write", full)
+    monkeypatch.setattr(wrapped, "snapshot_for_pickling", full)
     assert wrapped._take(STATE, True, None, saves) is None
     assert waited == ["a", "b"]
 
@@ -157,7 +157,7 @@ def test_any_exception_of_the_wrapped_checkpoint_io_fails_its_save(lit, tmp_path
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     (handle,) = [each for each in completion.in_flight.values() if "a.ckpt" in each.path]
     go.set()
-    ordered.wait_for_path(tmp_path / "a.ckpt")
+    ordered.wait_for_saves_of_path(tmp_path / "a.ckpt")
     assert isinstance(handle.exception(timeout=0), SystemExit)
     assert handle.state == "failed"
     plugin.teardown()

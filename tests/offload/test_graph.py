@@ -114,7 +114,7 @@ def test_engine_that_other_code_puts_back_runs_backwards_like_autograds_own(monk
     ours = VARIABLE._execution_engine
     handle.remove()
     monkeypatch.setattr(VARIABLE, "_execution_engine", ours)
-    monkeypatch.setattr(graph, "Pass", None)
+    monkeypatch.setattr(graph, "BackwardPass", None)
     x = numbers(0).requires_grad_()
     x.sum().backward()
     assert x.grad is not None

@@ -145,7 +145,7 @@ def test_fullgraph_step_of_offloaded_layers_is_refused():
     backward(model)
     with (
         offload_layers([layer(optimizer)], device="cpu"),
-        pytest.raises(RuntimeError, match="_step_begins"),
+        pytest.raises(RuntimeError, match="_begin_step_uncompiled"),
     ):
         compiled(optimizer)()
 
@@ -159,7 +159,7 @@ def test_compiled_step_is_refused_while_its_layers_are_offloaded():
         step()
     handle = offload_layers([layer(optimizer)], device="cpu")
     before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="_step_begins"):
+    with pytest.raises(RuntimeError, match="_begin_step_uncompiled"):
         step()
     assert torch.equal(model.weight, before)
     handle.remove()
@@ -233,7 +233,12 @@ def test_first_fullgraph_step_waits_for_a_save_that_another_thread_submits(tmp_p
         optimizer.step()
     backward(model)
     step, expected = compiled(optimizer), model.weight.detach().clone()
-    chosen, go, wait, handles = threading.Event(), threading.Event(), gate._wait_for_calls, []
+    chosen, go, wait, handles = (
+        threading.Event(),
+        threading.Event(),
+        gate._wait_for_unlaunched_calls,
+        [],
+    )
     track = gate.track
 
     def late(*given: object) -> None:
@@ -242,7 +247,7 @@ def test_first_fullgraph_step_waits_for_a_save_that_another_thread_submits(tmp_p
         track(*given)
 
     monkeypatch.setattr(gate, "track", late)
-    monkeypatch.setattr(gate, "_wait_for_calls", lambda: (go.set(), wait()))
+    monkeypatch.setattr(gate, "_wait_for_unlaunched_calls", lambda: (go.set(), wait()))
     saver = threading.Thread(
         target=lambda: handles.append(stillframe.async_save(model.state_dict(), tmp_path / "a.pt"))
     )

@@ -65,7 +65,7 @@ def test_move_waits_again_for_copies_on_a_device(copied):
     copied.untyped_storage().resize_(30000 * 4)
     assert pending.waits == 2
     gate.untrack(pending)
-    assert not gate.anything_copied()
+    assert not gate.is_any_copy_pending()
 
 
 def test_move_waits_for_a_save_call_of_another_thread(copied):

@@ -366,7 +366,7 @@ def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path):
 def test_oracle_notices_a_missing_gate(make, tmp_path, monkeypatch):
     training = warmed_up(make)
     monkeypatch.setattr(gate, "track", lambda *_: None)
-    monkeypatch.setattr(gate, "_wait_for_calls", lambda: None)
+    monkeypatch.setattr(gate, "_wait_for_unlaunched_calls", lambda: None)
     wanted = now(training)
     with slow("lane_copy", 3 * HELD_BACK_S):
         handle = stillframe.async_save(training.state(), tmp_path / "s.pt")

@@ -19,7 +19,7 @@ import stillframe
 import torch
 from fix_gate import FakePending, deferred, param, run_steps, state_tensors
 from stillframe._watch import gate, steps
-from stillframe._watch.steps import PACKAGES, Package
+from stillframe._watch.steps import PACKAGES, OptimizerPackage
 from stillframe.testing import slow
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -83,14 +83,14 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = types.ModuleType("listed_package.optimizers")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(SOURCE, module.__dict__)
-    listed = Package(
+    listed = OptimizerPackage(
         "listed-package", ("1.4",), {module.__name__: ("Listed",)}, writers=("train", "eval")
     )
     monkeypatch.setitem(PACKAGES, "listed_package", listed)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.4.2")
     gate.wait()
     yield module
-    steps._is_tried.cache_clear()
+    steps._is_installed_version_tested.cache_clear()
 
 
 def is_deferred(cls: type[Any]) -> bool:
@@ -137,7 +137,8 @@ def unknown_versions(installed: dict[str, str]) -> list[str]:
         f"{package.distribution} {version} is none of {', '.join(package.versions)}: read what it"
         " changed, run this file with it, and add the version to third_party.toml"
         for package in PACKAGES.values()
-        if (version := installed.get(package.distribution)) and not package.is_tried(version)
+        if (version := installed.get(package.distribution))
+        and not package.is_tested_version(version)
     ]
 
 
@@ -189,7 +190,7 @@ def real(top: str, module: str, name: str) -> type[Any]:
         found: type[Any] = getattr(importlib.import_module(module), name)
     except ImportError as error:
         pytest.skip(f"{package.distribution} is not installed, or not whole ({error})")
-    if not steps._is_tried(package):
+    if not steps._is_installed_version_tested(package):
         pytest.skip(f"{package.distribution} {version} is none of {package.versions}")
     return found
 
@@ -286,4 +287,4 @@ if os.environ.get("STILLFRAME_THIRD_PARTY") == "required":
 
     def test_listed_packages_are_installed():
         for package in PACKAGES.values():
-            assert steps._is_tried(package), package.distribution
+            assert steps._is_installed_version_tested(package), package.distribution

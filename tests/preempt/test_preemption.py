@@ -309,12 +309,12 @@ def measured():
 
 
 def test_duration_is_estimated_from_saves_of_a_similar_size(measured):
-    assert in_time.estimate_s(1000) is None
+    assert in_time.estimate_save_seconds(1000) is None
     measured.append((10, 1.0))
-    assert in_time.estimate_s(1000) is None
+    assert in_time.estimate_save_seconds(1000) is None
     measured.append((500, 2.0))
-    assert in_time.estimate_s(1000) == 4.0
-    assert in_time.estimate_s(5) == 1.5
+    assert in_time.estimate_save_seconds(1000) == 4.0
+    assert in_time.estimate_save_seconds(5) == 1.5
 
 
 def test_duration_of_a_save_is_recorded(measured, tmp_path):

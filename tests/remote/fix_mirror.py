@@ -209,7 +209,7 @@ def put(path: Path, url: str) -> None:
     """Have the mirror upload a file that other code has written."""
     entry = journal.Entry(str(path.parent), path.name, url, path.name)
     journal.add_due(entry, durable=True)
-    mirror.uploader.check_journal(entry.directory)
+    mirror.uploader.request_journal_check(entry.directory)
 
 
 def leave(directory: Path, url: str, name: str, content: bytes) -> None:

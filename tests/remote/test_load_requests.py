@@ -169,7 +169,7 @@ def test_bytes_after_the_last_record_are_not_fetched_ahead(memory, tmp_path, wat
     from stillframe._remote import disk as disks
 
     url = memory.made_by(by_path, numbers(), tmp_path)
-    disk, path = disks.of_path(url)
+    disk, path = disks.resolve_disk_and_path(url)
     with disk, disk.open(path) as file:
         core = _core.restore(file.fileno(), True)[1]
         assert core is not None
@@ -275,7 +275,7 @@ def submit_save(memory, path, key):
 
     def waits():
         frames = stack(sys._current_frames()[caller])
-        calls = [each for each in frames if each.f_code is ordered.wait_for_key.__code__]
+        calls = [each for each in frames if each.f_code is ordered.wait_for_saves_of_key.__code__]
         return any(name.startswith(each.f_locals["key"]) for each in calls)
 
     def save(after_good):

@@ -318,7 +318,7 @@ def test_prefix_that_has_failed_is_not_tried_again_at_exit(store, run):
 def test_file_that_cannot_be_read_delays_no_other(store, run, caplog, monkeypatch):
     def refuse(store, key, path, check):
         if path.endswith("a.pt"):
-            raise sending.LocalError from OSError(errno.EIO, os.strerror(errno.EIO))
+            raise sending.LocalReadError from OSError(errno.EIO, os.strerror(errno.EIO))
         return send(store, key, path, check)
 
     send = sending.send_file
@@ -691,7 +691,7 @@ def test_journal_entry_that_becomes_due_while_the_journal_is_read_waits_for_the_
     entry = journal.Entry(str(run), "a.pt", "memory://run/", "a.pt", "00000000000000000001.json")
     monkeypatch.setattr(mirror, "_entries_of", lambda directories: [entry])
     monkeypatch.setattr(journal.Entry, "is_due", lambda self: next(due))
-    assert not mirror._Uploader()._upload_from(str(run), [entry], set())
+    assert not mirror._Uploader()._upload_oldest_due_from(str(run), [entry], set())
 
 
 def test_journal_entry_renamed_while_the_journal_is_read_is_found(run, monkeypatch):

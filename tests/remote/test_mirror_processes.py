@@ -94,12 +94,12 @@ def test_exit_does_not_wait_for_a_store_that_is_down(store, run, tmp_path):
 
 
 def test_ctrl_c_at_exit_mentions_uploads_only_if_some_are_waiting(store, run, capsys):
-    at_exit._warn_once()
+    at_exit._print_interrupt_hint()
     assert "still writing; Ctrl-C again" in capsys.readouterr().err
     with store.held():
         save(store, "a.pt")
         assert eventually(lambda: not _core.log_pending())  # the save has left the log
-        at_exit._warn_once()
+        at_exit._print_interrupt_hint()
     assert "still uploading; Ctrl-C again" in capsys.readouterr().err
 
 

@@ -117,7 +117,7 @@ def test_client_gets_the_pools_blocks_without_a_copy_in_whole_parts(monkeypatch)
         def __init__(self):
             pass
 
-        _put = _get = _find = _list = _delete = _clean = None
+        _put = _get = _find = _list = _delete = _remove_stale_uploads = None
 
         def put(self, key, pieces, nbytes=None):
             for piece in pieces:

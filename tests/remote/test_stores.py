@@ -170,7 +170,7 @@ def test_temporary_of_a_killed_process_is_removed_after_a_day(tmp_path, age_h, c
 def test_directory_is_cleaned_once_for_each_suffix(run, monkeypatch):
     opened, base = stores.open_store(run)
     cleaned = []
-    monkeypatch.setattr(opened, "_clean", cleaned.append)
+    monkeypatch.setattr(opened, "_remove_stale_uploads", cleaned.append)
     names = ("a.pt", "b.pt", "other/c.pt", "d.ckpt", "other/e.pt")
     for name in names:
         opened.put(f"{base}/{name}", [b"bytes"])

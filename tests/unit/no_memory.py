@@ -156,7 +156,7 @@ def copied(take: Callable[[list[Any]], Any], ahead: bool) -> Any:
 
     That function may wait forever without memory. With `ahead`, an earlier step fails.
     """
-    types = skeleton._make_types(dtypes=skeleton._whole_dtypes(), from_handles=take)
+    types = skeleton._make_torch_types(dtypes=skeleton._plain_byte_dtypes(), from_handles=take)
     memory = bytearray(4096)
     tensors = [torch.ones(4), torch.nn.Parameter(torch.ones(3)), torch.ones(2).view(torch.int32)]
     tensors += [tensors[0][1:], tensors[2].view(torch.float32)]

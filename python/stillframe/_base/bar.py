@@ -15,7 +15,7 @@ _QUIET_S = 1.0  # shorter work shows no bar
 _UPDATE_EVERY_S = 0.1
 
 
-def on_terminal() -> bool:
+def is_stderr_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
@@ -52,7 +52,7 @@ def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
     `done` is called on another thread and returns how many of the `nbytes` bytes are done. If it
     raises ValueError, the bar ends.
     """
-    if not on_terminal():
+    if not is_stderr_terminal():
         yield
         return
     end = threading.Event()

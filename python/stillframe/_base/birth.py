@@ -1,4 +1,4 @@
-"""`Birth`: finds out whether an object was made before a fork, by the parent process."""
+"""`ForkGuard`: finds out whether an object was made before a fork, by the parent process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from stillframe import _core
 from stillframe.errors import ForkError
 
 
-class Birth:
+class ForkGuard:
     """The process that made an object. A forked child must not use the object, because the child
     lacks the object's threads or memory. `what` names the object in the error, such as "this
     Engine"."""

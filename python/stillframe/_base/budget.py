@@ -55,13 +55,13 @@ def measure(held: int, root: Path = Path("/")) -> Budget:
 
     `held` is the number of bytes that they hold. The directory `root` has `proc` and `sys`.
     """
-    left = min(_left_by_machine(root), _cgroup_bytes_left(root))
+    left = min(_machine_bytes_left(root), _cgroup_bytes_left(root))
     # Without any figures the budget is 0, and each pool has one block: slow, but safe.
-    shared = 0 if left == _NO_LIMIT else (left + held) // 2 // _local_ranks()
-    return Budget(shared, most=_left_by_rlimit(root) // 2)  # half of the address space left
+    shared = 0 if left == _NO_LIMIT else (left + held) // 2 // _count_local_ranks()
+    return Budget(shared, most=_address_space_bytes_left(root) // 2)
 
 
-def _left_by_machine(root: Path) -> int:
+def _machine_bytes_left(root: Path) -> int:
     kib = _number(root / "proc/meminfo", "MemAvailable:")
     return _NO_LIMIT if kib is None else kib * 1024
 
@@ -76,24 +76,27 @@ def _cgroup_bytes_left(root: Path) -> int:
         if not colon:
             continue
         if "memory" in controllers.split(","):
-            least = min(least, _left_by_chain(mount / "memory", group, _V1))
+            least = min(least, _cgroup_and_parents_bytes_left(mount / "memory", group, _V1))
         elif number == "0" and not controllers:
             least = min(
                 least,
-                _left_by_chain(mount, group, _V2),
-                _left_by_chain(mount / "unified", group, _V2),  # where v1 is mounted too
+                _cgroup_and_parents_bytes_left(mount, group, _V2),
+                # where v1 is mounted too
+                _cgroup_and_parents_bytes_left(mount / "unified", group, _V2),
             )
     return least
 
 
-def _left_by_chain(mount: Path, group: str, files: _CgroupNames) -> int:
+def _cgroup_and_parents_bytes_left(mount: Path, group: str, files: _CgroupNames) -> int:
     """Return the least number of bytes that are left within the limits of a cgroup and its parents.
 
     In a container, `group` may be a path on the host, which does not exist below `mount`. Then one
     of its parents, or `mount` itself, is the container's own group.
     """
     folder = mount / group.strip("/")
-    return min(_left_by_cgroup(each, files) for each in _folder_and_parents(folder, mount))
+    return min(
+        _single_cgroup_bytes_left(each, files) for each in _folder_and_parents(folder, mount)
+    )
 
 
 def _folder_and_parents(folder: Path, mount: Path) -> Iterator[Path]:
@@ -104,7 +107,7 @@ def _folder_and_parents(folder: Path, mount: Path) -> Iterator[Path]:
     yield mount
 
 
-def _left_by_cgroup(folder: Path, files: _CgroupNames) -> int:
+def _single_cgroup_bytes_left(folder: Path, files: _CgroupNames) -> int:
     """Return how many more bytes the processes of one cgroup may use."""
     # Without a limit the file has "max" in v2, and a huge number in v1.
     limit = _number(folder / files.limit)
@@ -117,13 +120,13 @@ def _left_by_cgroup(folder: Path, files: _CgroupNames) -> int:
     return max(0, limit - used)
 
 
-def _local_ranks() -> int:
+def _count_local_ranks() -> int:
     """Return the number of ranks on this machine, according to torchrun."""
     found = re.match(r"\s*(\d+)", os.environ.get("LOCAL_WORLD_SIZE", ""))
     return max(1, int(found[1])) if found else 1
 
 
-def _left_by_rlimit(root: Path) -> int:
+def _address_space_bytes_left(root: Path) -> int:
     """Return the bytes of address space that RLIMIT_AS leaves."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 
-class _Frames(threading.local):
+class _ThreadFrames(threading.local):
     """The records of one thread."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class _Frames(threading.local):
         ] = []  # frames that turned garbage collection off
 
 
-_frames = _Frames()
+_frames = _ThreadFrames()
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -37,7 +37,7 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _drop_ended(frames: list[FrameType]) -> bool:
+def _remove_ended_frames(frames: list[FrameType]) -> bool:
     """Remove the frames that have left this thread's stack. Return whether there were any."""
     living = set(stack(sys._getframe(1)))  # from the caller's frame on
     ended = [each for each in frames if each not in living]
@@ -60,7 +60,7 @@ class inside_call:  # lower case, because it is used like a function
     def __enter__(self) -> bool:
         calls = _frames.calls
         if calls:
-            _drop_ended(calls)
+            _remove_ended_frames(calls)
         nested = bool(calls)
         calls.append(sys._getframe(1))  # the frame of the `with` statement
         return nested
@@ -81,7 +81,7 @@ class no_garbage_collection:  # lower case for the same reason
     def __enter__(self) -> None:
         frames = _frames.no_garbage_collection
         # Ctrl-C may have kept an earlier block from turning collection on again. This one does it.
-        was_left_off = bool(frames) and _drop_ended(frames)
+        was_left_off = bool(frames) and _remove_ended_frames(frames)
         self._was_enabled = gc.isenabled() or was_left_off
         if self._was_enabled:
             frames.append(sys._getframe(1))

@@ -30,7 +30,7 @@ from stillframe import _core
 _RUNTIME = re.compile(r"/.*/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
-class Runtime(NamedTuple):
+class OpenMPRuntime(NamedTuple):
     """The report of an OpenMP runtime."""
 
     places: list[set[int]]  # the sets of CPUs that it binds threads to; empty if it binds none
@@ -45,10 +45,10 @@ class Cpus(NamedTuple):
     bound: bool  # an OpenMP runtime has bound the main thread
 
 
-def before_binding(
+def cpus_before_binding(
     main: set[int],
     first: set[int],
-    runtimes: list[Runtime],
+    runtimes: list[OpenMPRuntime],
     granted: Callable[[], set[int]],
 ) -> set[int] | None:
     """Return the CPUs that the process had before a runtime bound its main thread.
@@ -88,7 +88,7 @@ def inspect() -> Cpus:
     before = None
     has_all_cpus = len(main) >= os.sysconf("SC_NPROCESSORS_ONLN")
     if not has_all_cpus:
-        before = before_binding(main, _first, _loaded_openmp_runtimes(), _granted_cpus)
+        before = cpus_before_binding(main, _first, _loaded_openmp_runtimes(), _granted_cpus)
     return Cpus(main=main, ours=before or main, bound=before is not None)
 
 
@@ -122,7 +122,7 @@ def _cpus_of_main_thread() -> set[int]:
     return os.sched_getaffinity(os.getpid())  # the process's id is that of its main thread
 
 
-def _loaded_openmp_runtimes() -> list[Runtime]:
+def _loaded_openmp_runtimes() -> list[OpenMPRuntime]:
     """Return all OpenMP runtimes that this process has loaded."""
     paths = set()
     with contextlib.suppress(OSError):
@@ -136,14 +136,14 @@ def _loaded_openmp_runtimes() -> list[Runtime]:
     return found
 
 
-def _ask(library: ctypes.CDLL) -> Runtime:
+def _ask(library: ctypes.CDLL) -> OpenMPRuntime:
     """Return what a runtime's library reports. Raise AttributeError if it lacks a function."""
     places = []
     for number in range(library.omp_get_num_places()):
         ids = (ctypes.c_int * library.omp_get_place_num_procs(number))()
         library.omp_get_place_proc_ids(number, ids)
         places.append(set(ids))
-    return Runtime(places, library.omp_get_num_procs())
+    return OpenMPRuntime(places, library.omp_get_num_procs())
 
 
 def _granted_cpus() -> set[int]:

@@ -1,6 +1,7 @@
 """Questions to torch about CUDA: where a tensor lives, and the current stream.
 
-Only `make_context` may initialise CUDA: after that, forked children of the process cannot use CUDA.
+Only `ensure_cuda_context` may initialise CUDA: after that, forked children of the process cannot
+use CUDA.
 
 CPU builds of torch lack the C function for the current stream. So Python asks for the stream's
 handle, and passes it to the core.
@@ -25,7 +26,7 @@ index_of: Callable[[torch.Tensor], int] = (
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def number_of(device: torch.device) -> int:
+def device_number_of(device: torch.device) -> int:
     """Return 0 for host memory, n + 1 for CUDA device n, and -1 for any other device."""
     if device.type == "cpu":
         return 0
@@ -39,9 +40,9 @@ on_host: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_cpu.__get__  # 
 """Return whether a tensor is in host memory."""
 
 
-def number_of_tensor(tensor: torch.Tensor) -> int:
-    """Return `number_of` the device that a tensor is on."""
-    return 0 if on_host(tensor) else number_of(tensor.device)
+def device_number_of_tensor(tensor: torch.Tensor) -> int:
+    """Return `device_number_of` the device that a tensor is on."""
+    return 0 if on_host(tensor) else device_number_of(tensor.device)
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
@@ -49,17 +50,17 @@ def address_of(storage: torch.UntypedStorage) -> int:
     return storage.data_ptr()
 
 
-def may_be_loaded_to() -> bool:
+def has_cuda_device() -> bool:
     """Return whether there is a CUDA device, to which tensors can be loaded."""
     return _is_cuda and torch.cuda.is_available()
 
 
-def of_location(location: str) -> torch.device | None:
+def cuda_device_of_location(location: str) -> torch.device | None:
     """Return the CUDA device that a location tag of torch names, such as "cuda" or "cuda:0". Return
     None if the tag names no CUDA device of this machine."""
     kind, _, number = location.partition(":")
     is_cuda_tag = kind == "cuda" and (number.isdecimal() or location == "cuda")
-    if not is_cuda_tag or not may_be_loaded_to():
+    if not is_cuda_tag or not has_cuda_device():
         return None
     index = int(number) if number else torch.cuda.current_device()
     return torch.device("cuda", index) if index < torch.cuda.device_count() else None
@@ -92,7 +93,7 @@ def in_use() -> list[int]:
     return [number for number in (current, *others) if has_context(number)]
 
 
-def make_context(number: int) -> None:
+def ensure_cuda_context(number: int) -> None:
     """Have torch make its context on a device, unless the device has one. Raise RuntimeError if
     torch cannot use the device."""
     if number not in in_use():

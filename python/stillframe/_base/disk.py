@@ -14,7 +14,7 @@ from typing import Protocol, Self
 Walk = Iterator[tuple[str, list[str], list[str]]]
 
 
-class Opened(Protocol):
+class OpenFile(Protocol):
     """An open file."""
 
     def fileno(self) -> int: ...
@@ -76,7 +76,7 @@ class Disk:
             with open(file.fileno(), "rb", closefd=False) as reader:
                 return reader.read(nbytes)
 
-    def open(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
+    def open(self, path: str, *, peek: bool = False) -> AbstractContextManager[OpenFile]:
         """Open a file for reading, without waiting for the writer of a pipe. With `peek`, only a
         small part of the file will be read for now."""
         return open(path, "rb", buffering=0, opener=_open_nonblocking)
@@ -84,7 +84,7 @@ class Disk:
     def forget(self, path: str) -> None:
         """Forget a file's size and version. The next `open` asks the store for them."""
 
-    def release_memory(self, file: Opened) -> None:
+    def release_memory(self, file: OpenFile) -> None:
         """Give back the memory of a file that stays open and is not read for a while."""
 
 

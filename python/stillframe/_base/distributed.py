@@ -21,7 +21,7 @@ def is_initialized() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def may_have_other_ranks() -> bool:
+def may_have_other_local_ranks() -> bool:
     """Return whether other ranks may run on this machine. No rank is asked, because a dead rank
     would never answer."""
     if not is_initialized() or torch.distributed.get_world_size() == 1:
@@ -41,7 +41,7 @@ def poll(is_there: Callable[[], bool], longest_s: float = math.inf) -> bool:
     return True
 
 
-def dtensor() -> type[Any] | None:
+def dtensor_class_if_imported() -> type[Any] | None:
     """Return the class DTensor, or None if its module was not imported: then there are no
     DTensors."""
     module = sys.modules.get("torch.distributed.tensor")  # None if it was not imported
@@ -51,4 +51,4 @@ def dtensor() -> type[Any] | None:
 
 def memory_of(tensor: Any) -> Any:
     """Return the local tensor of a DTensor, and any other tensor as it is."""
-    return tensor._local_tensor if type(tensor) is dtensor() else tensor
+    return tensor._local_tensor if type(tensor) is dtensor_class_if_imported() else tensor

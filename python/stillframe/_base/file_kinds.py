@@ -100,7 +100,7 @@ def guess(fd: int, path: str) -> str | None:
     # An empty file, or a file of zeros, may be a checkpoint whose bytes never reached the disk.
     if not head.strip(b"\0") or head.startswith(b"PK") or LEGACY in head[:32]:
         return None
-    if safetensors.begins_like_one(head):
+    if safetensors.begins_like_safetensors(head):
         return "safetensors"
     if head[257:262] == b"ustar":  # the magic of a tar archive
         return "tar: unpack it first"
@@ -110,7 +110,7 @@ def guess(fd: int, path: str) -> str | None:
     return "text" if _is_text(head) else None
 
 
-def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
+def why_not_a_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     """Return why a file is not a checkpoint at all, or None if it is a damaged checkpoint. `found`
     is the result of the core's check, which has failed."""
     words = guess(fd, path)
@@ -119,7 +119,7 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     if found["format"] == "archive":
         # An undamaged archive that failed the check may lack the records of torch.
         is_undamaged = found["num_bad"] == 0
-        is_other_zip = "no record" in found["error"] if is_undamaged else is_another_zip(fd)
+        is_other_zip = "no record" in found["error"] if is_undamaged else is_zip_not_from_torch(fd)
         if is_other_zip:
             return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
     if found["format"] == "foreign":  # of no format that the core knows
@@ -135,13 +135,13 @@ def is_safetensors(fd: int, path: str) -> bool:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return False
     head = _core.read_at(fd, 32, 0)
-    if safetensors.begins_like_one(head):
+    if safetensors.begins_like_safetensors(head):
         return True
     has_format_of_torch = head.startswith(b"PK\3\4") or LEGACY in head
     return path.endswith(safetensors.SUFFIX) and not has_format_of_torch
 
 
-def is_another_zip(fd: int) -> bool:
+def is_zip_not_from_torch(fd: int) -> bool:
     """Return whether a zip archive, possibly damaged, was written by other code than torch.
 
     In such an archive, the first name usually has no directory. The search for ``data.pkl`` finds

@@ -14,7 +14,7 @@ from stillframe.errors import SaveError
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SaveTarget:
     """A resolved path at which a save makes its file."""
 
     shown: str  # the path as the user gave it
@@ -43,7 +43,7 @@ class CheckpointPath:
             raise no_path_error(path)
         text = os.fsdecode(path)
         remote = urls.is_remote(text)
-        name = text if remote else os.path.abspath(urls.local_path(text))
+        name = text if remote else os.path.abspath(urls.local_path_of_file_url(text))
         return cls(path, name, remote)
 
     def __fspath__(self) -> str:
@@ -61,10 +61,10 @@ class CheckpointPath:
 
     def key(self, *, follow_link: bool = False) -> bytes:
         """Return the path's name in the log. Without `follow_link`, a link counts as itself. Raise
-        the errors of `as_text`."""
+        the errors of `validate_local_path`."""
         if self.remote:
             return urls.key(self.name)
-        as_text(self.given)  # only for its exceptions
+        validate_local_path(self.given)  # only for its exceptions
         return key(self.name, follow_link=follow_link)
 
 
@@ -76,7 +76,7 @@ def no_path_error(path: object) -> TypeError:
     return TypeError(message)
 
 
-def as_text(path: object) -> str:
+def validate_local_path(path: object) -> str:
     """Return the path as a string.
 
     Raises:
@@ -89,7 +89,7 @@ def as_text(path: object) -> str:
     if urls.is_remote(text):
         shown = urls.shown(text)
         raise ValueError(f"{shown}: remote paths are not supported here; give a local path")
-    text = urls.local_path(text)
+    text = urls.local_path_of_file_url(text)
     if not text:
         raise ValueError("the path is empty")
     if "\0" in text:
@@ -97,7 +97,7 @@ def as_text(path: object) -> str:
     return text
 
 
-def _split(text: str, follow_link: bool) -> tuple[str, str]:
+def _resolve_parent_and_name(text: str, follow_link: bool) -> tuple[str, str]:
     """Return the real path of the parent, and the last component. With `follow_link`, resolve a
     link in the last component first."""
     if follow_link and os.path.islink(text):
@@ -110,10 +110,10 @@ def _split(text: str, follow_link: bool) -> tuple[str, str]:
 
 def key(path: object, *, follow_link: bool) -> bytes:
     """Return a local path's name in the log: the parent's real path, and the last component."""
-    text = as_text(path)
+    text = validate_local_path(path)
     resolved = _core.resolve(os.fsencode(text), follow_link)
     if resolved is None:  # a component of the path is missing
-        return os.fsencode(os.path.join(*_split(text, follow_link)))
+        return os.fsencode(os.path.join(*_resolve_parent_and_name(text, follow_link)))
     real_parent, name = resolved[:2]
     return os.path.join(real_parent, name)
 
@@ -125,7 +125,7 @@ def target(
     create_parents: bool,
     durable: bool,
     directory: bool = False,
-) -> Target:
+) -> SaveTarget:
     """Return the target that `path` names, after a check that a save can make it.
 
     Args:
@@ -135,11 +135,11 @@ def target(
         directory: The save makes a directory instead of a regular file.
 
     Raises:
-        TypeError, ValueError: See `as_text`.
+        TypeError, ValueError: See `validate_local_path`.
         SaveError: (phase "open") The parent is missing or cannot be synced, or something of
             another kind has the name.
     """
-    text = as_text(path)
+    text = validate_local_path(path)
     if directory:
         text = text.rstrip("/") or text
     base_name = os.path.basename(text)
@@ -156,11 +156,11 @@ def target(
         is_allowed = _may_replace(mode, follow_link, directory)
         can_be_synced = is_readable or not durable  # not durable: there is no sync
         if real_name and is_allowed and can_be_synced:
-            return Target(text, real_parent, real_name, file_system)
+            return SaveTarget(text, real_parent, real_name, file_system)
     # The slow path makes directories, or finds the right error.
     parent = os.path.dirname(text) or "."
     try:
-        parent, name = _split(text, follow_link)
+        parent, name = _resolve_parent_and_name(text, follow_link)
         if create_parents:
             make_directories(parent, durable)
         found = os.stat(parent)
@@ -170,20 +170,20 @@ def target(
                 f"the directory {parent} cannot be synced without permission to read it (a save"
                 " with durable=False needs none)",
             )
-        _check_name(parent, name, follow_link, directory)
+        _check_name_is_savable(parent, name, follow_link, directory)
     except OSError as error:
         strerror = error.strerror or str(error)
         if error.errno == errno.ENOENT:
             strerror = f"{strerror}: the parent directory {parent} is missing{tilde_hint(text)}"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
-    return Target(text, os.fsencode(parent), os.fsencode(name), found.st_dev)
+    return SaveTarget(text, os.fsencode(parent), os.fsencode(name), found.st_dev)
 
 
-def object_target(url: object) -> Target:
+def make_remote_target(url: object) -> SaveTarget:
     """Return the target of an object in a store. It only has the URL for messages and timelines."""
     shown = urls.shown(url)
     parent, _, name = shown.rpartition("/")
-    return Target(shown, os.fsencode(parent), os.fsencode(name), 0)
+    return SaveTarget(shown, os.fsencode(parent), os.fsencode(name), 0)
 
 
 def tilde_hint(text: str) -> str:
@@ -199,7 +199,7 @@ def _may_replace(mode: int, follow_link: bool, directory: bool) -> bool:
     return not mode or stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not follow_link)
 
 
-def _check_name(parent: str, name: str, follow_link: bool, directory: bool) -> None:
+def _check_name_is_savable(parent: str, name: str, follow_link: bool, directory: bool) -> None:
     """Raise OSError if a save cannot make a file (or `directory`) of this name."""
     full = os.path.join(parent, name)
     if not name:
@@ -259,17 +259,17 @@ def put_back(text: str) -> bool:
 def sync_directory(directory: str) -> None:
     """Make the entries of a directory durable, if its file system can do so."""
     try:
-        _sync(directory, os.O_DIRECTORY)
+        _open_and_fsync(directory, os.O_DIRECTORY)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 
 
 def sync_file(path: str) -> None:
-    _sync(path, 0)
+    _open_and_fsync(path, 0)
 
 
-def _sync(path: str, flags: int) -> None:
+def _open_and_fsync(path: str, flags: int) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)

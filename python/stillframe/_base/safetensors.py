@@ -75,7 +75,7 @@ class Header(NamedTuple):
     metadata: dict[str, str]  # the strings of `__metadata__`
 
 
-def begins_like_one(head: bytes) -> bool:
+def begins_like_safetensors(head: bytes) -> bool:
     """Return whether a file's first nine bytes are those of a safetensors file: a header's length
     and a brace. In a pickle or a zip file, that length would exceed the limit."""
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
@@ -93,11 +93,11 @@ def read_header(fd: int) -> Header:
         raise Damaged("it is empty")
     head = _core.read_at(fd, 9, 0)
     begin = 8 + int.from_bytes(head[:8], "little")
-    if not begins_like_one(head) or begin > nbytes:
+    if not begins_like_safetensors(head) or begin > nbytes:
         raise Damaged("it is truncated, or its first bytes are not those of safetensors")
     try:
         text = _core.read_at(fd, begin - 8, 8)
-        described = json.loads(text, object_pairs_hook=_without_duplicates)
+        described = json.loads(text, object_pairs_hook=_make_dict_refusing_duplicates)
         metadata = described.pop("__metadata__", None) or {}
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ has a value that is no text")
@@ -117,7 +117,7 @@ def read_header(fd: int) -> Header:
     return Header(nbytes, entries, metadata)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_dict_refusing_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -179,7 +179,7 @@ def read_index(disk: Disk, path: str) -> dict[str, list[str]]:
     return files
 
 
-def refuse_other_tensors(name: str, entries: Sequence[Entry], expected: Sequence[str]) -> None:
+def refuse_missing_tensors(name: str, entries: Sequence[Entry], expected: Sequence[str]) -> None:
     """Raise Damaged if file `name` lacks a tensor that the index expects in it."""
     found = {entry.name for entry in entries}
     if lacking := [tensor for tensor in expected if tensor not in found]:

@@ -25,11 +25,11 @@ def parse(value: object, name: str, *, least: int = 1) -> int:
         TypeError: `value` is neither an int nor a string.
         ValueError: `value` is not a size, or out of bounds.
     """
-    nbytes = _from_text(value, name) if isinstance(value, str) else whole_number(value, name)
+    nbytes = _parse_size_text(value, name) if isinstance(value, str) else require_int(value, name)
     return bounded(nbytes, name, least, MOST_BYTES, shown=value)
 
 
-def argparse_type(*, least: int = 1) -> Callable[[str], int]:
+def argparse_size_type(*, least: int = 1) -> Callable[[str], int]:
     """Return a parser for the `type=` of argparse."""
 
     def size(text: str) -> int:
@@ -41,7 +41,7 @@ def argparse_type(*, least: int = 1) -> Callable[[str], int]:
     return size
 
 
-def _from_text(text: str, name: str) -> int:
+def _parse_size_text(text: str, name: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(
@@ -54,7 +54,7 @@ def _from_text(text: str, name: str) -> int:
     return round(float(number) * unit) if "." in number else int(number) * unit
 
 
-def whole_number(value: object, name: str) -> int:
+def require_int(value: object, name: str) -> int:
     """Return `value` as an int; NumPy's ints are accepted. Raise TypeError for a bool and anything
     else. The message has the argument's `name`."""
     try:
@@ -78,15 +78,15 @@ def bounded(number: int, name: str, least: int, most: int, *, shown: object = No
 
 def decimal(nbytes: float) -> str:
     """Format bytes in units of 1000: "300 MB", "1.52 GB"."""
-    return _format(nbytes, 1000, ("B", "kB", "MB", "GB", "TB"))
+    return _format_size(nbytes, 1000, ("B", "kB", "MB", "GB", "TB"))
 
 
 def binary(nbytes: float) -> str:
     """Format bytes in units of 1024, as for pools and blocks: "16 MiB", "1.5 GiB"."""
-    return _format(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _format_size(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def _format(nbytes: float, base: int, units: tuple[str, ...]) -> str:
+def _format_size(nbytes: float, base: int, units: tuple[str, ...]) -> str:
     step = 0
     # 999.5 would be shown as 1000, so the value gets the next unit.
     while nbytes >= 0.9995 * base and step < len(units) - 1:

@@ -42,7 +42,7 @@ def take(steps: Sequence[Step]) -> None:
         raise _error(code, steps[done])
 
 
-def take_each(steps: Sequence[Step]) -> list[OSError]:
+def carry_out_all_steps(steps: Sequence[Step]) -> list[OSError]:
     """Carry out all steps, even after one that fails. Return the errors."""
     errors = []
     while steps:

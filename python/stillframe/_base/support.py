@@ -20,7 +20,7 @@ FRAMEWORKS = {
 }
 
 
-def complaint_of_python(platform: str, free_threaded: bool) -> str | None:
+def why_python_is_unsupported(platform: str, free_threaded: bool) -> str | None:
     """Return what is wrong with the system and its Python, or None."""
     if not platform.startswith("linux"):
         name = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
@@ -33,7 +33,7 @@ def complaint_of_python(platform: str, free_threaded: bool) -> str | None:
     return None
 
 
-def complaint_of_torch(version: str | None) -> str | None:
+def why_torch_is_unsupported(version: str | None) -> str | None:
     """Return what is wrong with torch, or None. `version` is None if torch is not installed."""
     if version is None:
         return "stillframe needs torch 2.10 or later, and there is none here: pip install torch"
@@ -42,7 +42,7 @@ def complaint_of_torch(version: str | None) -> str | None:
     return None
 
 
-def complaint_of_framework(package: str, version: str | None) -> str | None:
+def why_framework_is_unsupported(package: str, version: str | None) -> str | None:
     """Return what is wrong with a package of `FRAMEWORKS`, or None."""
     least, name = FRAMEWORKS[package]
     major, minor = least
@@ -74,10 +74,10 @@ def is_free_threaded() -> bool:
     return "t" in getattr(sys, "abiflags", "")
 
 
-def refuse_elsewhere() -> None:
+def refuse_unsupported_system() -> None:
     """Raise ImportError if stillframe cannot run here."""
-    complaint = complaint_of_python(sys.platform, is_free_threaded())
-    complaint = complaint or complaint_of_torch(installed("torch"))
+    complaint = why_python_is_unsupported(sys.platform, is_free_threaded())
+    complaint = complaint or why_torch_is_unsupported(installed("torch"))
     if complaint is not None:
         raise ImportError(complaint)
     try:
@@ -91,8 +91,8 @@ def refuse_elsewhere() -> None:
         ) from None
 
 
-def refuse_framework(package: str) -> None:
+def refuse_unsupported_framework(package: str) -> None:
     """Raise ImportError if a package of `FRAMEWORKS` is missing or too old."""
-    complaint = complaint_of_framework(package, installed(package))
+    complaint = why_framework_is_unsupported(package, installed(package))
     if complaint is not None:
         raise ImportError(complaint)

@@ -1,4 +1,4 @@
-"""Starts threads, also at most once for many callers (`SingleThread`)."""
+"""Starts threads, also at most once for many callers (`RunOnceThread`)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def start(thread: threading.Thread) -> None:
         raise
 
 
-class SingleThread:
+class RunOnceThread:
     """A daemon thread that runs a function once, however many callers start it at the same time.
 
     Two callers may start a thread each. The first of these threads becomes the *owner* and runs the

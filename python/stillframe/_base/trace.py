@@ -120,15 +120,15 @@ class trace:  # a context manager that reads as a verb
 _current: trace | None = None  # the trace that is being written
 
 
-def end_at_exit() -> None:
+def end_trace_at_exit() -> None:
     """End a trace whose block still runs at the interpreter's exit, as in a daemon thread."""
     if _current is not None:
         _current._end()
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     global _current
     _current = None
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -107,7 +107,7 @@ def key(url: Any) -> bytes:
     return os.fsencode(f"{parsed.root}/{parsed.path.rstrip('/')}")
 
 
-def refuse_options(path: Any, storage_options: Any) -> None:
+def refuse_storage_options(path: Any, storage_options: Any) -> None:
     """Raise ValueError if options of a store were given with a local path."""
     if storage_options:
         raise ValueError(
@@ -116,7 +116,7 @@ def refuse_options(path: Any, storage_options: Any) -> None:
         )
 
 
-def local_path(path: str) -> str:
+def local_path_of_file_url(path: str) -> str:
     """Return the local path that a `file://` URL names, and any other path as it is. Raise
     ValueError if the URL names another host."""
     match = _SCHEME.match(path)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from stillframe import _core
 from stillframe._base import file_kinds, safetensors
-from stillframe._base.disk import LOCAL, Disk, Opened
+from stillframe._base.disk import LOCAL, Disk, OpenFile
 from stillframe._check import kinds, pickles
 from stillframe._check.pickles import Bound, unbounded
 from stillframe._dcp import check as sharded
@@ -107,7 +107,7 @@ def check(
 
 
 def _check_opened(
-    file: Opened, path: str, thorough: bool, progress: Progress | None, bound: Bound
+    file: OpenFile, path: str, thorough: bool, progress: Progress | None, bound: Bound
 ) -> Finding:
     """Check an open file that is no index."""
     fd = file.fileno()
@@ -142,7 +142,7 @@ def _check_file(
     # `direct` bypasses the page cache. `directory` reads only the archive's directory.
     found = _core.check(fd, thorough, progress, direct=thorough, directory=not thorough)
     # Each of these says what is wrong, and is None or empty if nothing is.
-    why_no_checkpoint = None if found["ok"] else file_kinds.no_checkpoint(fd, path, found)
+    why_no_checkpoint = None if found["ok"] else file_kinds.why_not_a_checkpoint(fd, path, found)
     lacking = pickles.lacking(fd, bound) if found["ok"] and thorough else []
     truncated = pickles.truncated(fd, bound) if found["format"] == "legacy" else None
     bad_records = lacking or found["bad_records"]
@@ -201,7 +201,7 @@ def _check_index(path: str, disk: Disk) -> Finding:
         if found.format == "safetensors":
             with disk.open(shard, peek=True) as file:
                 entries = safetensors.read_header(file.fileno()).entries
-            safetensors.refuse_other_tensors(name, entries, tensors)
+            safetensors.refuse_missing_tensors(name, entries, tensors)
     return Finding(path, GOOD, num_records=len(files), format="index")
 
 

@@ -91,7 +91,7 @@ _NUMBERED = re.compile(
 _DEEPSPEED = "latest"  # DeepSpeed's file with the name of the directory that has its state
 
 
-def kind_of(path: str, names: Sequence[str]) -> str | None:
+def checkpoint_kind_of(path: str, names: Sequence[str]) -> str | None:
     """Return the kind of a directory with these names, from the table at the head of this file, or
     None."""
     if file_kinds.is_sharded(names):
@@ -126,22 +126,22 @@ def _is_part(name: str) -> bool:
 def incomplete(path: str, names: Sequence[str], disk: Disk = LOCAL) -> str | None:
     """Return a sentence about what a directory with these names lacks, or None. Of the files that
     are there, only JSON files are read. Raise OSError if one of them cannot be read."""
-    problem = _missing_listed_file(path, disk) if MARKER in names else None
+    problem = _describe_marker_mismatch(path, disk) if MARKER in names else None
     if problem is not None:
         return problem
-    kind = kind_of(path, names)
+    kind = checkpoint_kind_of(path, names)
     if kind == "sharded" and _base_name(path).endswith(".ckpt") and "meta.pt" not in names:
         return "it has no meta.pt, which Lightning writes last"
     if kind == "shards":
         return "it has no .metadata, which is written last"
     if kind == "transformers":
-        return _incomplete_trainer(path, names, disk)
+        return _describe_trainer_problem(path, names, disk)
     if kind == "accelerate":
-        return _incomplete_accelerate(path, names, disk)
+        return _describe_accelerate_problem(path, names, disk)
     return None
 
 
-def _missing_listed_file(path: str, disk: Disk) -> str | None:
+def _describe_marker_mismatch(path: str, disk: Disk) -> str | None:
     """Return a sentence about a file that the marker names and that is missing or has another size,
     or None."""
     try:
@@ -159,24 +159,24 @@ def _missing_listed_file(path: str, disk: Disk) -> str | None:
     return None
 
 
-def _incomplete_trainer(path: str, names: Sequence[str], disk: Disk) -> str | None:
+def _describe_trainer_problem(path: str, names: Sequence[str], disk: Disk) -> str | None:
     """Return the result of `incomplete` for a checkpoint of a transformers Trainer."""
     step = int(_base_name(path).rpartition("-")[2])
     if _UNFINISHED in names:
         return f"it has {_UNFINISHED}"
-    problem = _missing_model(path, names, disk)
+    problem = _describe_missing_model(path, names, disk)
     if problem is not None:
         return problem
     if _TRAINER_STATE not in names:
         return f"it has no {_TRAINER_STATE}, which is written last"
-    problem = _unreadable_json(path, names, disk)
+    problem = _describe_damaged_json(path, names, disk)
     if problem is not None:
         return problem
     state = _read_json(os.path.join(path, _TRAINER_STATE), disk)
     if not isinstance(state, dict) or state.get("global_step") != step:
         other = state.get("global_step") if isinstance(state, dict) else None
         return f"its {_TRAINER_STATE} is of step {other}"
-    tag, tag_problem = _deepspeed_tag(path, names, disk)
+    tag, tag_problem = _read_and_check_deepspeed_tag(path, names, disk)
     has_part = {
         "optimizer": any(map(_OPTIMIZER.fullmatch, names)),
         "scheduler": "scheduler.pt" in names or tag is not None,
@@ -196,13 +196,13 @@ def _incomplete_trainer(path: str, names: Sequence[str], disk: Disk) -> str | No
     tag_names_step = tag is not None and re.fullmatch(r"global_step\d+", tag) is not None
     if tag_names_step and tag != f"global_step{step}":
         return f"its DeepSpeed state is of {tag}"
-    return tag_problem or _missing_rank(names, _RNG, args.get("ranks", 1))
+    return tag_problem or _describe_missing_rank_file(names, _RNG, args.get("ranks", 1))
 
 
-def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str | None:
+def _describe_accelerate_problem(path: str, names: Sequence[str], disk: Disk) -> str | None:
     """Return the result of `incomplete` for a checkpoint of Accelerate."""
-    tag, problem = _deepspeed_tag(path, names, disk)
-    problem = problem or _missing_model(path, names, disk, may_be_saved_by_hooks=True)
+    tag, problem = _read_and_check_deepspeed_tag(path, names, disk)
+    problem = problem or _describe_missing_model(path, names, disk, may_be_saved_by_hooks=True)
     if problem is not None:
         return problem
     if tag is None and not any(map(_OPTIMIZER.fullmatch, names)):
@@ -220,10 +220,12 @@ def _incomplete_accelerate(path: str, names: Sequence[str], disk: Disk) -> str |
                 # File 0 has no number in its name, unless it is of a custom object (.pkl).
                 tail = f"_{number}" if number or suffix == "pkl" else ""
                 return f"it has no {stem}{tail}.{suffix}"
-    return _missing_rank(names, _RANDOM_STATES, 1) or _unreadable_json(path, names, disk)
+    return _describe_missing_rank_file(names, _RANDOM_STATES, 1) or _describe_damaged_json(
+        path, names, disk
+    )
 
 
-def _missing_model(
+def _describe_missing_model(
     path: str, names: Sequence[str], disk: Disk, *, may_be_saved_by_hooks: bool = False
 ) -> str | None:
     """Return a sentence about the file of a model that is missing, or None. Hooks that the user has
@@ -252,7 +254,9 @@ def _missing_model(
     return "it has no model"
 
 
-def _deepspeed_tag(path: str, names: Sequence[str], disk: Disk) -> tuple[str | None, str | None]:
+def _read_and_check_deepspeed_tag(
+    path: str, names: Sequence[str], disk: Disk
+) -> tuple[str | None, str | None]:
     """Return the name of the directory with DeepSpeed's state, and a sentence if this directory is
     missing. Either may be None."""
     tag_file = os.path.join(path, _DEEPSPEED)
@@ -265,7 +269,9 @@ def _deepspeed_tag(path: str, names: Sequence[str], disk: Disk) -> tuple[str | N
     return tag, f"it has no directory {tag}, which {_DEEPSPEED} names"
 
 
-def _missing_rank(names: Sequence[str], rank_file: re.Pattern[str], nr_ranks: int) -> str | None:
+def _describe_missing_rank_file(
+    names: Sequence[str], rank_file: re.Pattern[str], nr_ranks: int
+) -> str | None:
     """Return a sentence about the first rank whose file is missing, or None.
 
     Args:
@@ -284,7 +290,7 @@ def _missing_rank(names: Sequence[str], rank_file: re.Pattern[str], nr_ranks: in
     return None
 
 
-def _unreadable_json(path: str, names: Sequence[str], disk: Disk) -> str | None:
+def _describe_damaged_json(path: str, names: Sequence[str], disk: Disk) -> str | None:
     """Return a sentence about the first JSON file that is damaged, or None."""
     for name in names:
         if name.endswith(".json"):
@@ -349,7 +355,9 @@ def checkpoints_in(
         may_lack_files = not is_sharded and not is_known_complete
         if is_sharded:
             yield root
-        if may_lack_files and _lacks_something(root, [*names, *directories], failures, disk):
+        if may_lack_files and _is_incomplete_checkpoint(
+            root, [*names, *directories], failures, disk
+        ):
             yield root
         for name in sorted(names):
             path = os.path.join(root, name)
@@ -359,7 +367,9 @@ def checkpoints_in(
                 yield path
 
 
-def _lacks_something(path: str, names: list[str], failures: list[OSError], disk: Disk) -> bool:
+def _is_incomplete_checkpoint(
+    path: str, names: list[str], failures: list[OSError], disk: Disk
+) -> bool:
     """Return whether a directory is a checkpoint that lacks a file. Append an error in reading the
     directory to `failures`, and return False."""
     try:
@@ -383,4 +393,4 @@ def is_checkpoint(path: str, disk: Disk = LOCAL) -> bool:
     if head.startswith(b"PK\3\4") and len(head) >= 30:  # the first name begins at offset 30
         _, _, base_name = file_kinds.first_name_in_zip(head).partition(b"/")
         return base_name == b"data.pkl"  # the first name in an archive of torch: NAME/data.pkl
-    return file_kinds.LEGACY in head[:32] or safetensors.begins_like_one(head)
+    return file_kinds.LEGACY in head[:32] or safetensors.begins_like_safetensors(head)

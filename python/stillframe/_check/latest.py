@@ -77,12 +77,12 @@ def latest(
     """
     if check not in ("files", "bytes"):
         raise ValueError(f"check has to be 'files' or 'bytes', not {check!r}")
-    disk, text = disks.of_path(directory, storage_options)
+    disk, text = disks.resolve_disk_and_path(directory, storage_options)
     with disk:
         if disk.is_remote:
             # The slash stands for everything below the URL.
-            ordered.wait_for_key(urls.key(text).rstrip(b"/") + b"/")
+            ordered.wait_for_saves_of_key(urls.key(text).rstrip(b"/") + b"/")
         else:
-            ordered.wait_for_directory(text)
+            ordered.wait_for_saves_in_directory(text)
         newest_path = newest.find(text, thorough=check == "bytes", disk=disk)
     return newest_path if newest_path is None or disk.is_remote else Path(newest_path)

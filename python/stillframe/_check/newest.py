@@ -61,10 +61,10 @@ def find(
     Raises:
         OSError: The directory cannot be listed, or the store does not answer.
     """
-    if kinds.kind_of(directory, disk.names(directory)) is not None:
+    if kinds.checkpoint_kind_of(directory, disk.names(directory)) is not None:
         candidates = iter([directory])
     else:
-        candidates = _newest_first(directory, disk)
+        candidates = _iter_candidates_newest_first(directory, disk)
     for path in candidates:
         try:
             problem = _why_not_whole(path, thorough, bound, incomplete, disk)
@@ -79,7 +79,7 @@ def find(
 # ---- the order ----------------------------------------------------------------------------
 
 
-def series_of(name: str) -> tuple[str, int]:
+def split_series_and_number(name: str) -> tuple[str, int]:
     """Return the series of a name (the name with "#" in place of numbers), and the name's number. A
     name without a number, or with several unlabelled ones, is a series of its own: its number is 0.
     """
@@ -100,13 +100,13 @@ def series_of(name: str) -> tuple[str, int]:
     return re.sub(r"\d+", "#", name), int(numbers[0])
 
 
-def _newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
+def _iter_candidates_newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
     """Yield the paths of files and directories that may be checkpoints, newest first."""
     by_series: dict[str, list[tuple[int, str]]] = {}
     for name in disk.names_without_links(directory):
         if name.startswith(".") or kinds.PART_NAME.fullmatch(name):
             continue
-        series, number = series_of(name)
+        series, number = split_series_and_number(name)
         by_series.setdefault(series, []).append((number, name))
     # An entry for each series: (the newest member's time, negative so that the newest series is
     # popped first; this member's path; the members that are left).
@@ -154,8 +154,8 @@ def _why_not_whole(
         if not disk.is_directory(path):
             return _why_file_is_bad(path, thorough, bound, disk)
         names = disk.names(path)
-        if kinds.kind_of(path, names) is None:
-            if not _is_checkpoint(path, names, disk):
+        if kinds.checkpoint_kind_of(path, names) is None:
+            if not _is_numbered_checkpoint_directory(path, names, disk):
                 raise _NoCheckpointError
             if disk.is_remote and MARKER not in names:
                 return f"it has no {MARKER}, which is written last"
@@ -204,9 +204,9 @@ def _check(path: str, thorough: bool, bound: Bound, disk: Disk) -> files.Finding
     return found
 
 
-def _is_checkpoint(path: str, names: list[str], disk: Disk) -> bool:
-    """Return whether a directory without a kind (`kinds.kind_of`) counts as a checkpoint: it has a
-    number in its name, and checkpoints in it."""
+def _is_numbered_checkpoint_directory(path: str, names: list[str], disk: Disk) -> bool:
+    """Return whether a directory without a kind (`kinds.checkpoint_kind_of`) counts as a
+    checkpoint: it has a number in its name, and checkpoints in it."""
     if re.search(r"\d", os.path.basename(path)) is None:
         return False
     visible = [name for name in names if not name.startswith(".")]

@@ -62,7 +62,7 @@ def unbounded(_nbytes: int) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-class _Raw(io.RawIOBase):
+class _RawFdReader(io.RawIOBase):
     """An open file for Python's BufferedReader. If the file is in a store, a read waits until the
     bytes are fetched."""
 
@@ -87,7 +87,7 @@ class _Raw(io.RawIOBase):
 
 def reading(fd: int) -> IO[bytes]:
     """Return a Python file over `fd`, at its beginning. The caller still owns `fd`."""
-    return io.BufferedReader(_Raw(fd))
+    return io.BufferedReader(_RawFdReader(fd))
 
 
 def read(file: IO[bytes], *, legacy: bool = False, bound: Bound = unbounded) -> Any:
@@ -127,14 +127,14 @@ def lacking(fd: int, bound: Bound = unbounded) -> list[tuple[str, str]]:
     try:
         if core is not None:
             (data,) = records.read(core, ("data.pkl",))
-            return _lacking(data, functools.partial(_nbytes_in, core), bound)
+            return _find_missing_records(data, functools.partial(_find_record_nbytes, core), bound)
         # Another program has packed the archive, so `zipfile` reads it.
         with reading(fd) as file, zipfile.ZipFile(file) as archive:
             # The names are without the directory around all records, as in `data/0`.
             sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
             # This raises ValueError unless there is exactly one such name.
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            return _lacking(archive.read(name), sizes.get, bound)
+            return _find_missing_records(archive.read(name), sizes.get, bound)
     except (pickle.UnpicklingError, records.RestoreFailed, *UNZIPPABLE):
         return []
     finally:
@@ -162,7 +162,7 @@ def truncated(fd: int, bound: Bound = unbounded) -> str | None:
     return f"it is truncated: it has {nbytes} bytes of {end}" if nbytes < end else None
 
 
-def _lacking(
+def _find_missing_records(
     data: bytes, nbytes_of: Callable[[str], int | None], bound: Bound
 ) -> list[tuple[str, str]]:
     """Return the result of `lacking` for the pickle in `data`. `nbytes_of` returns the length of a
@@ -179,7 +179,7 @@ def _lacking(
     return wrong
 
 
-def _nbytes_in(core: _core.Restore, name: str) -> int | None:
+def _find_record_nbytes(core: _core.Restore, name: str) -> int | None:
     """Return the length of an archive's record, or None if the record is missing."""
     number = core.find(name)
     return None if number < 0 else core.sizes(number, 1)[0]

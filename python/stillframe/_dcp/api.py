@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
 from stillframe._base.arguments import check_booleans
-from stillframe._base.birth import Birth
+from stillframe._base.birth import ForkGuard
 from stillframe._base.distributed import is_initialized
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.location import StorageOptions
 from stillframe._dcp.ranks import Groups, refuse_without_cpu
 from stillframe._dcp.rounds import Round, Rounds, SaveRequest, WhenBusy, Worker
-from stillframe._dcp.shards import take_apart
+from stillframe._dcp.shards import replace_sharded_tensors
 from stillframe._dcp.staged import Stages, StateDict
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
@@ -193,7 +193,7 @@ class Saver:
     """The state that a process keeps between calls."""
 
     def __init__(self) -> None:
-        self.birth = Birth("what stillframe.dcp keeps")
+        self.birth = ForkGuard("what stillframe.dcp keeps")
         self._groups = Groups()
         self._worker = Worker()
         # Tensors and collectives of saves that have ended. The next call frees them. The thread
@@ -215,7 +215,7 @@ class Saver:
             return None
         if process_group is not None:
             refuse_without_cpu(process_group)
-        return self._groups.for_saves(process_group)
+        return self._groups.get_or_create_save_group(process_group)
 
     def save(
         self,
@@ -246,10 +246,10 @@ class Saver:
         rounds = self._rounds_of(request.group)
         work = rounds.begin(target, request, save, writer)
         try:
-            self._wait_for_last(work)
+            self._wait_for_previous_save(work)
             save.record_slot_wait()  # the time until now is the report's `backpressure_s`
             self._discarded.clear()
-            self._stage(work, _with_state_dicts(state_dict))
+            self._stage(work, _replace_stateful_values(state_dict))
             completion.thread.start()
             # While the interpreter exits, the save runs inside this call and needs no entry.
             if not completion.thread.drain_is_over:
@@ -265,7 +265,7 @@ class Saver:
             # If the state was not copied (`uncopied_if_full`), the caller waits for the end of the
             # save, and this wait counts as a part of the call.
             if work.staged is not None:
-                save.call_is_over()
+                save.record_call_end()
             # Also after an error, because the other ranks wait for this rank to take part.
             rounds.submit(work)
         return save
@@ -285,7 +285,7 @@ class Saver:
                 work.staged = stage(tree)
             except TypeError:
                 # A snapshot refuses ShardedTensors, but it takes their local tensors.
-                without_sharded = take_apart(state_dict)
+                without_sharded = replace_sharded_tensors(state_dict)
                 if without_sharded is state_dict:
                     raise  # there is no ShardedTensor: the error has another cause
                 tree = without_sharded, content
@@ -296,7 +296,7 @@ class Saver:
                 raise
             work.tree = tree  # the state itself
         else:
-            work.tree = work.staged.begin_own_upload(work.save)
+            work.tree = work.staged.take_tree_for_own_upload(work.save)
 
     def _new_rounds(self) -> Rounds:
         return Rounds(self._worker, self._discarded, self._give_up)
@@ -316,13 +316,13 @@ class Saver:
         this process. All ranks of the group call this."""
         busy = self._last is not None and not self._last.done()
         if group is not None:
-            busy = self._groups.any_rank(group, busy)
+            busy = self._groups.any_rank_votes_true(group, busy)
         if busy:
             raise BusyError(
                 "a save is under way: wait for its upload_completion, or give when_busy='wait'"
             )
 
-    def _wait_for_last(self, work: Round) -> None:
+    def _wait_for_previous_save(self, work: Round) -> None:
         """Wait for the end of the previous save. Raise its error if nobody has seen the error and
         `_raises_last_error` is true."""
         last = self._last
@@ -335,7 +335,7 @@ class Saver:
             raise error
 
 
-def _with_state_dicts(state_dict: StateDict) -> StateDict:
+def _replace_stateful_values(state_dict: StateDict) -> StateDict:
     """Replace each `Stateful` value by its `state_dict()`."""
     return {
         name: value.state_dict() if _is_stateful(value) else value

@@ -23,7 +23,7 @@ from stillframe.errors import CorruptCheckpointError
 def damage_of_item(fd: int, offset: int, length: int) -> str | None:
     """Return what is wrong with an item of a data file, or None. The CRC of every record is
     compared, except of records without a CRC, which torch writes on request."""
-    wrong = _damage_of_range(fd, offset, length)
+    wrong = _find_range_error(fd, offset, length)
     if wrong is not None:
         return wrong
     found = _core.check(fd, True, offset=offset, nbytes=length)  # True: compare the CRCs
@@ -40,7 +40,7 @@ def damage_of_item(fd: int, offset: int, length: int) -> str | None:
     return None
 
 
-def _damage_of_range(fd: int, offset: int, length: int) -> str | None:
+def _find_range_error(fd: int, offset: int, length: int) -> str | None:
     """Return why an item cannot be in the file, or None if the file is long enough for it."""
     end = os.fstat(fd).st_size
     if offset < 0 or length < 0:
@@ -81,7 +81,7 @@ def check(
     by_file: dict[str, list[_ItemRange]] = {}
     metadata_files = [name for name in disk.names(directory) if file_kinds.is_sharded([name])]
     for name in sorted(metadata_files):
-        for item in _read_items(os.path.join(directory, name), read, disk):
+        for item in _read_metadata_items(os.path.join(directory, name), read, disk):
             by_file.setdefault(item.file, []).append(item)
             found.nr_items += 1
             if item.is_transformed:
@@ -101,7 +101,7 @@ def _check_file(
 ) -> None:
     """Check the items of one file: every byte, or only that the file is long enough."""
     content = f"it holds {shortened([item.name for item in items])}"
-    damage_of = damage_of_item if thorough else _damage_of_range
+    damage_of = damage_of_item if thorough else _find_range_error
     try:
         with disk.open(path, peek=not thorough) as file:
             found.nbytes += os.fstat(file.fileno()).st_size
@@ -130,7 +130,9 @@ class _ItemRange:
     is_transformed: bool  # an extension of DCP has changed the bytes
 
 
-def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list[_ItemRange]:
+def _read_metadata_items(
+    path: str, read: Callable[[IO[bytes]], Any], disk: Disk
+) -> list[_ItemRange]:
     """Return the items that a metadata file names. Raise CorruptCheckpointError if the file does
     not describe items."""
     file = io.BytesIO(disk.read(path))
@@ -138,7 +140,7 @@ def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list
         root = read(file)
         return [
             _ItemRange(
-                name=_name_of(index.state),
+                name=_format_item_name(index.state),
                 file=os.fspath(info.state["relative_path"]),
                 offset=int(info.state["offset"]),
                 length=int(info.state["length"]),
@@ -157,7 +159,7 @@ def _read_items(path: str, read: Callable[[IO[bytes]], Any], disk: Disk) -> list
         raise CorruptCheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def _name_of(index: dict[str, Any]) -> str:
+def _format_item_name(index: dict[str, Any]) -> str:
     """Return an item's name for messages, with the position of a shard in its tensor."""
     offset = index.get("offset")
     if offset is None:

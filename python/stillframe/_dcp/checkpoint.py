@@ -152,7 +152,7 @@ class DataFile:
         """Wait until writing, if started, has ended; return the error, if any."""
         return None if self._save is None else self._save.exception()
 
-    def is_written(self) -> bool:
+    def wait_and_check_written(self) -> bool:
         """Wait until writing has ended; return whether the whole file was written."""
         return self._save is not None and self.failure() is None
 
@@ -195,7 +195,7 @@ class RankFiles:
 
     def start(self, *, durable: bool, engine: Engine | None) -> None:
         """Start writing all files. After a SaveError no file is left."""
-        submit = self._location.submitter(durable=durable, engine=engine)
+        submit = self._location.make_submit_function(durable=durable, engine=engine)
         try:
             for file in self._files:
                 file.start(submit)
@@ -205,12 +205,12 @@ class RankFiles:
 
     def wait(self) -> None:
         """Wait until all files are written. After a SaveError no file is left."""
-        failure = self.first_failure()
+        failure = self.wait_and_get_first_failure()
         if failure is not None:
             self.discard()
             raise failure
 
-    def first_failure(self) -> BaseException | None:
+    def wait_and_get_first_failure(self) -> BaseException | None:
         """Wait until writing has ended. Return the error of the first file that failed, if any."""
         failures = [file.failure() for file in self._files]
         return next((each for each in failures if each is not None), None)
@@ -222,7 +222,7 @@ class RankFiles:
 
     def names(self) -> list[str]:
         """Wait until writing has ended; return the names of the files that were written."""
-        return [file.name for file in self._files if file.is_written()]
+        return [file.name for file in self._files if file.wait_and_check_written()]
 
     def reports(self) -> list[SaveReport]:
         return [file.report() for file in self._files]
@@ -273,7 +273,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 @dataclasses.dataclass
-class ReadyCheckpoint:
+class UncommittedCheckpoint:
     """A checkpoint that is ready to be committed."""
 
     metadata: Metadata
@@ -282,13 +282,13 @@ class ReadyCheckpoint:
     temporary: str  # the metadata's name until then
 
 
-def prepare_metadata(
+def prepare_metadata_commit(
     metadata: Metadata, location: Location, rank: int | None, files_id: int, *, durable: bool
-) -> ReadyCheckpoint:
+) -> UncommittedCheckpoint:
     """Keep the metadata under a temporary name, which contains `files_id`. The data files need not
     exist yet. `rank` is None for a checkpoint of all ranks. After an OSError no file is left."""
     name = metadata_name(rank)
-    new = ReadyCheckpoint(metadata, location, name, f"{name}.{id_text(files_id)}.tmp")
+    new = UncommittedCheckpoint(metadata, location, name, f"{name}.{id_text(files_id)}.tmp")
     try:
         location.prepare(new.temporary, pickle.dumps(metadata), durable=durable)
     except BaseException:
@@ -297,37 +297,37 @@ def prepare_metadata(
     return new
 
 
-def discard_metadata(new: ReadyCheckpoint) -> None:
+def discard_metadata(new: UncommittedCheckpoint) -> None:
     """Drop the metadata of a checkpoint that will not be committed."""
     new.location.discard(new.temporary)
 
 
-def commit_metadata(new: ReadyCheckpoint, *, durable: bool) -> None:
+def commit_metadata(new: UncommittedCheckpoint, *, durable: bool) -> None:
     """Commit the checkpoint: its metadata replaces the old one. Errors are those of
     `Location.commit`."""
     new.location.commit(new.temporary, new.name, durable=durable)
 
 
-def named_files(metadata: Metadata) -> set[str]:
+def get_data_file_names(metadata: Metadata) -> set[str]:
     """Return the names of a checkpoint's data files."""
     return {info.relative_path for info in (metadata.storage_data or {}).values()}
 
 
-def remove_unnamed(metadata: Metadata, location: Location, rank: int | None) -> None:
+def remove_unreferenced_files(metadata: Metadata, location: Location, rank: int | None) -> None:
     """Remove data files that the checkpoint does not name. If `rank` is given, this rank saves
     alone, so remove only its own files. Failures are only logged: an extra file does no harm."""
-    named = named_files(metadata)
+    named = get_data_file_names(metadata)
     try:
         names = location.names()
     except OSError as error:
         log.warning("stillframe: what %s does not need was not removed: %s", location.shown, error)
         return
     location.remove(
-        [name for name in names if name not in named and _is_checkpoint_file(name, rank)]
+        [name for name in names if name not in named and _is_data_or_temporary_name(name, rank)]
     )
 
 
-def _is_checkpoint_file(name: str, rank: int | None) -> bool:
+def _is_data_or_temporary_name(name: str, rank: int | None) -> bool:
     """Return whether `name` can be that of a data file, or of a temporary with metadata. If `rank`
     is given, this rank saves alone, so only its own data files count."""
     data = _DATA_NAME.fullmatch(name)
@@ -336,13 +336,13 @@ def _is_checkpoint_file(name: str, rank: int | None) -> bool:
     return data is not None or _TEMPORARY_METADATA_NAME.fullmatch(name) is not None
 
 
-def remove_files(names: Sequence[str], location: Location) -> None:
+def remove_failed_save_files(names: Sequence[str], location: Location) -> None:
     """Remove the data files of a failed save, except files that the checkpoint names. There are
     such files if the save failed after its rename."""
     if not names:
         return
     try:
-        named = named_files(pickle.loads(location.read(metadata_name(None))))
+        named = get_data_file_names(pickle.loads(location.read(metadata_name(None))))
     except FileNotFoundError:
         named = set()
     except Exception as error:  # it is unknown which files are needed

@@ -50,7 +50,7 @@ class Item:
 
 
 @dataclass
-class Stretch:
+class MergedItemRange:
     """Bytes `start` to `end` of a data file, with the items in them."""
 
     items: list[Item]
@@ -79,23 +79,23 @@ class Stretch:
         return True
 
 
-def stretches_of(items: Iterable[Item]) -> list[Stretch]:
+def merge_nearby_items(items: Iterable[Item]) -> list[MergedItemRange]:
     """Return the stretches of all items, sorted by file and offset."""
-    made: list[Stretch] = []
+    made: list[MergedItemRange] = []
     for item in sorted(items):
         was_added = bool(made) and made[-1].try_to_add(item)
         if not was_added:
-            made.append(Stretch([item]))
+            made.append(MergedItemRange([item]))
     return made
 
 
-class Fetched:
+class ItemPrefetcher:
     """The items that one load needs, as a context manager. The end of the block frees the memory,
     and raises OSError if an object was replaced meanwhile. With `verify`, compare all CRCs."""
 
     def __init__(self, location: Prefix, items: Iterable[Item], *, verify: bool) -> None:
         self._location = location
-        self._stretches = stretches_of(items)
+        self._stretches = merge_nearby_items(items)
         self._verify = verify
         self._kept: dict[int, io.BytesIO] = {}  # fetched stretches, by number
         self._fetcher = Fetcher()
@@ -103,7 +103,7 @@ class Fetched:
         self._lookup_threads = ThreadPoolExecutor(THREADS, thread_name_prefix="sf-look-up")
         self._objects: dict[str, Future[Object]] = {}  # by file
 
-    def __enter__(self) -> Fetched:
+    def __enter__(self) -> ItemPrefetcher:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -134,7 +134,7 @@ class Fetched:
         numbers = [n for n, stretch in enumerate(self._stretches) if stretch.file == file]
         return _PartialDataFile(self._read(numbers))
 
-    def _read(self, numbers: list[int]) -> Iterator[tuple[Stretch, _File]]:
+    def _read(self, numbers: list[int]) -> Iterator[tuple[MergedItemRange, _File]]:
         """Yield each stretch with a file of its bytes, which is valid until the next one."""
         missing = [number for number in numbers if number not in self._kept]
         with contextlib.closing(self._fetch(missing)) as fetching:
@@ -149,7 +149,7 @@ class Fetched:
         is valid until the next one."""
         not_requested = deque(numbers)
         # The requested stretches, each with the results of `_request`.
-        requested: deque[tuple[Stretch, int, int]] = deque()
+        requested: deque[tuple[MergedItemRange, int, int]] = deque()
         requested_nbytes = 0
         # Look up all objects at the same time.
         for file in {self._stretches[number].file for number in numbers}:
@@ -177,16 +177,16 @@ class Fetched:
             for _, file_number, _ in requested:
                 self._fetcher.close(file_number)
 
-    def _request(self, stretch: Stretch) -> tuple[int, int]:
+    def _request(self, stretch: MergedItemRange) -> tuple[int, int]:
         """Have a stretch fetched into a file. Return the file's number, for `Fetcher.close`, and
-        its descriptor. Raise CorruptCheckpointError like `_object_of`."""
-        data = _object_of(self._location, stretch, self._objects[stretch.file])
+        its descriptor. Raise CorruptCheckpointError like `_get_checked_object`."""
+        data = _get_checked_object(self._location, stretch, self._objects[stretch.file])
         wanted = Range(data, stretch.start, stretch.end, _RANGE_BYTES)
         number, fd = self._fetcher.open(wanted)
         _core.arrive(fd, 0)  # requests all bytes, without waiting for them
         return number, fd
 
-    def _wait(self, stretch: Stretch, fd: int) -> None:
+    def _wait(self, stretch: MergedItemRange, fd: int) -> None:
         """Wait until a stretch is fetched, and with `verify=True` compare its CRCs. Raise OSError
         if the store did not give the bytes, and CorruptCheckpointError if an item is damaged."""
         try:
@@ -203,10 +203,12 @@ class Fetched:
             data.result().refuse_changed()
 
 
-def _object_of(location: Prefix, stretch: Stretch, found: Future[Object]) -> Object:
+def _get_checked_object(
+    location: Prefix, stretch: MergedItemRange, found: Future[Object]
+) -> Object:
     """Return the object that a stretch is in, from the future of its look-up. Raise
     CorruptCheckpointError if the object is missing, or ends before the stretch does."""
-    path = location.shown_of(stretch.file)
+    path = location.format_object_url(stretch.file)
     try:
         data = found.result()
     except FileNotFoundError:
@@ -219,24 +221,24 @@ def _object_of(location: Prefix, stretch: Stretch, found: Future[Object]) -> Obj
     return data
 
 
-def _refuse_damaged(location: Prefix, stretch: Stretch, fd: int) -> None:
+def _refuse_damaged(location: Prefix, stretch: MergedItemRange, fd: int) -> None:
     """Raise CorruptCheckpointError if an item is damaged. The file `fd` begins with the stretch."""
     for item in stretch.items:
         if not item.is_checkable:
             continue
         wrong = damage_of_item(fd, item.offset - stretch.start, item.length)
         if wrong is not None:
-            path = location.shown_of(stretch.file)
+            path = location.format_object_url(stretch.file)
             raise CorruptCheckpointError(f"{path}: {item.name} is damaged: {wrong}")
 
 
 class _PartialDataFile(io.RawIOBase):
     """A data file of which only the stretches can be read, in order."""
 
-    def __init__(self, stretches: Iterator[tuple[Stretch, _File]]) -> None:
+    def __init__(self, stretches: Iterator[tuple[MergedItemRange, _File]]) -> None:
         super().__init__()
         self._stretches = stretches
-        self._current: tuple[Stretch, _File] | None = None  # the stretch that was read last
+        self._current: tuple[MergedItemRange, _File] | None = None  # the stretch that was read last
         self._offset = 0  # the offset of the next read, in the whole data file
 
     def readable(self) -> bool:
@@ -258,7 +260,7 @@ class _PartialDataFile(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         nr_read = 0
         while nr_read < len(view):
-            stretch, file = self._current_stretch()
+            stretch, file = self._advance_to_current_range()
             nr_left = stretch.end - self._offset
             file.seek(self._offset - stretch.start)
             got = file.readinto(view[nr_read : nr_read + nr_left])
@@ -266,7 +268,7 @@ class _PartialDataFile(io.RawIOBase):
             nr_read += got
         return nr_read
 
-    def _current_stretch(self) -> tuple[Stretch, _File]:
+    def _advance_to_current_range(self) -> tuple[MergedItemRange, _File]:
         """Return the stretch with the byte at `_offset`, and its file. Drop earlier stretches."""
         while True:
             if self._current is not None:

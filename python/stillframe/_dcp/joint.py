@@ -74,7 +74,7 @@ class JointSave:
         self._planner: SavePlanner = planner
         self._wait = wait
         self._structure: Hashable = None  # None: the plan of this save is not kept
-        self._reused: KeptPlan | None = None  # the plan to use again
+        self._reused: CachedPlan | None = None  # the plan to use again
         self._files: RankFiles | None = None
         self._metadata: Metadata | None = None  # of a new plan; on the coordinator only
 
@@ -125,7 +125,7 @@ class JointSave:
             self._reused = None  # another rank does not have this plan
         plan = self._reused.plan if self._reused is not None else self._plan()
 
-        ready: checkpoint.ReadyCheckpoint | None = None
+        ready: checkpoint.UncommittedCheckpoint | None = None
         failure: BaseException | None = None
         try:
             if self._reused is not None:
@@ -138,7 +138,7 @@ class JointSave:
         except BaseException as error:
             failure = error
         self._raise_if_any_rank_failed("write", failure)
-        self._writer.will_commit()
+        self._writer.mark_as_committing()
 
         assert self._files is not None
         results = None if has_same_ranges else self._ranks.gather(self._files.results())
@@ -155,7 +155,7 @@ class JointSave:
         if self._structure is not None:
             # The number of the save that made the plan.
             number = self._number if self._reused is None else self._reused.number
-            kept = KeptPlan(number, plan, self._files.ranges, metadata, files_ids)
+            kept = CachedPlan(number, plan, self._files.ranges, metadata, files_ids)
             self._plans.keep(self._structure, kept)
         if self._ranks.is_coordinator:
             self._writer.remove_unneeded_files()
@@ -198,11 +198,11 @@ class JointSave:
         CheckpointException."""
         answers = self._ranks.exchange(failure is not None)
         if any(has_failed for (has_failed,) in answers):
-            self._ranks.raise_all(step, failure)
+            self._ranks.raise_errors_of_all_ranks(step, failure)
 
     def _write(
         self, has_same_ranges: bool, files_ids: list[int]
-    ) -> checkpoint.ReadyCheckpoint | None:
+    ) -> checkpoint.UncommittedCheckpoint | None:
         """Write the data files. With `has_same_ranges`, the coordinator also writes the metadata
         meanwhile, and returns the checkpoint to commit. Otherwise return None."""
         assert self._files is not None
@@ -219,7 +219,7 @@ class JointSave:
             # Also after an error, because the engine's threads read the tensors until then.
             self._files.wait()
 
-    def _describe(self, results: Any) -> checkpoint.ReadyCheckpoint:
+    def _describe(self, results: Any) -> checkpoint.UncommittedCheckpoint:
         """Write the metadata, with the write results of all ranks. Return the checkpoint to
         commit."""
         metadata = self._metadata
@@ -230,7 +230,7 @@ class JointSave:
             metadata, {each.index: each.storage_data for rank in results for each in rank}
         )
 
-    def _share_metadata(self, ready: checkpoint.ReadyCheckpoint | None) -> Metadata:
+    def _share_metadata(self, ready: checkpoint.UncommittedCheckpoint | None) -> Metadata:
         """Return the checkpoint's metadata on each rank. The coordinator sends the metadata if the
         plan is new. Only the coordinator's metadata has the files and offsets of items."""
         if self._reused is None:
@@ -273,7 +273,7 @@ def _storage_data_with_new_ids(
 
 
 @dataclasses.dataclass
-class KeptPlan:
+class CachedPlan:
     """A plan that is kept, with facts of the last save that used the plan."""
 
     number: int  # of the save that made the plan
@@ -288,12 +288,12 @@ class Plans:
     """The plans kept for one group, by structure."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, KeptPlan] = {}
+        self._kept: dict[Hashable, CachedPlan] = {}
 
-    def of(self, structure: Hashable) -> KeptPlan | None:
+    def of(self, structure: Hashable) -> CachedPlan | None:
         return self._kept.get(structure)
 
-    def keep(self, structure: Hashable, kept: KeptPlan) -> None:
+    def keep(self, structure: Hashable, kept: CachedPlan) -> None:
         """Keep the plan of a structure, and drop the plans that were used longest ago."""
         self._kept.pop(structure, None)
         while len(self._kept) >= _MAX_PLANS:
@@ -308,14 +308,14 @@ def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
     has the path of each key."""
     facts = []
     for value in flat.values():
-        fact = _facts_of(value)
+        fact = _make_plan_key_part(value)
         if fact is None:
             return None
         facts.append(fact)
     return tuple(mappings.items()), tuple(facts)
 
 
-def _facts_of(value: Any) -> Hashable:
+def _make_plan_key_part(value: Any) -> Hashable:
     """Return the facts about one value for `structure`, or None like `structure`."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.shape, value.dtype, value.layout, value.requires_grad

@@ -58,7 +58,7 @@ class Location(ABC):
         """Return the names of all files, also of files that are not the checkpoint's."""
 
     @abstractmethod
-    def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
+    def make_submit_function(self, *, durable: bool, engine: Engine | None) -> Submit:
         """Return the function that starts writing one of a rank's files."""
 
     @abstractmethod
@@ -96,15 +96,15 @@ def location_of(path: CheckpointPath, storage_options: StorageOptions = None) ->
     """
     if path.remote:
         return Prefix(path.text, storage_options)
-    urls.refuse_options(path.given, storage_options)
-    return Directory(os.path.abspath(paths.as_text(path.given)))
+    urls.refuse_storage_options(path.given, storage_options)
+    return Directory(os.path.abspath(paths.validate_local_path(path.given)))
 
 
 def is_location(path: object) -> bool:
     """Return whether an argument is a path or a URL. Nothing has to exist there."""
     try:
         if not CheckpointPath.of(path).remote:
-            paths.as_text(path)
+            paths.validate_local_path(path)
     except (TypeError, ValueError):
         return False
     return True
@@ -135,7 +135,7 @@ class Directory(Location):
     def names(self) -> list[str]:
         return steps.names(self.path)
 
-    def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
+    def make_submit_function(self, *, durable: bool, engine: Engine | None) -> Submit:
         def submit(parts: Parts, name: str, owners: Sequence[object]) -> SaveHandle:
             path, chosen_engine = self._join(name), engine_or_default(engine)
             return submit_parts(chosen_engine, parts, path, owners=owners, durable=durable)
@@ -158,7 +158,7 @@ class Directory(Location):
         self.remove([temporary])
 
     def remove(self, names: Iterable[str]) -> None:
-        for error in steps.take_each([steps.unlink(self._join(name)) for name in names]):
+        for error in steps.carry_out_all_steps([steps.unlink(self._join(name)) for name in names]):
             _log_not_removed(error.filename, error)
 
     def remove_if_empty(self) -> None:
@@ -187,7 +187,7 @@ class Prefix(Location):
     def _join(self, name: str) -> str:
         return f"{self._key}/{name}" if self._key else name
 
-    def shown_of(self, name: str) -> str:
+    def format_object_url(self, name: str) -> str:
         """Return an object's URL for messages."""
         return self._store.shown(self._join(name))
 
@@ -213,7 +213,7 @@ class Prefix(Location):
         prefix = self._join("")
         return [each.key.removeprefix(prefix) for each in self._store.list(self._key)]
 
-    def submitter(self, *, durable: bool, engine: Engine | None) -> Submit:
+    def make_submit_function(self, *, durable: bool, engine: Engine | None) -> Submit:
         uploads = Uploads()
 
         def submit(parts: Parts, name: str, owners: Sequence[object]) -> FileUpload:

@@ -86,7 +86,7 @@ class Ranks:
         """Return the objects of all ranks, by rank, on the coordinator; None on other ranks."""
         if self._group is None:
             return [mine]
-        sent, row_nbytes = self._as_rows([mine])
+        sent, row_nbytes = self._pickle_to_padded_rows([mine])
         received = bytearray(row_nbytes * self.size if self.is_coordinator else 0)
         self._group.gather(_rows(received, row_nbytes), sent[0], _COORDINATOR).wait()
         return _objects(received, row_nbytes) if self.is_coordinator else None
@@ -97,7 +97,7 @@ class Ranks:
         if self._group is None:
             assert objects is not None
             return objects[0]
-        sent, row_nbytes = self._as_rows(objects or [])
+        sent, row_nbytes = self._pickle_to_padded_rows(objects or [])
         received = bytearray(row_nbytes)
         self._group.scatter(_rows(received, row_nbytes)[0], sent, _COORDINATOR).wait()
         return _objects(received, row_nbytes)[0]
@@ -106,7 +106,7 @@ class Ranks:
         """Return the coordinator's object on all ranks."""
         if self._group is None:
             return mine
-        sent, row_nbytes = self._as_rows([mine] if self.is_coordinator else [])
+        sent, row_nbytes = self._pickle_to_padded_rows([mine] if self.is_coordinator else [])
         if self.is_coordinator:
             self._group.broadcast(sent[0], _COORDINATOR).wait()
             return mine
@@ -114,19 +114,19 @@ class Ranks:
         self._group.broadcast(_rows(received, row_nbytes)[0], _COORDINATOR).wait()
         return _objects(received, row_nbytes)[0]
 
-    def raise_all(self, step: str, mine: BaseException | None) -> None:
+    def raise_errors_of_all_ranks(self, step: str, mine: BaseException | None) -> None:
         """Exchange the ranks' errors after a rank has failed in a step, and raise
         CheckpointException with all of them. All ranks call this."""
-        errors: list[Any] = [_to_send(mine)]  # by rank
+        errors: list[Any] = [_to_picklable_error(mine)]  # by rank
         if self._group is not None:
-            sent, row_nbytes = self._as_rows(errors)
+            sent, row_nbytes = self._pickle_to_padded_rows(errors)
             received = bytearray(row_nbytes * self.size)
             self._group.allgather(_rows(received, row_nbytes), sent[0]).wait()
             errors = _objects(received, row_nbytes)
         failures = {rank: error for rank, error in enumerate(errors) if error is not None}
         raise CheckpointException(step, failures)
 
-    def _as_rows(self, objects: list[Any]) -> tuple[list[torch.Tensor], int]:
+    def _pickle_to_padded_rows(self, objects: list[Any]) -> tuple[list[torch.Tensor], int]:
         """Return the pickles of this rank's objects as rows, and the length of a row: that of the
         longest pickle of any rank. Shorter pickles are padded; unpickling ignores the padding. All
         ranks call this."""
@@ -150,7 +150,7 @@ def _objects(memory: bytearray, nbytes: int) -> list[Any]:
     return [pickle.loads(view[at : at + nbytes]) for at in range(0, len(memory), nbytes)]
 
 
-def _to_send(error: BaseException | None) -> Any:
+def _to_picklable_error(error: BaseException | None) -> Any:
     """Return an error as DCP sends it: a copy that can be pickled, and a summary of the
     traceback."""
     if error is None:
@@ -178,12 +178,13 @@ class Groups:
 
     def __init__(self) -> None:
         self._world: object = None  # torch's group of all ranks when the groups below were made
-        # Saves use one group, on the thread `sf-dcp`; `any_rank` another, on the caller's thread.
+        # Saves use one group, on the thread `sf-dcp`; `any_rank_votes_true` another, on the
+        # caller's thread.
         self._save_groups: dict[_Timeout, dist.ProcessGroup] = {}
         self._call_groups: dict[_Timeout, dist.ProcessGroup] = {}
         self._why_destroyed: dict[_Timeout, str] = {}  # by the timeout of a group for saves
 
-    def for_saves(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    def get_or_create_save_group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Return the group for a save's collectives. `given` is the user's group, if any. All ranks
         have to call this, because the first call for a timeout makes the group. Raise
         StillframeError if the group was destroyed, because a rank is gone."""
@@ -210,7 +211,7 @@ class Groups:
                 if group_exists(group):
                     dist.destroy_process_group(group)
 
-    def any_rank(self, group: dist.ProcessGroup, vote: bool) -> bool:
+    def any_rank_votes_true(self, group: dist.ProcessGroup, vote: bool) -> bool:
         """Return whether any rank votes True. Raise ValueError if the group does not have all
         ranks. The collective uses another group than saves, because a save may be under way."""
         self._drop_old_groups()

@@ -16,7 +16,7 @@ from torch.futures import Future
 from stillframe._base import urls
 from stillframe._base.paths import CheckpointPath
 from stillframe._dcp.check import refuse_damaged_items
-from stillframe._dcp.fetch import Fetched, Item
+from stillframe._dcp.fetch import Item, ItemPrefetcher
 from stillframe._dcp.location import Prefix, StorageOptions, is_location
 
 Path = str | os.PathLike[str]
@@ -83,7 +83,7 @@ class Reader(FileSystemReader):
             for index, info in stored.items()
         ]
         if isinstance(self.fs, _RemoteFileSystem):
-            return self._read_objects(self.fs, items, plan, planner)
+            return self._read_from_store(self.fs, items, plan, planner)
         if self._verify:
             refuse_damaged_items(
                 os.fspath(self.path),
@@ -95,7 +95,7 @@ class Reader(FileSystemReader):
             )
         return self._read_with_pytorch(plan, planner)
 
-    def _read_objects(
+    def _read_from_store(
         self, objects: _RemoteFileSystem, items: list[Item], plan: LoadPlan, planner: LoadPlanner
     ) -> Future[None]:
         """Read items from a store, in the order of their offsets."""
@@ -121,9 +121,9 @@ class Reader(FileSystemReader):
             self.fs: Any = _RemoteFileSystem(Prefix(target.text, self._storage_options))
             self.path: Any = target.shown  # without credentials, because DCP logs it
             return
-        urls.refuse_options(path, self._storage_options)
+        urls.refuse_storage_options(path, self._storage_options)
         self.fs = FileSystem()
-        self.path = self.fs.init_path(urls.local_path(target.text))
+        self.path = self.fs.init_path(urls.local_path_of_file_url(target.text))
 
 
 class _RemoteFileSystem:
@@ -131,12 +131,12 @@ class _RemoteFileSystem:
 
     def __init__(self, location: Prefix) -> None:
         self._location = location
-        self._fetched: Fetched | None = None
+        self._fetched: ItemPrefetcher | None = None
 
     @contextlib.contextmanager
-    def fetched(self, items: list[Item], *, verify: bool) -> Iterator[Fetched]:
+    def fetched(self, items: list[Item], *, verify: bool) -> Iterator[ItemPrefetcher]:
         """Inside the block, have `create_stream` open data files with only these items."""
-        with Fetched(self._location, items, verify=verify) as self._fetched:
+        with ItemPrefetcher(self._location, items, verify=verify) as self._fetched:
             try:
                 yield self._fetched
             finally:

@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from stillframe._base import urls
 from stillframe._base.paths import CheckpointPath
-from stillframe._base.threads import SingleThread
+from stillframe._base.threads import RunOnceThread
 from stillframe._dcp.joint import JointSave, Plans
 from stillframe._dcp.ranks import Ranks, group_exists
-from stillframe._dcp.shards import put_together
+from stillframe._dcp.shards import restore_sharded_tensors
 from stillframe._dcp.side_file import SideFile
 from stillframe._dcp.staged import Staged, StateDict
 from stillframe._dcp.writer import FileSystemWriter
@@ -159,7 +159,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._thread = SingleThread(self._loop, "sf-dcp")
+        self._thread = RunOnceThread(self._loop, "sf-dcp")
 
     def run_on_thread(self, function: Callable[[], object]) -> None:
         """Run the function on the thread, or here while the interpreter exits."""
@@ -225,7 +225,7 @@ class Rounds:
         try:
             if work.staged is not None:
                 # The next call frees the emptied tensors.
-                self._discarded.extend(work.staged.upload_ended())
+                self._discarded.extend(work.staged.release_after_upload())
         except BaseException as error:
             failure = failure or error
         # The user may free the state and destroy the group when the save ends.
@@ -292,7 +292,7 @@ class Rounds:
         plan_number, has_same_ranges = 0, False  # this rank has no plan to use again
         if failure is None:
             try:
-                plan_number, has_same_ranges = joint.prepare(_take_copies(work))
+                plan_number, has_same_ranges = joint.prepare(_unpack_copied_state(work))
             except BaseException as error:
                 failure = error
         try:
@@ -302,7 +302,7 @@ class Rounds:
         if work.entry is not None:
             writer.before_commit = work.entry.wait_to_commit
 
-        target = _path_number(work.target.name)
+        target = _hash_path_to_int(work.target.name)
         ours = _ExchangedNumbers(
             number=work.number,
             raises_previous_error=work.raises_previous_error,
@@ -313,9 +313,9 @@ class Rounds:
             target=target,
         )
         all_ranks = [_ExchangedNumbers._make(row) for row in ranks.exchange(*ours)]
-        _refuse_to_save(all_ranks, urls.shown(work.target.name), target)
+        _raise_if_ranks_disagree(all_ranks, urls.shown(work.target.name), target)
         if any(each.failed for each in all_ranks):
-            ranks.raise_all("plan", failure)
+            ranks.raise_errors_of_all_ranks("plan", failure)
 
         same_number = all(each.plan_number == plan_number for each in all_ranks)
         has_common_plan = plan_number != 0 and same_number
@@ -326,24 +326,24 @@ class Rounds:
         )
 
 
-def _take_copies(work: Round) -> StateDict:
+def _unpack_copied_state(work: Round) -> StateDict:
     """Return the copy of the state dict, which may not be complete yet. Give the other copy to the
     side file."""
     assert isinstance(work.tree, tuple)
     tree, content = work.tree
     if work.request.side_file is not None:
         work.request.side_file.content = content
-    together: StateDict = put_together(tree) if work.is_taken_apart else tree
+    together: StateDict = restore_sharded_tensors(tree) if work.is_taken_apart else tree
     return together
 
 
-def _path_number(target: str) -> int:
+def _hash_path_to_int(target: str) -> int:
     """Return a number that identifies a path and fits into an int64."""
     digest = hashlib.blake2b(os.fsencode(target), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 
 
-def _refuse_to_save(all_ranks: list[_ExchangedNumbers], path: str, target: int) -> None:
+def _raise_if_ranks_disagree(all_ranks: list[_ExchangedNumbers], path: str, target: int) -> None:
     """Raise StillframeError, on all ranks, if the ranks do not make the same save, or if the call
     of a rank has raised."""
     numbers = [each.number for each in all_ranks]

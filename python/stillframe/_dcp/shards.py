@@ -50,14 +50,14 @@ class _LocalTensors(list[torch.Tensor]):
     recipe: _ShardedTensorDescription
 
 
-def take_apart(tree: Any) -> Any:
+def replace_sharded_tensors(tree: Any) -> Any:
     """Replace ShardedTensors by their local tensors. Return the tree itself if it has none."""
     kind = _sharded_tensor_class()
     return tree if kind is None else _replace(tree, kind, _local_tensors)
 
 
-def put_together(tree: Any) -> Any:
-    """Return the tree of `take_apart` with its ShardedTensors made again."""
+def restore_sharded_tensors(tree: Any) -> Any:
+    """Return the tree of `replace_sharded_tensors` with its ShardedTensors made again."""
     kind = _sharded_tensor_class()
     if kind is None:
         return tree

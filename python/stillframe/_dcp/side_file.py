@@ -58,7 +58,7 @@ class SideFile:
             OSError, Exception: `commit_metadata` or writing failed. The directory holds the old
                 checkpoint, or the new one, which then may not be durable.
         """
-        saved_file = _file_of_save(directory, self.name, save_id)
+        saved_file = _build_side_file_path(directory, self.name, save_id)
         link = os.path.join(directory, self.name)
         try:
             _write(self.content, saved_file, durable=durable)
@@ -74,20 +74,22 @@ class SideFile:
                 sync_directory(directory)
         except BaseException:
             try:
-                self._undo(directory, saved_file, link, save_id)
+                self._undo_failed_commit(directory, saved_file, link, save_id)
             except Exception as error:  # the first error is the one to raise
                 log.warning("stillframe: %s is left as it is: %s", link, error)
             raise
-        for other in _files_of_saves(directory, self.name):  # of earlier saves
+        for other in _list_side_file_paths(directory, self.name):  # of earlier saves
             if other != saved_file:
                 with contextlib.suppress(OSError):
                     os.unlink(other)
 
-    def _undo(self, directory: str, saved_file: str, link: str, save_id: str) -> None:
+    def _undo_failed_commit(self, directory: str, saved_file: str, link: str, save_id: str) -> None:
         """Remove this save's file and link, unless this save was committed. Then make the link for
         the checkpoint that is in the directory."""
-        if _saved_id(directory) != save_id:
-            to_remove = [link, saved_file] if _is_same(saved_file, link) else [saved_file]
+        if _read_save_id(directory) != save_id:
+            to_remove = (
+                [link, saved_file] if _has_same_file_content(saved_file, link) else [saved_file]
+            )
             for path in to_remove:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
@@ -97,23 +99,23 @@ class SideFile:
 def mend(directory: str, name: str) -> None:
     """Make the link again if a process died between the commit and the making of the link."""
     link = os.path.join(directory, name)
-    saved_files = _files_of_saves(directory, name)
-    is_intact = len(saved_files) == 1 and _is_same(saved_files[0], link)
+    saved_files = _list_side_file_paths(directory, name)
+    is_intact = len(saved_files) == 1 and _has_same_file_content(saved_files[0], link)
     if not saved_files or is_intact:
         return
-    saved_file = _file_of_save(directory, name, _saved_id(directory))
-    if saved_file in saved_files and not _is_same(saved_file, link):
+    saved_file = _build_side_file_path(directory, name, _read_save_id(directory))
+    if saved_file in saved_files and not _has_same_file_content(saved_file, link):
         log.warning("stillframe: %s is made anew: a save into its directory was interrupted", link)
         _make_link(saved_file, link)
 
 
-def _file_of_save(directory: str, name: str, save_id: str | None) -> str:
+def _build_side_file_path(directory: str, name: str, save_id: str | None) -> str:
     """Return the path of a save's file, such as `meta.ID.pt`."""
     stem, suffix = os.path.splitext(name)
     return os.path.join(directory, f"{stem}.{save_id}{suffix}")
 
 
-def _files_of_saves(directory: str, name: str) -> list[str]:
+def _list_side_file_paths(directory: str, name: str) -> list[str]:
     """Return the paths of the files of all saves. Only names of exactly this form count, because a
     caller removes the files."""
     stem, suffix = map(re.escape, os.path.splitext(name))
@@ -123,7 +125,7 @@ def _files_of_saves(directory: str, name: str) -> list[str]:
     ]
 
 
-def _saved_id(directory: str) -> str | None:
+def _read_save_id(directory: str) -> str | None:
     """Return the id of the save whose checkpoint is in the directory; None if it is unknown."""
     try:
         with open(metadata_path(directory, None), "rb") as file:
@@ -138,10 +140,10 @@ def _remove_link(directory: str, name: str) -> None:
     link = os.path.join(directory, name)
     if not os.path.exists(link):
         return
-    if any(os.path.samefile(each, link) for each in _files_of_saves(directory, name)):
+    if any(os.path.samefile(each, link) for each in _list_side_file_paths(directory, name)):
         os.unlink(link)
     else:  # the link is a file: Lightning wrote it, or `_make_link` had to copy
-        os.replace(link, _file_of_save(directory, name, _saved_id(directory)))
+        os.replace(link, _build_side_file_path(directory, name, _read_save_id(directory)))
 
 
 def _write(content: Any, path: str, *, durable: bool) -> None:
@@ -154,7 +156,7 @@ def _write(content: Any, path: str, *, durable: bool) -> None:
 
 def _make_link(saved_file: str, link: str) -> None:
     """Replace `link` by a hard link to `saved_file`, or by a copy of it."""
-    if _is_same(saved_file, link):
+    if _has_same_file_content(saved_file, link):
         return
     temporary = os.path.join(os.path.dirname(link), f".{os.path.basename(link)}.stillframe")
     with contextlib.suppress(FileNotFoundError):
@@ -166,7 +168,7 @@ def _make_link(saved_file: str, link: str) -> None:
     os.replace(temporary, link)
 
 
-def _is_same(one: str, other: str) -> bool:
+def _has_same_file_content(one: str, other: str) -> bool:
     """Return whether two paths name one file, or files with the same bytes."""
     try:
         return os.path.samefile(one, other) or filecmp.cmp(one, other, shallow=False)

@@ -32,8 +32,8 @@ from stillframe._snapshot.snapshot import (
     is_copied,
     is_leased,
     recall,
-    snapshot_to_write,
-    unfinished_tree,
+    snapshot_for_pickling,
+    tree_without_waiting,
     will_return,
 )
 from stillframe._tree.walk import paths
@@ -57,18 +57,18 @@ class Staged:
         self._created_at = time.monotonic()
         self._upload_has_begun = False  # an upload has taken the tree
 
-    def complete_when_copied(self, copied: Future[Any]) -> None:
+    def complete_future_when_copied(self, copied: Future[Any]) -> None:
         """Give the tree, or the error, to the future `copied` when the copy has ended: now, or
         later on the callback thread."""
         snapshot = self._snapshot
         assert snapshot is not None
-        complete = functools.partial(self._complete, snapshot, copied)
+        complete = functools.partial(self._complete_future, snapshot, copied)
         if is_copied(snapshot):
             complete()
         else:
             call_when_copied(snapshot, complete)
 
-    def _complete(self, snapshot: Snapshot[Any], copied: Future[Any]) -> None:
+    def _complete_future(self, snapshot: Snapshot[Any], copied: Future[Any]) -> None:
         """Give the tree, or the error of the copy, to the future."""
         try:
             tree = snapshot.tree
@@ -86,14 +86,14 @@ class Staged:
         snapshot.wait()
         snapshot.release()  # from now on the tensors keep the memory
 
-    def begin_own_upload(self, save: SnapshotSave) -> Any:
+    def take_tree_for_own_upload(self, save: SnapshotSave) -> Any:
         """Begin an upload of stillframe's own, and return the tree. The upload has to call
         `wait_until_copied` before it reads bytes. The handle `save` is notified when the copy
         ends."""
         snapshot = self._snapshot
         assert snapshot is not None
-        self._tree = unfinished_tree(snapshot)
-        self.upload_begins()
+        self._tree = tree_without_waiting(snapshot)
+        self.record_upload_start()
         save.set_snapshot(snapshot)
         if is_copied(snapshot):
             save.record_copied()
@@ -101,9 +101,9 @@ class Staged:
             call_when_copied(snapshot, save.record_copied)
         return self._tree
 
-    def upload_begins(self) -> None:
-        """Record that an upload has taken the tree. `upload_ended` has to follow: until then, a new
-        copy that needs memory waits for this copy's memory."""
+    def record_upload_start(self) -> None:
+        """Record that an upload has taken the tree. `release_after_upload` has to follow: until
+        then, a new copy that needs memory waits for this copy's memory."""
         snapshot = self._snapshot
         if snapshot is not None:
             will_return(snapshot)
@@ -111,11 +111,12 @@ class Staged:
             self._upload_has_begun = True
             self._changed.notify_all()
 
-    def upload_reads(self, tree: Any) -> None:
-        """Record the tree that the upload reads, so that `upload_ended` can empty its tensors."""
+    def record_uploaded_tree(self, tree: Any) -> None:
+        """Record the tree that the upload reads, so that `release_after_upload` can empty its
+        tensors."""
         self._tree = tree
 
-    def upload_ended(self) -> list[Any]:
+    def release_after_upload(self) -> list[Any]:
         """Empty the tensors, which returns their memory to the pool. Return the empty tensors and
         their snapshot: the caller chooses when to free them, because this releases the interpreter
         lock. May be called again."""
@@ -181,7 +182,7 @@ class Stages:
     def stage(self, tree: Any, *, overlap: bool, engine: Engine | None) -> Staged:
         """Copy a tree, after uploads under way have returned enough memory to the pool. Raise
         PoolExhaustedError if the tree does not fit even then."""
-        waiting = self._awaiting_upload()
+        waiting = self._list_copies_awaiting_upload()
 
         def wait_for_an_upload() -> bool:
             """Wait until an upload takes one of the copies in `waiting`, after which the core waits
@@ -189,23 +190,23 @@ class Stages:
             nonlocal waiting
             if not waiting:
                 return False
-            self._wait_for_any(waiting)
-            waiting = self._awaiting_upload()
+            self._wait_for_any_upload(waiting)
+            waiting = self._list_copies_awaiting_upload()
             return True
 
-        snapshot = snapshot_to_write(
+        snapshot = snapshot_for_pickling(
             tree, overlap=overlap, engine=engine, wait_for_room=wait_for_an_upload
         )
         staged = Staged(snapshot, self._changed)
         self._earlier.append(staged)
         return staged
 
-    def _awaiting_upload(self) -> list[Staged]:
+    def _list_copies_awaiting_upload(self) -> list[Staged]:
         """Return the copies that an upload is expected to take soon."""
         self._earlier = [each for each in self._earlier if each.holds_memory()]
         return [each for each in self._earlier if each.grace_s() > 0]
 
-    def _wait_for_any(self, waiting: list[Staged]) -> None:
+    def _wait_for_any_upload(self, waiting: list[Staged]) -> None:
         """Wait until an upload takes one of the copies, or until the time is over in which an
         upload is expected to take one of them."""
         with self._changed:

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from stillframe._base.arguments import check_booleans
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._save.engine import Engine, require_engine
-from stillframe._snapshot.loans import keep_bits
+from stillframe._snapshot.loans import keep_conj_and_neg_bits
 from stillframe.errors import StillframeError
 
-_thread = threading.local()  # its attribute `thread_exit` is a `_ThreadExit`
+_thread = threading.local()  # its attribute `thread_exit` is a `_ThreadExitSentinel`
 
 
-class _ThreadExit:
+class _ThreadExitSentinel:
     """An object that only one thread refers to. Its finalizer runs when the thread exits."""
 
 
@@ -49,13 +49,13 @@ class _StagingFuture(Future[StateDict]):
         is_of_dcp = caller.startswith("torch.distributed.checkpoint.")
         if is_of_dcp and caller.endswith("_executor"):
             if caller.endswith("_process_executor"):
-                keep_bits()  # the conjugate and negative bits, when this thread pickles tensors
-            self._staged.upload_begins()
-            thread_exit = _ThreadExit()
-            finalizer = weakref.finalize(thread_exit, self._staged.upload_ended)
+                keep_conj_and_neg_bits()  # when this thread pickles tensors
+            self._staged.record_upload_start()
+            thread_exit = _ThreadExitSentinel()
+            finalizer = weakref.finalize(thread_exit, self._staged.release_after_upload)
             finalizer.atexit = False  # only the exit of this thread ends the upload
             _thread.thread_exit = thread_exit  # the thread's exit frees this thread-local object
-            self._staged.upload_reads(super().result(timeout))
+            self._staged.record_uploaded_tree(super().result(timeout))
         return super().result(timeout)
 
     def add_done_callback(self, fn: Any) -> None:
@@ -116,7 +116,7 @@ class PinnedStager(AsyncStager):
             raise StillframeError("the stager was closed: make another one")
         staged = self._stages.stage(state_dict, overlap=self._overlap, engine=self._engine)
         future = _StagingFuture(staged)
-        staged.complete_when_copied(future)
+        staged.complete_future_when_copied(future)
         return future
 
     def synchronize_staging(self) -> None:

@@ -127,8 +127,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._rank: int | None = None  # this rank's number if each rank saves for itself
         self._has_directory = False  # the directory was made, or existed
         self._files: RankFiles | None = None
-        self._ready: checkpoint.ReadyCheckpoint | None = None  # to commit; on the coordinator only
-        self._is_committing = False  # see `will_commit`
+        self._ready: checkpoint.UncommittedCheckpoint | None = (
+            None  # to commit; on the coordinator only
+        )
+        self._is_committing = False  # see `mark_as_committing`
         self.side_file: SideFile | None = None  # committed together with the checkpoint
         self.before_commit: Callable[[], object] = do_nothing  # called at the beginning of `commit`
 
@@ -280,25 +282,25 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     def describe(
         self, metadata: Metadata, storage_data: dict[MetadataIndex, _StorageInfo]
-    ) -> checkpoint.ReadyCheckpoint:
+    ) -> checkpoint.UncommittedCheckpoint:
         """Write the metadata under a temporary name. Only the coordinator calls this. Errors are
-        those of `checkpoint.prepare_metadata`."""
+        those of `checkpoint.prepare_metadata_commit`."""
         # Change a copy, because a later save uses the same object.
         metadata = dataclasses.replace(
             metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
         metadata.version = _VERSION
-        self._ready = checkpoint.prepare_metadata(
+        self._ready = checkpoint.prepare_metadata_commit(
             metadata, self.location, self._rank, self.files_id, durable=self._durable
         )
         return self._ready
 
-    def will_commit(self) -> None:
+    def mark_as_committing(self) -> None:
         """Record that all ranks have written their files. From now on the checkpoint may be
         committed, even if this rank gets an error."""
         self._is_committing = True
 
-    def commit(self, new: checkpoint.ReadyCheckpoint) -> None:
+    def commit(self, new: checkpoint.UncommittedCheckpoint) -> None:
         """Call `before_commit`, then commit. After an error, discard the new checkpoint."""
         try:
             self.before_commit()
@@ -319,7 +321,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def remove_unneeded_files(self) -> None:
         """Remove files that the committed checkpoint does not need."""
         assert self._ready is not None
-        checkpoint.remove_unnamed(self._ready.metadata, self.location, self._rank)
+        checkpoint.remove_unreferenced_files(self._ready.metadata, self.location, self._rank)
 
     def abandon(self) -> None:
         """Remove the files of this rank after a save that failed on all ranks, and the directory if
@@ -334,7 +336,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             )
             return
         if self._files is not None:
-            checkpoint.remove_files(self._files.names(), self.location)
+            checkpoint.remove_failed_save_files(self._files.names(), self.location)
         if self._has_directory:
             self.location.remove_if_empty()
 

@@ -22,8 +22,8 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from stillframe._base import paths
 from stillframe._base.disk import Disk
 from stillframe._check import kinds, newest
-from stillframe._huggingface.accelerator_saves import saves_of
-from stillframe._huggingface.redirect import redirected
+from stillframe._huggingface.accelerator_saves import get_or_create_saves
+from stillframe._huggingface.redirect import redirect_saves_to
 from stillframe._save import api, ordered
 from stillframe._save.checkpoint import Checkpoint, checkpoint
 from stillframe._save.directory import DirectorySave
@@ -90,14 +90,14 @@ def save_state(
     config = accelerator.project_configuration
     is_automatic = config.automatic_checkpoint_naming
     path = _directory(accelerator, output_dir)
-    saves = saves_of(accelerator)
+    saves = get_or_create_saves(accelerator)
 
     def open_directory() -> AbstractContextManager[Any]:  # called on the leader only
         files = checkpoint(path, on_durable=on_durable, engine=engine)
-        return _open_directory(path, files, is_automatic)
+        return _open_checkpoint_directory(path, files, is_automatic)
 
     def write(files: Any) -> None:
-        with redirected(files), _without_automatic_naming(config):
+        with redirect_saves_to(files), _without_automatic_naming(config):
             _accelerates_save(accelerator, files.path, safe_serialization, **save_model_func_kwargs)
 
     iteration = config.iteration
@@ -138,15 +138,15 @@ def load_state(
     def wait_for_saves() -> str:
         if directory is not None:
             with contextlib.suppress(OSError):  # the load below raises Accelerate's own error
-                ordered.wait_for_directory(os.path.expanduser(directory))
+                ordered.wait_for_saves_in_directory(os.path.expanduser(directory))
         return ""  # `share` needs a string
 
-    def find_name() -> str:
+    def wait_and_find_newest_name() -> str:
         wait_for_saves()
-        return _newest_checkpoint(accelerator) if finds_newest else ""
+        return _newest_checkpoint_name(accelerator) if finds_newest else ""
 
     # Only rank 0 looks for the checkpoint. The leaders of other machines wait for their saves.
-    name = saves_of(accelerator).share(wait_for_saves, find_name)
+    name = get_or_create_saves(accelerator).share(wait_for_saves, wait_and_find_newest_name)
     if finds_newest:
         input_dir = os.path.join(_checkpoints(accelerator), name)
     _accelerates_load(accelerator, input_dir, load_kwargs, **load_model_func_kwargs)
@@ -182,11 +182,13 @@ def _directory(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
             "save_state needs output_dir, or an Accelerator with"
             " ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
-    return paths.as_text(output_dir)
+    return paths.validate_local_path(output_dir)
 
 
 @contextlib.contextmanager
-def _open_directory(path: str, opening: Checkpoint, is_automatic: bool) -> Iterator[Checkpoint]:
+def _open_checkpoint_directory(
+    path: str, opening: Checkpoint, is_automatic: bool
+) -> Iterator[Checkpoint]:
     """Open the checkpoint with `opening`. At the end of the block, fail if the save would delete
     files that are not Accelerate's. An automatically named path must not exist yet."""
     if is_automatic and api.exists(path):
@@ -203,7 +205,7 @@ def _open_directory(path: str, opening: Checkpoint, is_automatic: bool) -> Itera
         save = files.handle
         if not isinstance(save, DirectorySave):  # the engine was busy, so the save is skipped
             return
-        lost = _lost_files(path, save)
+        lost = _files_that_save_would_delete(path, save)
         if lost:
             raise StillframeError(
                 f"{path} was not saved: the directory is replaced as a whole, and its"
@@ -211,7 +213,7 @@ def _open_directory(path: str, opening: Checkpoint, is_automatic: bool) -> Itera
             )
 
 
-def _lost_files(path: str, save: DirectorySave) -> list[str]:
+def _files_that_save_would_delete(path: str, save: DirectorySave) -> list[str]:
     """Return the names of files in the old directory that the save would delete. Accelerate's own
     files do not count."""
     old = set(os.listdir(path)) if os.path.isdir(path) else set()
@@ -219,7 +221,7 @@ def _lost_files(path: str, save: DirectorySave) -> list[str]:
     return sorted(name for name in old - new if not _ACCELERATES_FILES.fullmatch(name))
 
 
-def _newest_checkpoint(accelerator: Accelerator) -> str:
+def _newest_checkpoint_name(accelerator: Accelerator) -> str:
     """Return the name of the newest complete checkpoint, or raise FileNotFoundError."""
     directory = _checkpoints(accelerator)
     path = None

@@ -19,7 +19,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from stillframe._huggingface.ranks import LeaderDirectory, Ranks, lead, ranks_of
+from stillframe._huggingface.ranks import (
+    LeaderDirectoryWriter,
+    Ranks,
+    lead,
+    ranks_sharing_directory,
+)
 from stillframe._save import api
 from stillframe._save.handle import Deadline, SaveHandle, State, error_of
 from stillframe.errors import StillframeError
@@ -42,10 +47,10 @@ class Saves:
         )
         # `_all` are all ranks, `_ranks` those that write into the same directory. Both are None for
         # a single process.
-        self._all = self._ranks = ranks_of(arguments)
+        self._all = self._ranks = ranks_sharing_directory(arguments)
         if accelerator.project_configuration.save_on_each_node:
             arguments.save_on_each_node = True
-            self._ranks = ranks_of(arguments)
+            self._ranks = ranks_sharing_directory(arguments)
         self._is_on_other_machine = arguments.process_index != arguments.local_process_index
         self._number = 0  # the number of the last call, the same on all ranks
         self._in_flight: list[SaveHandle] = []  # on the leader, oldest first
@@ -79,8 +84,8 @@ class Saves:
         ranks, number = self._ranks, self._number  # the number is the same on all ranks
         if ranks is not None and not ranks.is_leader:
             with ranks.follow(number, path) as directory:
-                write(_AccelerateDirectory(directory, durable=self._is_on_other_machine))
-            return Followed(path, ranks, number)
+                write(_FilteredLeaderDirectory(directory, durable=self._is_on_other_machine))
+            return FollowerSaveHandle(path, ranks, number)
 
         self._in_flight = [each for each in self._in_flight if not each.done()]
         files: Any = None
@@ -96,16 +101,16 @@ class Saves:
                 stack.enter_context(lead(ranks, number, open_checkpoint))
                 write(files)
         except BaseException as error:
-            self._report_ended(number, handle=None, failed=error)
+            self._report_once_saves_ended(number, handle=None, failed=error)
             raise
 
         handle: SaveHandle = files.handle
         if handle.state != "skipped":
             self._in_flight.append(handle)
-        self._report_ended(number, handle)
+        self._report_once_saves_ended(number, handle)
         return handle
 
-    def _report_ended(
+    def _report_once_saves_ended(
         self, number: int, handle: SaveHandle | None, failed: BaseException | None = None
     ) -> None:
         """Tell the other ranks how save `number` ended, once all saves in flight have ended. If the
@@ -148,13 +153,13 @@ class Saves:
 _saves: weakref.WeakKeyDictionary[Accelerator, Saves] = weakref.WeakKeyDictionary()
 
 
-def saves_of(accelerator: Accelerator) -> Saves:
+def get_or_create_saves(accelerator: Accelerator) -> Saves:
     if accelerator not in _saves:
         _saves[accelerator] = Saves(accelerator)
     return _saves[accelerator]
 
 
-class _AccelerateDirectory(LeaderDirectory):
+class _FilteredLeaderDirectory(LeaderDirectoryWriter):
     """The leader's directory, for another rank. It skips files that only the leader writes."""
 
     def save(self, obj: object, name: str) -> None:
@@ -168,18 +173,18 @@ _exiting = threading.Event()
 _followers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def _stop_followers() -> None:
-    """End the threads of `Followed`. A thread that is still asking the process group's store when
-    the interpreter ends would abort the process."""
+def _stop_follower_threads() -> None:
+    """End the threads of `FollowerSaveHandle`. A thread that is still asking the process group's
+    store when the interpreter ends would abort the process."""
     _exiting.set()
     for thread in list(_followers):
         thread.join()
 
 
-atexit.register(_stop_followers)
+atexit.register(_stop_follower_threads)
 
 
-class Followed(SaveHandle):
+class FollowerSaveHandle(SaveHandle):
     """The handle of a save on a rank that is not the leader. A thread waits for the save's end."""
 
     def __init__(self, path: str, ranks: Ranks, number: int) -> None:
@@ -188,7 +193,9 @@ class Followed(SaveHandle):
         self._ranks, self._number = ranks, number
         self._is_skipped = False
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._wait_for_leader, name="sf-follow", daemon=True)
+        thread = threading.Thread(
+            target=self._wait_for_leaders_result, name="sf-follow", daemon=True
+        )
         _followers.add(thread)
         thread.start()
 
@@ -209,7 +216,7 @@ class Followed(SaveHandle):
         if not self._ended.wait(deadline.left()):
             raise self._timeout_error(deadline, "durable")
 
-    def _wait_for_leader(self) -> None:
+    def _wait_for_leaders_result(self) -> None:
         error: Exception | None
         try:
             while not self._ranks.has_ended(self._number):

@@ -30,8 +30,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from stillframe import _core
 from stillframe._base.calls import inside_call
 from stillframe._check.latest import latest
-from stillframe._huggingface.ranks import LeaderDirectory, Ranks, lead, ranks_of
-from stillframe._huggingface.redirect import redirected
+from stillframe._huggingface.ranks import (
+    LeaderDirectoryWriter,
+    Ranks,
+    lead,
+    ranks_sharing_directory,
+)
+from stillframe._huggingface.redirect import redirect_saves_to
 from stillframe._save import api, uploads
 from stillframe._save.checkpoint import checkpoint
 from stillframe._save.handle import SaveHandle, report_of, take_uncollected_error, wait_for_end
@@ -40,7 +45,7 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 _SUBSTITUTE = ".stillframe-run"  # stands in for the output directory during a save
-_SENTINEL = "checkpoint-is-incomplete.txt"  # see `remove_sentinel`
+_SENTINEL = "checkpoint-is-incomplete.txt"  # see `remove_incomplete_marker`
 
 
 @dataclass
@@ -116,12 +121,16 @@ class Checkpoints:
         ckpt = Checkpoint(self._count, os.path.join(run_dir, name), run_dir)
         self.follow()
         if self._count == 0:
-            self._ranks = ranks_of(self._trainer.args)
+            self._ranks = ranks_sharing_directory(self._trainer.args)
         self._count += 1
         self.wants_push = False
-        remove_sentinel(ckpt.path)
+        remove_incomplete_marker(ckpt.path)
         is_leader = self._ranks is None or self._ranks.is_leader
-        block = self._write_as_leader(ckpt) if is_leader else self._write_as_follower(ckpt)
+        block = (
+            self._open_directory_as_leader(ckpt)
+            if is_leader
+            else self._redirect_to_leaders_directory(ckpt)
+        )
         with block:
             write()
             self._correct_best_checkpoint_path(run_dir)
@@ -135,11 +144,11 @@ class Checkpoints:
         if is_leader:
             # If this step was saved before, the path moves to the end of the list.
             self._forget(ckpt)
-            self._ours[ckpt.run_dir].append(_normal(ckpt.path))
+            self._ours[ckpt.run_dir].append(_normalize_path(ckpt.path))
             self._remove_old_checkpoints(ckpt)
 
     @contextlib.contextmanager
-    def _write_as_leader(self, ckpt: Checkpoint) -> Iterator[None]:
+    def _open_directory_as_leader(self, ckpt: Checkpoint) -> Iterator[None]:
         """Open the directory on the leader. At the end of the block, wait for the other ranks and
         submit the save."""
         with contextlib.ExitStack() as stack:
@@ -147,33 +156,37 @@ class Checkpoints:
 
             def open_directory() -> str:
                 nonlocal files
-                self._raise_failed()
+                self._raise_first_unseen_error()
                 os.makedirs(ckpt.run_dir, exist_ok=True)
                 options = self._trainer.storage_options
                 files = stack.enter_context(
                     checkpoint(ckpt.path, mirror=self._trainer.mirror, storage_options=options)
                 )
-                self._make_substitute(files.path, ckpt)
+                self._make_substitute_output_dir(files.path, ckpt)
                 directory: str = files.path
                 return directory
 
             leading = lead(self._ranks, ckpt.number, open_directory)
-            with leading as directory, self._with_output_dir_replaced(directory), redirected(files):
+            with (
+                leading as directory,
+                self._with_output_dir_replaced(directory),
+                redirect_saves_to(files),
+            ):
                 yield
             # The stack closes the checkpoint next, which must not contain the substitute.
             shutil.rmtree(os.path.join(directory, _SUBSTITUTE))
         ckpt.handle = files.handle
 
     @contextlib.contextmanager
-    def _write_as_follower(self, ckpt: Checkpoint) -> Iterator[None]:
+    def _redirect_to_leaders_directory(self, ckpt: Checkpoint) -> Iterator[None]:
         """Let this rank write its files into the leader's directory."""
         ranks, args = self._ranks, self._trainer.args
         assert ranks is not None
-        self._raise_failed()
+        self._raise_first_unseen_error()
         is_on_other_machine = args.process_index != args.local_process_index
         with ranks.follow(ckpt.number, ckpt.path) as directory:
-            files = LeaderDirectory(directory, durable=is_on_other_machine)
-            with self._with_output_dir_replaced(directory), redirected(files):
+            files = LeaderDirectoryWriter(directory, durable=is_on_other_machine)
+            with self._with_output_dir_replaced(directory), redirect_saves_to(files):
                 yield
 
     @contextlib.contextmanager
@@ -185,7 +198,9 @@ class Checkpoints:
         finally:
             self.substitute_dir = None
 
-    def _make_substitute(self, directory: str | os.PathLike[str], ckpt: Checkpoint) -> None:
+    def _make_substitute_output_dir(
+        self, directory: str | os.PathLike[str], ckpt: Checkpoint
+    ) -> None:
         """Make the substitute of the output directory. In it "checkpoint-N" is a link to
         `directory`, where the files go. The Trainer looks there for the best checkpoint too."""
         substitute = os.path.join(directory, _SUBSTITUTE)
@@ -215,12 +230,12 @@ class Checkpoints:
         """Push durable checkpoints, call `on_save` for them, and remove old checkpoints."""
         while self._waiting and self._has_ended(self._waiting[0]):
             ckpt = self._waiting.popleft()
-            if self._note_failure(ckpt):
+            if self._record_failure_if_any(ckpt):
                 continue
-            self._announce(ckpt)
+            self._push_and_call_on_save(ckpt)
             if ckpt.handle is None:
                 assert self._ranks is not None
-                self._ranks.report_announced(ckpt.number)
+                self._ranks.report_on_save_called(ckpt.number)
             else:
                 if self._ranks is not None:
                     self._unannounced.append(ckpt)
@@ -232,10 +247,10 @@ class Checkpoints:
         if self._unannounced:  # another rank has not called `on_save` for these yet
             assert self._ranks is not None
             last = self._unannounced[-1]
-            self._ranks.wait_announced(last.number)
+            self._ranks.wait_until_on_save_called(last.number)
             self._remove_old_checkpoints(last)
-        wait_for_log()
-        self._raise_failed()
+        wait_for_saves_and_removes()
+        self._raise_first_unseen_error()
 
     def _wait_and_handle_ended(self) -> None:
         """Wait until every checkpoint under way has ended, and call `follow` after each."""
@@ -243,16 +258,16 @@ class Checkpoints:
             if ckpt.handle is not None:
                 wait_for_end(ckpt.handle)
             elif self._ranks is not None:
-                self._ranks.wait_ended(ckpt.number)
+                self._ranks.wait_until_end_reported(ckpt.number)
             self.follow()
 
-    def to_resume(self, resume_from: str | bool) -> str:
+    def find_checkpoint_to_resume(self, resume_from: str | bool) -> str:
         """Wait for the saves in flight, and return the path of the checkpoint to resume from.
 
         `resume_from` is a path, or True for the newest whole checkpoint of the output directory.
         Raise ValueError, as transformers does, if there is none.
         """
-        wait_for_log()
+        wait_for_saves_and_removes()
         if not isinstance(resume_from, bool):
             return resume_from
         directory = self._trainer.args.output_dir
@@ -269,7 +284,7 @@ class Checkpoints:
         assert self._ranks is not None
         return self._ranks.has_ended(ckpt.number)
 
-    def _note_failure(self, ckpt: Checkpoint) -> bool:
+    def _record_failure_if_any(self, ckpt: Checkpoint) -> bool:
         """Keep the error of a checkpoint that has ended. Return whether there is one."""
         if ckpt.handle is None:
             assert self._ranks is not None
@@ -286,7 +301,7 @@ class Checkpoints:
             self._ranks.report_ended(ckpt.number, ckpt.path if failed else None)
         return failed
 
-    def _raise_failed(self) -> None:
+    def _raise_first_unseen_error(self) -> None:
         """Raise the first error that nobody has seen, with the other errors as notes."""
         failures, self._failures = self._failures, []
         errors = [
@@ -299,7 +314,7 @@ class Checkpoints:
         if unseen:
             raise unseen[0]
 
-    def _announce(self, ckpt: Checkpoint) -> None:
+    def _push_and_call_on_save(self, ckpt: Checkpoint) -> None:
         """Push a durable checkpoint to the Hub and call `on_save`, with the state of its step."""
         trainer = self._trainer
         live_state = trainer.state
@@ -318,9 +333,9 @@ class Checkpoints:
         self._resume_uploads()  # again, because the user may have set `mirror` meanwhile
         handler = self._trainer.callback_handler
         if "on_save" not in vars(handler):
-            handler.on_save = functools.partial(self._on_save, handler.on_save)
+            handler.on_save = functools.partial(self._call_on_save_submitted, handler.on_save)
 
-    def _on_save(self, original: Any, args: Any, state: Any, control: Any) -> Any:
+    def _call_on_save_submitted(self, original: Any, args: Any, state: Any, control: Any) -> Any:
         """Call `on_save_submitted` of the callbacks. The Trainer calls this after a save, in place
         of the method `original`."""
         ckpt, self._submitted = self._submitted, None
@@ -342,7 +357,7 @@ class Checkpoints:
 
     def _forget(self, ckpt: Checkpoint) -> None:
         """Remove a checkpoint's path from the list of this training's checkpoints."""
-        path = _normal(ckpt.path)
+        path = _normalize_path(ckpt.path)
         ours = self._ours[ckpt.run_dir]
         ours[:] = [each for each in ours if each != path]
 
@@ -358,11 +373,11 @@ class Checkpoints:
             self._trainer.args.save_total_limit,
             self._trainer.state.best_model_checkpoint,
             self._ours[ckpt.run_dir],
-            {_normal(each.path) for each in (*self._waiting, *self._unannounced)},
+            {_normalize_path(each.path) for each in (*self._waiting, *self._unannounced)},
         )
 
 
-def remove_sentinel(path: str) -> None:
+def remove_incomplete_marker(path: str) -> None:
     """Remove the file by which `enable_jit_checkpoint` marks a checkpoint as incomplete, and its
     directory. With stillframe, the directory must not exist before the save is complete."""
     with contextlib.suppress(OSError):
@@ -370,7 +385,7 @@ def remove_sentinel(path: str) -> None:
         os.rmdir(path)  # fails, as intended, if an older checkpoint is there
 
 
-def wait_for_log() -> None:
+def wait_for_saves_and_removes() -> None:
     """Wait until every save and remove in the process's log has ended. Raise no errors."""
     with inside_call():
         _core.log_drain(None)
@@ -392,10 +407,10 @@ def _remove_old_checkpoints(
     if limit is None or limit <= 0:
         return
     ours[:] = [path for path in ours if path in unreported or api.exists(path)]
-    kept = _older_checkpoints(run_dir, ours) + ours
+    kept = _checkpoints_of_earlier_runs(run_dir, ours) + ours
     protected = set(kept[-1:])  # the newest
     if best:
-        protected.add(_normal(best))
+        protected.add(_normalize_path(best))
     fewest = max(limit, len(protected))
     for path in list(kept):
         if len(kept) <= fewest:
@@ -405,7 +420,7 @@ def _remove_old_checkpoints(
             kept.remove(path)
 
 
-def _older_checkpoints(run_dir: str, ours: list[str]) -> list[str]:
+def _checkpoints_of_earlier_runs(run_dir: str, ours: list[str]) -> list[str]:
     """Return the checkpoints in `run_dir` that are not among `ours`, the oldest first."""
     times = {}
     for path in sort_checkpoints(run_dir):
@@ -415,6 +430,6 @@ def _older_checkpoints(run_dir: str, ours: list[str]) -> list[str]:
     return sorted(times, key=times.__getitem__)
 
 
-def _normal(path: str) -> str:
+def _normalize_path(path: str) -> str:
     """Return a path in the form in which transformers lists it."""
     return str(Path(path))

@@ -69,7 +69,7 @@ class Ranks:
         try:
             result = make()
         except BaseException as error:
-            self._store.set(key, "-" + _message(error))
+            self._store.set(key, "-" + _describe_error(error))
             raise
         self._store.set(key, "+" + result)
         return result
@@ -94,7 +94,7 @@ class Ranks:
         except BaseException as error:
             if isinstance(error, Exception):  # after Ctrl-C, do not wait for the leader's answer
                 self._raise_if_leader_failed(opened_key, directory)
-            self._store.set(f"{number}/written/{self._rank}", "-" + _message(error))
+            self._store.set(f"{number}/written/{self._rank}", "-" + _describe_error(error))
             raise
         self._raise_if_leader_failed(opened_key, directory)
         self._store.set(f"{number}/written/{self._rank}", "+")
@@ -123,7 +123,7 @@ class Ranks:
                 self._store.delete_key(key)
         except BaseException as error:
             # Tell the other ranks first: the caller removes the directory when this raises.
-            self._store.set(opened_key, "-" + _message(error))
+            self._store.set(opened_key, "-" + _describe_error(error))
             raise
         self._store.delete_key(opened_key)
 
@@ -143,7 +143,7 @@ class Ranks:
             self._ended, self._failed, self._skipped = json.loads(self._store.get("ended"))
         return number <= self._ended
 
-    def report_announced(self, number: int) -> None:
+    def report_on_save_called(self, number: int) -> None:
         """Tell the leader that this rank has called `on_save` for checkpoint `number`."""
         self._store.set(f"announced/{self._rank}", str(number))
 
@@ -155,13 +155,13 @@ class Ranks:
             return -1
         return min(int(self._store.get(key)) for key in keys)
 
-    def wait_announced(self, number: int) -> None:
+    def wait_until_on_save_called(self, number: int) -> None:
         """Wait until all other ranks have called `on_save` for checkpoint `number`. Give up after
         the process group's timeout."""
         if not poll(lambda: self.announced() >= number, self._store.timeout.total_seconds()):
             log.warning("stillframe: a rank has not ended its training. Its checkpoints stay")
 
-    def wait_ended(self, number: int) -> None:
+    def wait_until_end_reported(self, number: int) -> None:
         """Wait until the leader has reported the end of checkpoint `number`."""
         poll(lambda: self.has_ended(number))
 
@@ -209,7 +209,7 @@ def lead(ranks: Ranks | None, number: int, open_directory: Callable[[], str]) ->
 
 
 @dataclasses.dataclass
-class LeaderDirectory:
+class LeaderDirectoryWriter:
     """The leader's directory, for another rank that writes a few small files into it."""
 
     path: str
@@ -225,7 +225,7 @@ class LeaderDirectory:
         api.save(tensors, path, format="safetensors", metadata=metadata, durable=self.durable)
 
 
-def ranks_of(args: Any) -> Ranks | None:
+def ranks_sharing_directory(args: Any) -> Ranks | None:
     """Return the ranks that write one directory together, or None for a single process.
 
     `args` are `TrainingArguments`. With `save_on_each_node`, each node writes its own directory.
@@ -248,5 +248,5 @@ def ranks_of(args: Any) -> Ranks | None:
     return Ranks(args.process_index, leader, others=range(leader + 1, leader + count))
 
 
-def _message(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
 """Sends the files that other libraries save to an open `stillframe.checkpoint`.
 
 Hugging Face's libraries write a checkpoint with `torch.save` and with safetensors' `save_file`. A
-block of `redirected` replaces both functions. A call with a path in the checkpoint's directory goes
-to stillframe. Every other call, in any thread, goes to the original function.
+block of `redirect_saves_to` replaces both functions. A call with a path in the checkpoint's
+directory goes to stillframe. Every other call, in any thread, goes to the original function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Files(Protocol):
     ) -> object: ...
 
 
-class _Redirection:
+class _SaveRedirection:
     """The open checkpoints that get files, and the functions that were replaced."""
 
     def __init__(self) -> None:
@@ -97,11 +97,11 @@ class _Redirection:
                 setattr(module, name, original)
 
 
-_redirection = _Redirection()
+_redirection = _SaveRedirection()
 
 
 @contextlib.contextmanager
-def redirected(files: Files) -> Iterator[None]:
+def redirect_saves_to(files: Files) -> Iterator[None]:
     """Send `torch.save` and safetensors' `save_file` to `files` for paths in its directory."""
     entry = _redirection.open(files)
     try:
@@ -154,12 +154,12 @@ def _wrap_save_file(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_file
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     """In a forked child, forget the open checkpoints, whose files belong to the parent."""
     global _redirection
-    inherited, _redirection = _redirection, _Redirection()
+    inherited, _redirection = _redirection, _SaveRedirection()
     inherited.open_checkpoints = ()
     inherited._restore()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -76,7 +76,9 @@ class AsyncCheckpointMixin:
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         if resume_from_checkpoint:
-            resume_from_checkpoint = self._stillframe.to_resume(resume_from_checkpoint)
+            resume_from_checkpoint = self._stillframe.find_checkpoint_to_resume(
+                resume_from_checkpoint
+            )
         self._stillframe.attach()
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 

@@ -43,7 +43,7 @@ class Fabric:
     """The result of `calling_trainer` for a call by Fabric, which has no Trainer."""
 
 
-def io_chain(owner: object) -> Iterator[Any]:
+def iter_checkpoint_ios(owner: object) -> Iterator[Any]:
     """Yield the CheckpointIO that `owner` has, then the CheckpointIO that the first one wraps, and
     so on. `owner` is a strategy or a CheckpointIO."""
     io = owner
@@ -65,7 +65,7 @@ def calling_trainer(plugin: object, method: str) -> Any:
         strategy = _self_of(frame)
         if not hasattr(type(strategy), "is_global_zero"):
             continue  # not a strategy, but perhaps a CheckpointIO that wraps the plugin
-        if not any(io is plugin for io in io_chain(strategy)):
+        if not any(io is plugin for io in iter_checkpoint_ios(strategy)):
             continue
         if not hasattr(strategy, "lightning_module"):
             return Fabric
@@ -79,7 +79,7 @@ def _self_of(frame: FrameType) -> Any:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount > 0 else None
 
 
-def ends_in_barrier(trainer: Any) -> bool:
+def is_inside_save_checkpoint(trainer: Any) -> bool:
     """Return whether `trainer.save_checkpoint` is on the stack, which ends in a barrier."""
     for frame in stack(sys._getframe(1)):
         if frame.f_code.co_name == "save_checkpoint" and _self_of(frame) is trainer:
@@ -132,7 +132,7 @@ def _was_called_as_handler(frame: FrameType) -> bool:
 # ---- strategies ----
 
 
-def refuse_strategy(strategy: Any) -> None:
+def refuse_xla_strategy(strategy: Any) -> None:
     """Raise TypeError for a strategy that keeps its state on XLA devices."""
     for cls in type(strategy).__mro__:
         if cls.__name__ in _XLA:
@@ -160,8 +160,10 @@ def warn_if_bypassed(strategy: Any, plugin: str) -> None:
 def sharded_model_key(strategy: Any) -> str | None:
     """Return the key of the model in the sharded checkpoints of `strategy`. Return None if it saves
     no sharded checkpoints, or if its `save_checkpoint` is not Lightning's own."""
-    kind = _sharded_class(strategy)
-    if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
+    kind = _get_sharded_strategy_name(strategy)
+    if kind is None or not _is_lightning_strategy_method(
+        getattr(type(strategy), "save_checkpoint", None)
+    ):
         return None
     return "model" if kind == "FSDPStrategy" else "state_dict"  # the keys that Lightning uses
 
@@ -169,19 +171,19 @@ def sharded_model_key(strategy: Any) -> str | None:
 def takes_no_urls(strategy: Any) -> bool:
     """Return whether the strategy treats every path of a checkpoint as a local path, as Lightning's
     FSDPStrategy and ModelParallelStrategy do."""
-    return _is_lightnings(getattr(type(strategy), "save_checkpoint", None))
+    return _is_lightning_strategy_method(getattr(type(strategy), "save_checkpoint", None))
 
 
 def _why_bypassed(strategy: Any) -> str | None:
     """Return why `strategy` writes its checkpoints without its CheckpointIO, or None."""
     if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
         return "DeepSpeedStrategy writes its own checkpoints"
-    if _sharded_class(strategy) is not None and sharded_model_key(strategy) is None:
+    if _get_sharded_strategy_name(strategy) is not None and sharded_model_key(strategy) is None:
         return f"{type(strategy).__name__} has a save_checkpoint of its own"
     return None
 
 
-def _sharded_class(strategy: Any) -> str | None:
+def _get_sharded_strategy_name(strategy: Any) -> str | None:
     """Return the class that makes `strategy` save sharded checkpoints: "FSDPStrategy",
     "ModelParallelStrategy" or None."""
     for cls in type(strategy).__mro__:
@@ -196,7 +198,7 @@ def _sharded_class(strategy: Any) -> str | None:
     return None
 
 
-def _is_lightnings(method: Any) -> bool:
+def _is_lightning_strategy_method(method: Any) -> bool:
     """Return whether Lightning's FSDPStrategy or ModelParallelStrategy defines `method`."""
     module = getattr(method, "__module__", None) or ""
     return module.endswith((".strategies.fsdp", ".strategies.model_parallel"))

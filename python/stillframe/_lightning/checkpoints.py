@@ -34,14 +34,18 @@ from stillframe import _core
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks, rotation
 from stillframe._lightning.callers import (
-    ends_in_barrier,
     inside_signal_handler,
-    refuse_strategy,
+    is_inside_save_checkpoint,
+    refuse_xla_strategy,
     signal_handler_frame,
 )
-from stillframe._lightning.publish import Publication, logger_call, metrics_call
-from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
-from stillframe._lightning.work import Failed, Work, is_failure, log_error, warn
+from stillframe._lightning.publish import (
+    DurableSaveCallback,
+    make_logger_notifier,
+    make_metrics_logger,
+)
+from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights_during_save
+from stillframe._lightning.work import Failed, Work, is_save_failure, log_error, warn
 from stillframe._lightning.writers import Writers
 from stillframe._save import ordered, uploads
 from stillframe._save.handle import SaveHandle, wait_for_end
@@ -122,13 +126,17 @@ class Checkpoints:
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
             self._save_and_report(work, save, path, quiet)
-            error = None if self._in_together else work.next_error()
+            error = None if self._in_together else work.pop_next_error()
         finally:
             if in_handler:  # for the call that the handler interrupted, its own save is the newest
                 work.newest, work.newest_returns_early = newest_before
         if error is None:
             return
-        if is_trainer(trainer) and ranks.has_several(trainer) and ends_in_barrier(trainer):
+        if (
+            is_trainer(trainer)
+            and ranks.has_several_ranks(trainer)
+            and is_inside_save_checkpoint(trainer)
+        ):
             # The other ranks wait in this barrier, which this rank would not reach after the error.
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
@@ -143,36 +151,40 @@ class Checkpoints:
             save()
         except Exception as caught:
             error = caught
-        if error is not None and (quiet or self._warns(work, error)):
+        if error is not None and (quiet or self._should_warn_of(work, error)):
             if not work.newest_call_succeeded():
                 # ModelCheckpoint will now remove the previous file. This makes the log keep it.
-                rotation.note_failed_call(path)
+                rotation.append_failed_save_entry(path)
             self._report(error, quiet)
             error = None
         if quiet or self.writers.options.on_error == "warn":
             self._report_all(work, quiet)
         if error is not None:
-            work.add_failed(repr(path), error, first=True)
+            work.add_error_without_save(repr(path), error, first=True)
 
     def _save(self, work: Work, submit: Submit, trainer: Any, path: Any, in_handler: bool) -> None:
         """Start a save, and wait until it is durable unless it may return early."""
         if is_trainer(trainer):
-            refuse_strategy(trainer.strategy)
+            refuse_xla_strategy(trainer.strategy)
         target = CheckpointPath.of(path)
         # True: the call returns before the checkpoint is durable.
-        returns_early = not in_handler and self.trainers.may_save_early(trainer)
+        returns_early = not in_handler and self.trainers.can_return_before_durable(trainer)
         if _is_for_requeue(target):
             returns_early = False
         work.rotation.make_room(target)
-        overlap = self.writers.options.overlap and returns_early and not swaps_weights(trainer)
+        overlap = (
+            self.writers.options.overlap
+            and returns_early
+            and not swaps_weights_during_save(trainer)
+        )
         handle = submit(work, target, overlap)
         work.add(handle, early=returns_early)
         if self.writers.options.log_metrics and is_trainer(trainer):
             work.rotation.publications.append(
-                Publication(handle, target=None, call=metrics_call(trainer))
+                DurableSaveCallback(handle, target=None, call=make_metrics_logger(trainer))
             )
         if not returns_early:
-            self._finish_in_time(work)
+            self._wait_to_deadline_if_signaled(work)
             wait_for_end(handle)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -185,7 +197,9 @@ class Checkpoints:
 
     def remove(self, trainer: Any, path: Any) -> None:
         """Remove a checkpoint, as `CheckpointPlugin.remove_checkpoint` describes."""
-        may_return_early = not inside_signal_handler() and self.trainers.may_save_early(trainer)
+        may_return_early = not inside_signal_handler() and self.trainers.can_return_before_durable(
+            trainer
+        )
         rotation = self._current_work().rotation
         rotation.remove(CheckpointPath.of(path))
         if not may_return_early:
@@ -202,7 +216,7 @@ class Checkpoints:
         in_users_block = not has_trainer and sys.exc_info()[0] is not None
         quiet = in_users_block or self.trainers.training_failed(trainer)
         try:
-            self._finish(trainer, quiet)
+            self._wait_close_and_raise(trainer, quiet)
         finally:
             try:
                 self.writers.tear_down()
@@ -236,13 +250,13 @@ class Checkpoints:
 
     def finish(self, trainer: Any) -> None:
         """Do the work of `tear_down` for strategies that never call the plugin's `teardown`."""
-        self._finish(trainer, self.trainers.training_failed(trainer))
+        self._wait_close_and_raise(trainer, self.trainers.training_failed(trainer))
 
     def settle(self) -> None:
         """Wait for saves, links and removes, and notify loggers. Raise none of their errors."""
         work = self._current_work()
         if work.under_way():
-            self._finish_in_time(work)
+            self._wait_to_deadline_if_signaled(work)
             work.drain(close=False)
 
     def publish(self, notify: Callable[[Any], object], checkpoint_callback: Any) -> None:
@@ -256,8 +270,10 @@ class Checkpoints:
         if not work.newest_call_succeeded():
             return
         work.rotation.publications.append(
-            Publication(
-                handle, CheckpointPath.of(handle.path), logger_call(notify, checkpoint_callback)
+            DurableSaveCallback(
+                handle,
+                CheckpointPath.of(handle.path),
+                make_logger_notifier(notify, checkpoint_callback),
             )
         )
         work.rotation.notify()
@@ -267,7 +283,7 @@ class Checkpoints:
         rotation = self._current_work().rotation
         rotation.link(CheckpointPath.of(target), CheckpointPath.of(path))
         # At these times the caller may read the link at once.
-        if inside_signal_handler() or not self.trainers.may_save_early(trainer):
+        if inside_signal_handler() or not self.trainers.can_return_before_durable(trainer):
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
@@ -277,9 +293,9 @@ class Checkpoints:
     def wait_for(self, target: CheckpointPath) -> None:
         """Wait for the saves, links and removes of `target` that were submitted before."""
         if target.remote:
-            ordered.wait_for_key(target.key())
+            ordered.wait_for_saves_of_key(target.key())
         else:
-            ordered.wait_for_path(target.given)
+            ordered.wait_for_saves_of_path(target.given)
 
     @contextmanager
     def together(self, strategy: Any) -> Iterator[None]:
@@ -299,11 +315,11 @@ class Checkpoints:
             error, call_failed = ranks.agree(strategy, None)
         else:
             call_failed = not work.newest_call_succeeded()
-            error, call_failed = ranks.agree(strategy, work.next_error(), call_failed)
+            error, call_failed = ranks.agree(strategy, work.pop_next_error(), call_failed)
         if call_failed:
             # The save failed on some rank, so it fails on this rank too. Drop this rank's own error
             # of it, because `error` is raised.
-            work.forget_newest()
+            work.wait_and_drop_newest_error()
         if error is not None:
             raise error
 
@@ -317,24 +333,24 @@ class Checkpoints:
     def _new_work(self) -> Work:
         return Work(self.writers.remover_of, durable=self.writers.options.durable)
 
-    def _finish(self, trainer: Any, quiet: bool) -> None:
+    def _wait_close_and_raise(self, trainer: Any, quiet: bool) -> None:
         """Wait for everything and close the plugin's engine. Raise the first error, or with `quiet`
         only log the errors."""
         work = self._current_work()
         if work.under_way():
-            self._finish_in_time(work)
+            self._wait_to_deadline_if_signaled(work)
             work.drain(close=True)
         if quiet or self.writers.options.on_error == "warn":
             self._report_all(work, quiet)
         if quiet:
             return
-        error = work.take_error()
-        if self.trainers.is_set_up(trainer) and ranks.has_several(trainer):
+        error = work.pop_errors_as_one()
+        if self.trainers.is_set_up(trainer) and ranks.has_several_ranks(trainer):
             error, _ = ranks.agree(trainer.strategy, error)
         if error is not None:
             raise error
 
-    def _finish_in_time(self, work: Work) -> None:
+    def _wait_to_deadline_if_signaled(self, work: Work) -> None:
         """If a signal ends the training, wait for saves until the deadline at most."""
         deadline_s = self.writers.options.deadline
         if deadline_s is None:
@@ -342,16 +358,16 @@ class Checkpoints:
         # Either the signal's handler is running, or Lightning has raised an exception for it.
         ending = signal_handler_frame() or sys.exc_info()[1]
         if isinstance(ending, FrameType) or type(ending).__name__ == "SIGTERMException":
-            work.finish_in_time(ending, deadline_s)
+            work.wait_to_deadline_or_give_up(ending, deadline_s)
 
-    def _warns(self, work: Work, error: BaseException) -> bool:
+    def _should_warn_of(self, work: Work, error: BaseException) -> bool:
         """Return whether to warn of an error. A mistake in the arguments is always raised."""
         return self.writers.options.on_error == "warn" and (
-            work.newest_call_succeeded() or is_failure(error)
+            work.newest_call_succeeded() or is_save_failure(error)
         )
 
     def _report_all(self, work: Work, quiet: bool) -> None:
-        while (error := work.next_error()) is not None:
+        while (error := work.pop_next_error()) is not None:
             self._report(error, quiet)
 
     def _report(self, error: BaseException, quiet: bool) -> None:

@@ -33,7 +33,7 @@ from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import ranks, sharded
 from stillframe._lightning.callers import (
     note_signal_handlers,
-    refuse_strategy,
+    refuse_xla_strategy,
     sharded_model_key,
     warn_if_bypassed,
 )
@@ -54,7 +54,7 @@ class CompanionHooks:
             gate.wait()
             checkpoints.notify()
 
-    def _notify(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+    def _notify_loggers(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             checkpoints.notify()
@@ -63,9 +63,9 @@ class CompanionHooks:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is None:
             return
-        refuse_strategy(trainer.strategy)
+        refuse_xla_strategy(trainer.strategy)
         gate.wait()
-        wraps = checkpoints.trainers.set_up(trainer)
+        wraps = checkpoints.trainers.register_at_setup(trainer)
         if trainer.callbacks[0] is not self:
             # A new list, because Lightning is iterating over the old list.
             wraps.exchange(
@@ -88,7 +88,7 @@ class CompanionHooks:
         self.on_train_epoch_start(trainer, pl_module)
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.trainers.training_starts(trainer)
+            checkpoints.trainers.record_training_start(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if checkpoints_of(trainer) is not None:
@@ -98,10 +98,10 @@ class CompanionHooks:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.trainers.training_ends(trainer)
+            checkpoints.trainers.record_training_end(trainer)
             gate.wait()
             checkpoints.settle()  # users' hooks run next, and may read the best checkpoint
-            if ranks.has_several(trainer):
+            if ranks.has_several_ranks(trainer):
                 trainer.strategy.barrier("stillframe: checkpoints are durable")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -120,7 +120,7 @@ class CompanionHooks:
             finally:
                 checkpoints.trainers.tear_down(trainer)
 
-    on_train_batch_start = on_train_batch_end = _notify
+    on_train_batch_start = on_train_batch_end = _notify_loggers
     on_fit_end = _wait
     on_sanity_check_start = on_sanity_check_end = _wait
     on_train_epoch_end = _wait
@@ -141,20 +141,24 @@ def _wrap_methods(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
         if hasattr(callback, "file_exists") and hasattr(callback, "_fs"):  # a ModelCheckpoint
             wraps.put(callback, "file_exists", partial(_file_exists, checkpoints, callback))
         if hasattr(callback, "_link_checkpoint"):  # a ModelCheckpoint
-            wraps.put(callback, "_link_checkpoint", partial(_link, checkpoints, callback))
+            wraps.put(
+                callback, "_link_checkpoint", partial(_link_after_saves, checkpoints, callback)
+            )
     for logger in trainer.loggers:
         if overrides_after_save(logger):
             wraps.put(logger, "after_save_checkpoint", checkpoints.publish)
-        wraps.put(logger, "finalize", partial(_finalize, checkpoints))
+        wraps.put(logger, "finalize", partial(_finalize_logger_after_saves, checkpoints))
     if sharded_model_key(trainer.strategy) is not None:
         sharded.wrap_methods(wraps, checkpoints, trainer)
     if trainer.world_size > 1:
         wraps.put(trainer, "save_checkpoint", partial(_save_together, checkpoints, trainer))
         connector = trainer._checkpoint_connector
-        wraps.put(connector, "resume_start", partial(_load_together, checkpoints, trainer))
+        wraps.put(
+            connector, "resume_start", partial(_load_after_rank_0_saves, checkpoints, trainer)
+        )
 
 
-class _LogAwareFileSystem:
+class _InFlightAwareFileSystem:
     """A file system whose `exists` takes saves and removes in flight into account."""
 
     def __init__(self, checkpoints: Checkpoints, file_system: Any) -> None:
@@ -176,14 +180,14 @@ def _file_exists(
     """Call ModelCheckpoint's `file_exists` with a file system that knows saves in flight."""
     # The original method is needed, because it sends rank 0's result to the other ranks.
     file_system = callback._fs
-    callback._fs = _LogAwareFileSystem(checkpoints, file_system)
+    callback._fs = _InFlightAwareFileSystem(checkpoints, file_system)
     try:
         return original(*args, **kwargs)
     finally:
         callback._fs = file_system
 
 
-def _link(
+def _link_after_saves(
     checkpoints: Checkpoints,
     callback: Any,
     original: Method,
@@ -204,7 +208,9 @@ def _link(
     trainer.strategy.barrier()
 
 
-def _finalize(checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: Any) -> Any:
+def _finalize_logger_after_saves(
+    checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: Any
+) -> Any:
     """Call the logger's `finalize` once the logger was notified of all checkpoints."""
     checkpoints.settle()
     return original(*args, **kwargs)
@@ -214,14 +220,14 @@ def _save_together(
     checkpoints: Checkpoints, trainer: Any, original: Method, *args: Any, **kwargs: Any
 ) -> None:
     """Save, and raise the error of one rank on all ranks, in place of `Trainer.save_checkpoint`."""
-    if not ranks.has_several(trainer):
+    if not ranks.has_several_ranks(trainer):
         original(*args, **kwargs)
         return
     with checkpoints.together(trainer.strategy):
         original(*args, **kwargs)
 
 
-def _load_together(
+def _load_after_rank_0_saves(
     checkpoints: Checkpoints,
     trainer: Any,
     original: Method,
@@ -230,7 +236,7 @@ def _load_together(
     **kwargs: Any,
 ) -> Any:
     """Load when rank 0 has no save to that path in flight, in place of `resume_start`."""
-    if checkpoint_path and ranks.has_several(trainer):
+    if checkpoint_path and ranks.has_several_ranks(trainer):
         if trainer.is_global_zero:
             checkpoints.wait_for(CheckpointPath.of(checkpoint_path))
         trainer.strategy.barrier()

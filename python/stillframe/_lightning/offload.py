@@ -20,9 +20,9 @@ import torch
 
 from stillframe._base import sizes
 from stillframe._base.arguments import check_booleans
-from stillframe._lightning.plugin import saves_by_itself
-from stillframe._snapshot.copy import ordinary_copy
-from stillframe._snapshot.snapshot import snapshot_at_once
+from stillframe._lightning.plugin import has_unwrapped_plugin
+from stillframe._snapshot.copy import copy_to_ordinary_memory
+from stillframe._snapshot.snapshot import snapshot_without_waiting
 from stillframe._tree.walk import Tree, paths
 from stillframe.errors import PoolExhaustedError
 
@@ -114,7 +114,7 @@ class OffloadHooks:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check whether the callback works with the strategy."""
-        self._is_enabled, reason = self._judge(trainer.strategy)
+        self._is_enabled, reason = self._check_compatibility(trainer.strategy)
         self._is_set_up = True
         name = type(trainer.strategy).__name__
         if self._is_enabled:
@@ -145,14 +145,14 @@ class OffloadHooks:
             return
         self._checkpoint_count += 1
         count = self._checkpoint_count
-        if saves_by_itself(trainer):
+        if has_unwrapped_plugin(trainer):
             log.info(
                 "CPUOffloadCallback: checkpoint %d: left to stillframe's AsyncCheckpointIO", count
             )
             return
 
         entered = time.perf_counter()
-        before = _gpu_bytes()
+        before = _get_allocated_gpu_bytes()
         log.debug(
             "CPUOffloadCallback: checkpoint %d: GPU memory before: %s", count, sizes.decimal(before)
         )
@@ -167,7 +167,7 @@ class OffloadHooks:
         checkpoint.update(copies)
         del values  # may free GPU memory
 
-        after = _gpu_bytes()
+        after = _get_allocated_gpu_bytes()
         freed = max(0, before - after)
         spent = time.perf_counter() - entered
         self._total_time_saved += spent
@@ -193,12 +193,12 @@ class OffloadHooks:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the totals."""
         if self._is_enabled and trainer.global_rank == 0:
-            log.info("CPUOffloadCallback: %s", self._totals())
+            log.info("CPUOffloadCallback: %s", self._format_totals())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Log the totals."""
         if trainer.global_rank == 0:
-            log.debug("CPUOffloadCallback: teardown (%s): %s", stage, self._totals())
+            log.debug("CPUOffloadCallback: teardown (%s): %s", stage, self._format_totals())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Log how many checkpoints were seen before the exception."""
@@ -206,7 +206,7 @@ class OffloadHooks:
             log.info(
                 "CPUOffloadCallback: %s ended the run; %s",
                 type(exception).__name__,
-                self._totals(),
+                self._format_totals(),
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class OffloadHooks:
 
     # ---- private ----
 
-    def _judge(self, strategy: Any) -> tuple[bool, str]:
+    def _check_compatibility(self, strategy: Any) -> tuple[bool, str]:
         """Return whether the callback works with a strategy, and the reason if not."""
         for name, reason in _INCOMPATIBLE:
             if self._is_strategy(strategy, name):
@@ -248,7 +248,7 @@ class OffloadHooks:
         kind = getattr(self._strategies, name, None)
         return isinstance(kind, type) and isinstance(strategy, kind)
 
-    def _totals(self) -> str:
+    def _format_totals(self) -> str:
         count, spent = self._checkpoint_count, self._total_time_saved
         return (
             f"{count} checkpoints, {spent:.3f} s in offloading"
@@ -332,11 +332,11 @@ def _offload(values: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
 def _copy(values: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     """Copy values into the pool, or into ordinary memory if they do not fit now."""
     try:
-        taken = snapshot_at_once(values)
+        taken = snapshot_without_waiting(values)
         return taken.tree, taken.num_tensors, taken.nbytes
     except PoolExhaustedError as error:
         log.warning("CPUOffloadCallback: ordinary memory is used: %s", str(error))
-        return ordinary_copy(values)
+        return copy_to_ordinary_memory(values)
 
 
 def _skipped(copies: dict[str, Any]) -> Iterable[str]:
@@ -346,7 +346,7 @@ def _skipped(copies: dict[str, Any]) -> Iterable[str]:
         yield f"{type(node).__name__} at {path!r}"
 
 
-def _gpu_bytes() -> int:
+def _get_allocated_gpu_bytes() -> int:
     """Return the bytes of this process's tensors on the current GPU."""
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
 

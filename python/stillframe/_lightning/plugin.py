@@ -11,9 +11,9 @@ import sys
 import weakref
 from typing import Any, ClassVar
 
-from stillframe._lightning.callers import calling_trainer, io_chain
+from stillframe._lightning.callers import calling_trainer, iter_checkpoint_ios
 from stillframe._lightning.checkpoints import Checkpoints
-from stillframe._lightning.writers import OnError, PluginOptions, Writers, refuse_ours
+from stillframe._lightning.writers import OnError, PluginOptions, Writers, refuse_nested_plugin
 from stillframe._save.engine import Engine
 from stillframe._save.options import DEFAULT_IN_FLIGHT, OnDurable, Size, WhenBusy
 
@@ -85,7 +85,7 @@ class CheckpointPlugin:
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
-        refuse_ours(checkpoint_io, CheckpointPlugin, name)
+        refuse_nested_plugin(checkpoint_io, CheckpointPlugin, name)
         options = PluginOptions(
             engine=engine,
             pool_bytes=pool_bytes,
@@ -173,7 +173,7 @@ CheckpointPlugin.__init__.__qualname__ = "AsyncCheckpointIO.__init__"
 def _plugin_of(trainer: Any) -> CheckpointPlugin | None:
     """Return the stillframe plugin that `trainer` saves with, possibly inside another CheckpointIO.
     Return None if there is none."""
-    for io in io_chain(trainer.strategy):
+    for io in iter_checkpoint_ios(trainer.strategy):
         if isinstance(io, CheckpointPlugin):
             return io
     return None
@@ -200,10 +200,10 @@ def register(trainer: Any) -> bool:
     return checkpoints is not None
 
 
-def saves_by_itself(trainer: Any) -> bool:
+def has_unwrapped_plugin(trainer: Any) -> bool:
     """Return whether `trainer` saves with a stillframe plugin that neither wraps another
     CheckpointIO nor is wrapped."""
-    outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
+    outermost = next(iter_checkpoint_ios(getattr(trainer, "strategy", None)), None)
     return (
         isinstance(outermost, CheckpointPlugin)
         and outermost._checkpoints.writers.wrapped_io is None

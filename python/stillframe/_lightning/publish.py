@@ -31,7 +31,7 @@ _STATE = (
 )
 
 
-class Publication:
+class DurableSaveCallback:
     """A call to make when a save is durable. `target` is a checkpoint that must not be removed
     before the call. It may be None."""
 
@@ -48,7 +48,7 @@ class Publication:
     def due(self) -> bool:
         return self.handle.done()
 
-    def deliver(self) -> None:
+    def call_once_if_saved(self) -> None:
         """Make the call once, with the report of the save, unless the save failed."""
         # Taken before it is made, because a signal handler may call this method meanwhile.
         call, self._call = self._call, None
@@ -61,7 +61,9 @@ class Publication:
             log.warning("stillframe: loggers are not told of %s: it failed", self.target.name)
 
 
-def logger_call(notify: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
+def make_logger_notifier(
+    notify: Callable[[Any], object], callback: Any
+) -> Callable[[SaveReport], object]:
     """Return a function that calls `notify(callback)` with the callback's present state."""
     state: dict[str, Any] = {}
     for name in _STATE:
@@ -92,7 +94,7 @@ def _set_attributes_temporarily(callback: Any, state: dict[str, Any]) -> Iterato
             setattr(callback, name, value)
 
 
-def metrics_call(trainer: Any) -> Callable[[SaveReport], object]:
+def make_metrics_logger(trainer: Any) -> Callable[[SaveReport], object]:
     """Return a function that logs the cost of a save to the loggers of `trainer`."""
 
     def call(report: SaveReport) -> None:

@@ -18,7 +18,7 @@ from stillframe._base.distributed import is_initialized
 from stillframe.errors import StillframeError
 
 
-def has_several(trainer: Any) -> bool:
+def has_several_ranks(trainer: Any) -> bool:
     """Return whether `trainer` runs on several ranks that can communicate now."""
     return trainer.world_size > 1 and is_initialized()
 
@@ -40,7 +40,7 @@ def agree(
     if not strategy.reduce_boolean_decision(error is not None, all=False):
         return None, False
     answers: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, (_packed(error), call_failed))
+    torch.distributed.all_gather_object(answers, (_pickle_error(error), call_failed))
     any_call_failed = any(answer[1] for answer in answers)
     if error is not None:
         return error, any_call_failed
@@ -51,7 +51,7 @@ def agree(
     return received, any_call_failed
 
 
-def _packed(error: BaseException | None) -> bytes | None:
+def _pickle_error(error: BaseException | None) -> bytes | None:
     """Return the pickle of an error, or None for None. An error that cannot be pickled becomes a
     StillframeError with the same text."""
     if error is None:

@@ -32,7 +32,7 @@ from stillframe._save.api import exists, remove
 from stillframe.errors import SaveError
 
 if TYPE_CHECKING:
-    from stillframe._lightning.publish import Publication
+    from stillframe._lightning.publish import DurableSaveCallback
     from stillframe._lightning.wrapped import WrappedIO
 
 log = logging.getLogger("stillframe")
@@ -47,7 +47,7 @@ class Rotation:
     Args:
         remover_of: Returns the CheckpointIO that removes a file; None for stillframe itself.
         durable: Sync the directories of links.
-        failed: Called with each error of a link or a logger; see `Work.add_failed`.
+        failed: Called with each error of a link or a logger; see `Work.add_error_without_save`.
 
     Attributes:
         to_remove: An ordered set of the files to remove once nothing needs them.
@@ -67,7 +67,7 @@ class Rotation:
         self._failed = failed
         self.to_remove: dict[CheckpointPath, None] = {}
         self.links: dict[CheckpointPath, CheckpointPath] = {}
-        self.publications: deque[Publication] = deque()
+        self.publications: deque[DurableSaveCallback] = deque()
         # Former target -> link. The link on the disk may still point to the former target.
         self._linked_by: dict[CheckpointPath, CheckpointPath] = {}
         # The name in the log of the newest link or remove, which ends last.
@@ -95,7 +95,7 @@ class Rotation:
             if all_of_them or not self._is_needed(file):
                 self._submit_remove(file)
 
-    def _release_last(self) -> None:
+    def _submit_last_removes(self) -> None:
         """Submit the removes that still wait when a run ends. A remove keeps a file to which a link
         still points, as it may after Ctrl-C."""
         for link, target in list(self.links.items()):
@@ -136,7 +136,7 @@ class Rotation:
         for publication in list(self.publications):
             if not publication.due():
                 break
-            self._deliver(publication)
+            self._call_and_dequeue(publication)
         if self.to_remove:
             self.release()
 
@@ -146,19 +146,19 @@ class Rotation:
         raised: list[Exception] = []
         for publication in list(self.publications):
             try:
-                self._deliver(publication)
+                self._call_and_dequeue(publication)
             except Exception as error:
                 raised.append(error)
         for each in reversed(raised):
             self._failed("a logger", each, first=True)
-        self._release_last()
+        self._submit_last_removes()
         self.wait()
         self._linked_by.clear()
 
     def wait(self) -> None:
         """Wait for all links and removes, also for those that a signal handler adds meanwhile."""
         while (newest := self._newest_key) is not None:
-            ordered.wait_for_key(newest)
+            ordered.wait_for_saves_of_key(newest)
             if self._newest_key is newest:
                 self._newest_key = None
 
@@ -196,22 +196,22 @@ class Rotation:
                     ordered.submit_remove, file.name, key, remove_tree, is_needed
                 )
             # True: the file is still to be uploaded, and the upload will call `submit`.
-            is_postponed = uploads.postpone(key, submit)
+            is_postponed = uploads.postpone_remove(key, submit)
             if not is_postponed:
                 submit()
         self._newest_key = key
 
-    def _deliver(self, publication: Publication) -> None:
+    def _call_and_dequeue(self, publication: DurableSaveCallback) -> None:
         """Make the call of a publication, then take the publication off the list. Until then, its
         file is not removed."""
         try:
-            publication.deliver()
+            publication.call_once_if_saved()
         finally:
             with contextlib.suppress(ValueError):  # a signal handler has taken it off already
                 self.publications.remove(publication)
 
 
-def note_failed_call(path: Any) -> None:
+def append_failed_save_entry(path: Any) -> None:
     """Add an entry for a failed save to the log. The log then drops removes until a save
     succeeds."""
     try:

@@ -85,7 +85,7 @@ def _save(
     state = {model_key: rest.pop("state_dict")}
     for number, optimizer_state in enumerate(rest.pop("optimizer_states", ())):
         state[f"optimizer_{number}"] = optimizer_state
-    contents = Contents(state, rest, strategy.global_rank)
+    contents = CheckpointContents(state, rest, strategy.global_rank)
     _save_together(checkpoints, strategy, trainer, contents, target)
 
 
@@ -102,7 +102,7 @@ def _load(
         checkpoints.wait_for(target)
         gate.wait()  # the load will overwrite state that saves in flight may still copy
         if strategy.global_rank == 0:
-            _make_ready(target.text)
+            _check_and_repair_checkpoint(target.text)
     except (StillframeError, OSError) as caught:
         error = caught
     # A collective: when it returns, the saves of all ranks have ended.
@@ -130,7 +130,7 @@ def refuse_urls(trainer: Any) -> None:
                 refuse_url(trainer.strategy, CheckpointPath.of(directory))
 
 
-def _make_ready(path: str) -> None:
+def _check_and_repair_checkpoint(path: str) -> None:
     """Check that a checkpoint is complete. Replace `meta.pt` if it belongs to another save.
 
     Raises:
@@ -171,7 +171,7 @@ def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """The contents of a checkpoint on one rank."""
 
     state: dict[str, Any]  # the states of models and optimizers, which DCP saves
@@ -183,7 +183,7 @@ def _save_together(
     checkpoints: Checkpoints,
     strategy: Any,
     caller: Any,
-    contents: Contents,
+    contents: CheckpointContents,
     target: CheckpointPath,
 ) -> None:
     """Save a checkpoint on all ranks. If the save fails on one rank, all ranks raise the error.
@@ -199,7 +199,7 @@ def _save_together(
 
 
 def submit(
-    contents: Contents, target: CheckpointPath, options: SaveOptions, *, engine: Engine
+    contents: CheckpointContents, target: CheckpointPath, options: SaveOptions, *, engine: Engine
 ) -> SaveHandle:
     """Start the save of one checkpoint, and return its handle. All ranks have to call this.
 
@@ -345,19 +345,19 @@ def _save_fabric(
     filter: dict[str, Any] | None = None,
 ) -> None:
     """Save a checkpoint, in place of `save_checkpoint` of a strategy of Fabric."""
-    model = _only_model(strategy, state)
+    model = _find_only_sharded_model(strategy, state)
     target = CheckpointPath.of(strategy.broadcast(path))
     refuse_url(strategy, target)
     if storage_options is not None or filter is not None or model is None:
         # Fabric's own method does not support these arguments either, and raises the error.
         original(path, state, storage_options=storage_options, filter=filter)
         return
-    states, rest = _states(strategy, model, state)
-    contents = Contents(states, rest, strategy.global_rank)
+    states, rest = _split_states(strategy, model, state)
+    contents = CheckpointContents(states, rest, strategy.global_rank)
     _save_together(checkpoints, strategy, Fabric, contents, target)
 
 
-def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
+def _find_only_sharded_model(strategy: Any, state: dict[str, Any]) -> Any:
     """Return the only sharded model in `state`; None if there is none, or more than one."""
     import torch
 
@@ -377,20 +377,20 @@ def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
     return models[0] if len(models) == 1 else None
 
 
-def _states(
+def _split_states(
     strategy: Any, model: Any, state: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split `state` into the states of models and optimizers, and all other values."""
     import torch
 
-    of_model, of_optimizer = _state_getters(strategy, model)
+    get_sharded_model_state, get_sharded_optimizer_state = _state_getters(strategy, model)
     states: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, each in state.items():
         if isinstance(each, torch.nn.Module):
-            states[name] = of_model(each)
+            states[name] = get_sharded_model_state(each)
         elif isinstance(each, torch.optim.Optimizer):
-            states[name] = of_optimizer(each)
+            states[name] = get_sharded_optimizer_state(each)
         elif hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
             rest[name] = each.state_dict()
         else:
@@ -410,7 +410,7 @@ def _state_getters(strategy: Any, model: Any) -> tuple[Callable[[Any], Any], Cal
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import api
 
-    def sharded_state() -> Any:
+    def use_sharded_state_dicts() -> Any:
         return FSDP.state_dict_type(
             model,
             api.StateDictType.SHARDED_STATE_DICT,
@@ -418,12 +418,12 @@ def _state_getters(strategy: Any, model: Any) -> tuple[Callable[[Any], Any], Cal
             api.ShardedOptimStateDictConfig(offload_to_cpu=True),
         )
 
-    def of_model(each: Any) -> Any:
-        with sharded_state():
+    def get_sharded_model_state(each: Any) -> Any:
+        with use_sharded_state_dicts():
             return each.state_dict()
 
-    def of_optimizer(optimizer: Any) -> Any:
-        with sharded_state():
+    def get_sharded_optimizer_state(optimizer: Any) -> Any:
+        with use_sharded_state_dicts():
             return FSDP.optim_state_dict(model, optimizer)
 
-    return of_model, of_optimizer
+    return get_sharded_model_state, get_sharded_optimizer_state

@@ -26,7 +26,7 @@ _NO_COMPANION = (
 _MISSING = object()  # stands for the old value if the object had no attribute of its own
 
 
-class _Replacement:
+class _MethodReplacement:
     """A function that replaces a method.
 
     Other code may keep this function and call it after `Wraps.restore`. The function is not
@@ -56,9 +56,9 @@ class Wraps:
         replaced already."""
         attributes = vars(owner)
         old_value = attributes.get(name, _MISSING)
-        if isinstance(old_value, _Replacement) and old_value.active:
+        if isinstance(old_value, _MethodReplacement) and old_value.active:
             return
-        replacement = _Replacement(getattr(owner, name), function)
+        replacement = _MethodReplacement(getattr(owner, name), function)
         attributes[name] = replacement
         self._replaced.append((owner, name, old_value, replacement))
 
@@ -72,7 +72,7 @@ class Wraps:
         """Restore every attribute that other code has not changed since. May be called again."""
         while self._replaced:
             owner, name, old_value, new_value = self._replaced.pop()
-            if isinstance(new_value, _Replacement):
+            if isinstance(new_value, _MethodReplacement):
                 new_value.active = False
             attributes = vars(owner)
             if attributes.get(name) is not new_value:  # other code has changed it
@@ -99,7 +99,7 @@ class Trainers:
     def add(self, trainer: Any) -> None:
         self._known.add(trainer)
 
-    def set_up(self, trainer: Any) -> Wraps:
+    def register_at_setup(self, trainer: Any) -> Wraps:
         """Register a Trainer at `setup`, and return the object for its replaced methods."""
         self._known.add(trainer)
         self._training.discard(trainer)  # an earlier fit may have ended by an exception
@@ -114,11 +114,11 @@ class Trainers:
         """Return whether a Trainer is between `setup` and `teardown`."""
         return trainer in self._wraps
 
-    def training_starts(self, trainer: Any) -> None:
+    def record_training_start(self, trainer: Any) -> None:
         self._known.add(trainer)
         self._training.add(trainer)
 
-    def training_ends(self, trainer: Any) -> None:
+    def record_training_end(self, trainer: Any) -> None:
         self._training.discard(trainer)
 
     def of_caller(self, caller: Any) -> list[Any]:
@@ -129,7 +129,7 @@ class Trainers:
             return list(self._known)  # a Trainer's launcher saves without a strategy on the stack
         return [caller]
 
-    def may_save_early(self, caller: Any) -> bool:
+    def can_return_before_durable(self, caller: Any) -> bool:
         """Return whether a save by `caller` may return before it is durable."""
         if caller is Fabric:
             return True
@@ -154,7 +154,7 @@ def is_trainer(caller: Any) -> bool:
     return caller is not None and caller is not Fabric
 
 
-def swaps_weights(caller: Any) -> bool:
+def swaps_weights_during_save(caller: Any) -> bool:
     """Return whether ModelCheckpoint loads the older weights in `saved_models` during a save."""
     module = caller.lightning_module if is_trainer(caller) else None
     return (

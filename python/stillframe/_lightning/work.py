@@ -1,7 +1,7 @@
 """The saves that a plugin has under way in one process, and how their errors reach the user.
 
-    a call of the plugin ──▶ `saves` ──next_error──▶ raised by a save or at the end, warned of, or
-                                                     logged
+    a call of the plugin ──▶ `saves` ──pop_next_error──▶ raised by a save or at the end,
+                                                         warned of, or logged
 
 An error stays in its handle until it is reported: by the next save, at the end of the training, or
 by `stillframe.wait_all`. An error that belongs to no save gets a handle of its own, `Failed`.
@@ -21,10 +21,10 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, TextIO
 
 from stillframe._base.paths import CheckpointPath
-from stillframe._base.threads import SingleThread
+from stillframe._base.threads import RunOnceThread
 from stillframe._lightning.rotation import Rotation
 from stillframe._preemption import in_time
-from stillframe._save.handle import SaveHandle, State, is_collected, report_of, wait_for_end
+from stillframe._save.handle import SaveHandle, State, is_error_collected, report_of, wait_for_end
 from stillframe.errors import StillframeError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Work:
     def __init__(
         self, remover_of: Callable[[CheckpointPath], WrappedIO | None], *, durable: bool
     ) -> None:
-        self.rotation = Rotation(remover_of, durable=durable, failed=self.add_failed)
+        self.rotation = Rotation(remover_of, durable=durable, failed=self.add_error_without_save)
         self.pid = os.getpid()
         self.engine: Engine | None = None
         self.saves: list[SaveHandle] = []
@@ -100,7 +100,9 @@ class Work:
         self.saves.insert(index, handle)
         self.newest, self.newest_returns_early = handle, early
 
-    def add_failed(self, what: str, error: BaseException, *, first: bool = False) -> None:
+    def add_error_without_save(
+        self, what: str, error: BaseException, *, first: bool = False
+    ) -> None:
         """Add an error that belongs to no save.
 
         Args:
@@ -114,13 +116,13 @@ class Work:
         """Return whether the call that made the newest save did not raise."""
         return not isinstance(self.newest, Failed)
 
-    def forget_newest(self) -> None:
+    def wait_and_drop_newest_error(self) -> None:
         """Wait for the last save and drop its error, because all ranks raise another error."""
         handle = self.newest
         if handle is not None and self._discard(handle):
             _error_of(handle)  # waits; the error counts as reported now
 
-    def next_error(self) -> BaseException | None:
+    def pop_next_error(self) -> BaseException | None:
         """Return the error to report next, and remove it. Return None if there is none."""
         for handle in list(self.saves):
             # Leave this save for a later call even if it has failed already. Otherwise it would
@@ -133,12 +135,12 @@ class Work:
                     return error
         return None
 
-    def take_error(self) -> BaseException | None:
+    def pop_errors_as_one(self) -> BaseException | None:
         """Return the next error, and remove all errors. Log the other errors, and add them to the
         returned error as notes."""
-        first = self.next_error()
+        first = self.pop_next_error()
         if first is not None:
-            while (error := self.next_error()) is not None:
+            while (error := self.pop_next_error()) is not None:
                 first.add_note(f"Another checkpoint failed as well: {error}")
                 log_error(error)
         return first
@@ -146,20 +148,20 @@ class Work:
     def drain(self, *, close: bool) -> None:
         """Wait for all saves, links and removes, and notify loggers. Keep the errors. With `close`,
         close the plugin's own engine too."""
-        with WaitingLine(self.saves):
-            while (handle := self._first_under_way()) is not None:
+        with WaitProgressDisplay(self.saves):
+            while (handle := self._find_unfinished_save()) is not None:
                 wait_for_end(handle)
             for handle in list(self.saves):
                 if report_of(handle) is not None:  # the save has succeeded
                     self._discard(handle)
-            self.newest_returns_early = False  # `next_error` need not leave its error for later
+            self.newest_returns_early = False  # `pop_next_error` need not leave its error for later
             self.rotation.finish()
             if close:
                 engine, self.engine = self.engine, None
                 if engine is not None:
                     engine.close()
 
-    def finish_in_time(self, ending: object, deadline_s: float) -> None:
+    def wait_to_deadline_or_give_up(self, ending: object, deadline_s: float) -> None:
         """Wait for the saves under way, and give up those that are not durable by the deadline.
 
         `ending` is the exception or frame that ends the training. The deadline is `deadline_s`
@@ -173,7 +175,7 @@ class Work:
             self.ending = id(ending), deadline
         in_time.finish(deadline)
 
-    def _first_under_way(self) -> SaveHandle | None:
+    def _find_unfinished_save(self) -> SaveHandle | None:
         return next((handle for handle in list(self.saves) if not handle.done()), None)
 
     def _discard(self, handle: SaveHandle) -> bool:
@@ -188,7 +190,7 @@ class Work:
 def _error_of(handle: SaveHandle) -> BaseException | None:
     """Wait for a save and return its error, or None. The error counts as reported from now on, and
     is not returned again."""
-    if is_collected(handle):
+    if is_error_collected(handle):
         return None
     try:
         if handle.done() and in_time.is_given_up(handle):  # the log has reported it
@@ -207,12 +209,12 @@ def warn(error: BaseException) -> None:
     warnings.warn(f"a checkpoint was not saved: {error}", UserWarning, stacklevel=2)
 
 
-def is_failure(error: BaseException) -> bool:
+def is_save_failure(error: BaseException) -> bool:
     """Return whether a save failed. Any other error is a mistake in the call."""
     return isinstance(error, (StillframeError, OSError, CancelledError))
 
 
-class WaitingLine:
+class WaitProgressDisplay:
     """A context manager that tells the user what a long wait is for.
 
     After a second, a thread shows a progress bar on stderr, or one line if stderr is no terminal.
@@ -221,9 +223,9 @@ class WaitingLine:
     def __init__(self, handles: Sequence[SaveHandle]) -> None:
         self._handles = [handle for handle in handles if not handle.done()]
         self._over = threading.Event()
-        self._thread = SingleThread(self._run, "sf-waiting")
+        self._thread = RunOnceThread(self._run, "sf-waiting")
 
-    def __enter__(self) -> WaitingLine:
+    def __enter__(self) -> WaitProgressDisplay:
         # No line is shown if no thread can be started.
         with contextlib.suppress(OSError):
             self._thread.start()
@@ -240,13 +242,13 @@ class WaitingLine:
             return
         stream = sys.stderr
         if stream.isatty():
-            self._draw(stream)
+            self._draw_progress_bar(stream)
         else:
-            done, total = self._count_bytes()
+            done, total = self._count_written_and_all_bytes()
             stream.write(f"{self._text()} ({done / 1e6:.0f} of {total / 1e6:.0f} MB written)\n")
             stream.flush()
 
-    def _draw(self, stream: TextIO) -> None:
+    def _draw_progress_bar(self, stream: TextIO) -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -263,12 +265,12 @@ class WaitingLine:
             TransferSpeedColumn(),
         )
         with Progress(*columns, console=Console(file=stream)) as progress:
-            done, total = self._count_bytes()
+            done, total = self._count_written_and_all_bytes()
             task = progress.add_task(self._text(), completed=done, total=total)
             while not self._over.wait(_REDRAW_S):
-                done, total = self._count_bytes()
+                done, total = self._count_written_and_all_bytes()
                 progress.update(task, completed=done, total=total, description=self._text())
-            done, total = self._count_bytes()
+            done, total = self._count_written_and_all_bytes()
             progress.update(task, completed=done, total=total, description=self._text())
 
     def _text(self) -> str:
@@ -278,7 +280,7 @@ class WaitingLine:
         noun = "checkpoint" if waiting == 1 else "checkpoints"
         return f"stillframe: waiting for {waiting} {noun} to reach the disk"
 
-    def _count_bytes(self) -> tuple[int, int]:
+    def _count_written_and_all_bytes(self) -> tuple[int, int]:
         """Return how many bytes are written, and how many there are."""
         pairs = [handle.progress() for handle in self._handles]
         return sum(done for done, _ in pairs), sum(total for _, total in pairs)

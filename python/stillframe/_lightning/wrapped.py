@@ -25,7 +25,7 @@ from stillframe._save.engine import Engine, take_slot
 from stillframe._save.handle import SaveHandle, set_mirror, wait_for_end
 from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
-from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
+from stillframe._snapshot.snapshot import Snapshot, snapshot_for_pickling
 from stillframe.errors import PoolExhaustedError
 
 log = logging.getLogger("stillframe")
@@ -99,7 +99,7 @@ class WrappedIO:
             save.submit(target.key(), _core.WORK_SAVE, work)
             if taken is None:
                 wait_for_end(save)
-            save.call_is_over()
+            save.record_call_end()
             return save
 
     def _work(
@@ -156,7 +156,7 @@ def _take(
         return bool(under_way)
 
     try:
-        return snapshot_to_write(
+        return snapshot_for_pickling(
             checkpoint, overlap=overlap, engine=engine, wait_for_room=wait_for_a_save
         )
     except PoolExhaustedError:

@@ -22,9 +22,9 @@ import torch
 
 from stillframe._base import urls
 from stillframe._base.arguments import check_booleans
-from stillframe._base.distributed import may_have_other_ranks
+from stillframe._base.distributed import may_have_other_local_ranks
 from stillframe._base.paths import CheckpointPath
-from stillframe._lightning.callers import io_chain
+from stillframe._lightning.callers import iter_checkpoint_ios
 from stillframe._lightning.work import Work
 from stillframe._lightning.wrapped import WrappedIO
 from stillframe._load.load import load
@@ -113,7 +113,7 @@ class PluginOptions:
     def save_options(self, path: str = "checkpoint", *, overlap: bool) -> SaveOptions:
         """Return the options of a save to `path`. Raise an error if an option is wrong. The default
         path is for a caller that only wants this check."""
-        mirror = uploads.upload_of(
+        mirror = uploads.new_mirror_upload(
             path,
             self.mirror,
             self.storage_options,
@@ -157,7 +157,7 @@ class Writers:
         self, reader: type[Any], checkpoint_io: Any | None, options: PluginOptions
     ) -> None:
         if checkpoint_io is not None:
-            _refuse_no_io(checkpoint_io)
+            _refuse_non_checkpoint_io(checkpoint_io)
         self._reader = reader
         self.options = options
         self.wrapped_io = None if checkpoint_io is None else WrappedIO(checkpoint_io, reader)
@@ -223,17 +223,17 @@ class Writers:
         return work.use(Engine(**options))
 
 
-def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
+def refuse_nested_plugin(checkpoint_io: Any, ours: type[Any], name: str) -> None:
     """Raise ValueError if `checkpoint_io` is a plugin of class `ours`, or wraps one. `name` is for
     the message."""
-    if any(isinstance(io, ours) for io in (checkpoint_io, *io_chain(checkpoint_io))):
+    if any(isinstance(io, ours) for io in (checkpoint_io, *iter_checkpoint_ios(checkpoint_io))):
         raise ValueError(
             f"{name}(checkpoint_io=...) takes another CheckpointIO, not one of stillframe's: it"
             " would wait for itself."
         )
 
 
-def _refuse_no_io(checkpoint_io: Any) -> None:
+def _refuse_non_checkpoint_io(checkpoint_io: Any) -> None:
     """Raise TypeError now for an object that is no CheckpointIO, not at the first save."""
     is_class = isinstance(checkpoint_io, type)
     names = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
@@ -257,7 +257,7 @@ def read(reader: Callable[..., Any], target: CheckpointPath, args: Any, kwargs: 
         return reader(path, *args, **kwargs)
     if not target.remote and not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    return load(path, **load_arguments, shared=may_have_other_ranks())
+    return load(path, **load_arguments, shared=may_have_other_local_ranks())
 
 
 def _arguments(

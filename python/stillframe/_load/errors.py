@@ -13,7 +13,7 @@ import torch
 
 from stillframe import _core
 from stillframe._base import file_kinds, records, safetensors, urls
-from stillframe._base.disk import Disk, Opened
+from stillframe._base.disk import Disk, OpenFile
 from stillframe._base.records import Failure, RestoreFailed
 from stillframe._load import restore
 from stillframe._load.into import WAS_FREED
@@ -47,15 +47,15 @@ class Request:
         """Whether the pickle may call any function. It may not if `weights_only` is None."""
         return self.weights_only is not None and not self.weights_only
 
-    def open_file(self, path: str, *, peek: bool = False) -> AbstractContextManager[Opened]:
+    def open_file(self, path: str, *, peek: bool = False) -> AbstractContextManager[OpenFile]:
         """Wait for the saves of a path that were submitted before, and open the file. With `peek`,
         only a small part of the file is read at first."""
         if not self.disk.is_remote:
-            return closing(ordered.open_in_order(path))
-        ordered.wait_for_key(urls.key(path))
+            return closing(ordered.open_after_earlier_saves(path))
+        ordered.wait_for_saves_of_key(urls.key(path))
         if path.endswith(safetensors.INDEX_SUFFIX):
             # Wait for all saves to the directory ("/"), because the index names files in it.
-            ordered.wait_for_key(urls.key(os.path.dirname(path)) + b"/")
+            ordered.wait_for_saves_of_key(urls.key(os.path.dirname(path)) + b"/")
         return self.disk.open(path, peek=peek)
 
     def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
@@ -65,10 +65,10 @@ class Request:
             - What the check found.
             - A restore of the records that has not begun. None if the core cannot find the records.
         """
-        with errors_with_path(self.path):
+        with add_path_to_os_errors(self.path):
             return _core.restore(fd, self.verify, self.shared)
 
-    def open_again(self, fd: int) -> _core.Restore:
+    def open_second_restore(self, fd: int) -> _core.Restore:
         """Return a second restore of a file for which `open` has returned one."""
         return cast("_core.Restore", self.open(fd)[1])
 
@@ -78,7 +78,7 @@ class TorchMustReadError(Exception):
 
 
 @contextmanager
-def noting_half_written() -> Iterator[None]:
+def note_half_written_on_error() -> Iterator[None]:
     """Add a note to an exception of the block that the targets are half written. Add no note if the
     message says this already."""
     try:
@@ -91,7 +91,7 @@ def noting_half_written() -> Iterator[None]:
 
 
 @contextmanager
-def errors_for_users(fd: int, request: Request, suffix: str = "") -> Iterator[None]:
+def translate_restore_errors(fd: int, request: Request, suffix: str = "") -> Iterator[None]:
     """Turn an exception of a restore in the block into an error for users, whose message ends with
     `suffix`. Raise TorchMustReadError if torch has to read the archive."""
     try:
@@ -101,12 +101,12 @@ def errors_for_users(fd: int, request: Request, suffix: str = "") -> Iterator[No
             raise TorchMustReadError(PACKED) from None
         _raise_failure(failed.failure, fd, request, suffix)
     except restore.Missing as missing:
-        tensors = _tensors_text(fd, request, str(missing))
+        tensors = _describe_record_tensors(fd, request, str(missing))
         raise CorruptCheckpointError(
             f"{request.path} cannot be loaded: record {missing} is missing{tensors}{suffix}"
         ) from None
-    except restore.CutShort as short:
-        tensors = _tensors_text(fd, request, str(short))
+    except restore.RecordTooShortError as short:
+        tensors = _describe_record_tensors(fd, request, str(short))
         raise RuntimeError(
             f"{request.path} cannot be loaded: record {short} is too short for what is in"
             f" it{tensors}; {WAS_FREED}"
@@ -116,7 +116,7 @@ def errors_for_users(fd: int, request: Request, suffix: str = "") -> Iterator[No
 def _raise_failure(failure: Failure, fd: int, request: Request, suffix: str) -> NoReturn:
     """Raise the error for users about a record's failure. Its message ends with `suffix`."""
     if failure.code == _core.ECORRUPT:
-        tensors = _tensors_text(fd, request, failure.record)
+        tensors = _describe_record_tensors(fd, request, failure.record)
         suffix = f" (at byte {failure.offset}{tensors}){suffix}"
         try:
             # Read the whole file again. A damaged file raises here.
@@ -136,18 +136,18 @@ def _raise_failure(failure: Failure, fd: int, request: Request, suffix: str) -> 
     raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){suffix}", request.path)
 
 
-def _tensors_text(fd: int, request: Request, record: str) -> str:
+def _describe_record_tensors(fd: int, request: Request, record: str) -> str:
     """Return a part of a message that names the tensors in a record: ": a, b", or ""."""
     folder, _, key = record.partition("/")
     if folder != "data":
         return ""
     try:
-        core = request.open_again(fd)
+        core = request.open_second_restore(fd)
         try:
             (pickled,) = records.read(core, ("data.pkl",))
         finally:
             core.close()
-        names = keypaths.of_storage(pickled, key)
+        names = keypaths.tensor_paths_over_storage(pickled, key)
     except Exception:  # a foreign pickle may raise anything; the message lacks the names then
         return ""
     if not names:
@@ -157,7 +157,7 @@ def _tensors_text(fd: int, request: Request, record: str) -> str:
 
 
 @contextmanager
-def errors_with_path(path: str) -> Iterator[None]:
+def add_path_to_os_errors(path: str) -> Iterator[None]:
     """Replace an OSError of the block by an OSError that has the file's name."""
     try:
         yield
@@ -191,7 +191,7 @@ def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[s
         OSError: The file cannot be read; for a directory, IsADirectoryError. The error's `filename`
             is `path`.
     """
-    with errors_with_path(path):
+    with add_path_to_os_errors(path):
         found = _core.check(fd, verify, later=later)
     refuse_damaged(found, path)
     return found

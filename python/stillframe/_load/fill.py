@@ -63,7 +63,7 @@ class Fill:
         # The CUDA devices of these targets. The core counts devices from 0, `_device` from 1.
         self._devices: dict[int, int] = {}
         for index, target in self._direct_targets.items():
-            number = _device.number_of_tensor(target)
+            number = _device.device_number_of_tensor(target)
             if number > 0:
                 self._devices[index] = number - 1
         # The memory from which records are copied to their targets.
@@ -73,7 +73,7 @@ class Fill:
 
     def _record_index(self, file_tensor: Tensor, first: int) -> int | None:
         """Return the number of a tensor's record in this file, or None if it is in another file."""
-        index = restore.record_of(file_tensor)
+        index = restore.record_number_of(file_tensor)
         if index is None or not first <= index < first + len(self._sizes):
             return None
         return index - first
@@ -86,7 +86,7 @@ class Fill:
                 the targets may be half written.
         """
         try:
-            restore.open_devices(self._core, set(self._devices.values()))
+            restore.prepare_device_copies(self._core, set(self._devices.values()))
             for index in sorted(self._targets):
                 # Records in one chunk are read together, so all of them need memory first.
                 nr_needed = self._core.reach(index)
@@ -163,7 +163,7 @@ def _can_be_read_into(target: Tensor, file_tensor: Tensor, nbytes: int) -> bool:
     over the record."""
     return (
         type(target) in _PLAIN
-        and _device.number_of_tensor(target) >= 0
+        and _device.device_number_of_tensor(target) >= 0
         and target.data_ptr() != 0
         and target.is_contiguous()
         and file_tensor.is_contiguous()

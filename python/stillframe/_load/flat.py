@@ -22,11 +22,11 @@ from torch import Tensor, serialization
 from stillframe import _core
 from stillframe._base import bar, file_kinds, safetensors
 from stillframe._base import device as _device
-from stillframe._base.disk import Opened
+from stillframe._base.disk import OpenFile
 from stillframe._base.records import RestoreFailed
 from stillframe._base.safetensors import Entry, Header
 from stillframe._load import placement, restore
-from stillframe._load.errors import HALF_WRITTEN, MapLocation, Request, errors_with_path
+from stillframe._load.errors import HALF_WRITTEN, MapLocation, Request, add_path_to_os_errors
 from stillframe._load.fill import Fill
 from stillframe._load.into import Plan
 from stillframe.errors import CorruptCheckpointError, StillframeError
@@ -34,7 +34,7 @@ from stillframe.errors import CorruptCheckpointError, StillframeError
 
 def is_safetensors_or_index(fd: int, path: str) -> bool:
     """Return whether an open file is a safetensors file, or an index that names such files."""
-    with errors_with_path(path):
+    with add_path_to_os_errors(path):
         return path.endswith(safetensors.INDEX_SUFFIX) or file_kinds.is_safetensors(fd, path)
 
 
@@ -42,7 +42,7 @@ def is_safetensors_or_index(fd: int, path: str) -> bool:
 class _File:
     """One open safetensors file."""
 
-    opened: Opened
+    opened: OpenFile
     path: str
     header: Header
     first: int  # the number of its first tensor among the tensors of all files
@@ -59,7 +59,7 @@ class Files:
         StillframeError: This torch lacks a type that a file has.
     """
 
-    def __init__(self, opened: Opened, request: Request) -> None:
+    def __init__(self, opened: OpenFile, request: Request) -> None:
         self._request = request
         self._stack = contextlib.ExitStack()
         try:
@@ -77,7 +77,7 @@ class Files:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def _open(self, opened: Opened, path: str) -> list[_File]:
+    def _open(self, opened: OpenFile, path: str) -> list[_File]:
         """Read the header of the file, or open all files of an index and read their headers."""
         if not path.endswith(safetensors.INDEX_SUFFIX):
             return [_File(opened, path, _read_header(opened.fileno(), path), 0)]
@@ -88,7 +88,7 @@ class Files:
             opened = self._stack.enter_context(self._request.open_file(shard, peek=True))
             header = _read_header(opened.fileno(), shard)
             self._request.disk.release_memory(opened)  # because there may be many files
-            safetensors.refuse_other_tensors(name, header.entries, tensors)
+            safetensors.refuse_missing_tensors(name, header.entries, tensors)
             files.append(_File(opened, shard, header, first))
             first += len(header.entries)
         return files
@@ -107,22 +107,25 @@ class Files:
         if isinstance(map_location, dict):
             # In this format, all tensors count as saved on the CPU.
             map_location = map_location.get("cpu", "cpu")
-        if str(map_location) == "meta" or restore.reads_no_bytes():
+        if str(map_location) == "meta" or restore.is_fake_or_skip_data_mode():
             yield from _tensors_without_bytes(entries, map_location)
             return
         if not entries:
             return
 
         devices: dict[int, torch.device] = {}
-        if map_location is not None and placement.may_find(map_location):
-            device = _device.of_location(str(map_location))
+        if map_location is not None and placement.may_find_devices(map_location):
+            device = _device.cuda_device_of_location(str(map_location))
             if device is not None:
                 devices = dict.fromkeys(range(len(entries)), device)
         # Not called with `devices`, because the records are then read straight to them.
-        restore_location = _location_rule(None if devices else map_location)
+        restore_location = _restore_location_function(None if devices else map_location)
         core = self._restore(file)
         memory = restore.ReadAhead(core, restore.ahead_bytes(map_location, devices), devices)
-        with bar.watched(core.done, file.path, file.header.nbytes), _errors_for_users(file):
+        with (
+            bar.watched(core.done, file.path, file.header.nbytes),
+            _translate_restore_failures(file),
+        ):
             try:
                 memory.begin()
                 for index, entry in enumerate(entries):
@@ -138,10 +141,10 @@ class Files:
 
     def mapped(self, map_location: MapLocation) -> dict[str, Tensor]:
         """Return tensors over the files' pages, mapped privately."""
-        if restore.reads_no_bytes() or str(map_location) == "meta":
+        if restore.is_fake_or_skip_data_mode() or str(map_location) == "meta":
             return self.load(map_location)
         tensors: dict[str, Tensor] = {}
-        restore_location = _location_rule(map_location)
+        restore_location = _restore_location_function(map_location)
         for file in self._files:
             fd, nbytes = file.opened.fileno(), file.header.nbytes
             _core.arrive(fd)  # waits until all bytes of a remote object are here
@@ -158,14 +161,14 @@ class Files:
     # ---- in place ----
 
     def shapes(self) -> tuple[dict[str, Tensor], list[int]]:
-        """Return meta tensors by name, and the length of each record in bytes. `restore.record_of`
-        tells the record of a tensor."""
+        """Return meta tensors by name, and the length of each record in bytes.
+        `restore.record_number_of` tells the record of a tensor."""
         entries = [entry for file in self._files for entry in file.header.entries]
         sizes = [entry.end - entry.begin for entry in entries]
         tensors: dict[str, Tensor] = {}
         for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
             storage = restore.new_storage(size, "meta")
-            storage._checkpoint_offset = number  # for `restore.record_of`
+            storage._checkpoint_offset = number  # for `restore.record_number_of`
             tensors[entry.name] = _tensor_over(storage, entry)
         return tensors, sizes
 
@@ -178,7 +181,7 @@ class Files:
                 nbytes = file.header.nbytes
                 with (
                     bar.watched(core.done, file.path, nbytes),
-                    _errors_for_users(file, f"; {HALF_WRITTEN}"),
+                    _translate_restore_failures(file, f"; {HALF_WRITTEN}"),
                 ):
                     Fill(core, plan, new, file.first).run()
                 self._request.disk.release_memory(file.opened)
@@ -192,7 +195,7 @@ class Files:
         return _core.restore_bare(fd, ranges, file.header.nbytes, self._request.shared)
 
 
-def with_ties(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
+def add_tied_tensor_names(tensors: dict[str, Tensor], into: Any) -> dict[str, Tensor]:
     """Return a file's tensors by name. If `into` is a module, add the other names of tied tensors.
 
     Tied tensors share memory. A safetensors file has them once, under one of their names.
@@ -264,13 +267,13 @@ def _tensors_without_bytes(
         yield entry.name, torch.empty(_shape(entry), dtype=_dtype(entry), device=device)
 
 
-def _location_rule(map_location: MapLocation) -> Any:
+def _restore_location_function(map_location: MapLocation) -> Any:
     """Return torch.load's function for `map_location`, which moves a storage to its device."""
     return serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _errors_for_users(file: _File, suffix: str = "") -> Iterator[None]:
+def _translate_restore_failures(file: _File, suffix: str = "") -> Iterator[None]:
     """Turn a RestoreFailed of the block into an error for users, whose message ends with
     `suffix`."""
     try:

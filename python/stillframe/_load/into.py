@@ -21,9 +21,9 @@ from stillframe._load import restore, stateful
 from stillframe._tree.rebuild import (
     ATOMS,
     attributes_of,
+    find_opaque_object_with_tensors,
     is_array,
     is_atom,
-    opaque_object_with_tensors,
     reach,
 )
 
@@ -58,11 +58,11 @@ class Plan:
                 shown.append(f"and {len(self.problems) - _MAX_SHOWN} more")
             raise ValueError("the file does not fit what into= names: " + "; ".join(shown))
 
-    def refuse_short(self, sizes: list[int]) -> None:
+    def refuse_short_records(self, sizes: list[int]) -> None:
         """Raise ValueError if there are problems, or if a record is too short for its tensor.
         `sizes` has the bytes of each record."""
         for path, _, file_tensor in self.tensors:
-            index = restore.record_of(file_tensor)
+            index = restore.record_number_of(file_tensor)
             if index is not None and reach(file_tensor) > sizes[index]:
                 self.problems.append(f"{path} is cut short in the file: {WAS_FREED}")
         self.refuse_problems()
@@ -77,21 +77,21 @@ class Plan:
           longer than its record.
         - Targets share memory, and get different bytes.
         """
-        if any(restore.record_of(file_tensor) is None for _, _, file_tensor in self.tensors):
+        if any(restore.record_number_of(file_tensor) is None for _, _, file_tensor in self.tensors):
             return None
-        if _overlap_with_other_bytes(self.tensors):
+        if _has_conflicting_overlaps(self.tensors):
             return None
         trees = [value for _, _, value in self.values]
         for call in self.calls:
             trees += call.trees
-        if opaque_object_with_tensors(trees) is not None:
+        if find_opaque_object_with_tensors(trees) is not None:
             return None
         new: list[Tensor] = []
         for leaf in _leaves(trees):
             if isinstance(leaf, (UntypedStorage, TypedStorage)):
                 return None
             if isinstance(leaf, Tensor):
-                if not _is_over_its_record(leaf, sizes):
+                if not _is_plain_view_of_record(leaf, sizes):
                     return None
                 new.append(leaf)
         return new
@@ -128,7 +128,7 @@ def _leaves(trees: list[Any]) -> Iterator[Any]:
             yield node
 
 
-def _overlap_with_other_bytes(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
+def _has_conflicting_overlaps(tensors: list[tuple[str, Tensor, Tensor]]) -> bool:
     """Return whether some targets share memory, but get different bytes of the file.
 
     Such memory has to get the bytes of the last target in the tree, but records are not read in
@@ -168,15 +168,15 @@ def _span(target: Tensor, file_tensor: Tensor) -> tuple[str, int, int, object]:
     if target.stride() != file_tensor.stride():
         order = (target.stride(), file_tensor.stride(), target.shape)
     sign = file_tensor.is_conj(), file_tensor.is_neg()
-    source = (restore.record_of(file_tensor), distance, order, sign)
+    source = (restore.record_number_of(file_tensor), distance, order, sign)
     return str(target.device), first, end, source
 
 
-def _is_over_its_record(file_tensor: Tensor, sizes: list[int]) -> bool:
+def _is_plain_view_of_record(file_tensor: Tensor, sizes: list[int]) -> bool:
     """Return whether a tensor of the file is a plain view of the bytes of one record."""
     if type(file_tensor) not in _PLAIN or not _is_strided(file_tensor) or file_tensor.is_quantized:
         return False
-    index = restore.record_of(file_tensor)
+    index = restore.record_number_of(file_tensor)
     return index is not None and reach(file_tensor) <= sizes[index]
 
 

@@ -31,7 +31,7 @@ from stillframe import _core
 from stillframe._base import bar, cpus, file_kinds
 from stillframe._base.arguments import check_booleans
 from stillframe._base.calls import no_garbage_collection
-from stillframe._base.disk import Opened
+from stillframe._base.disk import OpenFile
 from stillframe._load import flat, placement, restore
 from stillframe._load.errors import (
     HALF_WRITTEN,
@@ -41,9 +41,9 @@ from stillframe._load.errors import (
     Request,
     TorchMustReadError,
     check_fd,
-    errors_for_users,
-    noting_half_written,
+    note_half_written_on_error,
     refuse_damaged,
+    translate_restore_errors,
 )
 from stillframe._load.fill import Fill
 from stillframe._load.into import Plan, copy, match
@@ -155,12 +155,12 @@ def load(
         raise ValueError("with into= the tensors are where they are: leave map_location out")
     if into is not None and mmap:
         raise ValueError("with into= the tensors have their memory: leave mmap out")
-    if into is not None and restore.reads_no_bytes():
+    if into is not None and restore.is_fake_or_skip_data_mode():
         raise ValueError(
             "with into= the file's bytes are read: not inside FakeTensorMode or"
             " torch.serialization.skip_data"
         )
-    disk, text = disks.of_path(path, storage_options)
+    disk, text = disks.resolve_disk_and_path(path, storage_options)
     request = Request(text, disk, map_location, weights_only, verify, shared)
     with disk, request.open_file(text) as opened:
         fd = opened.fileno()
@@ -203,11 +203,14 @@ def _load_fd(fd: int, request: Request) -> Any:
     nbytes, core, why_torch = _open_records(fd, request)
     if core is not None:
         devices: dict[int, torch.device] = {}
-        if placement.may_find(request.map_location):
-            devices = placement.find(request.open_again(fd), request.map_location)
+        if placement.may_find_devices(request.map_location):
+            devices = placement.find(request.open_second_restore(fd), request.map_location)
         archive = restore.open_archive(core, fd, nbytes, request.map_location, devices)
         try:
-            with bar.watched(core.done, request.path, nbytes), errors_for_users(fd, request):
+            with (
+                bar.watched(core.done, request.path, nbytes),
+                translate_restore_errors(fd, request),
+            ):
                 return archive.load(request.map_location, not request.runs_code)
         except TorchMustReadError as error:
             why_torch = str(error)
@@ -222,58 +225,62 @@ def _load_fd(fd: int, request: Request) -> Any:
 def _load_into(fd: int, into: Any, request: Request) -> Any:
     """Load an open file into the tensors and objects of `into`."""
     nbytes, core, why_torch = _open_records(fd, request)
-    plan_and_new = None if core is None else _plan_ahead(core, into, request)
+    plan_and_new = None if core is None else _plan_from_pickle(core, into, request)
     if core is None:
-        plan = _copy_into(fd, into, request, why_torch, _load_by_torch)
+        plan = _load_and_copy_into(fd, into, request, why_torch, _load_by_torch)
     elif plan_and_new is None:
-        plan = _copy_into(fd, into, request, "its pickle does not tell what goes where", _load_fd)
+        plan = _load_and_copy_into(
+            fd, into, request, "its pickle does not tell what goes where", _load_fd
+        )
     else:
         gate.wait()  # saves may still copy from the tensors of `into`
-        with noting_half_written():
+        with note_half_written_on_error():
             try:
-                plan = _fill(*plan_and_new, fd, request, nbytes)
+                plan = _read_records_into_targets(*plan_and_new, fd, request, nbytes)
             except TorchMustReadError as error:
-                plan = _copy_into(fd, into, request, str(error), _load_by_torch)
+                plan = _load_and_copy_into(fd, into, request, str(error), _load_by_torch)
     plan.finish()
     return into
 
 
-def _load_safetensors(opened: Opened, into: Any, request: Request, *, mmap: bool) -> Any:
+def _load_safetensors(opened: OpenFile, into: Any, request: Request, *, mmap: bool) -> Any:
     with flat.Files(opened, request) as files:
         if into is None:
             return files.mapped(request.map_location) if mmap else files.load(request.map_location)
         shapes, sizes = files.shapes()
-        plan = match(into, flat.with_ties(shapes, into))
-        plan.refuse_short(sizes)
+        plan = match(into, flat.add_tied_tensor_names(shapes, into))
+        plan.refuse_short_records(sizes)
         new = plan.new_tensors(sizes)
         if new is None:  # the bytes cannot go straight from the file to their targets
 
             def load_file(_fd: int, _request: Request) -> Any:
-                return flat.with_ties(files.load("cpu"), into)
+                return flat.add_tied_tensor_names(files.load("cpu"), into)
 
             why = "its targets share memory, or wrap tensors"
-            plan = _copy_into(opened.fileno(), into, request, why, load_file)
+            plan = _load_and_copy_into(opened.fileno(), into, request, why, load_file)
         else:
             gate.wait()  # saves may still copy from the tensors of `into`
-            with noting_half_written():
+            with note_half_written_on_error():
                 files.fill(plan, new)
     plan.finish()
     return into
 
 
-def _fill(plan: Plan, new: list[Tensor], fd: int, request: Request, nbytes: int) -> Plan:
+def _read_records_into_targets(
+    plan: Plan, new: list[Tensor], fd: int, request: Request, nbytes: int
+) -> Plan:
     """Read the records of a file straight to their targets. Return the plan, whose `finish` the
     caller has to call. `new` is the plan's `new_tensors`."""
-    core = request.open_again(fd)
+    core = request.open_second_restore(fd)
     with (
         bar.watched(core.done, request.path, nbytes),
-        errors_for_users(fd, request, f"; {HALF_WRITTEN}"),
+        translate_restore_errors(fd, request, f"; {HALF_WRITTEN}"),
     ):
         Fill(core, plan, new).run()
     return plan
 
 
-def _copy_into(
+def _load_and_copy_into(
     fd: int, into: Any, request: Request, why: str, load_file: Callable[[int, Request], Any]
 ) -> Plan:
     """Load the file with `load_file` into new memory on the CPU, and copy from there to `into`.
@@ -282,12 +289,12 @@ def _copy_into(
     plan = match(into, load_file(fd, replace(request, map_location="cpu")))
     plan.refuse_problems()
     gate.wait()  # saves may still copy from the tensors of `into`
-    with noting_half_written():
+    with note_half_written_on_error():
         copy(plan)
     return plan
 
 
-def _plan_ahead(
+def _plan_from_pickle(
     core: _core.Restore, into: Any, request: Request
 ) -> tuple[Plan, list[Tensor]] | None:
     """Find which record goes to which target from the file's pickle alone. Raise ValueError if
@@ -304,7 +311,7 @@ def _plan_ahead(
         _logger.debug("the pickle of %s cannot be read ahead: %r", request.path, error)
         return None
     plan = match(into, file_tree)
-    plan.refuse_short(shapes.sizes)
+    plan.refuse_short_records(shapes.sizes)
     new = plan.new_tensors(shapes.sizes)  # None: it is not known which bytes go where
     return None if new is None else (plan, new)
 

@@ -49,7 +49,7 @@ def _devices(core: _core.Restore, map_location: Any) -> dict[str, torch.device |
     if isinstance(map_location, (str, torch.device)):
         # Every storage goes to this device. The keys are "0", "1", ... without a gap.
         (byteorder,) = records.read(core, ("byteorder",))
-        device = _device.of_location(str(map_location))
+        device = _device.cuda_device_of_location(str(map_location))
         keys: list[str] = []
         while core.find(f"data/{len(keys)}") >= 0:
             keys.append(str(len(keys)))
@@ -59,24 +59,24 @@ def _devices(core: _core.Restore, map_location: Any) -> dict[str, torch.device |
         return {}
     new_locations = map_location or {}  # a dict, or None
     return {
-        key: _device.of_location(str(new_locations.get(location, location)))
-        for key, location in _Locations(pickle).location_of.items()
+        key: _device.cuda_device_of_location(str(new_locations.get(location, location)))
+        for key, location in _StorageLocationReader(pickle).location_of.items()
     }
 
 
-def may_find(map_location: Any) -> bool:
+def may_find_devices(map_location: Any) -> bool:
     """Return False if `find` would find no device in any file."""
     if callable(map_location):
         return False  # the function chooses the devices while torch loads
-    if not (_device.may_be_loaded_to() and _is_torchs_rule_known()):
+    if not (_device.has_cuda_device() and _is_cuda_rule_torchs_own()):
         return False
     if isinstance(map_location, (str, torch.device)):
-        return _device.of_location(str(map_location)) is not None
+        return _device.cuda_device_of_location(str(map_location)) is not None
     return True
 
 
 @functools.cache
-def _is_torchs_rule_known() -> bool:
+def _is_cuda_rule_torchs_own() -> bool:
     """Return whether torch restores the location "cuda" by its own rule, which this module follows.
     Other code may have registered a rule before torch's."""
     # Rows of (priority, function for saving, function for loading), lowest priority first.
@@ -91,7 +91,7 @@ def _is_torchs_rule_known() -> bool:
     )
 
 
-class _Locations(keypaths.Reader):
+class _StorageLocationReader(keypaths.Reader):
     """The locations that a pickle records for its storages: `location_of` has them by key."""
 
     def __init__(self, pickle: bytes) -> None:

@@ -55,7 +55,7 @@ class _LoadedStorage:
         return self
 
 
-class CutShort(Exception):
+class RecordTooShortError(Exception):
     """The error of a tensor that reaches beyond its record; `args` has the record's name."""
 
 
@@ -84,7 +84,7 @@ class ReadAhead:
         """Allocate memory for the first records and start the threads."""
         for device in set(self._devices.values()):
             new_storage(1, device)  # makes torch create a context of the driver for the device
-        open_devices(self._core, numbers_of(self._devices.values()))
+        prepare_device_copies(self._core, numbers_of(self._devices.values()))
         self._allocate_memory(least=1)
 
     def take(self, index: int) -> torch.UntypedStorage | None:
@@ -148,15 +148,17 @@ class Archive:
 
         Raises:
             records.RestoreFailed: A record is damaged or could not be read.
-            CutShort: A record is shorter than a tensor in it.
+            RecordTooShortError: A record is shorter than a tensor in it.
             Missing: The file lacks a record.
         """
         torchs_module: Any = _weights_only_unpickler if weights_only else pickle
         stays_on_cpu: Callable[[str], bool] | None = None
-        if _cpu_rule_is_torchs() and (map_location is None or _is_cpu(map_location)):
-            stays_on_cpu = _cpu_test(always=map_location is not None)
+        if _is_cpu_rule_torchs_own() and (map_location is None or _is_cpu(map_location)):
+            stays_on_cpu = _make_cpu_location_test(always=map_location is not None)
         # `_load` takes a module that has a class Unpickler.
-        module = SimpleNamespace(Unpickler=_unpickler(torchs_module.Unpickler, self, stays_on_cpu))
+        module = SimpleNamespace(
+            Unpickler=_make_unpickler_class(torchs_module.Unpickler, self, stays_on_cpu)
+        )
         try:
             self._records.begin()
             if self.get_record("version") not in _KNOWN_VERSIONS:
@@ -214,16 +216,16 @@ class Archive:
     # ---- records ----
 
     def _note_handed_out(self, name: str, storage: torch.UntypedStorage) -> None:
-        """Note the length of a storage that torch gets, for `refuse_short`."""
+        """Note the length of a storage that torch gets, for `refuse_short_records`."""
         self._handed_out.append((weakref.ref(storage), name, storage.nbytes()))
 
-    def refuse_short(self) -> None:
-        """Raise CutShort if a tensor reaches beyond its record. torch has then lengthened the
-        storage, and the new bytes are undefined."""
+    def refuse_short_records(self) -> None:
+        """Raise RecordTooShortError if a tensor reaches beyond its record. torch has then
+        lengthened the storage, and the new bytes are undefined."""
         for weak_storage, name, nbytes in self._handed_out:
             storage = weak_storage()
             if storage is not None and storage.nbytes() != nbytes:
-                raise CutShort(name)
+                raise RecordTooShortError(name)
 
     @functools.cached_property
     def _torch(self) -> Any:
@@ -237,11 +239,11 @@ class Archive:
             raise Missing(name)
         storage = self._records.take(index)
         if storage is None:  # taken before, which torch does with empty records only
-            return _storage_of(self._torch.get_record(name))
+            return _storage_from_bytes(self._torch.get_record(name))
         return storage
 
 
-def _storage_of(data: bytes) -> torch.UntypedStorage:
+def _storage_from_bytes(data: bytes) -> torch.UntypedStorage:
     storage = new_storage(len(data))
     if data:
         ctypes.memmove(storage.data_ptr(), data, len(data))
@@ -275,19 +277,19 @@ def give_memory(
     core.into(first, addresses)
     # Earlier work on a stream may still use memory that torch has just given us. The copies wait
     # for the work that is on the streams now.
-    open_devices(core, numbers_of(devices[number] for number in on_devices))
+    prepare_device_copies(core, numbers_of(devices[number] for number in on_devices))
     for number in on_devices:
         address = _device.address_of(storages[number - first])
-        core.into_device(number, _device.number_of(devices[number]) - 1, address)
+        core.into_device(number, _device.device_number_of(devices[number]) - 1, address)
     return storages
 
 
 def numbers_of(devices: Iterable[torch.device]) -> set[int]:
     """Return the core's numbers of CUDA devices: 0 for the first one, which is 1 in `_device`."""
-    return {_device.number_of(device) - 1 for device in devices}
+    return {_device.device_number_of(device) - 1 for device in devices}
 
 
-def open_devices(core: _core.Restore, numbers: set[int]) -> None:
+def prepare_device_copies(core: _core.Restore, numbers: set[int]) -> None:
     """Prepare copies to devices. Later copies wait for the work on the devices' current streams.
     Raise StillframeError if a device cannot be used."""
     for number in sorted(numbers):
@@ -295,7 +297,7 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
             raise StillframeError(f"nothing can be loaded to a device: {why}")
 
 
-def _cpu_test(always: bool) -> Callable[[str], bool]:
+def _make_cpu_location_test(always: bool) -> Callable[[str], bool]:
     """Return a function that says whether a storage is loaded to the CPU. Its argument is the
     location where the storage was saved."""
     if always:
@@ -303,7 +305,9 @@ def _cpu_test(always: bool) -> Callable[[str], bool]:
     return lambda location: location == "cpu"
 
 
-def _unpickler(base: Any, archive: Archive, stays_on_cpu: Callable[[str], bool] | None) -> Any:
+def _make_unpickler_class(
+    base: Any, archive: Archive, stays_on_cpu: Callable[[str], bool] | None
+) -> Any:
     """Return a subclass of torch's unpickler `base` that makes storages on the CPU itself. This
     saves a quarter of a load of many small tensors. If `stays_on_cpu` is None, torch makes all."""
     # The class lives until garbage is collected, and must not keep the archive's memory.
@@ -318,7 +322,7 @@ def _unpickler(base: Any, archive: Archive, stays_on_cpu: Callable[[str], bool] 
                 torchs_load: Callable[[Any], Any] = super().__getattribute__("persistent_load")
                 self.persistent_load = _make_persistent_load(archive, stays_on_cpu, torchs_load)
             loaded = super().load()
-            archive.refuse_short()
+            archive.refuse_short_records()
             return loaded
 
     return Unpickler
@@ -356,7 +360,7 @@ def _is_cpu(map_location: Any) -> bool:
     return isinstance(map_location, (str, torch.device)) and str(map_location) == "cpu"
 
 
-def _cpu_rule_is_torchs() -> bool:
+def _is_cpu_rule_torchs_own() -> bool:
     """Return whether torch's own rule restores storages that were saved on the CPU."""
     return serialization._package_registry[0][2] is serialization._cpu_deserialize
 
@@ -365,7 +369,7 @@ class Shapes:
     """A reader of an archive's pickle alone, which makes every tensor on the meta device.
 
     torch asks for the offset of each record and keeps the answer in the storage. This class answers
-    with the record's number instead, for `record_of`.
+    with the record's number instead, for `record_number_of`.
     """
 
     _NAMES = ("data.pkl", "byteorder")
@@ -404,7 +408,7 @@ class Shapes:
         return ""  # not needed here, and its record is at the end of the file
 
 
-def record_of(tensor: torch.Tensor) -> int | None:
+def record_number_of(tensor: torch.Tensor) -> int | None:
     """Return the number of the record of a tensor that `Shapes` has made. Return None if the tensor
     wraps others."""
     return tensor.untyped_storage()._checkpoint_offset  # a record's number here; see `Shapes`
@@ -420,7 +424,7 @@ def why_torch_must_read(core: _core.Restore, map_location: Any) -> str | None:
         return "its version is in another record"
     if map_location is not None and str(map_location) == "meta":
         return "no storage is asked for"
-    if reads_no_bytes():
+    if is_fake_or_skip_data_mode():
         return "no storage is asked for"
     forced = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     if any(name in os.environ for name in forced):
@@ -428,7 +432,7 @@ def why_torch_must_read(core: _core.Restore, map_location: Any) -> str | None:
     return None
 
 
-def reads_no_bytes() -> bool:
+def is_fake_or_skip_data_mode() -> bool:
     """Return whether torch.load returns tensors without the file's bytes here."""
     return (
         torch._guards.detect_fake_mode(None) is not None

@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class ObjectFillPlan:
     """How one object is filled, or the problems that prevent it."""
 
     pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()  # (path, target, the file's tensor)
@@ -82,26 +82,26 @@ def _has_method(node: object, name: str) -> bool:
     return not isinstance(node, (type, Tensor)) and callable(getattr(node, name, None))
 
 
-def filling(path: str, node: Any, file_value: Any) -> Filling:
+def filling(path: str, node: Any, file_value: Any) -> ObjectFillPlan:
     """Return how to fill a node from the file's object at the same path."""
     if not isinstance(node, (Module, Optimizer)):
-        return _by_load_state_dict(path, node, file_value)
+        return _plan_load_state_dict_call(path, node, file_value)
     if not isinstance(file_value, dict):
         where, own_type, file_type = path or "the object itself", type(node), type(file_value)
         problem = (
             f"{where} is a {own_type.__name__}, and {file_type.__name__} in the file, not its"
             " state_dict"
         )
-        return Filling(problems=(problem,))
+        return ObjectFillPlan(problems=(problem,))
     if isinstance(node, Module):
-        return _module_filling(path, node, file_value)
-    return _optimizer_filling(path, node, file_value)
+        return _plan_module_fill(path, node, file_value)
+    return _plan_optimizer_fill(path, node, file_value)
 
 
-def _by_load_state_dict(path: str, node: Any, file_value: Any) -> Filling:
+def _plan_load_state_dict_call(path: str, node: Any, file_value: Any) -> ObjectFillPlan:
     """Return a filling that only calls the node's `load_state_dict`."""
     call = Call(path, node.load_state_dict, argument=file_value, trees=(file_value,))
-    return Filling(calls=(call,))
+    return ObjectFillPlan(calls=(call,))
 
 
 def _item_path(path: str, name: Any) -> str:
@@ -111,30 +111,30 @@ def _item_path(path: str, name: Any) -> str:
 # ---- modules ----
 
 
-def _module_filling(path: str, module: Module, file_state: dict[str, Any]) -> Filling:
+def _plan_module_fill(path: str, module: Module, file_state: dict[str, Any]) -> ObjectFillPlan:
     """Return how to fill a module: its own tensors get the file's bytes, if possible."""
-    if not _is_plain(module):
-        return _by_load_state_dict(path, module, file_state)
+    if not _has_only_torch_state_methods(module):
+        return _plan_load_state_dict_call(path, module, file_state)
     state = module.state_dict()
     missing = [name for name in state if name not in file_state]
     unexpected = [name for name in file_state if name not in state]
     if missing or unexpected:
         if _takes_other_keys(module):
-            return _by_load_state_dict(path, module, file_state)
+            return _plan_load_state_dict_call(path, module, file_state)
         where = path or "the object itself"
         problems: list[str] = []
         if missing:
             problems.append(f"{where}: Missing key(s) in state_dict: {_quoted(missing)}")
         if unexpected:
             problems.append(f"{where}: Unexpected key(s) in state_dict: {_quoted(unexpected)}")
-        return Filling(problems=tuple(problems))
+        return ObjectFillPlan(problems=tuple(problems))
     extra_names = [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE]
     tensor_names = [name for name in state if name not in extra_names]
     pairs = [(_item_path(path, name), state[name], file_state[name]) for name in tensor_names]
-    if not all(_is_copied(target, file_value) for _, target, file_value in pairs):
-        return _by_load_state_dict(path, module, file_state)
+    if not all(_can_be_copied_unchanged(target, file_value) for _, target, file_value in pairs):
+        return _plan_load_state_dict_call(path, module, file_state)
     calls = (_extra_state_call(path, module, name, file_state[name]) for name in extra_names)
-    return Filling(tuple(pairs), tuple(calls))
+    return ObjectFillPlan(tuple(pairs), tuple(calls))
 
 
 def _quoted(names: list[Any]) -> str:
@@ -147,7 +147,7 @@ def _extra_state_call(path: str, module: Module, name: str, value: Any) -> Call:
     return Call(item_path, owner.set_extra_state, argument=value, trees=(value,))
 
 
-def _is_plain(module: Module) -> bool:
+def _has_only_torch_state_methods(module: Module) -> bool:
     """Return whether a module and its submodules have only torch's own methods, and no hooks."""
     return all(
         type(each).state_dict is Module.state_dict
@@ -166,7 +166,7 @@ def _takes_other_keys(module: Module) -> bool:
     return any(type(each)._load_from_state_dict is not plain for each in module.modules())
 
 
-def _is_copied(target: Any, file_value: Any) -> bool:
+def _can_be_copied_unchanged(target: Any, file_value: Any) -> bool:
     """Return whether the file's bytes can be copied unchanged to the target. Return True as well if
     the file's value does not fit at all, which `into.match` reports."""
     if not isinstance(target, Tensor):
@@ -184,7 +184,9 @@ def _is_copied(target: Any, file_value: Any) -> bool:
 # ---- optimizers ----
 
 
-def _optimizer_filling(path: str, optimizer: Optimizer, file_state: dict[str, Any]) -> Filling:
+def _plan_optimizer_fill(
+    path: str, optimizer: Optimizer, file_state: dict[str, Any]
+) -> ObjectFillPlan:
     """Return how to fill an optimizer: its own tensors get the file's bytes, if possible."""
     has_torchs_methods = (
         type(optimizer).state_dict is Optimizer.state_dict
@@ -193,12 +195,12 @@ def _optimizer_filling(path: str, optimizer: Optimizer, file_state: dict[str, An
         and not any(getattr(optimizer, hooks) for hooks in _OPTIMIZER_HOOKS)
     )
     if not has_torchs_methods:
-        return _by_load_state_dict(path, optimizer, file_state)
+        return _plan_load_state_dict_call(path, optimizer, file_state)
     if problem := _why_groups_differ(optimizer, file_state):
-        return Filling(problems=(f"{path or 'the object itself'}: {problem}",))
+        return ObjectFillPlan(problems=(f"{path or 'the object itself'}: {problem}",))
     state = _state_with_own_tensors(optimizer.state_dict()["state"], file_state["state"])
     if state is None:
-        return _by_load_state_dict(path, optimizer, file_state)
+        return _plan_load_state_dict_call(path, optimizer, file_state)
     pairs = tuple(
         (_item_path(path, f"state.{number}.{name}"), value, file_state["state"][number][name])
         for number, entry in state.items()
@@ -208,7 +210,7 @@ def _optimizer_filling(path: str, optimizer: Optimizer, file_state: dict[str, An
     rest = {name: value for name, value in file_state.items() if name != "state"}
     argument = {**rest, "state": state}
     call = Call(path, optimizer.load_state_dict, argument, trees=(rest,))
-    return Filling(pairs, (call,))
+    return ObjectFillPlan(pairs, (call,))
 
 
 def _why_groups_differ(optimizer: Optimizer, file_state: dict[str, Any]) -> str:

@@ -23,9 +23,9 @@ from torch.nn import Parameter
 from stillframe._base import device as _device
 from stillframe._offload import graph
 from stillframe._offload.device_pool import OffloadStats
-from stillframe._offload.layout import spanned
+from stillframe._offload.layout import count_spanned_elements
 from stillframe._offload.offloader import Offloader
-from stillframe._offload.saved import Kept, SavedHooks, View, check_version
+from stillframe._offload.saved import Kept, SavedTensorHooks, View, check_version
 from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
@@ -83,7 +83,7 @@ class _SavedView(NamedTuple):
         return tensor
 
 
-class _SavedOnDevice:
+class _SavedBytesOfDevice:
     """The saved bytes of one device, in the order in which autograd saved them."""
 
     def __init__(self, offloader: Offloader, keep_last: int) -> None:
@@ -175,11 +175,11 @@ class OffloadedActivations:
         self._predicate = predicate
         self._device = device
         self._engine = engine
-        self._by_device: dict[torch.device, _SavedOnDevice] = {}
-        self._entered: list[SavedHooks] = []
+        self._by_device: dict[torch.device, _SavedBytesOfDevice] = {}
+        self._entered: list[SavedTensorHooks] = []
 
     def __enter__(self) -> OffloadedActivations:
-        hooks = SavedHooks(self._replace)
+        hooks = SavedTensorHooks(self._replace)
         hooks.enter()
         self._entered.append(hooks)
         return self
@@ -203,7 +203,9 @@ class OffloadedActivations:
         all_saved = self._by_device.get(tensor.device)
         if all_saved is None:
             offloader = Offloader(tensor.device, slots=_SLOTS, engine=self._engine)
-            all_saved = self._by_device[tensor.device] = _SavedOnDevice(offloader, self._keep_last)
+            all_saved = self._by_device[tensor.device] = _SavedBytesOfDevice(
+                offloader, self._keep_last
+            )
         saved, view = all_saved.save(tensor)
         return _SavedView(self, saved, view)
 
@@ -246,7 +248,7 @@ def _range_to_offload(tensor: Tensor) -> tuple[Tensor, int]:
     """
     tensor = tensor.detach()
     first = int(tensor.storage_offset())
-    nr_spanned = spanned(tensor)
+    nr_spanned = count_spanned_elements(tensor)
     nr_elements, remaining_bytes = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
     if remaining_bytes or 2 * nr_spanned < nr_elements:
         return tensor.as_strided((nr_spanned,), (1,), first), 0

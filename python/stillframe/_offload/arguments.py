@@ -22,7 +22,7 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
     """Check the arguments, and return the modules in the order given. For the errors raised see
     `offload_layers`."""
-    order = _as_list(modules)
+    order = _check_and_list_modules(modules)
     if isinstance(keep, bool) or not isinstance(keep, int):
         raise TypeError(f"keep takes a number of layers, not a {type(keep).__name__}")
     if not 0 <= keep <= len(order):
@@ -35,9 +35,9 @@ def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
     return order
 
 
-def _as_list(modules: object) -> list[nn.Module]:
+def _check_and_list_modules(modules: object) -> list[nn.Module]:
     if isinstance(modules, nn.Module):
-        _refuse_wrapper(modules)
+        _refuse_parallel_wrapper(modules)
     if not isinstance(modules, Iterable) or isinstance(modules, nn.ModuleDict):
         raise TypeError(
             "modules takes layers in the order of forward, in a list, ModuleList or Sequential, not"
@@ -57,7 +57,7 @@ def _as_list(modules: object) -> list[nn.Module]:
 def _refuse_offloaded_or_nested(unique: list[nn.Module]) -> None:
     for module in unique:
         for inner in module.modules():
-            _refuse_wrapper(inner)
+            _refuse_parallel_wrapper(inner)
             if inner in offloaded:
                 raise ValueError(
                     f"a {type(inner).__name__} is offloaded already: remove() that first"
@@ -69,7 +69,7 @@ def _refuse_offloaded_or_nested(unique: list[nn.Module]) -> None:
                 )
 
 
-def _refuse_wrapper(module: nn.Module) -> None:
+def _refuse_parallel_wrapper(module: nn.Module) -> None:
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
             raise TypeError(
@@ -94,9 +94,9 @@ def refuse_inside_ddp(layer: Layer) -> None:
         )
 
 
-def find_sharing_layers(layers: list[Layer]) -> None:
+def record_layers_sharing_tensors(layers: list[Layer]) -> None:
     """Set `shares_buffers_with` and `shares_tensors_with` of each layer."""
-    _set_sharing_layers(layers, _ids_of_buffers, "shares_buffers_with")
+    _set_sharing_layers(layers, _ids_of_buffers_and_modules, "shares_buffers_with")
     _set_sharing_layers(layers, lambda layer: set(map(id, layer.tensors)), "shares_tensors_with")
 
 
@@ -115,7 +115,7 @@ def _set_sharing_layers(
         setattr(layer, attribute, [other for other in each_once if other is not layer])
 
 
-def _ids_of_buffers(layer: Layer) -> set[int]:
+def _ids_of_buffers_and_modules(layer: Layer) -> set[int]:
     """Return the ids of a layer's buffers, and of its modules, which may replace their buffers."""
     return {
         *map(id, layer.tensors[layer.nr_parameters :]),

@@ -17,7 +17,7 @@ import torch
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base import sizes
-from stillframe._save.engine import Engine, core_of, note_use, pool_usage
+from stillframe._save.engine import Engine, core_of, describe_pool_usage, note_use
 from stillframe.errors import PoolExhaustedError, StillframeError
 
 HOST = torch.device("cpu")
@@ -71,7 +71,7 @@ def new_stats(slots: int) -> OffloadStats:
     )
 
 
-def with_rates(counted: OffloadStats) -> OffloadStats:
+def copy_stats_with_rates(counted: OffloadStats) -> OffloadStats:
     """Return a copy of the counters, with the rates and the share computed from them."""
     stats = counted.copy()
     out_s, in_s = stats["offload_copy_s"], stats["onload_copy_s"]
@@ -81,7 +81,7 @@ def with_rates(counted: OffloadStats) -> OffloadStats:
     return stats
 
 
-class DevicePool:
+class DeviceWithPool:
     """A device, together with the pool that its groups use.
 
     Raises:
@@ -91,18 +91,18 @@ class DevicePool:
     """
 
     def __init__(self, device: torch.device | str | int, engine: Engine, slots: int) -> None:
-        self.device = _device_of(device)
+        self.device = _resolve_device(device)
         self.engine = engine
         self.core = core_of(engine)  # the core's engine, whose pool is used
-        self.number = _device.number_of(self.device)  # 0: the host; n: CUDA device n - 1
+        self.number = _device.device_number_of(self.device)  # 0: the host; n: CUDA device n - 1
         if self.number < 0:
             raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
         if self.number:
-            _device.make_context(self.number - 1)  # torch's context, which the core uses
+            _device.ensure_cuda_context(self.number - 1)  # torch's context, which the core uses
             problem = self.core.use_device(self.number - 1)  # "": the device can be used
             if problem:
                 raise StillframeError(f"nothing can be brought to {self.device}: {problem}")
-        self.stats = new_stats(slots)  # without the rates that `with_rates` computes
+        self.stats = new_stats(slots)  # without the rates that `copy_stats_with_rates` computes
         self._waits = threading.local()  # .inside: the thread is in a block of `waiting`
         self._counters_lock = threading.Lock()  # protects `host_waits` and `host_waited_s`
 
@@ -128,7 +128,7 @@ class DevicePool:
             except PoolExhaustedError:
                 raise PoolExhaustedError(
                     f"a group of {sizes.decimal(nbytes)} does not fit into the pool, where tickets"
-                    f" count as snapshots. {pool_usage(self.engine)}"
+                    f" count as snapshots. {describe_pool_usage(self.engine)}"
                 ) from None
 
     @contextmanager
@@ -147,12 +147,12 @@ class DevicePool:
                     self.stats["host_waited_s"] += time.perf_counter() - began
 
 
-def _device_of(device: torch.device | str | int) -> torch.device:
+def _resolve_device(device: torch.device | str | int) -> torch.device:
     """Return the device that an argument names, with an index if it is a CUDA device."""
     named = torch.device(device)
     if named.type != "cuda":
         return named
-    found = _device.of_location(str(named))
+    found = _device.cuda_device_of_location(str(named))
     if found is None:
         raise RuntimeError(f"there is no {named} that tensors could be brought to")
     return found

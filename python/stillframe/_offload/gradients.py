@@ -25,7 +25,7 @@ from stillframe._offload.run_all import run_all
 from stillframe._offload.ticket import Ticket
 
 
-class Gradient(NamedTuple):
+class DeviceGradient(NamedTuple):
     """A gradient on the device."""
 
     parameter: Tensor
@@ -47,7 +47,7 @@ class Gradients:
         # For each backward, by its number: the incomplete sum of each parameter.
         self._sums: dict[int, dict[Tensor, Tensor]] = {}
 
-    def send(self, task: int, gradients: Sequence[Gradient]) -> None:
+    def send(self, task: int, gradients: Sequence[DeviceGradient]) -> None:
         """Start to copy a layer's gradients, after the work queued on the current stream. `task` is
         the number of the backward."""
         if not gradients:
@@ -59,12 +59,12 @@ class Gradients:
         )
         owners = [(each.parameter, each.is_complete) for each in gradients]
         while len(self._additions) >= self._max_in_flight:
-            self._wait_for_first()
+            self._wait_for_oldest_gradients()
         self._additions.append(
             self._thread.submit(self._add_to_gradient_sums, task, ticket, owners)
         )
 
-    def _wait_for_first(self) -> None:
+    def _wait_for_oldest_gradients(self) -> None:
         """Wait until the oldest gradients in flight are added. Raise their error, if any."""
         first = self._additions.popleft()
         if not first.done():
@@ -72,7 +72,7 @@ class Gradients:
                 first.exception()  # waits, but does not raise
         first.result()
 
-    def fetch(self, gradients: Sequence[Gradient]) -> list[Tensor]:
+    def fetch(self, gradients: Sequence[DeviceGradient]) -> list[Tensor]:
         """Return copies on the CPU of gradients that autograd itself needs."""
         if not gradients:
             return []
@@ -109,7 +109,7 @@ class Gradients:
                 for parameter, total in sums.items():
                     _add(parameter, total)
 
-    def join_all(self) -> None:
+    def wait_for_all_gradients(self) -> None:
         """Wait until all gradients have been added. Raise the first error."""
         # The first `join` waits for all backwards, and has no sums. The others add their sums.
         run_all(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])

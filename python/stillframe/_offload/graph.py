@@ -9,8 +9,8 @@ the thread that called the engine:
 
 The engine calls its own callbacks only after a success. So while layers are offloaded, `watch`
 replaces the engine object of `torch.autograd`, through which every call from Python goes. After a
-failure, threads of the engine may still run nodes. `Pass.add_listener` gives the engine a callback
-to learn when they end: the engine drops it after the last node.
+failure, threads of the engine may still run nodes. `BackwardPass.add_listener` gives the engine a
+callback to learn when they end: the engine drops it after the last node.
 
 The pass is one of torch's thread-local objects. The engine copies these objects from the caller to
 every thread that runs a node. So a node finds its own pass.
@@ -47,19 +47,19 @@ def task() -> int:
     return torch._C._current_graph_task_id()
 
 
-class Pass:
+class BackwardPass:
     """One call of the engine. `outer` is the pass whose node made the call, as in reentrant
     activation checkpointing. It is None for an outermost pass."""
 
-    def __init__(self, outer: Pass | None) -> None:
+    def __init__(self, outer: BackwardPass | None) -> None:
         self.outer = outer
         self.number = NO_TASK  # the engine's number of the pass, once a listener has joined
-        self.listeners: dict[EndListener, None] = {}  # an ordered set, to call at the end
+        self.listeners: dict[BackwardEndListener, None] = {}  # an ordered set, to call at the end
         self.is_over = False  # the call has returned; threads may still refer to the pass
         # Refers to a callback that the engine drops together with the pass.
         self._engines_callback: weakref.ref[Any] | None = None
 
-    def add_listener(self, listener: EndListener) -> None:
+    def add_listener(self, listener: BackwardEndListener) -> None:
         """Have `listener` called at the end. Call this on a thread that runs a node of the pass."""
         self.number = task()
         self.listeners[listener] = None
@@ -72,23 +72,28 @@ class Pass:
     def end(self, succeeded: bool) -> None:
         """Call the listeners, and raise their first error. If the pass failed, first wait until
         none of its nodes runs."""
-        if not succeeded and not self._wait_until_dropped():
+        if not succeeded and not self._wait_until_engine_drops_pass():
             log.error(
                 "stillframe: a backward has failed, and a node of it still runs after %.0f s",
                 _MAX_WAIT_S,
             )
-        run_all([functools.partial(self._report_end, each, succeeded) for each in self.listeners])
+        run_all(
+            [
+                functools.partial(self._call_and_drop_listener, each, succeeded)
+                for each in self.listeners
+            ]
+        )
 
-    def _report_end(self, listener: EndListener, succeeded: bool) -> None:
+    def _call_and_drop_listener(self, listener: BackwardEndListener, succeeded: bool) -> None:
         # After Ctrl-C, which is no Exception, the listener stays for `_end_failed_pass`.
         try:
-            listener._pass_ended(self, succeeded)
+            listener._handle_pass_end(self, succeeded)
         except Exception:
             del self.listeners[listener]
             raise
         del self.listeners[listener]
 
-    def _wait_until_dropped(self) -> bool:
+    def _wait_until_engine_drops_pass(self) -> bool:
         """Wait until the engine has dropped the pass. Return False after `_MAX_WAIT_S`."""
         end = time.monotonic() + _MAX_WAIT_S
         while self._engines_callback is not None and self._engines_callback() is not None:
@@ -98,16 +103,16 @@ class Pass:
         return True
 
 
-def current() -> Pass | None:
+def current() -> BackwardPass | None:
     """Return the pass whose node the calling thread runs. Return None if the thread runs no node,
     or if the backward was not called through the `_WatchedAutogradEngine` that `watch` installs."""
     if task() == NO_TASK or not torch._C._is_key_in_tls(_KEY):
         return None
-    found: Pass | None = torch._C._get_obj_in_tls(_KEY)
+    found: BackwardPass | None = torch._C._get_obj_in_tls(_KEY)
     return None if found is None or found.is_over else found
 
 
-def _make_current(new: Pass | None) -> None:
+def _set_current_pass(new: BackwardPass | None) -> None:
     """Set the thread-local object that `current` returns. None removes it."""
     if new is not None:
         torch._C._stash_obj_in_tls(_KEY, new)
@@ -124,16 +129,16 @@ class _WatchedAutogradEngine(torch._C._ImperativeEngine):
         self.engine = engine
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if not _nr_watching:  # other code has kept this object after `_unwatch`
+        if not _nr_watching:  # other code has kept this object after `_stop_watching_backwards`
             return self.engine.run_backward(*args, **kwargs)
-        new = Pass(outer=current())
+        new = BackwardPass(outer=current())
         try:
             try:
-                _make_current(new)
+                _set_current_pass(new)
                 result = self.engine.run_backward(*args, **kwargs)
             finally:
                 new.is_over = True
-                _make_current(new.outer)
+                _set_current_pass(new.outer)
             new.end(True)
         except BaseException:  # the backward, or a listener, has failed or was interrupted
             _end_failed_pass(new)
@@ -147,7 +152,7 @@ class _WatchedAutogradEngine(torch._C._ImperativeEngine):
         return self.engine.is_checkpoint_valid()
 
 
-def _end_failed_pass(failed: Pass) -> None:
+def _end_failed_pass(failed: BackwardPass) -> None:
     """Call the remaining listeners of a failed pass, and log their errors."""
     try:
         failed.end(False)
@@ -155,17 +160,17 @@ def _end_failed_pass(failed: Pass) -> None:
         log.error("stillframe: a backward has failed, and so has its end: %r", error)
 
 
-# Re-entrant, because a garbage collection inside it may call `_unwatch`.
+# Re-entrant, because a garbage collection inside it may call `_stop_watching_backwards`.
 _lock = threading.RLock()
 _nr_watching = 0  # how many listeners are watching; protected by `_lock`
 
 
-def watch(listener: EndListener) -> Callable[[], object]:
+def watch(listener: BackwardEndListener) -> Callable[[], object]:
     """Observe all backwards that begin from now on, for as long as `listener` lives. Return a
     function that ends the observation earlier. That function may be called again."""
     global _nr_watching
     variable: Any = torch.autograd.Variable
-    stop = weakref.finalize(listener, _unwatch)
+    stop = weakref.finalize(listener, _stop_watching_backwards)
     stop.atexit = False  # at exit nobody needs torch's engine back
     with _lock:
         _nr_watching += 1
@@ -174,7 +179,7 @@ def watch(listener: EndListener) -> Callable[[], object]:
     return stop
 
 
-def _unwatch() -> None:
+def _stop_watching_backwards() -> None:
     """End one observation. After the last, restore autograd's engine."""
     global _nr_watching
     variable: Any = torch.autograd.Variable
@@ -193,12 +198,12 @@ def _renew_lock_after_fork() -> None:
 os.register_at_fork(after_in_child=_renew_lock_after_fork)
 
 
-class EndListener:
+class BackwardEndListener:
     """Calls `function(task, succeeded)` at the end of every backward that `join` registered."""
 
     def __init__(self, function: Callable[[int, bool], None]) -> None:
         self._function = function
-        self._joined: dict[int, Pass] = {}  # passes that have not ended, by number
+        self._joined: dict[int, BackwardPass] = {}  # passes that have not ended, by number
 
     def is_nested(self, number: int) -> bool:
         """Return whether this backward, which `join` registered, runs inside another backward that
@@ -231,14 +236,14 @@ class EndListener:
         running_pass.add_listener(self)
         return number
 
-    def _pass_ended(self, ended: Pass, succeeded: bool) -> None:
+    def _handle_pass_end(self, ended: BackwardPass, succeeded: bool) -> None:
         try:
             self._function(ended.number, succeeded)
         finally:
             self._joined.pop(ended.number, None)
 
 
-def runs_node(node: torch.autograd.graph.Node | None) -> bool:
+def is_node_in_current_backward(node: torch.autograd.graph.Node | None) -> bool:
     """Return whether the current backward will run a node, or has run it."""
     return node is not None and torch._C._will_engine_execute_node(node)
 

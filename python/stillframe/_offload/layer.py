@@ -1,7 +1,8 @@
 """Manages one layer whose parameters and buffers live on the CPU and are copied to the device.
 
 While a forward runs, the module has tensors on the device in place of its own tensors. An autograd
-node (`_Onload` in `layers.py`) makes them from the parameters, which stay leaves on the CPU.
+node (`_OnloadFunction` in `layers.py`) makes them from the parameters, which stay leaves on the
+CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from stillframe._offload.ticket import Ticket
 from stillframe.errors import StillframeError
 
 
-class TensorRef(NamedTuple):
+class ModuleTensorReference(NamedTuple):
     """A module's reference to a tensor."""
 
     module: nn.Module
@@ -32,7 +33,9 @@ class TensorRef(NamedTuple):
     tensor_index: int  # in Layer.tensors
 
 
-Replaced = list[tuple[TensorRef, Any]]  # references, each with the tensor that it had before
+Replaced = list[
+    tuple[ModuleTensorReference, Any]
+]  # references, each with the tensor that it had before
 
 # The number of forwards whose writes to a tensor's copy on the device are not copied back yet.
 _nr_pending_writes: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
@@ -44,7 +47,7 @@ _WHY_NOT_COMPILED = (
 )
 
 
-def version_of(tensor: Tensor) -> int:
+def version_with_pending_writes(tensor: Tensor) -> int:
     """Return the version counter that a tensor would have without offloading. Writes on the device
     count before they are copied back."""
     return tensor._version + _nr_pending_writes.get(tensor, 0)
@@ -83,16 +86,16 @@ class Layer:
         self._pending_writes: list[_PendingWrite] = []  # not copied back yet, oldest first
         # The `LayerUse` of each forward whose backward may still run.
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.find_tensors()
+        self.record_module_tensors()
 
     # ---- the layer's tensors ----
 
-    def find_tensors(self) -> None:
+    def record_module_tensors(self) -> None:
         """Find the module's tensors. Called again after other code has replaced a tensor."""
         self._sources = None
         indices: dict[int, int] = {}
         self.tensors: list[Tensor] = []  # the parameters, then the buffers, each once
-        self.references: list[TensorRef] = []  # of the layer's modules to `tensors`
+        self.references: list[ModuleTensorReference] = []  # of the layer's modules to `tensors`
         # Indices of tensors that forwards in training mode may change without a new version.
         self.written_unversioned: set[int] = set()  # the statistics of batch norm
         modules = list(self.module.modules())
@@ -119,7 +122,7 @@ class Layer:
             index = indices.setdefault(id(tensor), len(self.tensors))
             if index == len(self.tensors):  # found for the first time
                 self.tensors.append(tensor)
-            self.references.append(TensorRef(module, entries, name, index))
+            self.references.append(ModuleTensorReference(module, entries, name, index))
 
     def _check(self, tensor: Tensor, name: str) -> None:
         """Raise TypeError or StillframeError if a tensor cannot be offloaded."""
@@ -155,13 +158,13 @@ class Layer:
             for reference in self.references
         )
         if is_replaced:
-            self.find_tensors()
+            self.record_module_tensors()
         for index, tensor in enumerate(self.tensors):
             if tensor.device.type != "cpu":
                 self._check(tensor, self.name_of(index))  # raises
         if self._sources is None or fresh:
             with torch.no_grad():
-                self._sources = [self.for_device(i, t) for i, t in enumerate(self.tensors)]
+                self._sources = [self.convert_for_device(i, t) for i, t in enumerate(self.tensors)]
         return self._sources
 
     def fingerprint(self) -> Fingerprint:
@@ -169,7 +172,7 @@ class Layer:
         self.finish_writes()
         return Fingerprint([reference.entries[reference.name] for reference in self.references])
 
-    def for_device(self, index: int, tensor: Tensor) -> Tensor:
+    def convert_for_device(self, index: int, tensor: Tensor) -> Tensor:
         """Return a tensor as it is copied to the device: a parameter is converted to `dtype`."""
         if self._dtype is None or index >= self.nr_parameters or not tensor.is_floating_point():
             return tensor.detach()
@@ -208,7 +211,9 @@ class Layer:
 
     # ---- copying changes of a forward back ----
 
-    def write_back(self, group: Group, offloader: Offloader, *, stays: bool) -> None:
+    def start_copying_changes_back(
+        self, group: Group, offloader: Offloader, *, stays: bool
+    ) -> None:
         """Start to copy back the tensors that a forward has changed on the device. Raise
         StillframeError if a changed tensor has a lower precision there.
 
@@ -253,10 +258,10 @@ class Layer:
         """Wait until every change that forwards of any layer made on the device is copied back to
         this layer's tensors on the CPU."""
         for layer in (self, *self.shares_tensors_with):
-            if layer is self or layer._writes_to(self.tensors):
+            if layer is self or layer._has_pending_write_to(self.tensors):
                 layer._finish_own_writes()
 
-    def _writes_to(self, tensors: Sequence[Tensor]) -> bool:
+    def _has_pending_write_to(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a pending write of this layer changes one of these tensors."""
         targets = {id(target) for write in self._pending_writes for target in write.targets}
         return bool(targets) and not targets.isdisjoint(map(id, tensors))
@@ -273,13 +278,13 @@ class Layer:
 
     # ---- moving to the pool and back ----
 
-    def to_pool(self, offloader: Offloader) -> None:
+    def move_tensors_to_pool(self, offloader: Offloader) -> None:
         """Move the tensors into the pool, whose pinned memory the device can read directly."""
         movable = [tensor for tensor in self.tensors if _owns_its_storage(tensor)]
         for tensor, copy in zip(movable, offloader.adopt(movable).tensors(), strict=True):
             tensor.data = copy
 
-    def to_ordinary(self) -> None:
+    def move_tensors_out_of_pool(self) -> None:
         """Move the tensors out of the pool into ordinary memory."""
         self._sources = None
         for tensor in self.tensors:
@@ -287,7 +292,7 @@ class Layer:
                 tensor.data = tensor.detach().clone()
 
 
-class Hook:
+class LayerHook:
     """A hook of an offloaded module, which calls `function(layer, *args)`. In copies and pickles of
     the module, the hook does nothing."""
 
@@ -302,10 +307,10 @@ class Hook:
         return _do_nothing
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        return _make_no_op_hook, ()
 
 
-class ApplyGuard:
+class ModuleMoveGuard:
     """Replaces `_apply` of an offloaded module, so that moving the model leaves the layer alone.
 
     In copies and pickles of the module, `_apply` is the method of the class.
@@ -332,7 +337,7 @@ class ApplyGuard:
         return getattr, (self._layer.module, "_apply")
 
 
-def _no_hook() -> Any:
+def _make_no_op_hook() -> Any:
     """Return what unpickling puts in place of a hook."""
     return _do_nothing
 

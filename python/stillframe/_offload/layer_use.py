@@ -3,9 +3,9 @@
 `LayerUse` records one forward, so that backward finds the weights again and learns whether they
 have changed.
 
-`LayerOrder` predicts the next layer, so that it can be prefetched: forward uses the layers in the
-order given, and a backward in the order of the last backward. Activation checkpointing makes that
-another order than the reverse of forward. A wrong prediction costs a copy.
+`LayerOrderPredictor` predicts the next layer, so that it can be prefetched: forward uses the layers
+in the order given, and a backward in the order of the last backward. Activation checkpointing makes
+that another order than the reverse of forward. A wrong prediction costs a copy.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from stillframe._offload import graph
-from stillframe._offload.layer import Layer, Replaced, version_of
+from stillframe._offload.layer import Layer, Replaced, version_with_pending_writes
 from stillframe._offload.residents import Group
-from stillframe._offload.saved import SavedHooks, check_version
+from stillframe._offload.saved import SavedTensorHooks, check_version
 
 
 class LayerUse:
@@ -45,13 +45,13 @@ class LayerUse:
         # The device tensors that are in the modules now, and the tensors that they replace.
         self.values: Sequence[Tensor] = ()
         self.replaced: Replaced = []
-        self.hooks: SavedHooks | None = None  # in force while the forward runs
+        self.hooks: SavedTensorHooks | None = None  # in force while the forward runs
 
     def end(self, group: Group) -> None:
         """Record the versions at the end of the forward. `group`: the tensors on the device."""
         self.group = None
         self.device_versions = group.current_versions()
-        self.cpu_versions = [version_of(tensor) for tensor in self.tensors]
+        self.cpu_versions = [version_with_pending_writes(tensor) for tensor in self.tensors]
 
     def version(self, index: int) -> int:
         """Return the version of a tensor on the device: now if the forward still runs, else at its
@@ -67,7 +67,7 @@ class LayerUse:
         if not self.cpu_versions:
             return  # the forward has not ended
         tensor = self.tensors[index]
-        on_device, on_cpu = self.device_versions[index], version_of(tensor)
+        on_device, on_cpu = self.device_versions[index], version_with_pending_writes(tensor)
         if on_device != version:
             check_version(tensor, version, self.layer.name_of(index), on_device)
         if on_cpu != self.cpu_versions[index]:
@@ -79,7 +79,7 @@ class LayerUse:
         if self.layer.tensors[index] is tensor:
             return group.tensors[index]
         # Other code has replaced the layer's tensor since the forward. Copy the old tensor.
-        return self.layer.for_device(index, tensor).to(group.tensors[0].device, copy=True)
+        return self.layer.convert_for_device(index, tensor).to(group.tensors[0].device, copy=True)
 
     def swap_in(self, values: Sequence[Tensor]) -> None:
         """Replace the layer's tensors in the modules by `values`, tensors on the device."""
@@ -92,7 +92,7 @@ class LayerUse:
         return changed
 
 
-class LayerOrder:
+class LayerOrderPredictor:
     """Follows the order in which training uses the layers, and predicts the next layer.
 
     Args:
@@ -153,7 +153,7 @@ class LayerOrder:
             self._next = None  # the last backward ended with this layer
         return self._next
 
-    def end_backward(self, succeeded: bool) -> None:
+    def record_backward_end(self, succeeded: bool) -> None:
         """Record the end of a backward. The order of a failed backward is forgotten."""
         if succeeded:
             self._last_backward = self._this_backward

@@ -25,18 +25,18 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from stillframe._offload import arguments, graph, optimizers
-from stillframe._offload.gradients import Gradient, Gradients
-from stillframe._offload.layer import ApplyGuard, Hook, Layer, Replaced
-from stillframe._offload.layer_use import LayerOrder, LayerUse
+from stillframe._offload.gradients import DeviceGradient, Gradients
+from stillframe._offload.layer import Layer, LayerHook, ModuleMoveGuard, Replaced
+from stillframe._offload.layer_use import LayerOrderPredictor, LayerUse
 from stillframe._offload.offloader import Offloader
-from stillframe._offload.residents import Group, Residents
+from stillframe._offload.residents import Group, LayersOnDevice
 from stillframe._offload.run_all import run_all
-from stillframe._offload.saved import Onloading, SavedHooks, weights
+from stillframe._offload.saved import OnloadFunctionBase, SavedTensorHooks, weights
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
 
-class _Onload(torch.autograd.Function, Onloading):
+class _OnloadFunction(torch.autograd.Function, OnloadFunctionBase):
     """The autograd function from a layer's parameters on the CPU to the copies on the device. Its
     backward sends the gradients to the CPU.
 
@@ -66,15 +66,15 @@ class OffloadedLayers:
         self, layers: list[Layer], order: list[Layer], keep: int, offloader: Offloader, slots: int
     ) -> None:
         self._layers = layers
-        self._layer_order = LayerOrder(order)
+        self._layer_order = LayerOrderPredictor(order)
         # The layers that stay on the device between forward and backward. A layer that shares
         # buffers does not stay, because forwards of other layers may change its buffers.
         last_layers = order[len(order) - keep :]
         self._kept = {layer for layer in last_layers if not layer.shares_buffers_with}
         self._offloader = offloader
-        self._residents = Residents(offloader, layers, slots)
+        self._residents = LayersOnDevice(offloader, layers, slots)
         self._gradients = Gradients(offloader, max_in_flight=slots)
-        self._end_listener = graph.EndListener(self._backward_ended)
+        self._end_listener = graph.BackwardEndListener(self._handle_backward_end)
         self._running: list[LayerUse] = []  # the running forwards, outermost first
         self._reached: LayerUse | None = None  # the use that backward has reached
         self._reached_task = graph.NO_TASK  # the backward that has reached `_reached`
@@ -103,7 +103,7 @@ class OffloadedLayers:
         self._removed = True
         optimizers.unwatch(self._residents)
         self._stop_watching()
-        steps = [self._end_reached_use, self._gradients.join_all]
+        steps = [self._finish_layer_in_backward, self._gradients.wait_for_all_gradients]
         steps += [handle.remove for handle in self._handles]
         steps += [functools.partial(self._residents.give_up_all_except, ())]
         steps += [layer.finish_writes for layer in self._layers]
@@ -114,7 +114,7 @@ class OffloadedLayers:
     def _restore(self, layer: Layer) -> None:
         """Make a layer's module an ordinary module again."""
         del layer.module._apply
-        layer.to_ordinary()
+        layer.move_tensors_out_of_pool()
         arguments.offloaded.difference_update(layer.module.modules())
 
     def wait(self) -> None:
@@ -137,11 +137,11 @@ class OffloadedLayers:
     def _add_hooks(self, layer: Layer) -> None:
         module = layer.module
         self._handles += [
-            module.register_forward_pre_hook(Hook(self._before_forward, layer), prepend=True),
-            module.register_forward_hook(Hook(self._after_forward, layer), always_call=True),
+            module.register_forward_pre_hook(LayerHook(self._before_forward, layer), prepend=True),
+            module.register_forward_hook(LayerHook(self._after_forward, layer), always_call=True),
         ]
-        state_hook = Hook(self._before_state_dict, layer)
-        module._apply = ApplyGuard(layer)  # type: ignore[method-assign]
+        state_hook = LayerHook(self._before_state_dict, layer)
+        module._apply = ModuleMoveGuard(layer)  # type: ignore[method-assign]
         for each in module.modules():
             self._handles.append(each.register_state_dict_pre_hook(state_hook))  # type: ignore[no-untyped-call]
 
@@ -156,14 +156,14 @@ class OffloadedLayers:
                 return
         is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
         previous = self._layer_order.previous(layer) if is_repeated else self._last_used
-        use = LayerUse(self._enter_backward, layer, previous)
+        use = LayerUse(self._bring_layer_for_backward, layer, previous)
         if is_repeated:
             self._end_listener.join()  # not later, because the forward may call another backward
             # If backward is in this layer, its use goes on after the repeated forward.
             is_in_layer = self._reached is not None and self._reached.layer is layer
             next_layer = self._record_backward(use, end_reached=not is_in_layer)
         else:
-            self._end_reached_use()
+            self._finish_layer_in_backward()
             new_run_begins = self._layer_order.forward(layer)
             if new_run_begins:  # the weights may have changed since the last run
                 self._residents.expire_prefetches()
@@ -175,7 +175,7 @@ class OffloadedLayers:
         self._running.append(use)
         use.swap_in(self._device_tensors(use, group))
         weights.add(use, group.tensors)
-        use.hooks = SavedHooks()
+        use.hooks = SavedTensorHooks()
         use.hooks.enter()
         if torch.is_grad_enabled():
             layer.uses.add(use)
@@ -189,7 +189,7 @@ class OffloadedLayers:
         values = [tensor.detach() for tensor in group.tensors]
         indices = [i for i, each in enumerate(layer.tensors) if each.requires_grad]
         if torch.is_grad_enabled() and indices:
-            parameters = _Onload.apply(  # type: ignore[no-untyped-call]
+            parameters = _OnloadFunction.apply(  # type: ignore[no-untyped-call]
                 self, use, indices, group.tensors, *(layer.tensors[i] for i in indices)
             )
             use.node = weakref.ref(parameters[0].grad_fn)  # weak: the node refers to the use
@@ -209,7 +209,7 @@ class OffloadedLayers:
         is_repeated = graph.task() != graph.NO_TASK  # by a checkpoint, in a backward
         stays = is_repeated or (torch.is_grad_enabled() and layer in self._kept)
         try:
-            self._end_use(use, output, stays)
+            self._end_forward(use, output, stays)
         except BaseException as error:
             run_all(self._cleanup_steps(layer), error)
         # `output` is None after an exception. But a checkpoint ends a repeated forward by an
@@ -220,7 +220,7 @@ class OffloadedLayers:
         elif not stays:
             self._residents.give_up(layer)
 
-    def _end_use(self, use: LayerUse, output: Any, stays: bool) -> None:
+    def _end_forward(self, use: LayerUse, output: Any, stays: bool) -> None:
         """End a forward: restore the layer's CPU tensors, and copy back what the forward has
         written. `stays`: the layer stays on the device."""
         layer = use.layer
@@ -229,11 +229,11 @@ class OffloadedLayers:
         changed, group = use.swap_out(), use.group
         assert group is not None, "a forward ends once"
         weights.drop(group.tensors)
-        self._keep_new_buffers(layer, changed)
-        layer.write_back(group, self._offloader, stays=stays)
+        self._copy_new_buffers_to_cpu(layer, changed)
+        layer.start_copying_changes_back(group, self._offloader, stays=stays)
         use.end(group)
         if torch.is_grad_enabled():
-            _enter_before_backward(use, output)
+            _register_backward_prehooks(use, output)
         else:
             layer.finish_writes()
             if self._layer_order.is_last(layer):
@@ -245,7 +245,7 @@ class OffloadedLayers:
         give_up = functools.partial(self._residents.give_up, layer)
         return [give_up, self._residents.expire_prefetches, self.wait, *finish_writes]
 
-    def _keep_new_buffers(self, layer: Layer, changed: Replaced) -> None:
+    def _copy_new_buffers_to_cpu(self, layer: Layer, changed: Replaced) -> None:
         """Copy the tensors by which a forward has replaced buffers to the CPU, and keep them as the
         buffers. Raise StillframeError if the forward has replaced a parameter."""
         for reference, found in changed:
@@ -268,7 +268,7 @@ class OffloadedLayers:
 
     # ---- backward ----
 
-    def _enter_backward(self, use: LayerUse) -> Group:
+    def _bring_layer_for_backward(self, use: LayerUse) -> Group:
         """Bring a layer to the device for backward. Return the tensors there."""
         if self._removed:
             raise StillframeError(
@@ -288,7 +288,7 @@ class OffloadedLayers:
         group = self._residents.bring(use.layer, fresh=False)
         # A checkpoint inside the layer may repeat a part of the forward, and run another backward
         # through that part. That inner backward gets a use of its own.
-        inner_use = LayerUse(self._enter_backward, use.layer, use.previous)
+        inner_use = LayerUse(self._bring_layer_for_backward, use.layer, use.previous)
         inner_use.device_versions = group.current_versions()
         with torch.enable_grad():
             use.swap_in(self._device_tensors(inner_use, group))
@@ -303,12 +303,12 @@ class OffloadedLayers:
         next_layer = self._layer_order.backward(use.layer, use.previous)
         staying = {use.layer, next_layer}
         if end_reached:
-            self._end_reached_use(staying)
+            self._finish_layer_in_backward(staying)
         running = (each.layer for each in self._running)
         self._residents.give_up_all_except({*staying, *self._kept, *running})
         return next_layer
 
-    def _end_reached_use(self, staying: Container[Layer | None] = ()) -> None:
+    def _finish_layer_in_backward(self, staying: Container[Layer | None] = ()) -> None:
         """End the use that backward has reached, if any: copy back what was written to the layer.
         Release the layer's slot, unless the layer is in `staying`."""
         use, self._reached = self._reached, None
@@ -319,8 +319,10 @@ class OffloadedLayers:
         stays = use.layer in staying  # on the device
         steps: list[Callable[[], object]] = []
         if group is not None:
-            write_back = use.layer.write_back
-            steps.append(functools.partial(write_back, group, self._offloader, stays=stays))
+            start_copying_changes_back = use.layer.start_copying_changes_back
+            steps.append(
+                functools.partial(start_copying_changes_back, group, self._offloader, stays=stays)
+            )
         if not stays:
             steps.append(functools.partial(self._residents.give_up, use.layer))
         run_all(steps)
@@ -334,8 +336,8 @@ class OffloadedLayers:
         """
         use.task = self._end_listener.join()
         results: list[Tensor | None] = [None] * len(grads)
-        to_add: list[Gradient] = []
-        to_return: list[tuple[int, Gradient]] = []  # each with its position in `grads`
+        to_add: list[DeviceGradient] = []
+        to_return: list[tuple[int, DeviceGradient]] = []  # each with its position in `grads`
         for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
             parameter = use.tensors[index]
             target = graph.gradient_target(parameter)
@@ -345,15 +347,15 @@ class OffloadedLayers:
                 results[position] = grad.to(device="cpu", dtype=parameter.dtype)
             elif target == "grad":
                 is_complete = self._completes_gradient(use, parameter)
-                to_add.append(Gradient(parameter, grad, is_complete))
+                to_add.append(DeviceGradient(parameter, grad, is_complete))
             else:  # autograd itself needs the gradient
-                to_return.append((position, Gradient(parameter, grad, is_complete=True)))
+                to_return.append((position, DeviceGradient(parameter, grad, is_complete=True)))
         self._gradients.send(use.task, to_add)
         values = self._gradients.fetch([gradient for _, gradient in to_return])
         for (position, _), value in zip(to_return, values, strict=True):
             results[position] = value
         if self._reached is use:
-            self._end_reached_use()
+            self._finish_layer_in_backward()
         return results
 
     def _completes_gradient(self, use: LayerUse, parameter: Tensor) -> bool:
@@ -361,28 +363,28 @@ class OffloadedLayers:
         for layer in self._layers_with.get(parameter, ()):
             for other in tuple(layer.uses):
                 is_done = other is use or other.task == use.task  # in this backward
-                if not is_done and graph.runs_node(other.node()):
+                if not is_done and graph.is_node_in_current_backward(other.node()):
                     return False  # `other` will compute another gradient
         return True
 
-    def _backward_ended(self, task: int, succeeded: bool) -> None:
+    def _handle_backward_end(self, task: int, succeeded: bool) -> None:
         """End a backward: give up its layers, and add up the gradients."""
         steps: list[Callable[[], object]] = []
         # A backward inside another one must not end the use that the outer one has reached.
         belongs_to_outer = self._reached is not None and self._reached_task != task
         if not belongs_to_outer:
-            steps.append(self._end_reached_use)
+            steps.append(self._finish_layer_in_backward)
             self._last_used = None
         if self._end_listener.is_nested(task):
             # Do not wait: the end of the outer backward waits for both.
             last_step = self._gradients.finish
         else:
-            self._layer_order.end_backward(succeeded)
+            self._layer_order.record_backward_end(succeeded)
             steps.append(functools.partial(self._residents.give_up_all_except, ()))
-            last_step = self._wait_for_end
+            last_step = self._wait_for_backward_copies
         run_all([*steps, functools.partial(last_step, task, succeeded)])
 
-    def _wait_for_end(self, task: int, succeeded: bool) -> None:
+    def _wait_for_backward_copies(self, task: int, succeeded: bool) -> None:
         """Wait until gradients are added, buffers are copied back, and no copy reads weights."""
         join = functools.partial(self._gradients.join, task, succeeded)
         finish_writes = [layer.finish_writes for layer in self._layers]
@@ -390,7 +392,7 @@ class OffloadedLayers:
             run_all([join, *finish_writes, self._offloader.wait_read])
 
 
-def _enter_before_backward(use: LayerUse, output: Any) -> None:
+def _register_backward_prehooks(use: LayerUse, output: Any) -> None:
     """Register hooks that call `use.enter` before backward runs any node of the layer."""
 
     def enter(grads: Any) -> None:
@@ -436,15 +438,15 @@ def offload_layers(
     unique = list(dict.fromkeys(order_of_modules))
     made = {module: Layer(module, f"layers[{i}]", dtype) for i, module in enumerate(unique)}
     layers = list(made.values())
-    arguments.find_sharing_layers(layers)
+    arguments.record_layers_sharing_tensors(layers)
     slots = 2 + keep
     offloader = Offloader(device, slots=slots, engine=engine)
     try:
         for layer in layers:
-            layer.to_pool(offloader)
+            layer.move_tensors_to_pool(offloader)
     except BaseException:
         for layer in layers:
-            layer.to_ordinary()
+            layer.move_tensors_out_of_pool()
         offloader.close()
         raise
     for module in unique:

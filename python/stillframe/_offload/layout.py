@@ -15,7 +15,7 @@ import torch
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._save.parts import is_dense
+from stillframe._save.parts import has_no_gaps_or_overlaps
 from stillframe._tree.skeleton import SOURCE
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -56,7 +56,7 @@ class Layout:
     """The sources and views of a group of tensors that `check` has accepted."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        spans = [_Span(tensor) for tensor in tensors]
+        spans = [_TensorByteRange(tensor) for tensor in tensors]
         # The ranges of memory to copy (none after `drop_tensors`), and the tensors as given.
         self.sources, self.views = _merge_into_sources(spans)
         self._tensors = [span.tensor for span in spans]  # to compare their versions
@@ -70,7 +70,7 @@ class Layout:
             nr_units = -(-nbytes // _core.COPY_ALIGN)  # -(-a // b) rounds up
             self.buffer_nbytes += nr_units * _core.COPY_ALIGN
 
-    def source_rows(self, device: int) -> bytearray:
+    def pack_source_rows(self, device: int) -> bytearray:
         """Return the sources as rows (`struct sfr_source`) for a `_core.Snapshot`. `device` is 0
         for the host, n for CUDA device n - 1."""
         out = bytearray()
@@ -118,7 +118,7 @@ class Layout:
         return made
 
 
-def spanned(tensor: torch.Tensor) -> int:
+def count_spanned_elements(tensor: torch.Tensor) -> int:
     """Return the number of elements from a tensor's first element to its last, gaps included. The
     tensor has elements."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -134,7 +134,7 @@ def copy_rows(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
     return out
 
 
-def sources_in(
+def sources_over_pool_memory(
     memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout
 ) -> list[Source]:
     """Return the copies of a layout's sources in memory of the pool, each as a storage of its own.
@@ -178,7 +178,7 @@ def check(tensors: object, device: torch.device, what: str) -> list[torch.Tensor
     return given
 
 
-class _Span:
+class _TensorByteRange:
     """The range of bytes, `begin` to `end` of `storage`, that a tensor spans. A tensor with gaps is
     cloned. `shape`, `strides` and `dtype` are those of a copy of the tensor."""
 
@@ -190,7 +190,7 @@ class _Span:
         expanded = [dim for dim, size in enumerate(self.shape) if size > 1 and strides[dim] == 0]
         for dim in expanded:
             tensor = tensor.narrow(dim, 0, 1)
-        if not is_dense(tensor):
+        if not has_no_gaps_or_overlaps(tensor):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self.strides = tuple(
             0 if dim in expanded else stride for dim, stride in enumerate(tensor.stride())
@@ -207,7 +207,7 @@ class _Span:
         self.end = self.tensor.numel() * self.tensor.itemsize
 
 
-def _merge_into_sources(spans: list[_Span]) -> tuple[list[Source], list[View]]:
+def _merge_into_sources(spans: list[_TensorByteRange]) -> tuple[list[Source], list[View]]:
     """Return the sources and the view of each span. Spans that share bytes become one source."""
     views: list[View | None] = [None] * len(spans)
     sources: list[Source] = []
@@ -232,7 +232,7 @@ def _merge_into_sources(spans: list[_Span]) -> tuple[list[Source], list[View]]:
     return sources, [view for view in views if view is not None]  # every span has its view now
 
 
-def _begins_in(span: _Span, source: Source) -> bool:
+def _begins_in(span: _TensorByteRange, source: Source) -> bool:
     if span.storage._cdata != source.storage._cdata:
         return False
     return span.begin < source.offset + source.nbytes

@@ -29,13 +29,18 @@ from contextlib import AbstractContextManager
 import torch
 
 from stillframe import _core
-from stillframe._base.birth import Birth
+from stillframe._base.birth import ForkGuard
 from stillframe._base.calls import inside_call
 from stillframe._offload import layout as _layout
-from stillframe._offload.device_pool import HOST, DevicePool, OffloadStats, with_rates
+from stillframe._offload.device_pool import (
+    HOST,
+    DeviceWithPool,
+    OffloadStats,
+    copy_stats_with_rates,
+)
 from stillframe._offload.layout import Layout
 from stillframe._offload.slot import Slot
-from stillframe._offload.ticket import OutwardCopies, Ticket
+from stillframe._offload.ticket import CopiesToPool, Ticket
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of
 from stillframe.errors import StillframeError
@@ -70,14 +75,14 @@ class Offloader:
             raise TypeError(f"slots takes a number of groups, not a {type(slots).__name__}")
         if slots < 1:
             raise ValueError(f"slots counts groups on the device: 1 at least, got {slots}")
-        self._pool = DevicePool(device, engine_or_default(engine), slots)
+        self._pool = DeviceWithPool(device, engine_or_default(engine), slots)
         self.device = self._pool.device
         """The device that groups are copied from and to."""
         self.engine = self._pool.engine
         """The engine whose pool is used."""
         self._stats = self._pool.stats
         self._max_slots = slots
-        self._birth = Birth("this Offloader")  # refuses calls in a forked child
+        self._birth = ForkGuard("this Offloader")  # refuses calls in a forked child
         self._closed = False
         # Re-entrant, because a signal handler may interrupt a call and make another.
         self._lock = threading.RLock()
@@ -85,8 +90,8 @@ class Offloader:
         self._released: list[Slot] = []  # released slots whose memory is still in use
         self._copying_in: list[Slot] = []  # slots whose copies still run, released or not
         # Groups on their way out whose sources are kept until they are copied, oldest first.
-        self._copying_out: deque[OutwardCopies] = deque()
-        self._not_in_stats: list[OutwardCopies] = []  # their copying time is not in `_stats` yet
+        self._copying_out: deque[CopiesToPool] = deque()
+        self._not_in_stats: list[CopiesToPool] = []  # their copying time is not in `_stats` yet
         self._warned: set[str] = set()  # the kinds of warnings that were logged
 
     def __enter__(self) -> Offloader:
@@ -160,9 +165,11 @@ class Offloader:
     def _start_to_offload(self, layout: Layout, number: int) -> Ticket:
         """Start to copy a group into the pool. `number` is 0 for the host, n for CUDA device
         n - 1."""
-        core = _core.Snapshot(self._pool.core, layout.source_rows(number), _core.SNAPSHOT_LEAVES)
+        core = _core.Snapshot(
+            self._pool.core, layout.pack_source_rows(number), _core.SNAPSHOT_LEAVES
+        )
         memory = self._pool.lease(core, layout.nbytes)
-        copies = OutwardCopies(core, layout, self._pool.stream() if number else None)
+        copies = CopiesToPool(core, layout, self._pool.stream() if number else None)
         copies.start()
         failed = core.error()
         if failed:
@@ -239,7 +246,7 @@ class Offloader:
             self._check_usable()
             if self._find_prefetch(what) is not None:
                 return True
-            self._forget_finished()
+            self._drop_finished_slots()
             if len(self._slots) >= self._max_slots:
                 return False
             try:
@@ -265,8 +272,8 @@ class Offloader:
         """
         with inside_call(), self._lock:
             self._check_usable()
-            self._forget_finished()
-            found = [slot for slot in self._slots if slot.is_for_or_returned(what)]
+            self._drop_finished_slots()
+            found = [slot for slot in self._slots if slot.is_made_from_or_has_returned(what)]
             if not found:
                 raise StillframeError(
                     "what was given to release() is not on the device: it was released before, or"
@@ -279,7 +286,9 @@ class Offloader:
         """Give up the prefetch of a group, if it still has a slot."""
         with inside_call(), self._lock:
             self._check_usable()
-            for slot in [slot for slot in self._slots if not slot.taken and slot.is_for(what)]:
+            for slot in [
+                slot for slot in self._slots if not slot.taken and slot.is_made_from(what)
+            ]:
                 self._give_up(slot)
 
     def _give_up(self, slot: Slot) -> None:
@@ -288,7 +297,7 @@ class Offloader:
         self._slots.remove(slot)
         self._released.append(slot)
 
-    def _forget_finished(self) -> None:
+    def _drop_finished_slots(self) -> None:
         """Forget slots whose memory was freed, and sources that are copied. Give up prefetches
         whose ticket no longer exists."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
@@ -302,12 +311,12 @@ class Offloader:
         """Return the slot with a prefetch of the group; None if there is none. Give up the prefetch
         if the group has changed since."""
         for slot in self._slots:
-            if slot.taken or not slot.is_for(what):
+            if slot.taken or not slot.is_made_from(what):
                 continue
             if not slot.is_stale():
                 return slot
             self._stats["groups_stale"] += 1
-            self._warn(
+            self._warn_once_per_kind(
                 "a group was written to between prefetch() and onload(): it is brought to"
                 f" {self.device} again. Prefetch it after the write"
             )
@@ -318,7 +327,7 @@ class Offloader:
     def _start_onload(self, what: Ticket | Sequence[torch.Tensor]) -> Slot:
         """Start to copy a group into a new slot. If the device has no memory, give up all
         prefetches and try again."""
-        self._make_room()
+        self._ensure_free_slot()
         try:
             slot = Slot(self._pool, what)
         except torch.OutOfMemoryError:
@@ -332,18 +341,18 @@ class Offloader:
         self._copying_in.append(slot)
         return slot
 
-    def _make_room(self) -> None:
+    def _ensure_free_slot(self) -> None:
         """Free a slot if all are taken, by giving up the latest prefetch.
 
         Raises:
             StillframeError: All slots have groups in use.
         """
-        self._forget_finished()
+        self._drop_finished_slots()
         if len(self._slots) >= self._max_slots and all(slot.taken for slot in self._slots):
             gc.collect()  # frees tensors that only reference cycles keep alive
-            self._forget_finished()
+            self._drop_finished_slots()
         if len(self._released) > self._max_slots:
-            self._warn(
+            self._warn_once_per_kind(
                 f"{len(self._released)} groups on {self.device} were released while something"
                 " still refers to their tensors: the device's memory is not bounded by slots"
             )
@@ -357,14 +366,14 @@ class Offloader:
                 )
             self._give_up(prefetched[-1])
 
-    def _warn(self, text: str) -> None:
+    def _warn_once_per_kind(self, text: str) -> None:
         """Log a warning, but only the first of each kind."""
         kind = text[-30:]  # the end: the beginning has numbers that differ
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
 
-    def _count_stale(self) -> None:
+    def _count_stale_prefetch(self) -> None:
         self._stats["groups_stale"] += 1
 
     def wait_read(self) -> None:
@@ -393,8 +402,8 @@ class Offloader:
         """Return counters of what the offloader has done so far."""
         with self._lock:
             self._birth.refuse_forked_child()
-            self._forget_finished()
-            stats = with_rates(self._stats)
+            self._drop_finished_slots()
+            stats = copy_stats_with_rates(self._stats)
             stats["slots_in_use"] = len(self._slots)
             stats["bytes_lingering"] = sum(slot.nbytes for slot in self._released)
             return stats

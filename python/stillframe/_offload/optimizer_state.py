@@ -36,7 +36,7 @@ from stillframe._watch.step_hooks import eager
 _MIN_BYTES = 4096  # smaller tensors, such as step counts, are not offloaded
 
 
-class _Item(NamedTuple):
+class _StateTensorPosition(NamedTuple):
     """The position of a tensor in the state."""
 
     entries: dict[Any, Any]  # the state of one parameter
@@ -62,7 +62,7 @@ class _State(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-class _StateOwner:
+class _StateMemoryOwner:
     """The owner of the state's memory in the pool, for saves; see `MemoryOwner`.
 
     Saves may defer the state if only steps change it. The state is deferred after two intervals
@@ -105,25 +105,26 @@ class OffloadedOptimizerState:
         self._optimizer = optimizer
         self._offloader = offloader
         # The tensors of each group in the pool, by the group's number in `param_groups`.
-        self._pooled: dict[int, list[tuple[_Item, Tensor]]] = {}
+        self._pooled: dict[int, list[tuple[_StateTensorPosition, Tensor]]] = {}
         self._group_of: dict[Any, int] = {}  # the number of each parameter's group
         self._on_device: int | None = None  # the number of the group on the device
         self._onloaded: list[Tensor] = []  # the tensors of that group on the device
         # The tensors in the pool of the prefetched group.
         self._prefetched_sources: list[Tensor] = []
         # The groups on their way to the pool, by number.
-        self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}
-        # (parameter, key, value) of the large tensors that `_before_load` has set aside.
+        self._leaving: dict[int, tuple[Ticket, list[_StateTensorPosition]]] = {}
+        # (parameter, key, value) of the large tensors that `_set_aside_large_tensors` has set
+        # aside.
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False  # a step is running
         self._removed = False
-        self._state_owner = _StateOwner()
+        self._state_owner = _StateMemoryOwner()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._move_loaded_state),
+            optimizer.register_load_state_dict_pre_hook(self._set_aside_large_tensors),
+            optimizer.register_load_state_dict_post_hook(self._move_loaded_state_to_pool),
         ]
         self._replace_state()
 
@@ -137,7 +138,7 @@ class OffloadedOptimizerState:
         """Bring the whole state to the device and leave it there. May be called again."""
         if self._removed:
             return
-        self._return_to_pool()
+        self._return_state_to_pool()
         self._removed = True
         self._state_owner.compare()
         for handle in self._handles:
@@ -161,24 +162,26 @@ class OffloadedOptimizerState:
     @eager
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._state_owner.compare()
-        self._return_to_pool()  # an earlier step may have ended in an error
+        self._return_state_to_pool()  # an earlier step may have ended in an error
         if type(optimizer.state) is not _State:
             self._replace_state()  # other code has replaced the state
-        self._number_groups()
+        self._map_parameters_to_groups()
         self._stepping = True
 
     @eager
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._return_to_pool()
+        self._return_state_to_pool()
         self._state_owner.note([pooled for group in self._pooled.values() for _, pooled in group])
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        self._return_to_pool()
+        self._return_state_to_pool()
 
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _set_aside_large_tensors(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return a state_dict without the large tensors, so that torch does not load them to the
-        device. Set the large tensors aside for `_move_loaded_state`."""
-        self._return_to_pool()
+        device. Set the large tensors aside for `_move_loaded_state_to_pool`."""
+        self._return_state_to_pool()
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         # Not strict: torch refuses a state_dict of the wrong length later.
@@ -196,10 +199,10 @@ class OffloadedOptimizerState:
             self._loading += [(parameter, key, entries[key]) for key in large]
         return {**state_dict, "state": small}
 
-    def _move_loaded_state(self, optimizer: Optimizer) -> None:
+    def _move_loaded_state_to_pool(self, optimizer: Optimizer) -> None:
         """Move the loaded state, and the tensors that were set aside, into the pool."""
         loading, self._loading = self._loading, []
-        self._state_owner = _StateOwner()
+        self._state_owner = _StateMemoryOwner()
         self._replace_state()
         for number in range(len(optimizer.param_groups)):
             of_group = [each for each in loading if self._group_of[each[0]] == number]
@@ -214,7 +217,9 @@ class OffloadedOptimizerState:
             for (parameter, key, _), pooled in zip(of_group, in_pool, strict=True):
                 entries = dict.__getitem__(optimizer.state, parameter)  # does not call `_on_lookup`
                 entries[key] = pooled
-                self._pooled.setdefault(number, []).append((_Item(entries, key), pooled))
+                self._pooled.setdefault(number, []).append(
+                    (_StateTensorPosition(entries, key), pooled)
+                )
 
     # ---- in and out ----
 
@@ -222,12 +227,12 @@ class OffloadedOptimizerState:
         """Replace the optimizer's state by a `_State`, and move it into the pool."""
         self._pooled = {}
         self._optimizer.state = _State(self, self._optimizer.state)
-        self._number_groups()
+        self._map_parameters_to_groups()
         for number in range(len(self._optimizer.param_groups)):
             self._offload(number)
-            self._wait_until_pooled(number)
+            self._wait_until_group_in_pool(number)
 
-    def _number_groups(self) -> None:
+    def _map_parameters_to_groups(self) -> None:
         """Record the number of each parameter's group."""
         self._group_of = {
             parameter: number
@@ -241,7 +246,7 @@ class OffloadedOptimizerState:
         number = self._group_of.get(key)
         if number is None or number == self._on_device:
             return
-        self._wait_until_pooled(number)
+        self._wait_until_group_in_pool(number)
         if not self._stepping:
             return
         self._offload_current_group()
@@ -288,7 +293,7 @@ class OffloadedOptimizerState:
         device = self._offloader.device
         in_pool = {id(pooled) for _, pooled in self._pooled.get(number, [])}
         state = self._optimizer.state
-        items: list[_Item] = []
+        items: list[_StateTensorPosition] = []
         for parameter in self._optimizer.param_groups[number]["params"]:
             if parameter in state:
                 entries = dict.__getitem__(state, parameter)  # does not call `_on_lookup`
@@ -297,7 +302,7 @@ class OffloadedOptimizerState:
                         continue
                     # If the device is the CPU, tensors in the pool are on it, too.
                     if id(value) not in in_pool:
-                        items.append(_Item(entries, key))
+                        items.append(_StateTensorPosition(entries, key))
         if not items:
             return
         ticket = self._offloader.offload([item.entries[item.key] for item in items])
@@ -312,7 +317,7 @@ class OffloadedOptimizerState:
         for item in items:
             item.entries[item.key] = None  # frees the device's memory once the bytes are copied
 
-    def _wait_until_pooled(self, number: int) -> None:
+    def _wait_until_group_in_pool(self, number: int) -> None:
         """Wait until a group that was sent is in the pool."""
         ticket, items = self._leaving.pop(number, (None, []))
         if ticket is not None:
@@ -320,7 +325,7 @@ class OffloadedOptimizerState:
                 item.entries[item.key] = pooled
                 self._pooled.setdefault(number, []).append((item, pooled))
 
-    def _return_to_pool(self) -> None:
+    def _return_state_to_pool(self) -> None:
         """End the step: wait until the whole state is in the pool."""
         self._stepping = False
         self._offload_current_group()
@@ -328,7 +333,7 @@ class OffloadedOptimizerState:
         if self._leaving:  # wait here, because code that reads the tensors later does not wait
             with self._offloader._waiting():
                 for number in list(self._leaving):
-                    self._wait_until_pooled(number)
+                    self._wait_until_group_in_pool(number)
 
 
 def _is_offloadable(value: Any) -> bool:

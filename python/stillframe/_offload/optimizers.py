@@ -45,12 +45,12 @@ def watch(reader: Reader) -> None:
     """Have steps wait for the reader and expire its prefetches, as long as the reader lives."""
     _readers.add(reader)
     _install()
-    gate.readers_changed()
+    gate.refresh_must_wait()
 
 
 def unwatch(reader: Reader) -> None:
     _readers.discard(reader)
-    gate.readers_changed()
+    gate.refresh_must_wait()
 
 
 def _storage_addresses(tensors: Iterable[object]) -> set[int]:
@@ -62,7 +62,7 @@ def _storage_addresses(tensors: Iterable[object]) -> set[int]:
     }
 
 
-def _readers_of(
+def _readers_sharing_weights(
     optimizer: Optimizer, tensors: Callable[[Reader], Iterable[Tensor]]
 ) -> Iterator[Reader]:
     """Yield each reader for which `tensors(reader)` has a tensor that the optimizer writes."""
@@ -81,11 +81,11 @@ def _readers_to_wait_for(optimizer: Optimizer) -> Iterator[Reader]:
     is_inside_backward = graph.task() != graph.NO_TASK
     if is_inside_backward:
         return iter(())  # such a step writes only weights that the backward needs no more
-    return _readers_of(optimizer, lambda reader: reader.tensors_in_use())
+    return _readers_sharing_weights(optimizer, lambda reader: reader.tensors_in_use())
 
 
-class _Readers:
-    """All readers of this module, as one implementation of `gate.Readers`."""
+class _RegisteredReaders:
+    """All readers of this module, as one implementation of `gate.OptimizerDataReaders`."""
 
     def wait(self, optimizer: Optimizer) -> None:
         for reader in _readers_to_wait_for(optimizer):
@@ -97,12 +97,12 @@ class _Readers:
 
     def concerns(self, optimizer: Optimizer) -> bool:
         """Return whether any reader may ever read what the optimizer writes."""
-        readers = _readers_of(optimizer, lambda reader: reader.all_tensors())
+        readers = _readers_sharing_weights(optimizer, lambda reader: reader.all_tensors())
         return any(True for _ in readers)
 
 
 @functools.cache
 def _install() -> None:
     """Have the gate ask the readers. The cache makes this run once in a process."""
-    gate.add_readers(_Readers())
+    gate.add_readers(_RegisteredReaders())
     os.register_at_fork(after_in_child=_readers.clear)

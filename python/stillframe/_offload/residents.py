@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from stillframe._offload.layout import spanned
+from stillframe._offload.layout import count_spanned_elements
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.run_all import run_all
 
@@ -36,7 +36,7 @@ class Fingerprint:
         with torch.no_grad():
             for each in tensors:
                 if each.numel():
-                    samples.setdefault(each.dtype, []).append(_spread_elements(each))
+                    samples.setdefault(each.dtype, []).append(_evenly_spaced_elements(each))
             # Compared as bytes, so that NaN equals itself.
             self._samples = [torch.cat(each).view(torch.uint8) for each in samples.values()]
 
@@ -48,15 +48,15 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _spread_elements(tensor: Tensor) -> Tensor:
+def _evenly_spaced_elements(tensor: Tensor) -> Tensor:
     """Return a view of a few evenly spread elements of a tensor that has elements."""
-    last = spanned(tensor) - 1  # the last element, counted from the first
+    last = count_spanned_elements(tensor) - 1  # the last element, counted from the first
     step = max(last // _NR_SAMPLES, 1)
     nr_samples = last // step + 1
     return tensor.as_strided((nr_samples,), (step,), tensor.storage_offset())
 
 
-class LayerTensors(Protocol):
+class OnloadableLayer(Protocol):
     """A layer whose tensors can be copied to the device."""
 
     tensors: list[Tensor]  # on the CPU: parameters, then buffers
@@ -74,7 +74,7 @@ class _Prefetch(NamedTuple):
     """The prefetch of a layer."""
 
     what: Sequence[Tensor]  # the tensors on the CPU that are copied
-    generation: int  # `Residents._generation` when the prefetch was started
+    generation: int  # `LayersOnDevice._generation` when the prefetch was started
     fingerprint: Fingerprint  # of the layer, when the prefetch was started
 
 
@@ -100,15 +100,15 @@ class Group:
         self.versions = self.current_versions()
 
 
-class Residents:
+class LayersOnDevice:
     """The layers that are on the device or prefetched to it: at most `slots` at a time."""
 
-    def __init__(self, offloader: Offloader, layers: Sequence[LayerTensors], slots: int) -> None:
+    def __init__(self, offloader: Offloader, layers: Sequence[OnloadableLayer], slots: int) -> None:
         self._offloader = offloader
         self._layers = layers
         self._slots = slots
-        self._groups: dict[LayerTensors, Group] = {}  # layers on the device, oldest first
-        self._prefetches: dict[LayerTensors, _Prefetch] = {}  # layers on their way there
+        self._groups: dict[OnloadableLayer, Group] = {}  # layers on the device, oldest first
+        self._prefetches: dict[OnloadableLayer, _Prefetch] = {}  # layers on their way there
         self._generation = 0  # how often `expire_prefetches` was called
 
     def expire_prefetches(self) -> None:
@@ -128,26 +128,26 @@ class Residents:
     def wait(self) -> None:
         self._offloader.wait_read()
 
-    def get(self, layer: LayerTensors) -> Group | None:
+    def get(self, layer: OnloadableLayer) -> Group | None:
         return self._groups.get(layer)
 
-    def has(self, layer: LayerTensors) -> bool:
+    def has(self, layer: OnloadableLayer) -> bool:
         """Return whether the layer is on the device or on its way there."""
         return layer in self._groups or layer in self._prefetches
 
-    def bring(self, layer: LayerTensors, fresh: bool) -> Group:
+    def bring(self, layer: OnloadableLayer, fresh: bool) -> Group:
         """Return a layer's tensors on the device. Copy them there if needed (for `fresh` see
-        `LayerTensors.sources`). The current stream waits for copies that still run."""
+        `OnloadableLayer.sources`). The current stream waits for copies that still run."""
         group = self._groups.get(layer)
         if group is not None:
             return group
         prefetch = self._prefetches.get(layer)
         if prefetch is not None and not self._is_up_to_date(layer, prefetch):
-            self._offloader._count_stale()
+            self._offloader._count_stale_prefetch()
             self.give_up(layer)
             prefetch, fresh = None, True
         if prefetch is None:
-            self._make_room()
+            self._ensure_free_slot()
             what = layer.sources(fresh)
         else:
             what = prefetch.what
@@ -157,7 +157,7 @@ class Residents:
         self._prefetches.pop(layer, None)
         return group
 
-    def prefetch(self, layer: LayerTensors | None, fresh: bool) -> None:
+    def prefetch(self, layer: OnloadableLayer | None, fresh: bool) -> None:
         """Give up expired prefetches. Then start to copy a layer, if any, if a slot is free."""
         self._drop_expired_prefetches()
         if layer is None or self.has(layer):
@@ -170,7 +170,7 @@ class Residents:
             if _has_bytes(what) and self._offloader.prefetch(what):
                 self._prefetches[layer] = _Prefetch(what, self._generation, fingerprint)
 
-    def give_up(self, layer: LayerTensors) -> None:
+    def give_up(self, layer: OnloadableLayer) -> None:
         """Release the layer's slot, if any, after the work queued on the current stream."""
         prefetch = self._prefetches.pop(layer, None)
         if prefetch is not None:
@@ -179,7 +179,7 @@ class Residents:
         if group is not None and _has_bytes(group.onloaded):
             self._offloader.release(group.onloaded)
 
-    def give_up_all_except(self, keep: Iterable[LayerTensors | None]) -> None:
+    def give_up_all_except(self, keep: Iterable[OnloadableLayer | None]) -> None:
         kept = set(keep)
         others = [layer for layer in (*self._prefetches, *self._groups) if layer not in kept]
         run_all(functools.partial(self.give_up, layer) for layer in others)
@@ -190,7 +190,7 @@ class Residents:
         # Tensors without bytes take no slot.
         return [tensor.to(self._offloader.device, copy=True) for tensor in what]
 
-    def _is_up_to_date(self, layer: LayerTensors, prefetch: _Prefetch) -> bool:
+    def _is_up_to_date(self, layer: OnloadableLayer, prefetch: _Prefetch) -> bool:
         """Return whether a prefetch has the present values of the weights."""
         if prefetch.generation != self._generation:
             return False  # it has expired
@@ -201,7 +201,7 @@ class Residents:
             if prefetch.generation != self._generation:
                 self.give_up(layer)
 
-    def _make_room(self) -> None:
+    def _ensure_free_slot(self) -> None:
         """Release slots until one is free: first those of prefetches, then of the oldest layers."""
         self._drop_expired_prefetches()
         while len(self._groups) + len(self._prefetches) >= self._slots:

@@ -153,22 +153,24 @@ class Weights:
         use, ranges = self._uses.get(tensor.untyped_storage()._cdata, (None, []))
         for each in ranges:
             if use is not None and each.begin <= begin < each.end:
-                view = _view(tensor, begin - each.begin)
+                view = _describe_view(tensor, begin - each.begin)
                 return _WeightView(use, each.weight_index, tensor._version, view, is_cast=False)
-        use, index = _weight_of_cast(tensor)
+        use, index = _find_weight_behind_cast(tensor)
         if use is None:
             return None
-        return _WeightView(use, index, use.version(index), _view(tensor, begin), is_cast=True)
+        return _WeightView(
+            use, index, use.version(index), _describe_view(tensor, begin), is_cast=True
+        )
 
 
-def _view(tensor: Tensor, begin: int) -> View:
+def _describe_view(tensor: Tensor, begin: int) -> View:
     return View(tensor.shape, tensor.stride(), begin, tensor.dtype)
 
 
 weights = Weights()
 
 
-class Onloading:
+class OnloadFunctionBase:
     """The base class of the autograd function whose outputs are weights on the device. Each node
     has these attributes."""
 
@@ -176,7 +178,7 @@ class Onloading:
     indices: list[int]  # output i is the weight with index `indices[i]` in its layer
 
 
-def _weight_of_cast(tensor: Tensor) -> tuple[WeightUse | None, int]:
+def _find_weight_behind_cast(tensor: Tensor) -> tuple[WeightUse | None, int]:
     """Return the use and the index of a weight if the tensor is autocast's cast of the weight, or a
     view of the cast. Otherwise return None and 0."""
     node = tensor.grad_fn
@@ -186,12 +188,13 @@ def _weight_of_cast(tensor: Tensor) -> tuple[WeightUse | None, int]:
         node = node.next_functions[0][0]
     if node is None or node.name() != "ToCopyBackward0":
         return None, 0
-    # The cast's input is an output of the node before it: a node of `Onloading` for a weight.
+    # The cast's input is an output of the node before it: a node of `OnloadFunctionBase` for a
+    # weight.
     input_node: Any
     input_node, output_index = node.next_functions[0]
     # The class of an autograd function's node has `_forward_cls`, which is the function.
     function = getattr(type(input_node), "_forward_cls", None)
-    if function is None or not issubclass(function, Onloading):
+    if function is None or not issubclass(function, OnloadFunctionBase):
         return None, 0
     return input_node.use, input_node.indices[output_index]
 
@@ -201,7 +204,7 @@ def innermost() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-class SavedHooks:
+class SavedTensorHooks:
     """A pair of saved-tensor hooks.
 
     Weights are saved as references. Other tensors are passed to `replace`, which returns an object
@@ -212,7 +215,7 @@ class SavedHooks:
         self._replace = replace
         self._outer: Hooks | None = None  # the enclosing pair
         # The compiler must not trace the hook.
-        pack = functools.partial(_uncompiled(SavedHooks._pack), self)
+        pack = functools.partial(_exclude_from_compilation(SavedTensorHooks._pack), self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def enter(self) -> None:
@@ -238,7 +241,7 @@ class SavedHooks:
 
 
 @functools.cache
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _exclude_from_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper of the function that torch's compiler does not trace. Make it only once."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -22,7 +22,7 @@ from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base import sizes
 from stillframe._offload import layout as _layout
-from stillframe._offload.device_pool import HOST, DevicePool
+from stillframe._offload.device_pool import HOST, DeviceWithPool
 from stillframe._offload.layout import Layout, Source
 from stillframe._offload.ticket import Ticket
 from stillframe.errors import StillframeError
@@ -32,7 +32,7 @@ class Slot:
     """One group on the device. The constructor starts the copies from `what`, a ticket or CPU
     tensors, or raises torch.OutOfMemoryError if the device has no room."""
 
-    def __init__(self, pool: DevicePool, what: Ticket | Sequence[torch.Tensor]) -> None:
+    def __init__(self, pool: DeviceWithPool, what: Ticket | Sequence[torch.Tensor]) -> None:
         self.taken = False  # `take` was called
         self.given_up = False  # `give_up` was called
         self._pool = pool
@@ -94,14 +94,14 @@ class Slot:
         """Copy the sources into the pool. Return the core's snapshot, which owns the copies, and
         the ranges of memory of the copies."""
         core = _core.Snapshot(
-            self._pool.core, self._layout.source_rows(device=0), _core.SNAPSHOT_LEAVES
+            self._pool.core, self._layout.pack_source_rows(device=0), _core.SNAPSHOT_LEAVES
         )
         memory = self._pool.lease(core, self.nbytes)
         core.start(())  # without a stream, the call makes the copies
         self._pool.stats["bytes_staged"] += self.nbytes
-        return core, _layout.sources_in(memory, core.offsets(), self._layout)
+        return core, _layout.sources_over_pool_memory(memory, core.offsets(), self._layout)
 
-    def is_for(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
+    def is_made_from(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
         """Return whether this slot was made from the given ticket or tensors."""
         if isinstance(what, Ticket):
             return self._ticket is not None and self._ticket() is what
@@ -110,12 +110,12 @@ class Slot:
             return False
         return all(one is other for one, other in zip(tensors, self._given, strict=True))
 
-    def is_for_or_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
+    def is_made_from_or_has_returned(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
         """Return whether the slot was made from `what`, or `what` has a tensor that `take` has
         returned. After `take`, CPU tensors no longer identify the slot that was made from them."""
         if isinstance(what, Ticket):
-            return self.is_for(what)
-        if not self.taken and self.is_for(what):
+            return self.is_made_from(what)
+        if not self.taken and self.is_made_from(what):
             return True
         for tensor in what:
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata == self.storage:
@@ -140,7 +140,7 @@ class Slot:
     def _source_versions(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
         """Return a list that differs after a write to the sources."""
         if isinstance(what, Ticket):
-            return what._writes()
+            return what._write_counts()
         return [
             (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
             for tensor in self._given
@@ -156,7 +156,7 @@ class Slot:
         if failed:
             raise StillframeError(f"the tensors could not be brought: {failed}")
         tensors = self._layout.views_on(flat.untyped_storage())
-        self._record_use(flat)
+        self._record_stream_use(flat)
         self._flat, self.taken = None, True
         return tensors
 
@@ -171,7 +171,7 @@ class Slot:
             with self._pool.waiting():
                 core.wait(None)
 
-    def _record_use(self, flat: torch.Tensor) -> None:
+    def _record_stream_use(self, flat: torch.Tensor) -> None:
         """If the memory was allocated on another stream, tell torch's allocator that the current
         stream uses it too."""
         if flat.device.type == "cuda" and self._pool.stream() != self._stream:
@@ -191,7 +191,7 @@ class Slot:
             if storage is not None:  # the caller's tensors still exist
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if flat is not None:
-            self._record_use(flat)
+            self._record_stream_use(flat)
 
     def try_to_finish(self) -> bool:
         """Release the sources if the copies have completed, and count the time of the copies. Call
@@ -202,9 +202,9 @@ class Slot:
             self._layout.drop_tensors()  # frees the clones of tensors with gaps
         if self.taken:
             self._given = []
-        return self._add_times()
+        return self._add_copy_times_to_stats()
 
-    def _add_times(self) -> bool:
+    def _add_copy_times_to_stats(self) -> bool:
         """Add the times of the copies to the statistics. Return False if it is too early."""
         core = self._core
         if core is None:

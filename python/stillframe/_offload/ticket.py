@@ -1,10 +1,10 @@
 """Holds a group of tensors that was copied, or is being copied, from a device into the pool.
 
-    LEAVING  the copies are queued or running; `OutwardCopies` keeps the sources alive
+    LEAVING  the copies are queued or running; `CopiesToPool` keeps the sources alive
     HERE     every byte is in the pool
 
 The completion thread releases the sources when the copies have completed. An `Offloader` may
-release them earlier (`OutwardCopies.make_stream_wait`): the sources' stream then waits for the
+release them earlier (`CopiesToPool.make_stream_wait`): the sources' stream then waits for the
 copies, so later work on the stream may get the memory. This bounds the memory of the sources,
 although the host runs far ahead of the device.
 """
@@ -21,15 +21,15 @@ import torch
 
 from stillframe import _core
 from stillframe._base.arguments import seconds
-from stillframe._base.birth import Birth
-from stillframe._offload.layout import Layout, Source, sources_in
+from stillframe._base.birth import ForkGuard
+from stillframe._offload.layout import Layout, Source, sources_over_pool_memory
 from stillframe._save import completion
 from stillframe.errors import StillframeError, TornSnapshotError
 
 log = logging.getLogger("stillframe")
 
 
-class OutwardCopies:
+class CopiesToPool:
     """The copies of one group into the pool.
 
     Args:
@@ -83,7 +83,7 @@ class OutwardCopies:
         with self._lock:
             self._release_sources()
 
-    def after_copy(self) -> None:
+    def on_copy_ended(self) -> None:
         """Handle the end of the copies, on the completion thread."""
         self.record_if_ended()
 
@@ -104,16 +104,16 @@ class OutwardCopies:
     def poll(self) -> None:
         """Look for writes to the sources, unless the sources are released."""
         with self._lock:
-            self._find_writes()
+            self._set_error_if_written()
 
     def _release_sources(self) -> None:
         """Drop the references to the sources, after a last look for writes to them."""
-        self._find_writes()
+        self._set_error_if_written()
         layout, self._layout = self._layout, None
         if layout is not None:
             layout.drop_tensors()
 
-    def _find_writes(self) -> None:
+    def _set_error_if_written(self) -> None:
         """Set and log an error if the version of a source has changed since the start."""
         if self._layout is None:
             return  # the sources are released
@@ -138,12 +138,12 @@ class Ticket:
     def __init__(
         self,
         layout: Layout,
-        copies: OutwardCopies,
+        copies: CopiesToPool,
         memory: _core.SnapshotMemory | None,
         device: torch.device,
     ) -> None:
         self._layout, self._copies, self._memory = layout, copies, memory
-        self._birth = Birth("this Ticket")
+        self._birth = ForkGuard("this Ticket")
         self._tensors: list[torch.Tensor] | None = None
         self._versions_at_creation: list[int] = []  # the versions of `_tensors` when they were made
         self._released = False
@@ -207,7 +207,7 @@ class Ticket:
         self._released = True
         self._tensors = self._memory = None
 
-    def _writes(self) -> list[int]:
+    def _write_counts(self) -> list[int]:
         """Return how often each tensor of `tensors()` was written to since it was made."""
         if self._tensors is None:
             return [0] * len(self._layout.views)
@@ -232,16 +232,16 @@ class Ticket:
         self._raise_if_failed()
         if self._memory is None:  # released since the check above
             raise StillframeError("this Ticket was released: its memory may be others' already")
-        return sources_in(self._memory, self._copies.core.offsets(), self._layout)
+        return sources_over_pool_memory(self._memory, self._copies.core.offsets(), self._layout)
 
 
-def _finish_at_exit() -> None:
+def _wait_for_copies_at_exit() -> None:
     """Wait for running copies, because the interpreter is about to free the sources."""
     for copies in list(completion.copying.values()):
-        if isinstance(copies, OutwardCopies):
+        if isinstance(copies, CopiesToPool):
             with contextlib.suppress(Exception):
                 copies.core.wait(None)
                 copies.record_if_ended()
 
 
-atexit.register(_finish_at_exit)
+atexit.register(_wait_for_copies_at_exit)

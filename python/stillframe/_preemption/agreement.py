@@ -134,7 +134,7 @@ class Agreement:
                 self._store.set(f"{self._prefix}/done/{self._rank}", "1")
             else:
                 # The ranks only wait for each other: there is nothing to decide.
-                self._agree("done", "1", lambda _: "1", until - time.monotonic())
+                self._agree_on_decision("done", "1", lambda _: "1", until - time.monotonic())
         except Exception as error:
             log.debug("stillframe: the ranks' store is gone: %s", error)
 
@@ -144,12 +144,14 @@ class Agreement:
         """Wait until a rank is asked to stop, and agree with the others. Set `limit` or
         `why_left_out`."""
         try:
-            asked = self._wait_until_asked()
+            asked = self._wait_for_stop_request()
             if asked is None:
                 return
             self._on_stop(*asked)
             mine = self._counts()
-            answer = self._agree("counts", json.dumps(mine), _decide_boundary, self._wait_s)
+            answer = self._agree_on_decision(
+                "counts", json.dumps(mine), _decide_boundary, self._wait_s
+            )
             limit = Counts(*json.loads(answer))
             if mine.reaches(limit):
                 why = "this rank answered late, and has passed the boundary of the others"
@@ -158,7 +160,7 @@ class Agreement:
         except Exception as error:
             self.why_left_out = f"the store of the process group failed: {error}"
 
-    def _wait_until_asked(self) -> tuple[int, float] | None:
+    def _wait_for_stop_request(self) -> tuple[int, float] | None:
         """Wait until any rank is asked to stop. Return the signal and the moment, or None if this
         rank leaves the block."""
         asked_key = f"{self._prefix}/asked"
@@ -177,7 +179,7 @@ class Agreement:
                 self._store.set(asked_key, json.dumps((signum, time.monotonic() - moment)))
             return asked
 
-    def _agree(
+    def _agree_on_decision(
         self,
         name: str,
         mine: str,

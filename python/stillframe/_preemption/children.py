@@ -53,7 +53,7 @@ def watch(block: Watched) -> None:
         os.register_at_fork(
             before=_block_signals,
             after_in_parent=_unblock_signals,
-            after_in_child=_restore_in_child,
+            after_in_child=_restore_signals_in_child,
         )
     _blocks.append(block)
 
@@ -63,7 +63,7 @@ def unwatch(block: Watched) -> None:
         _blocks.remove(block)
 
 
-def _all_signals() -> set[int]:
+def _signals_of_running_blocks() -> set[int]:
     """Return the signals of all running blocks."""
     return {number for block in list(_blocks) for number in block.signals}
 
@@ -71,7 +71,7 @@ def _all_signals() -> set[int]:
 def _block_signals() -> None:
     """Block the signals of all blocks before a fork."""
     _fork_state.is_main = threading.current_thread() is threading.main_thread()
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, _all_signals())
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, _signals_of_running_blocks())
     _fork_state.blocked_before.append({*blocked_before})
 
 
@@ -81,19 +81,19 @@ def _unblock_signals() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _fork_state.blocked_before.pop())
 
 
-def _restore_in_child() -> None:
+def _restore_signals_in_child() -> None:
     """Restore the handlers and the signal mask in a forked child. A daemonic child also leaves the
     signals to its parent."""
-    numbers = _all_signals()
+    numbers = _signals_of_running_blocks()
     while _blocks:
         _blocks.pop().forget()
-    if numbers and _is_daemonic():
-        _leave_to_parent(numbers)
-        _leave_to_parent_in_worker(numbers)
+    if numbers and _is_forking_daemonic_child():
+        _ignore_signals_not_from_parent(numbers)
+        _patch_dataloader_worker_signals(numbers)
     _unblock_signals()
 
 
-def _leave_to_parent(numbers: Iterable[int]) -> None:
+def _ignore_signals_not_from_parent(numbers: Iterable[int]) -> None:
     """Ignore signals unless the parent sends them, and have the kernel kill this child when the
     parent dies.
 
@@ -104,7 +104,7 @@ def _leave_to_parent(numbers: Iterable[int]) -> None:
         _core.leave_signal(number, _fork_state.is_main)  # True: ask the kernel at once
 
 
-def _is_daemonic() -> bool:
+def _is_forking_daemonic_child() -> bool:
     """Return whether multiprocessing is forking a daemonic process."""
     for frame in stack(sys._getframe(1)):
         if frame.f_code is popen_fork.Popen._launch.__code__:  # type: ignore[attr-defined]
@@ -113,16 +113,16 @@ def _is_daemonic() -> bool:
     return False
 
 
-def _leave_to_parent_in_worker(numbers: Iterable[int]) -> None:
-    """Have a DataLoader's worker call `_leave_to_parent` again after it has installed torch's
-    handlers. Then torch's handlers get the signals that the parent sends."""
+def _patch_dataloader_worker_signals(numbers: Iterable[int]) -> None:
+    """Have a DataLoader's worker call `_ignore_signals_not_from_parent` again after it has
+    installed torch's handlers. Then torch's handlers get the signals that the parent sends."""
     handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if handling is None:
         return
     install: Callable[[], object] = handling._set_worker_signal_handlers
 
-    def install_and_leave() -> None:
+    def install_then_ignore_signals() -> None:
         install()
-        _leave_to_parent(numbers)
+        _ignore_signals_not_from_parent(numbers)
 
-    handling._set_worker_signal_handlers = install_and_leave
+    handling._set_worker_signal_handlers = install_then_ignore_signals

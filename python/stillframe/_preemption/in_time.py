@@ -23,8 +23,8 @@ from stillframe import _core
 from stillframe._base import sizes
 from stillframe._base.calls import inside_call
 from stillframe._save import completion, uploads
-from stillframe._save.api import engine_or_default, settle_all
-from stillframe._save.completion import InFlight
+from stillframe._save.api import engine_or_default, settle_ended_saves
+from stillframe._save.completion import InFlightHandle
 from stillframe._save.engine import Path, submit
 from stillframe._save.options import SaveOptions
 from stillframe._save.report import SaveReport, measured
@@ -33,7 +33,7 @@ from stillframe._tree import skeleton
 log = logging.getLogger("stillframe")
 
 # Saves that were given up, and may not have ended yet.
-_given_up: weakref.WeakSet[InFlight] = weakref.WeakSet()
+_given_up: weakref.WeakSet[InFlightHandle] = weakref.WeakSet()
 # A measured save gives an estimate for saves that are at most this many times as large.
 _MAX_SCALE = 4
 
@@ -44,12 +44,12 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
     """
     try:
         state = make_state()
-        under_way = _under_way()
+        under_way = _saves_under_way()
         if under_way:
             tree = skeleton.build(state)  # to learn how many bytes the save writes
             nbytes = len(tree.data) + sum(each.nbytes() for each in tree.storages)
             del tree
-            has_time = _give_up_without_time(under_way, until, new=(str(path), nbytes))
+            has_time = _give_up_saves_without_time(under_way, until, new=(str(path), nbytes))
             if not has_time:
                 return None
         options = SaveOptions(overlap=False, wait_for_slot=True)
@@ -69,17 +69,17 @@ def save(make_state: Callable[[], object], path: Path, until: float) -> SaveRepo
 def finish(until: float) -> None:
     """Wait for all saves and removes under way. At the moment `until`, give up the saves that have
     not ended. The exit of the process waits for uploads until then, too."""
-    uploads.finish_by(until)
+    uploads.set_exit_deadline(until)
     with inside_call():
-        _give_up_without_time(_under_way(), until)
+        _give_up_saves_without_time(_saves_under_way(), until)
         if not _core.log_drain(max(0.0, until - time.monotonic())):  # not all have ended
             give_up()
-        settle_all()
+        settle_ended_saves()
 
 
 def give_up() -> bool:
     """Give up the saves under way, because time is up. Return False if there were none."""
-    under_way = _under_way()
+    under_way = _saves_under_way()
     for handle in under_way:
         _give_up(handle, _too_late_reason(handle))
     return bool(under_way)
@@ -116,7 +116,7 @@ def chosen(needs_s: Sequence[float], left_s: float) -> list[bool]:
     return kept
 
 
-def estimate_s(nbytes: int) -> float | None:
+def estimate_save_seconds(nbytes: int) -> float | None:
     """Return how many seconds a save of `nbytes` probably takes; None without an estimate."""
     durations = []
     for size, took_s in measured:
@@ -126,7 +126,7 @@ def estimate_s(nbytes: int) -> float | None:
     return statistics.median(durations) if durations else None
 
 
-def _under_way() -> list[InFlight]:
+def _saves_under_way() -> list[InFlightHandle]:
     """Return the saves that have neither ended nor been given up, oldest first."""
     return [
         handle
@@ -135,8 +135,8 @@ def _under_way() -> list[InFlight]:
     ]
 
 
-def _give_up_without_time(
-    under_way: list[InFlight], until: float, new: tuple[str, int] | None = None
+def _give_up_saves_without_time(
+    under_way: list[InFlightHandle], until: float, new: tuple[str, int] | None = None
 ) -> bool:
     """Give up the saves for which there is not enough time until the moment `until`. Return whether
     there is time for the new save, if any.
@@ -147,12 +147,12 @@ def _give_up_without_time(
     """
     left_s = until - time.monotonic()
     # Newest first: a save, or the path of the new save, and the bytes that are still to be written.
-    candidates: list[tuple[InFlight | str, int]] = [] if new is None else [new]
+    candidates: list[tuple[InFlightHandle | str, int]] = [] if new is None else [new]
     for handle in reversed(under_way):
         written, total = handle.progress()
         candidates.append((handle, total - written))
     # A save without an estimate is tried: it counts as 0 seconds.
-    needs_s = [estimate_s(nbytes) or 0.0 for _, nbytes in candidates]
+    needs_s = [estimate_save_seconds(nbytes) or 0.0 for _, nbytes in candidates]
     kept = chosen(needs_s, left_s)
     for (save_or_path, nbytes), need_s, keep in zip(candidates, needs_s, kept, strict=True):
         if not keep:
@@ -164,13 +164,13 @@ def _give_up_without_time(
     return new is None or kept[0]  # the new save is the first candidate
 
 
-def _too_late_reason(handle: InFlight) -> str:
+def _too_late_reason(handle: InFlightHandle) -> str:
     """Return the reason for giving up a save when time is up."""
     written, total = handle.progress()
     return f"{sizes.decimal(written)} of {sizes.decimal(total)} were written when time was up"
 
 
-def _give_up(save: InFlight | str, why: str) -> None:
+def _give_up(save: InFlightHandle | str, why: str) -> None:
     """Cancel a save and log why. A string is the path of a save that is not made at all."""
     if isinstance(save, str):
         path = save

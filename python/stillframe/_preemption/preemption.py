@@ -34,7 +34,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from stillframe._base import paths, threads
-from stillframe._base.birth import Birth
+from stillframe._base.birth import ForkGuard
 from stillframe._preemption import agreement, children, in_time
 from stillframe._save.engine import Path
 from stillframe._save.report import SaveReport
@@ -102,7 +102,7 @@ class Preemption:
         """The numbers of the signals that announce the end."""
         self._deadline_s = in_time.checked_deadline(deadline)
         self._reserve_s = min(1.0, self._deadline_s / 5)  # from the end of saves to the deadline
-        self._birth = Birth("this preemption")
+        self._birth = ForkGuard("this preemption")
         self._handler = self._on_signal  # kept, because each `self._on_signal` is another object
         self._previous_handlers: dict[int, Any] = {}  # the handlers before the block, by signal
         self._was_entered = False  # `__enter__` was called
@@ -140,7 +140,7 @@ class Preemption:
         at the same call, so all ranks must call this equally often.
         """
         self._nr_stops += 1
-        return self._must_check and self._reach_boundary("stop")
+        return self._must_check and self._save_if_stopping_at_boundary("stop")
 
     def save(self, make_state: MakeState, path: Path) -> SaveReport | None:
         """Save the object that `make_state()` returns to `path`, at the step boundary where
@@ -167,10 +167,10 @@ class Preemption:
         self._birth.refuse_forked_child()
         if not callable(make_state):
             raise TypeError(f"make_state has to be callable, not {type(make_state).__name__}")
-        name = paths.as_text(path)
+        name = paths.validate_local_path(path)
         self._nr_saves += 1
         self._steps_at_last_save = self._nr_steps
-        if not (self._must_check and self._reach_boundary("save")):
+        if not (self._must_check and self._save_if_stopping_at_boundary("save")):
             self._make_state_of[name] = make_state
             return None
         is_saved, calls_should_stop = name in self._saved, self._nr_stops > 0
@@ -206,7 +206,7 @@ class Preemption:
         try:
             self._join()
             self._is_running = True
-            _count_steps_of(self)
+            _register_for_optimizer_steps(self)
             children.watch(self)
             for number in self.signals:
                 self._previous_handlers[number] = signal.signal(number, self._handler)
@@ -326,7 +326,7 @@ class Preemption:
         first_signal_at: float | None = None  # when this process got its first signal
         given_up = False
         while True:
-            number = self._next_signal(given_up)
+            number = self._wait_for_signal_byte(given_up)
             now = time.monotonic()
             if number == _END_BYTE:
                 break
@@ -336,7 +336,7 @@ class Preemption:
                 if first_signal_at is None:
                     first_signal_at = now
                 elif now - first_signal_at > ignore_for_s:
-                    self._end_now("a second signal came")
+                    self._end_process_now("a second signal came")
             if self._first_signal is None:
                 continue
             if now >= self._leave_deadline() and not given_up:
@@ -344,12 +344,12 @@ class Preemption:
                 self._give_up()
             if now >= self._end_deadline():
                 if self._is_running or not threading.main_thread().is_alive():
-                    self._end_now("the deadline has passed")
+                    self._end_process_now("the deadline has passed")
                 break  # the main thread has left the block, and goes on
         os.close(self._pipe[0])
         os.close(self._pipe[1])
 
-    def _next_signal(self, given_up: bool) -> int | None:
+    def _wait_for_signal_byte(self, given_up: bool) -> int | None:
         """Wait for a byte from the pipe, and return it: one of `signals`, or `_END_BYTE`. Return
         None when it is time to check the clock or the other ranks."""
         poll = select.poll()  # select() refuses descriptors above 1023
@@ -376,7 +376,7 @@ class Preemption:
                 "stillframe: no step boundary was reached within %.3g s of %s: nothing was saved,"
                 " and the old files stay",
                 time.monotonic() - self._first_signal_time(),
-                _name(self._signal()),
+                _name(self._first_signal_number()),
             )
         self._must_raise = True
         # Python's handlers run on the main thread: the handler raises `_End` there.
@@ -384,7 +384,7 @@ class Preemption:
         if main is not None:
             signal.pthread_kill(main, self.signals[0])
 
-    def _end_now(self, why: str) -> None:
+    def _end_process_now(self, why: str) -> None:
         """End the process at once, with its daemonic children."""
         log.warning("stillframe: %s: the process ends, and saves under way are given up", why)
         for child in multiprocessing.active_children():
@@ -397,7 +397,7 @@ class Preemption:
 
     # ---- boundaries ----
 
-    def _reach_boundary(self, event: Event) -> bool:
+    def _save_if_stopping_at_boundary(self, event: Event) -> bool:
         """Return whether training stops at this boundary. If so, save what is registered, except at
         a call of `save`, which does that itself."""
         if self._has_reached_stop:
@@ -408,7 +408,7 @@ class Preemption:
         if self._first_signal is None:
             return False
         self._must_check = True  # if training goes on, the next boundary has to check too
-        if not self._stops_here(event):
+        if not self._decide_whether_to_stop_here(event):
             return False
         # Without other ranks, a call of `save` is not the end: `should_stop` may still be called.
         self._has_reached_stop = event != "save" or self._ranks is not None
@@ -416,7 +416,7 @@ class Preemption:
             self._save_registered(event)
         return True
 
-    def _stops_here(self, event: Event) -> bool:
+    def _decide_whether_to_stop_here(self, event: Event) -> bool:
         """Return whether training stops at this boundary after a signal. With several ranks, wait
         until they have agreed. Raise `_End` if they have agreed without this rank."""
         if self._ranks is None:
@@ -439,7 +439,11 @@ class Preemption:
         if not self._is_running or threading.current_thread() is not threading.main_thread():
             return
         self._nr_steps += 1
-        if self._must_check and not self._has_reached_stop and self._reach_boundary("step"):
+        if (
+            self._must_check
+            and not self._has_reached_stop
+            and self._save_if_stopping_at_boundary("step")
+        ):
             # Without a signal of its own, this process ends without an error.
             raise _End(self._exit_status() if self._own_signal is not None else 0)
 
@@ -473,7 +477,7 @@ class Preemption:
 
     # ---- the signal and its deadlines ----
 
-    def _signal(self) -> int:
+    def _first_signal_number(self) -> int:
         """Return the signal that some rank got first; before any signal, the first of `signals`."""
         return self.signals[0] if self._first_signal is None else self._first_signal[0]
 
@@ -495,7 +499,7 @@ class Preemption:
 
     def _exit_status(self) -> int:
         """Return the status by which shells report that a signal ended the process."""
-        return 128 + (self._own_signal or self._signal())
+        return 128 + (self._own_signal or self._first_signal_number())
 
 
 # ---- steps of optimizers ----
@@ -504,8 +508,8 @@ _blocks: dict[int, Preemption] = {}  # the blocks that are running, by their ids
 
 
 class _StepObserver:
-    """Tells the running blocks when an optimizer's step ends; an implementation of `gate.Readers`
-    that makes no step wait."""
+    """Tells the running blocks when an optimizer's step ends; an implementation of
+    `gate.OptimizerDataReaders` that makes no step wait."""
 
     def wait(self, optimizer: Optimizer) -> None:
         pass
@@ -521,7 +525,7 @@ class _StepObserver:
 _reader: _StepObserver | None = None  # registered with the gate once for all blocks
 
 
-def _count_steps_of(block: Preemption) -> None:
+def _register_for_optimizer_steps(block: Preemption) -> None:
     """Call `block.stepped` at the end of every optimizer's step from now on."""
     global _reader
     if _reader is None:

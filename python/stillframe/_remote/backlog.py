@@ -32,7 +32,7 @@ class Backlog(NamedTuple):
             return None
         files = {each.local for each in due}
         nbytes = sum(_nbytes(path) for path in files)
-        oldest_s = min(each.made_s for each in due)
+        oldest_s = min(each.save_time_s for each in due)
         return cls(len(due), nbytes, oldest_s, sorted({each.prefix for each in due}))
 
 
@@ -49,5 +49,5 @@ def _nbytes(path: str) -> int:
         is_directory = stat.S_ISDIR(info.st_mode)
         files = sending.files_of(path).values() if is_directory else [info]
         return sum(each.st_size for each in files)
-    except (OSError, sending.LocalError):
+    except (OSError, sending.LocalReadError):
         return 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, cast
 
 from stillframe._base import paths, urls
-from stillframe._base.disk import LOCAL, Disk, Opened, Walk
+from stillframe._base.disk import LOCAL, Disk, OpenFile, Walk
 from stillframe._remote.file import Fetcher, Object, RemoteFile
 from stillframe._remote.store import Found
 from stillframe._remote.stores import open_store
@@ -18,7 +18,9 @@ from stillframe._remote.stores import open_store
 _Directory: TypeAlias = "dict[str, Found | _Directory]"
 
 
-def of_path(path: object, storage_options: Mapping[str, Any] | None = None) -> tuple[Disk, str]:
+def resolve_disk_and_path(
+    path: object, storage_options: Mapping[str, Any] | None = None
+) -> tuple[Disk, str]:
     """Return the disk of a path or URL, and the path to give to the disk and to show in messages.
     The disk is a context manager, which closes the files at the end.
 
@@ -32,8 +34,8 @@ def of_path(path: object, storage_options: Mapping[str, Any] | None = None) -> t
     if storage_options is not None:
         raise ValueError("storage_options= is for URLs (scheme://), and this is a local path")
     if isinstance(path, str):
-        path = urls.local_path(path)
-    return LOCAL, paths.as_text(path)
+        path = urls.local_path_of_file_url(path)
+    return LOCAL, paths.validate_local_path(path)
 
 
 class RemoteDisk(Disk):
@@ -61,7 +63,7 @@ class RemoteDisk(Disk):
     def forget(self, path: str) -> None:
         self._found.pop(self._key(path), None)
 
-    def release_memory(self, file: Opened) -> None:
+    def release_memory(self, file: OpenFile) -> None:
         cast("RemoteFile", file).release_memory()
 
     def read(self, path: str, nbytes: int = -1) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from stillframe._base.urls import Url
 from stillframe._remote.redact import failure, redact
-from stillframe._remote.store import STALE_S, Buffer, Feed, Found, Store, part_bytes
+from stillframe._remote.store import STALE_S, Buffer, Found, PieceIterator, Store, part_bytes
 from stillframe.errors import StillframeError
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class FsspecStore(Store):
         """Return the path by which fsspec knows an object."""
         return str(self._fs._strip_protocol(f"{self._base}/{key}{self._query}"))
 
-    def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
+    def _put(self, key: str, feed: PieceIterator, nbytes: int | None) -> None:
         path = self._path(key)
         temporary = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
         parent = self._fs._parent(path)
@@ -112,7 +112,7 @@ class FsspecStore(Store):
         info = self._call(self._fs.info, self._path(key))
         if info.get("type") == "directory":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return _of_info(info, key)
+        return _parse_object_info(info, key)
 
     def _list(self, prefix: str) -> Iterator[Sequence[Found]]:
         self._fs.invalidate_cache()
@@ -122,7 +122,7 @@ class FsspecStore(Store):
         with contextlib.suppress(FileNotFoundError):
             found = self._call(self._fs.find, directory.rstrip("/"), detail=True)
         yield [
-            _of_info(info, path.removeprefix(root))
+            _parse_object_info(info, path.removeprefix(root))
             for path, info in sorted(found.items())
             if path.startswith(directory) and not path.endswith(_TEMPORARY)
         ]
@@ -132,18 +132,18 @@ class FsspecStore(Store):
             with contextlib.suppress(FileNotFoundError):
                 self._call(self._fs.rm_file, self._path(key))
 
-    def _clean(self, key: str) -> None:
+    def _remove_stale_uploads(self, key: str) -> None:
         directory = self._fs._parent(self._path(key))
         for info in self._call(self._fs.ls, directory, detail=True):
             path = info["name"]
-            modified_s = _of_info(info, path).modified_s
+            modified_s = _parse_object_info(info, path).modified_s
             is_stale = 0 < modified_s < time.time() - STALE_S  # 0.0: the time is not known
             if is_stale and path.endswith(_TEMPORARY):
                 self._call(self._fs.rm_file, path)
                 log.info("stillframe: removed %s, left by a killed process", path)
 
 
-def _of_info(info: Mapping[str, Any], key: str) -> Found:
+def _parse_object_info(info: Mapping[str, Any], key: str) -> Found:
     """Return the `Found` for fsspec's description of an object."""
     # Each file system has its own name for the time, and may give it as seconds.
     names = ("mtime", "LastModified", "last_modified", "modified", "created")

@@ -41,7 +41,7 @@ _MOST_BYTES = 1 << 16  # the most bytes to read of an entry: another program may
 
 # The paths of the files that this process has locked, by descriptor.
 _locked: dict[int, str] = {}
-_last_ns = 0  # the last result of `_now_ns`
+_last_ns = 0  # the last result of `_strictly_increasing_time_ns`
 # The entries that were read, by directory and entry name. The content of an entry never changes.
 _known: dict[str, dict[str, Entry]] = {}
 
@@ -50,15 +50,15 @@ class Lock:
     """A file that this process has locked, or is about to lock."""
 
     def __init__(self, path: str, fd: int) -> None:
-        self._fds = [fd]  # empty after `_take_fd`
+        self._fds = [fd]  # empty after `_pop_fd_once`
         _locked[fd] = path
 
     def release(self) -> None:
-        fd = self._take_fd()
+        fd = self._pop_fd_once()
         if fd is not None:
             _unlock(fd)
 
-    def _take_fd(self) -> int | None:
+    def _pop_fd_once(self) -> int | None:
         """Return the descriptor to the first caller, and None to all others; atomic."""
         try:
             return self._fds.pop()
@@ -85,7 +85,7 @@ def _lock(path: str, flags: int = 0) -> Lock | None:
 
 
 def _unlock(fd: int) -> None:
-    """Unlock and close a descriptor, except one that `_forked` has closed."""
+    """Unlock and close a descriptor, except one that `_reset_in_forked_child` has closed."""
     if _locked.pop(fd, None) is None:  # the pop is atomic: only one caller closes
         return
     with contextlib.suppress(OSError):  # closing does not unlock what a child process shares
@@ -124,7 +124,7 @@ class Entry(NamedTuple):
         return self.prefix + self.object_name
 
     @property
-    def made_s(self) -> float:
+    def save_time_s(self) -> float:
         """The time of the save's call, in seconds since 1970."""
         return int(self.entry_name[:20]) / 1e9  # the name begins with nanoseconds
 
@@ -165,7 +165,7 @@ class Pending(Lock):
         if durable:
             with contextlib.suppress(FileNotFoundError):  # then the rename below fails too
                 self.sync()
-        fd = self._take_fd()
+        fd = self._pop_fd_once()
         if fd is None:
             return  # another call renames the entry, or has renamed it
         path = self.entry.entry_path
@@ -175,7 +175,7 @@ class Pending(Lock):
             _unlock(fd)  # and write a new entry
             add_due(self.entry, durable=durable)
         except BaseException:
-            self._fds.append(fd)  # undoes `_take_fd`, so that a later call tries again
+            self._fds.append(fd)  # undoes `_pop_fd_once`, so that a later call tries again
             raise
         else:
             _unlock(fd)
@@ -199,7 +199,7 @@ def add(entry: Entry, tried: list[Pending] | None = None) -> Pending:
     fields = {"path": entry.local_name, "prefix": entry.prefix, "name": entry.object_name}
     content = json.dumps(fields).encode()
     for _ in range(_TRIES):
-        stem = f"{_now_ns():020d}-{os.getpid()}"
+        stem = f"{_strictly_increasing_time_ns():020d}-{os.getpid()}"
         new_path = entry._replace(entry_name=f"{stem}.new").entry_path
         try:
             fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -316,14 +316,14 @@ def unlock(directory: str, upload_lock: Lock) -> None:
     upload_lock.release()
 
 
-def _now_ns() -> int:
+def _strictly_increasing_time_ns() -> int:
     """Return the nanoseconds since 1970. Each result is later than all before in this process."""
     global _last_ns
     _last_ns = max(_last_ns + 1, time.time_ns())
     return _last_ns
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     """Close the descriptors of the parent's locks in a forked child. The parent keeps the locks."""
     for fd in _locked:
         with contextlib.suppress(OSError):
@@ -331,4 +331,4 @@ def _forked() -> None:
     _locked.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -33,7 +33,7 @@ from stillframe._base.sizes import decimal
 from stillframe._remote import journal, sending
 from stillframe._remote.backlog import Backlog
 from stillframe._remote.journal import Entry
-from stillframe._remote.stores import check_store, open_store
+from stillframe._remote.stores import check_store_arguments, open_store
 
 log = logging.getLogger("stillframe")
 
@@ -72,7 +72,7 @@ class MirrorUpload:
         if not path.endswith("/"):
             path += "/"
         url = path + question_mark + query
-        check_store(url, storage_options)
+        check_store_arguments(url, storage_options)
         directory, name = os.path.split(local)
         name.encode()  # raises UnicodeEncodeError, a ValueError
         self.entry = Entry(directory, name, urls.shown(url), name)
@@ -90,12 +90,12 @@ class MirrorUpload:
             journal.add(self.entry, self._pending)
         except OSError as error:
             self._log_not_uploaded(error)
-        uploader.check_journal(self.entry.directory)
+        uploader.request_journal_check(self.entry.directory)
 
     def resume(self) -> None:
         """Upload what earlier saves have left in the directory. There is no save now."""
         if os.path.isdir(os.path.join(self.entry.directory, journal.NAME)):
-            uploader.check_journal(self.entry.directory)
+            uploader.request_journal_check(self.entry.directory)
 
     def end(self, succeeded: bool) -> None:
         """Make the entry due if the save succeeded, else remove it. Log an OSError instead of
@@ -108,7 +108,7 @@ class MirrorUpload:
                     pending.remove()
             except OSError as error:
                 self._log_not_uploaded(error)
-            uploader.check_journal(self.entry.directory)
+            uploader.request_journal_check(self.entry.directory)
 
     def _log_not_uploaded(self, error: OSError) -> None:
         log.error("stillframe: %s will not be uploaded: %s", self.entry.local, error)
@@ -150,7 +150,7 @@ class _Uploader:
         self._given_up = False  # `give_up` was called
         self._reported = False  # `finish` has said what is left
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # an element wakes the thread
-        self._thread = threads.SingleThread(self._run, "sf-mirror")
+        self._thread = threads.RunOnceThread(self._run, "sf-mirror")
 
     def is_used(self) -> bool:
         return bool(self._targets)
@@ -161,7 +161,7 @@ class _Uploader:
         self._targets.pop(key, None)  # so that the latest target is the last of the dict
         self._targets[key] = url, options
 
-    def check_journal(self, directory: str) -> None:
+    def request_journal_check(self, directory: str) -> None:
         """Have the thread read the journal of a directory."""
         self._directories[directory] = None
         self._wake()
@@ -187,7 +187,7 @@ class _Uploader:
         """Have the thread call `function` when nothing at or below `path` is to be uploaded."""
         self._callbacks.append((path, function))
         for directory in (os.path.dirname(path), path):
-            self.check_journal(directory)
+            self.request_journal_check(directory)
 
     def wait(self, timeout: float | None) -> Backlog | None:
         """Wait until nothing is to be uploaded, and return None. After `timeout` seconds, or if the
@@ -278,7 +278,7 @@ class _Uploader:
                 paused.add(prefix)
         directories = dict.fromkeys(each.directory for each in entries)  # an ordered set
         for directory in directories:
-            if self._upload_from(directory, entries, paused):
+            if self._upload_oldest_due_from(directory, entries, paused):
                 return 0.0  # the next entry may be due already
         for directory in self._directories.keys() - directories.keys():
             self._forget(directory)
@@ -296,7 +296,7 @@ class _Uploader:
         """Call the functions that wait for no entry in `left`."""
         for callback in list(self._callbacks):
             path, function = callback
-            if not any(_is_at(each, path) for each in left):
+            if not any(_is_at_or_below(each, path) for each in left):
                 self._callbacks.remove(callback)
                 function()
 
@@ -309,7 +309,9 @@ class _Uploader:
         if os.path.exists(os.path.join(directory, journal.NAME)):
             self._directories[directory] = None  # read it again: it may have a new entry
 
-    def _upload_from(self, directory: str, entries: list[Entry], paused: set[str]) -> bool:
+    def _upload_oldest_due_from(
+        self, directory: str, entries: list[Entry], paused: set[str]
+    ) -> bool:
         """Upload the oldest due entry of a directory, except those of prefixes in `paused`. Return
         False if there is none, or if another process uploads from the directory. `entries` may be
         out of date, because they were read without the lock."""
@@ -347,7 +349,7 @@ class _Uploader:
             nbytes = sending.send(store, key, entry.local, self._check)
         except _GivenUpError:
             pass  # the entry stays for the next process
-        except sending.LocalError as error:
+        except sending.LocalReadError as error:
             self._handle_unreadable_file(entry, error.__cause__)
         except Exception as error:
             self._failed(entry, error)
@@ -431,17 +433,17 @@ def _entries_of(directories: Iterable[str]) -> list[Entry]:
     return sorted(found, key=lambda each: each.entry_name)
 
 
-def _is_at(entry: Entry, path: str) -> bool:
+def _is_at_or_below(entry: Entry, path: str) -> bool:
     return entry.local == path or entry.local.startswith(f"{path}/")
 
 
 uploader = _Uploader()
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     """Leave the parent's uploads to the parent in a forked child."""
     global uploader
     uploader = _Uploader()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

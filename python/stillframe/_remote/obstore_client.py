@@ -1,6 +1,7 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
-obstore retries failed requests itself and does not report each retry. So `Feed` logs long waits.
+obstore retries failed requests itself and does not report each retry. So `PieceIterator` logs long
+waits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from stillframe._remote.store import (
     PART_BYTES,
     STALE_S,
     Buffer,
-    Feed,
     Found,
     KeyGroup,
+    PieceIterator,
     Store,
     fork_error,
     key_group_of,
@@ -79,7 +80,8 @@ class ObstoreStore(Store):
             self._config.values.setdefault("account_name", url.account)
         self._secrets |= secrets_of(self._config.values, "")
         self._clients: dict[int, Any] = {}  # obstore's clients, by their timeouts in seconds
-        self._cleaned_s = -math.inf  # when `_clean` last started a thread, by time.monotonic()
+        # when `_remove_stale_uploads` last started a thread, by time.monotonic()
+        self._cleaned_s = -math.inf
         self._client(PART_BYTES)  # raises ValueError for wrong options
         _threads_generation = self._generation  # obstore may have started threads now
 
@@ -112,7 +114,7 @@ class ObstoreStore(Store):
         # Raised outside the handler, so that it does not refer to obstore's error with credentials.
         raise ValueError(f"storage_options of {self._root}: {cause}")
 
-    def _put(self, key: str, feed: Feed, nbytes: int | None) -> None:
+    def _put(self, key: str, feed: PieceIterator, nbytes: int | None) -> None:
         obstore = _import_obstore()
         if nbytes is not None and nbytes <= ONE_REQUEST_BYTES:
             obstore.put(self._client(), key, b"".join(feed), use_multipart=False)
@@ -168,7 +170,7 @@ class ObstoreStore(Store):
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._client(), key)
 
-    def _clean(self, key: str) -> None:
+    def _remove_stale_uploads(self, key: str) -> None:
         if self._url.scheme != "s3":
             return  # `unfinished` serves only S3
         if self._config.values.get("skip_signature"):
@@ -177,17 +179,22 @@ class ObstoreStore(Store):
             return
         self._cleaned_s = time.monotonic()
         thread = threading.Thread(
-            target=self._abort_stale, args=(key_group_of(key),), name="sf-clean", daemon=True
+            target=self._abort_stale_uploads,
+            args=(key_group_of(key),),
+            name="sf-clean",
+            daemon=True,
         )
         threads.start(thread)
 
-    def _abort_stale(self, group: KeyGroup) -> None:
+    def _abort_stale_uploads(self, group: KeyGroup) -> None:
         """Abort stale uploads to the keys of a group, and log their URLs."""
         config, endpoint = self._client().config, self._config.endpoint
         verify = not self._config.client.get("allow_invalid_certificates")
         with contextlib.suppress(Exception):  # a failed clean-up is no error
             # `*group` is its directory and its suffix.
-            for key in unfinished.abort_stale(config, endpoint, *group, STALE_S, verify=verify):
+            for key in unfinished.abort_stale_uploads(
+                config, endpoint, *group, STALE_S, verify=verify
+            ):
                 name = self.shown(key)
                 log.info("stillframe: aborted an upload to %s, left by a killed process", name)
 

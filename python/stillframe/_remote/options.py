@@ -78,7 +78,7 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
     """
     config = Config()
     rest = {name: value for name, value in options.items() if value is not None}
-    config.client.update(_take_mapping(rest, "client_options"))
+    config.client.update(_pop_dict_option(rest, "client_options"))
     if rest.pop("anon", False):
         config.values["skip_signature"] = True
     translate = {
@@ -104,7 +104,7 @@ def _move(source: dict[str, Any], names: Mapping[str, str], target: dict[str, An
             target[new_name] = source.pop(name)
 
 
-def _take_mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
+def _pop_dict_option(rest: dict[str, Any], name: str) -> dict[str, Any]:
     """Remove and return an option that is a dict; {} if it is not given."""
     value = rest.pop(name, {})
     if not isinstance(value, Mapping):
@@ -118,7 +118,7 @@ def _take_mapping(rest: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _translate_s3_options(rest: dict[str, Any], config: Config) -> None:
     profile = rest.pop("profile", None)
-    client_kwargs = _take_mapping(rest, "client_kwargs")
+    client_kwargs = _pop_dict_option(rest, "client_kwargs")
     _move(client_kwargs, _S3_CLIENT, config.values)
     _move(rest, _S3, config.values)
     if client_kwargs.pop("verify", True) is False:
@@ -128,18 +128,18 @@ def _translate_s3_options(rest: dict[str, Any], config: Config) -> None:
         raise ValueError(f"storage_options: client_kwargs has no {unknown} here")
     needs_credentials = not {"access_key_id", "skip_signature"} & config.values.keys()
     if needs_credentials:
-        _read_aws_files(profile, config.values)
+        _add_credentials_from_aws_files(profile, config.values)
 
 
-def _read_aws_files(profile: str | None, values: dict[str, Any]) -> None:
+def _add_credentials_from_aws_files(profile: str | None, values: dict[str, Any]) -> None:
     """Add the credentials in AWS's files to `values`, because obstore does not read these files. If
     `profile` is None, credentials in the environment come first."""
     if profile is None and any(map(os.environ.get, _OTHER_CREDENTIALS)):
         return  # obstore finds the credentials in the environment
     section = profile or os.environ.get("AWS_PROFILE") or "default"
     settings = {
-        **_section("AWS_CONFIG_FILE", "~/.aws/config", f"profile {section}", section),
-        **_section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", section),
+        **_read_ini_section("AWS_CONFIG_FILE", "~/.aws/config", f"profile {section}", section),
+        **_read_ini_section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", section),
     }
     if "aws_access_key_id" in settings:
         for name_in_file, obstore_name in {"region": "region", **_S3_CLIENT}.items():
@@ -153,7 +153,7 @@ def _read_aws_files(profile: str | None, values: dict[str, Any]) -> None:
         )
 
 
-def _section(variable: str, default: str, *names: str) -> dict[str, str]:
+def _read_ini_section(variable: str, default: str, *names: str) -> dict[str, str]:
     """Return the first section of a file that is called one of `names`; {} if there is none. The
     environment variable has the path of the file; without it the path is `default`."""
     parser = configparser.RawConfigParser()

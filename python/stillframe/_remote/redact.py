@@ -71,9 +71,9 @@ def redact(text: str, secrets: Iterable[str]) -> str:
         host = urlsplit(request["url"]).netloc.rpartition("@")[2]
         tries = f", after {request['retries']} retries" if request["retries"] else ""
         cause = request["cause"].removeprefix("Server returned non-2xx status code: ")
-        text = f"{_without_xml(cause)} ({request['method']}, {host}{tries})"
+        text = f"{_summarize_xml_error(cause)} ({request['method']}, {host}{tries})"
     else:
-        text = _without_xml(text)
+        text = _summarize_xml_error(text)
     # Longer secrets come first, because a shorter one may be a part of them.
     for secret in sorted(secrets, key=len, reverse=True):
         for form in (secret, quote(secret, safe=""), quote_plus(secret)):
@@ -84,7 +84,7 @@ def redact(text: str, secrets: Iterable[str]) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _without_xml(text: str) -> str:
+def _summarize_xml_error(text: str) -> str:
     """Replace the XML at the end of a text by the code and the message in it, if any. The other
     elements of the XML may quote the signed request."""
     found = dict(_ANSWER.findall(text))

@@ -24,7 +24,7 @@ _METADATA = (
 _PIECE = 4 << 20  # the bytes that are read at a time
 
 
-class LocalError(Exception):
+class LocalReadError(Exception):
     """The local file cannot be read; `__cause__` is the error."""
 
 
@@ -35,7 +35,7 @@ def send(store: Store, key: str, path: str, check: Callable[[], object]) -> int:
         check: Called before each piece of a file. An exception that it raises ends the upload.
 
     Raises:
-        LocalError: The file or directory cannot be read.
+        LocalReadError: The file or directory cannot be read.
         OSError: The store refused; see `Store`.
     """
     with _raising_local_errors():
@@ -51,12 +51,12 @@ def send_file(store: Store, key: str, path: str, check: Callable[[], object]) ->
         file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
     with file:
         nbytes = os.fstat(file.fileno()).st_size
-        store.put(key, _pieces(file, nbytes, check), nbytes)
+        store.put(key, _read_pieces(file, nbytes, check), nbytes)
     return nbytes
 
 
-def _pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[memoryview]:
-    """Yield the first `nbytes` bytes of a file. Raise LocalError if it has fewer."""
+def _read_pieces(file: FileIO, nbytes: int, check: Callable[[], object]) -> Iterator[memoryview]:
+    """Yield the first `nbytes` bytes of a file. Raise LocalReadError if it has fewer."""
     left = nbytes
     while left:
         check()
@@ -99,19 +99,19 @@ def put_marker(store: Store, key: str, sizes: dict[str, int]) -> None:
 
 
 def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:
-    """Raise LocalError if the directory has changed since `files_of` returned `files`."""
+    """Raise LocalReadError if the directory has changed since `files_of` returned `files`."""
 
     def versions(infos: dict[str, os.stat_result]) -> dict[str, tuple[int, int, int]]:
         return {name: (info.st_ino, info.st_size, info.st_mtime_ns) for name, info in infos.items()}
 
     if versions(files) != versions(files_of(path)):
         # The mirror tries again after a FileNotFoundError, and only then.
-        raise LocalError from FileNotFoundError("the directory changed while it was uploaded")
+        raise LocalReadError from FileNotFoundError("the directory changed while it was uploaded")
 
 
 def files_of(path: str) -> dict[str, os.stat_result]:
     """Return the `lstat` results of a directory's files, by relative name, in the order of the
-    upload. Raise LocalError if the directory cannot be read, or a name is not UTF-8."""
+    upload. Raise LocalReadError if the directory cannot be read, or a name is not UTF-8."""
     found: dict[str, os.stat_result] = {}
 
     def raise_error(error: OSError) -> None:
@@ -133,8 +133,8 @@ def files_of(path: str) -> dict[str, os.stat_result]:
 
 @contextlib.contextmanager
 def _raising_local_errors() -> Iterator[None]:
-    """Raise errors of the local file as LocalError."""
+    """Raise errors of the local file as LocalReadError."""
     try:
         yield
     except (OSError, UnicodeError) as error:
-        raise LocalError(str(error)) from error
+        raise LocalReadError(str(error)) from error

@@ -77,7 +77,8 @@ class Store(ABC):
         self._root = url.root
         self._secrets = secrets_of(options, url.user)
         self._generation = _core.fork_generation()
-        self._cleaned: set[KeyGroup] = set()  # the groups for which `_clean` was called
+        # the groups for which `_remove_stale_uploads` was called
+        self._cleaned: set[KeyGroup] = set()
 
     def put(self, key: str, pieces: Iterable[Buffer], nbytes: int | None = None) -> None:
         """Upload an object: all of `pieces`, or nothing.
@@ -86,7 +87,7 @@ class Store(ABC):
         not copy a piece: it holds the piece until the store has acknowledged it, at most five parts
         at a time.
 
-        The first upload to each `KeyGroup` is followed by `_clean`.
+        The first upload to each `KeyGroup` is followed by `_remove_stale_uploads`.
 
         Args:
             pieces: Contiguous buffers of bytes.
@@ -97,7 +98,7 @@ class Store(ABC):
             OSError: The store refused. The store keeps the old object, except if its answer to the
                 last request was lost and it cannot be asked again.
         """
-        feed = Feed(pieces, self.shown(key))
+        feed = PieceIterator(pieces, self.shown(key))
         _this_thread.uploads += 1
         try:
             self._call_client("the upload", key, lambda: self._put(key, feed, nbytes))
@@ -114,7 +115,7 @@ class Store(ABC):
         if group not in self._cleaned:
             self._cleaned.add(group)
             with contextlib.suppress(Exception):  # the upload has succeeded all the same
-                self._clean(key)
+                self._remove_stale_uploads(key)
 
     def get(self, key: str, start: int, end: int, version: str = "") -> Buffer:
         """Return the bytes from `start` to `end`, exactly `end - start` of them.
@@ -167,7 +168,7 @@ class Store(ABC):
     # The next methods call the client and may raise its errors. `_list` yields pages.
 
     @abstractmethod
-    def _put(self, key: str, feed: Feed, nbytes: int | None) -> None: ...
+    def _put(self, key: str, feed: PieceIterator, nbytes: int | None) -> None: ...
 
     @abstractmethod
     def _get(self, key: str, start: int, end: int, version: str) -> Buffer: ...
@@ -182,13 +183,13 @@ class Store(ABC):
     def _delete(self, keys: Iterable[str]) -> None: ...
 
     @abstractmethod
-    def _clean(self, key: str) -> None:
+    def _remove_stale_uploads(self, key: str) -> None:
         """Remove what killed processes have left of uploads to the key's group. May raise any
         error."""
 
     def _ask(self, doing: str, key: str, call: Callable[[], T]) -> T:
         """Call the client like `_call_client`, on another thread if needed."""
-        return self._call_client(doing, key, lambda: _on_other_thread_if_needed(call))
+        return self._call_client(doing, key, lambda: _call_on_other_thread_if_needed(call))
 
     def _call_client(self, doing: str, key: str, call: Callable[[], T]) -> T:
         """Call the client and translate its error. `doing` names the operation in the message."""
@@ -206,7 +207,7 @@ class Store(ABC):
         raise translated
 
 
-class Feed:
+class PieceIterator:
     """The pieces of an object, which a client takes one after the other."""
 
     def __init__(self, pieces: Iterable[Buffer], shown: str) -> None:
@@ -246,14 +247,14 @@ class Feed:
             close()
 
 
-class _ThisThread(threading.local):
+class _ThreadLocalUploads(threading.local):
     uploads = 0  # the number of `Store.put` calls that run on this thread
 
 
-_this_thread = _ThisThread()
+_this_thread = _ThreadLocalUploads()
 
 
-def _on_other_thread_if_needed(call: Callable[[], T]) -> T:
+def _call_on_other_thread_if_needed(call: Callable[[], T]) -> T:
     """Make a call, and return its result or raise its error.
 
     Another thread is needed:

@@ -54,7 +54,7 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     return store, key
 
 
-def check_store(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+def check_store_arguments(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
     """Raise the errors that `open_store` would raise, except ForkError. Make no connection."""
     scheme = Url.parse(url).scheme
     if scheme not in _OBSTORE_SCHEMES or importlib.util.find_spec("obstore") is None:

@@ -1,4 +1,5 @@
-"""Aborts unfinished uploads to S3: a program that `abort_stale` runs in a process of its own.
+"""Aborts unfinished uploads to S3: a program that `abort_stale_uploads` runs in a process of its
+own.
 
 obstore cannot list unfinished uploads, so the program uses botocore. It has a process of its own,
 because importing botocore takes 0.3 s and holds a training's interpreter lock for up to 0.1 s at a
@@ -29,7 +30,7 @@ _BOTOCORE = {
 }
 
 
-def abort_stale(
+def abort_stale_uploads(
     config: Mapping[str, str],
     endpoint: str | None,
     directory: str,

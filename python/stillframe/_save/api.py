@@ -22,7 +22,7 @@ from stillframe._save.options import (
     SaveOptions,
     format_of,
 )
-from stillframe._save.outcome import take_failures
+from stillframe._save.outcome import take_uncollected_failures
 from stillframe._save.remote import StorageOptions, remove_object, start_save, will_exist
 from stillframe._save.report import SaveReport
 from stillframe.errors import StillframeError
@@ -30,7 +30,7 @@ from stillframe.errors import StillframeError
 _logger = logging.getLogger("stillframe")
 
 
-class _Default:
+class _DefaultEngineHolder:
     """The default engine of one process.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Default:
             self.engine.close()
 
 
-_default = _Default()
+_default = _DefaultEngineHolder()
 
 
 def default_engine() -> Engine:
@@ -116,7 +116,7 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
     _default.configure(engine_options)
 
 
-def close_default() -> None:
+def close_default_engine() -> None:
     """Close the default engine, if there is one. Called at the end of the process."""
     _default.close()
 
@@ -181,7 +181,7 @@ def async_save(
         on_durable=on_durable,
         format=format_of(path) if format is None else format,
         metadata=metadata,
-        mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
+        mirror=uploads.new_mirror_upload(path, mirror, storage_options, durable=durable),
     )
     # With a mirror the path is local, and the options belong to the mirror's store.
     path_options = storage_options if mirror is None else None
@@ -228,7 +228,7 @@ def save(
         wait_for_slot=True,
         format=format_of(path) if format is None else format,
         metadata=metadata,
-        mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
+        mirror=uploads.new_mirror_upload(path, mirror, storage_options, durable=durable),
     )
     path_options = storage_options if mirror is None else None  # as in `async_save`
     handle = start_save(engine_or_default(engine), obj, path, options, path_options)
@@ -265,18 +265,18 @@ def remove(
     if urls.is_remote(path):
         remove_object(path, storage_options)
         return
-    urls.refuse_options(path, storage_options)
+    urls.refuse_storage_options(path, storage_options)
     key = paths.key(path, follow_link=False)
     _warn_of_tilde(path, _core.log_exists(key))
     completion.thread.start()
-    if uploads.postpone(key, lambda: _remove_postponed(key), wait=wait_for_mirror):
+    if uploads.postpone_remove(key, lambda: _submit_remove_after_upload(key), wait=wait_for_mirror):
         return  # the remove will be submitted after the upload
     _core.log_remove(key)
     if completion.thread.drain_is_over and not ordered.is_in_external_work():
         _core.log_drain(None)  # at exit nobody else waits for the remove
 
 
-def _remove_postponed(key: bytes) -> None:
+def _submit_remove_after_upload(key: bytes) -> None:
     """Submit a remove that was postponed until after an upload, also while the process exits."""
     completion.thread.start(under_way=True)
     _core.log_remove(key)
@@ -298,7 +298,7 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
     """
     if urls.is_remote(path):
         return will_exist(path, storage_options)
-    urls.refuse_options(path, storage_options)
+    urls.refuse_storage_options(path, storage_options)
     key = paths.key(path, follow_link=False)
     if uploads.is_postponed(key):
         return False
@@ -307,18 +307,18 @@ def exists(path: Path, *, storage_options: StorageOptions = None) -> bool:
         log_answer = _core.log_exists(paths.key(path, follow_link=True))
     _warn_of_tilde(path, log_answer)
     if log_answer == 2:  # the path is below a checkpoint of several files that is under way
-        return directory.will_hold(key)
+        return directory.will_exist_in_saved_directory(key)
     if log_answer >= 0:
         return bool(log_answer)
     if not os.path.lexists(path):  # a writer that died may have moved it aside
-        paths.put_back(paths.as_text(path))
+        paths.put_back(paths.validate_local_path(path))
     return file_kinds.exists(path)
 
 
 def _warn_of_tilde(path: Path, log_answer: int) -> None:
     """Log that "~" is not expanded, if `path` begins with it and nothing is there. `log_answer` is
     what `log_exists` returned for the path."""
-    text = paths.as_text(path)
+    text = paths.validate_local_path(path)
     if log_answer < 0 and paths.tilde_hint(text) and not os.path.lexists(text):
         _logger.warning("stillframe: nothing is at %s%s", text, paths.tilde_hint(text))
 
@@ -343,25 +343,25 @@ def wait_all(timeout: float | None = None, *, mirrors: bool = False) -> None:
     check_booleans(mirrors=mirrors)
     deadline = Deadline(timeout)
     with inside_call():
-        _wait_for_log(deadline)
+        _wait_until_log_is_empty(deadline)
         if mirrors:
             left = uploads.wait(deadline.left())
             if left is not None:
                 raise TimeoutError(f"not uploaded yet: {left}")
-            _wait_for_log(deadline)  # for the removes that waited for uploads
-    failures = take_failures(first_only=True)
+            _wait_until_log_is_empty(deadline)  # for the removes that waited for uploads
+    failures = take_uncollected_failures(first_only=True)
     if failures:
         raise failures[0].error
 
 
-def _wait_for_log(deadline: Deadline) -> None:
+def _wait_until_log_is_empty(deadline: Deadline) -> None:
     """Wait until the log is empty, or raise TimeoutError. Settle the handles."""
     if not _core.log_drain(deadline.left()):
-        raise TimeoutError(f"after {deadline.timeout:g} s: {pending_sentence()}")
-    settle_all()
+        raise TimeoutError(f"after {deadline.timeout:g} s: {describe_unfinished_saves()}")
+    settle_ended_saves()
 
 
-def pending_sentence() -> str:
+def describe_unfinished_saves() -> str:
     """Return words about the saves and removes that have not ended, for messages."""
     count = _core.log_pending()
     words = "save or remove has" if count == 1 else "saves and removes have"
@@ -375,16 +375,16 @@ def pending_sentence() -> str:
     return sentence
 
 
-def settle_all() -> None:
+def settle_ended_saves() -> None:
     for handle in list(completion.in_flight.values()):
         handle.done()  # records the outcome, if the save has ended
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     global _default
     options = _default.options
-    _default = _Default()
+    _default = _DefaultEngineHolder()
     _default.options = options
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

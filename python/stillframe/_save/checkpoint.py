@@ -27,7 +27,7 @@ from stillframe._save.core_save import CoreSave
 from stillframe._save.directory import DirectorySave
 from stillframe._save.engine import Engine, Path, limits_of, note_use
 from stillframe._save.handle import SaveHandle, SkippedSave, set_mirror, wait_for_end
-from stillframe._save.objects import new_objects_save
+from stillframe._save.objects import new_remote_checkpoint_save
 from stillframe._save.options import Format, OnDurable, SaveOptions, Size, format_of
 from stillframe._save.remote import StorageOptions
 from stillframe._save.shards import split
@@ -102,12 +102,12 @@ def checkpoint(
     # With a mirror the path is local, and the options belong to the mirror's store.
     path_options = storage_options if mirror is None else None
     if not urls.is_remote(path):
-        urls.refuse_options(path, path_options)
+        urls.refuse_storage_options(path, path_options)
     options = SaveOptions(
         overlap=overlap,
         durable=durable,
         on_durable=on_durable,
-        mirror=uploads.upload_of(path, mirror, storage_options, durable=durable),
+        mirror=uploads.new_mirror_upload(path, mirror, storage_options, durable=durable),
     )
     return Checkpoint(path, options, engine_or_default(engine), path_options)
 
@@ -126,7 +126,7 @@ class Checkpoint:
         storage_options: StorageOptions = None,
     ) -> None:
         self._given = path
-        self._text = urls.shown(path) if urls.is_remote(path) else paths.as_text(path)
+        self._text = urls.shown(path) if urls.is_remote(path) else paths.validate_local_path(path)
         self._storage_options = storage_options
         self._options = options
         self._engine = engine
@@ -160,7 +160,7 @@ class Checkpoint:
             Exception: As `async_save`. The caller may catch it and go on without this file.
         """
         relative = _normalize_file_name(name)
-        self._submit(obj, relative, format_of(relative), None)
+        self._start_file_save(obj, relative, format_of(relative), None)
 
     def save_safetensors(
         self,
@@ -188,7 +188,7 @@ class Checkpoint:
         if shards.index_name:
             self._reserve_name(shards.index_name)
         for file, part in shards.files.items():
-            self._submit(part, file, "safetensors", metadata)
+            self._start_file_save(part, file, "safetensors", metadata)
         if shards.index_name and self._skipped is None:
             with open(os.path.join(self.path, shards.index_name), "xb") as index:
                 index.write(shards.index)
@@ -234,7 +234,7 @@ class Checkpoint:
         completion.thread.start()
         save: DirectorySave
         if urls.is_remote(self._given):
-            save = new_objects_save(
+            save = new_remote_checkpoint_save(
                 self._given, self._storage_options, self._options.on_durable, entered=entered
             )
         else:
@@ -286,7 +286,7 @@ class Checkpoint:
         os.makedirs(os.path.dirname(os.path.join(save.directory, name)), exist_ok=True)
         save.names.add(name)
 
-    def _submit(
+    def _start_file_save(
         self, obj: object, name: str, format: Format, metadata: Mapping[str, str] | None
     ) -> None:
         """Start the save of a file; if the call raises, the name is free again."""
@@ -319,7 +319,7 @@ def _normalize_file_name(name: object) -> str:
     name is not below the checkpoint."""
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"a file's name has to be a str, not {type(name).__name__}")
-    text = paths.as_text(name)
+    text = paths.validate_local_path(name)
     parts = text.split("/")
     if text.startswith("/") or ".." in parts or parts[-1] in ("", "."):
         raise ValueError(

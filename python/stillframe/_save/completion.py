@@ -43,7 +43,7 @@ _MEMORY_PAUSE_S = 0.01  # the pause after a MemoryError, before the next try
 _DRAIN_POLL_S = 0.01  # between two checks whether the drain is over
 
 
-class InFlight(Protocol):
+class InFlightHandle(Protocol):
     """The interface of the handles in `in_flight`."""
 
     @property
@@ -57,13 +57,13 @@ class InFlight(Protocol):
 
 # Saves that have not ended, by the number of the ticket. A save without a ticket has a number from
 # `numbers`. The package keeps no other strong reference to a handle.
-in_flight: dict[int, InFlight] = {}
+in_flight: dict[int, InFlightHandle] = {}
 
 
 class SaveWithTicket(Protocol):
     """A save that has a ticket: the core posts notices about it."""
 
-    def after_copy(self) -> None: ...
+    def on_copy_ended(self) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -71,7 +71,7 @@ class SaveWithTicket(Protocol):
 class Copying(Protocol):
     """A snapshot whose deferred bytes are still being copied."""
 
-    def after_copy(self) -> None: ...
+    def on_copy_ended(self) -> None: ...
 
 
 # Numbers for saves without a ticket. They are negative, and a ticket's number never is.
@@ -81,14 +81,14 @@ numbers = itertools.count(-1, -1)
 copying: dict[int, Copying] = {}
 
 
-class _Callbacks:
+class _CallbackThread:
     """The thread on which callbacks run one after the other. `put` takes no lock, because a signal
     handler may interrupt it."""
 
     def __init__(self) -> None:
         # None in the queue ends the thread.
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threads.SingleThread(self._run, "sf-callbacks")
+        self._thread = threads.RunOnceThread(self._run, "sf-callbacks")
         self._finished = False  # the thread has ended
 
     def put(self, function: Callable[[], object]) -> None:
@@ -100,14 +100,14 @@ class _Callbacks:
             except OSError as error:
                 log.warning("stillframe: callbacks wait for a thread: %s", error)
         if self._finished:
-            self._run_rest()
+            self._run_queued_functions()
 
     def _run(self) -> None:
         while (function := self._queue.get()) is not None:
             self._call(function, BaseException)
             del function  # frees its save before the next function comes
 
-    def _run_rest(self) -> None:
+    def _run_queued_functions(self) -> None:
         """Run on this thread the functions that are left in the queue."""
         with contextlib.suppress(queue.Empty):
             while True:
@@ -134,7 +134,7 @@ class _Callbacks:
             self._queue.put(None)
             self._thread.join()
         self._finished = True
-        self._run_rest()
+        self._run_queued_functions()
 
 
 class _CompletionThread:
@@ -146,7 +146,7 @@ class _CompletionThread:
     """
 
     def __init__(self) -> None:
-        self._thread = threads.SingleThread(_take_notices, "sf-completion")
+        self._thread = threads.RunOnceThread(_process_notices, "sf-completion")
         self._exit_thread: threading.Thread | None = None  # the thread that runs the drain
         self._threads_go_on = False  # other threads may save after the drain; see `begin_exit`
         self.drain_is_over = False
@@ -195,16 +195,16 @@ class _CompletionThread:
         _core.notice_stop()
         never_ran = self._thread.prevent()
         if never_ran:
-            _take_notices()  # here, in place of the thread
+            _process_notices()  # here, in place of the thread
         else:
             self._thread.join()
 
 
-def _take_notices() -> None:
+def _process_notices() -> None:
     while True:
         try:
             try:
-                if not _take_notice():
+                if not _process_next_notice():
                     return
             except Exception:
                 log.exception("stillframe: settling a save failed")
@@ -221,7 +221,7 @@ def _next_notice() -> tuple[int, int, str]:
             time.sleep(_MEMORY_PAUSE_S)
 
 
-def _take_notice() -> bool:
+def _process_next_notice() -> bool:
     """Wait for a notice and act on it; return False when there will be no more."""
     kind, number, text = _next_notice()
     if kind == _core.NOTICE_STOP:
@@ -231,28 +231,28 @@ def _take_notice() -> bool:
     elif kind == _core.NOTICE_SNAPSHOT:
         snapshot = copying.pop(number, None)
         if snapshot is not None:
-            snapshot.after_copy()
+            snapshot.on_copy_ended()
     else:  # the other kinds come from tickets
         handle = cast(SaveWithTicket | None, in_flight.get(number))
         if handle is None:
             pass  # the call raised before the launch, and removed the handle
         elif kind == _core.NOTICE_COPIED:
-            handle.after_copy()
+            handle.on_copy_ended()
         else:  # the save has ended
             handle.settle()  # also removes the save from `in_flight`
     return True
 
 
 thread = _CompletionThread()
-callbacks = _Callbacks()
+callbacks = _CallbackThread()
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     global thread, callbacks
     thread = _CompletionThread()
-    callbacks = _Callbacks()
+    callbacks = _CallbackThread()
     in_flight.clear()
     copying.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -91,19 +91,19 @@ class CoreSave(SaveHandle):
         except BaseException:
             was_launched = self._ticket.report()["launched_after_ns"] >= 0
             if was_launched:  # Ctrl-C came just after the launch: the save goes on
-                self._end_call()
+                self._make_steps_wait_after_call()
             else:
                 completion.in_flight.pop(number, None)
                 self._verdict.end(self)
-                self._end_mirror(succeeded=False)
+                self._tell_mirror_outcome(succeeded=False)
             raise
-        self._end_call()
+        self._make_steps_wait_after_call()
 
     def abandon(self) -> None:
         """End the save, because its call raises before the launch."""
         self._ticket.abandon()
 
-    def _end_call(self) -> None:
+    def _make_steps_wait_after_call(self) -> None:
         """Make optimizer steps wait until the deferred sources are copied. Drop the sources if all
         of them were copied in the call."""
         self._verdict.make_steps_wait(self)
@@ -114,9 +114,9 @@ class CoreSave(SaveHandle):
 
     # ---- what the completion thread and the gate call ----
 
-    def after_copy(self) -> None:
+    def on_copy_ended(self) -> None:
         """Give the verdict and drop the sources, because the last byte is copied."""
-        self._give_verdict()
+        self._report_version_check()
         self._release_sources()
         if self._is_staged():
             self._outcome.notify_staged()
@@ -141,13 +141,13 @@ class CoreSave(SaveHandle):
                     copied = self._ticket.gate(device.streams(self._devices))
                 else:
                     copied = self._ticket.wait(_core.WAIT_COPIED, None)
-                self._give_verdict(copied)
+                self._report_version_check(copied)
         finally:
             wait.end()
         _core.trace_end(_core.TRACE_GATE, began, self._ticket.number, 0)
         return copied
 
-    def _give_verdict(self, copied: bool = True) -> None:
+    def _report_version_check(self, copied: bool = True) -> None:
         """Give the core the verdict, once.
 
         Args:
@@ -191,7 +191,7 @@ class CoreSave(SaveHandle):
         if self._outcome.settled:
             return self._outcome.error is None
         self._wait(_core.WAIT_COPIED, deadline, "staged")
-        self._give_verdict()
+        self._report_version_check()
         self._wait(_core.WAIT_STAGED, deadline, "staged")
         return self._ticket.is_staged()
 
@@ -199,7 +199,7 @@ class CoreSave(SaveHandle):
         self._birth.refuse_forked_child()
         if not self._outcome.settled:
             self._wait(_core.WAIT_COPIED, deadline, "durable")
-            self._give_verdict()
+            self._report_version_check()
             if self._ordered and not self._has_ended():  # the commit waits for earlier entries
                 ordered.refuse_in_external_work()
             self._wait(_core.WAIT_ENDED, deadline, "durable")
@@ -218,7 +218,7 @@ class CoreSave(SaveHandle):
             facts = self._ticket.report()
             # The result is not there before the save has ended.
             assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
-            self._end_mirror(succeeded=not facts["code"])
+            self._tell_mirror_outcome(succeeded=not facts["code"])
             if facts["code"]:
                 self._outcome.settle(None, self._error_of(facts))
             else:
@@ -272,7 +272,7 @@ class CoreSave(SaveHandle):
         during the call."""
         skeleton = self._skeleton  # read once, because another thread may settle the save
         names = skeleton.names(index) if skeleton is not None else []
-        what = self._verdict.blame(index, names)
+        what = self._verdict.stop_deferring_storage_owner(index, names)
         return TornSnapshotError(
             f"{self._path}: {what} changed outside the optimizer's step while it was still being"
             " copied. The old file is untouched. Call handle.wait_staged() before such a change, or"

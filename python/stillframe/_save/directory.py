@@ -141,8 +141,8 @@ class DirectorySave(ExternalSave):
     def open(self) -> None:
         """Make the temporary directory, or raise SaveError."""
         assert self._folder is not None
-        self.directory = self._result_of(self._folder.open())
-        note_open(self)
+        self.directory = self._unwrap_folder_answer(self._folder.open())
+        register_open_directory(self)
         self._call_time.end()  # the block that follows is the user's time
 
     def is_open(self) -> bool:
@@ -216,7 +216,7 @@ class DirectorySave(ExternalSave):
             self._cancel_files()
             for file in list(self._files):
                 file.add_done_callback(take_uncollected_error)  # so that no error is logged
-            self._clear()
+            self._remove_temporary_files()
         finally:
             self.close()
             self.end(None, CancelledError(f"{self._path} was not saved: {why}"))
@@ -260,10 +260,12 @@ class DirectorySave(ExternalSave):
             report = self._report(self._commit())
         except BaseException as error:  # the save must end in any case
             failure = error.with_traceback(None)
-            self._clear()  # before `end`: callers who wait for it find no temporary directory
+            # before `end`: callers who wait for it find no temporary directory
+            self._remove_temporary_files()
         self.end(report, failure)
         if failure is None:
-            self._clear()  # after `end`: callers need not wait until the old directory is removed
+            # after `end`: callers need not wait until the old directory is removed
+            self._remove_temporary_files()
         return failure is None
 
     def _commit(self) -> int:
@@ -283,9 +285,9 @@ class DirectorySave(ExternalSave):
         if failure is not None:
             raise failure
         assert self._folder is not None
-        nbytes = self._result_of(self._folder.sync())
+        nbytes = self._unwrap_folder_answer(self._folder.sync())
         self._decide_to_commit()
-        self._result_of(self._folder.commit())
+        self._unwrap_folder_answer(self._folder.commit())
         return nbytes
 
     def _report(self, nbytes: int) -> SaveReport:
@@ -315,16 +317,16 @@ class DirectorySave(ExternalSave):
             fallbacks=tuple(dict.fromkeys(fallbacks)),  # without duplicates
         )
 
-    def _will_hold(self, name: str) -> bool:
+    def _will_contain_file(self, name: str) -> bool:
         """Return whether the directory will have this file."""
         # Files that other code wrote are in the temporary directory until the commit.
         directory = os.fsdecode(self._key) if self._is_committing() else self.directory
         return name in self.names or os.path.lexists(os.path.join(directory, name))
 
-    def _release(self) -> None:
+    def _drop_references(self) -> None:
         self._files, self._staging_futures = [], []
 
-    def _result_of(self, answer: tuple[T, int, str, str]) -> T:
+    def _unwrap_folder_answer(self, answer: tuple[T, int, str, str]) -> T:
         """Return the result of a method of `_core.Folder`, or raise its error. `answer` is all that
         the method returned."""
         result, code, phase, note = answer
@@ -332,7 +334,7 @@ class DirectorySave(ExternalSave):
             raise error_of_step(self._path, code, phase, note)
         return result
 
-    def _clear(self) -> None:
+    def _remove_temporary_files(self) -> None:
         """Remove the directory that has the temporary name. After the commit this is the old
         directory, because the commit exchanges the two names."""
         assert self._folder is not None
@@ -361,7 +363,7 @@ def _error_of(file: CoreSave) -> BaseException | None:
 _open_saves: weakref.WeakSet[DirectorySave] = weakref.WeakSet()  # their block has not ended
 
 
-def note_open(save: DirectorySave) -> None:
+def register_open_directory(save: DirectorySave) -> None:
     _open_saves.add(save)
 
 
@@ -371,18 +373,18 @@ def give_up_open_directories() -> None:
         save.give_up("the interpreter exited inside its block")
 
 
-def will_hold(key: bytes) -> bool:
+def will_exist_in_saved_directory(key: bytes) -> bool:
     """Return whether a path will exist when the save of the directory around it has ended. `key` is
     the path's name in the log."""
     for save in reversed(list(completion.in_flight.values())):  # the newest first
         if isinstance(save, DirectorySave) and key.startswith(save._key + b"/"):
             name = key.removeprefix(save._key + b"/")
-            return save._will_hold(os.fsdecode(name))
+            return save._will_contain_file(os.fsdecode(name))
     return os.path.lexists(key)  # the save has ended meanwhile
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     _open_saves.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

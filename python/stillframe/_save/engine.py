@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from stillframe import _core
 from stillframe._base import budget, cpus, device, paths, sizes
-from stillframe._base.birth import Birth
+from stillframe._base.birth import ForkGuard
 from stillframe._base.calls import inside_call, no_garbage_collection
 from stillframe._save import completion, ordered
 from stillframe._save.core_save import CoreSave
@@ -86,7 +86,7 @@ class Engine:
         limits = Limits.of(
             pool_bytes, block_bytes, writer_threads, max_in_flight, when_busy, shared_memory
         )
-        self._birth = Birth("this Engine")
+        self._birth = ForkGuard("this Engine")
         self._limits = limits
         self._closed = False
         self._used = False
@@ -111,7 +111,7 @@ class Engine:
         except OSError as error:
             if not shared_memory:
                 raise
-            raise OSError(error.errno, _shared_memory_problem(error)) from None
+            raise OSError(error.errno, _explain_shared_memory_error(error)) from None
 
     def __enter__(self) -> Engine:
         return self
@@ -270,7 +270,7 @@ def take_slot(engine: Engine, *, nested: bool, wait: bool = False) -> _core.Slot
     return slot
 
 
-def pool_usage(engine: Engine) -> str:
+def describe_pool_usage(engine: Engine) -> str:
     """Return sentences about the users of the pool's memory, for an error message."""
     stats = engine._core.stats()
     by_saves, leased = stats["save_bytes"], stats["leased_bytes"]
@@ -284,7 +284,7 @@ def pool_usage(engine: Engine) -> str:
     )
 
 
-def _shared_memory_problem(error: OSError) -> str:
+def _explain_shared_memory_error(error: OSError) -> str:
     if error.errno == errno.EFBIG:
         return (
             "shared_memory=True: the pool would be a file longer than the process may have"
@@ -309,11 +309,11 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
     entered = time.perf_counter()
     began = _core.trace_begin()
     ordered.refuse_in_external_work()  # because the call may wait for a slot
-    _refuse_swapped(obj, path)
+    _refuse_swapped_arguments(obj, path)
     with inside_call() as nested:
         core = core_of(engine)
         if options.stream:
-            target = paths.object_target(path)
+            target = paths.make_remote_target(path)
         else:
             target = paths.target(
                 path,
@@ -365,7 +365,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         except PoolExhaustedError:
             raise PoolExhaustedError(
                 f"{shown} was not saved: the save needs memory of the pool that only"
-                f" snapshots could give back. {pool_usage(engine)}"
+                f" snapshots could give back. {describe_pool_usage(engine)}"
             ) from None
         engine._used = True
         _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
@@ -377,7 +377,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         return save
 
 
-def _refuse_swapped(obj: object, path: object) -> None:
+def _refuse_swapped_arguments(obj: object, path: object) -> None:
     """Raise TypeError if the arguments look like `save(path, obj)`."""
     if isinstance(obj, (str, os.PathLike)) and not isinstance(path, (str, os.PathLike)):
         raise TypeError(

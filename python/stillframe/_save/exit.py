@@ -18,11 +18,11 @@ from collections.abc import Callable
 from multiprocessing import process, util
 
 from stillframe import _core
-from stillframe._base.trace import end_at_exit
+from stillframe._base.trace import end_trace_at_exit
 from stillframe._save import completion, uploads
-from stillframe._save.api import close_default, pending_sentence, settle_all
+from stillframe._save.api import close_default_engine, describe_unfinished_saves, settle_ended_saves
 from stillframe._save.directory import give_up_open_directories
-from stillframe._save.outcome import take_failures
+from stillframe._save.outcome import take_uncollected_failures
 
 log = logging.getLogger("stillframe")
 
@@ -45,7 +45,7 @@ def _announce_wait() -> None:
         _print_line("stillframe: waiting for checkpoints to be removed")
 
 
-def _wait_for_log() -> None:
+def _wait_until_log_is_empty() -> None:
     """Wait until the log is empty; print a line if a file system does not answer."""
     announced = False
     while not _core.log_drain(_QUIET_S):
@@ -57,7 +57,7 @@ def _wait_for_log() -> None:
             _print_line(f"stillframe: {sentence}; Ctrl-C twice leaves it")
 
 
-def _warn_once() -> None:
+def _print_interrupt_hint() -> None:
     """Print what a second Ctrl-C will do."""
     if _core.log_pending() or uploads.left() is None:
         _print_line("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
@@ -73,7 +73,9 @@ def _give_up() -> bool:
     _print_line("stillframe: given up")
     if _core.log_drain(_CANCEL_S):
         return True
-    _print_line(f"stillframe: left as it is: {_core.log_unanswered() or pending_sentence()}")
+    _print_line(
+        f"stillframe: left as it is: {_core.log_unanswered() or describe_unfinished_saves()}"
+    )
     return False
 
 
@@ -88,22 +90,26 @@ def _drain(*, threads_go_on: bool = False) -> None:
     """
     interrupts = 1 if _was_interrupted() else 0
     # These steps run even if the others are given up.
-    final_steps: list[Callable[[], object]] = [end_at_exit, settle_all, _print_uncollected_errors]
+    final_steps: list[Callable[[], object]] = [
+        end_trace_at_exit,
+        settle_ended_saves,
+        _print_uncollected_errors,
+    ]
     steps: list[Callable[[], object]] = [
         lambda: completion.thread.begin_exit(threads_go_on=threads_go_on),
         _announce_wait,
-        _wait_for_log,
-        settle_all,
+        _wait_until_log_is_empty,
+        settle_ended_saves,
         completion.callbacks.finish,
-        _wait_for_log,  # for saves made by callbacks
+        _wait_until_log_is_empty,  # for saves made by callbacks
         lambda: uploads.finish(_QUIET_S, _print_line),
-        _wait_for_log,  # for removes that waited for uploads
+        _wait_until_log_is_empty,  # for removes that waited for uploads
         # Threads that go on may still need their directories and the engine.
-        *([] if threads_go_on else [give_up_open_directories, close_default]),
+        *([] if threads_go_on else [give_up_open_directories, close_default_engine]),
         _core.log_stop,
         completion.thread.stop,
         # For saves that a thread submitted just before the stop. Later saves wait in their call.
-        _wait_for_log,
+        _wait_until_log_is_empty,
         *final_steps,
     ]
 
@@ -122,7 +128,7 @@ def _drain(*, threads_go_on: bool = False) -> None:
             if interrupts > 2:
                 del steps[0]  # skip the interrupted step
             else:
-                steps.insert(0, give_up if interrupts == 2 else _warn_once)
+                steps.insert(0, give_up if interrupts == 2 else _print_interrupt_hint)
         except Exception:
             log.exception("stillframe: the end of the process went wrong")
             del steps[0]
@@ -135,24 +141,24 @@ def _was_interrupted() -> bool:
     return isinstance(printed, KeyboardInterrupt) or isinstance(current, KeyboardInterrupt)
 
 
-def _drain_child() -> None:
+def _drain_in_child() -> None:
     _drain(threads_go_on=True)
 
 
-def _drain_at_end_of_child(_: object = None) -> None:
+def _register_drain_in_child(_: object = None) -> None:
     """Have this child of multiprocessing drain when its target has returned or raised."""
-    util.Finalize(None, _drain_child, exitpriority=_PRIORITY)
+    util.Finalize(None, _drain_in_child, exitpriority=_PRIORITY)
 
 
-def _drain_at_end_if_child() -> None:
+def _register_drain_if_child() -> None:
     """Have this process drain if it is a child of multiprocessing, or was forked by one."""
     if process.parent_process() is not None:
-        _drain_at_end_of_child()
+        _register_drain_in_child()
 
 
 def _print_uncollected_errors() -> None:
     """Print the errors that nobody has collected and that were not logged."""
-    for failure in take_failures(first_only=False):
+    for failure in take_uncollected_failures(first_only=False):
         if not failure.logged:
             _print_line(f"stillframe: a save failed: {failure.error}")
 
@@ -166,6 +172,6 @@ def install() -> None:
     """Register the drain. The import of the package calls this once."""
     atexit.register(_drain)
     # At the start of each child, multiprocessing calls the second function with the first.
-    util.register_after_fork(_drain_child, _drain_at_end_of_child)
-    _drain_at_end_if_child()  # the first import may be in such a child
-    os.register_at_fork(after_in_child=_drain_at_end_if_child)
+    util.register_after_fork(_drain_in_child, _register_drain_in_child)
+    _register_drain_if_child()  # the first import may be in such a child
+    os.register_at_fork(after_in_child=_register_drain_if_child)

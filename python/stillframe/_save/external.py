@@ -91,7 +91,7 @@ class ExternalSave(SaveHandle):
     def _state_under_way(self) -> State:
         return "writing"
 
-    def _release(self) -> None:
+    def _drop_references(self) -> None:
         """Drop the objects that only a save under way needs."""
 
     # ---- for the code that makes the save ----
@@ -145,7 +145,7 @@ class ExternalSave(SaveHandle):
 
     def undo_begin(self) -> None:
         """Undo `begin`, for a call that raises before the launch."""
-        self._end_mirror(succeeded=False)
+        self._tell_mirror_outcome(succeeded=False)
         self._give_back_slot()
         completion.in_flight.pop(self._number, None)
 
@@ -169,7 +169,7 @@ class ExternalSave(SaveHandle):
         if self._is_cancelled():
             raise CancelledError(f"the save of {self._path} was cancelled")
 
-    def call_is_over(self) -> None:
+    def record_call_end(self) -> None:
         """Record that the user's call returns now."""
         self._call_time.end()
 
@@ -189,12 +189,12 @@ class ExternalSave(SaveHandle):
             entry: The save's entry in the log, which this call ends too: after it has recorded the
                 outcome, because later entries read the error, and before it wakes waiting users.
         """
-        self._end_mirror(succeeded=error is None)
+        self._tell_mirror_outcome(succeeded=error is None)
         self._outcome.settle(report, error, value=value, is_known=self.error_is_known)
         self._give_back_slot()
         if entry is not None:
             entry.end(error is None)
-        self._release()
+        self._drop_references()
         completion.in_flight.pop(self._number, None)
         self._ended.set()
         self._outcome.notify()

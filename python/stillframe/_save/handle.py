@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, TypeAlias
 
 from stillframe._base.arguments import seconds
-from stillframe._base.birth import Birth
+from stillframe._base.birth import ForkGuard
 from stillframe._base.calls import inside_call
 from stillframe._remote.mirror import MirrorUpload
 from stillframe._save import uploads
@@ -46,10 +46,11 @@ class SaveHandle:
         *,
         known_as: str = "a save",  # in the log message about an error that nobody collected
     ) -> None:
-        uploads.drop_postponed(path)  # a postponed remove of the path would delete the new file
+        # a postponed remove of the path would delete the new file
+        uploads.drop_postponed_removes(path)
         self._path = path
         self._mirror: MirrorUpload | None = None  # the upload that follows the save
-        self._birth = Birth(f"the save of {path}")
+        self._birth = ForkGuard(f"the save of {path}")
         self._outcome = Outcome(given, on_durable, known_as)
 
     def __repr__(self) -> str:
@@ -95,7 +96,7 @@ class SaveHandle:
             deadline = Deadline(timeout)
             if not self._wait_until_staged(deadline):  # the save has failed or will fail
                 self._wait_until_ended(deadline)
-                self._raise_error()
+                self._raise_save_error_if_any()
 
     def result(self, timeout: float | None = None) -> SaveReport | MaybeNone:
         """Wait until the save is durable and return its report.
@@ -110,7 +111,7 @@ class SaveHandle:
         """
         with inside_call():
             self._wait_until_ended(Deadline(timeout))
-            self._raise_error()
+            self._raise_save_error_if_any()
             return self._outcome.report
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -197,13 +198,13 @@ class SaveHandle:
 
     # ---- private ----
 
-    def _end_mirror(self, *, succeeded: bool) -> None:
+    def _tell_mirror_outcome(self, *, succeeded: bool) -> None:
         """Tell the upload to the mirror whether the save succeeded. Call this before users can
         learn that the save has ended."""
         if self._mirror is not None:
             self._mirror.end(succeeded)
 
-    def _raise_error(self) -> None:
+    def _raise_save_error_if_any(self) -> None:
         """Raise the error of a save that has ended, if there is one, and collect it."""
         self._outcome.collect()
         if self._outcome.error is not None:
@@ -231,11 +232,11 @@ class SaveHandle:
                 with contextlib.suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(ended.set)
 
-            if self._outcome.wake_at_end(wake):  # False: the save has ended meanwhile
+            if self._outcome.call_directly_at_end(wake):  # False: the save has ended meanwhile
                 try:
                     await ended.wait()
                 finally:
-                    self._outcome.stop_waking(wake)
+                    self._outcome.cancel_direct_call(wake)
         return self.result()
 
 
@@ -285,8 +286,8 @@ def error_of(handle: SaveHandle) -> BaseException | None:
     return handle._outcome.error
 
 
-def is_collected(handle: SaveHandle) -> bool:
-    return handle._outcome.is_collected()
+def is_error_collected(handle: SaveHandle) -> bool:
+    return handle._outcome.is_error_collected()
 
 
 def take_uncollected_error(handle: SaveHandle) -> BaseException | None:

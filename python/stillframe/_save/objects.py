@@ -1,4 +1,5 @@
-"""Implements `ObjectsSave`: the save of several objects that are one checkpoint in a store.
+"""Implements `RemoteCheckpointSave`: the save of several objects that are one checkpoint in a
+store.
 
 A store cannot rename a directory, so a marker object tells that a checkpoint is complete. Objects
 are sent in the block, as they are saved. If they replace an older checkpoint, these steps follow at
@@ -26,11 +27,11 @@ from typing import Any
 from stillframe._base import threads, urls
 from stillframe._base.event import Event
 from stillframe._base.file_kinds import MARKER
-from stillframe._remote.sending import LocalError, put_marker, send_file
+from stillframe._remote.sending import LocalReadError, put_marker, send_file
 from stillframe._remote.store import Store
 from stillframe._remote.stores import open_store
 from stillframe._save.core_save import CoreSave
-from stillframe._save.directory import DirectorySave, note_open
+from stillframe._save.directory import DirectorySave, register_open_directory
 from stillframe._save.engine import Engine, submit
 from stillframe._save.options import OnDurable, SaveOptions
 from stillframe._save.remote import StorageOptions, Upload
@@ -59,18 +60,18 @@ class _UploadThread:
 
     def _run(self) -> None:
         try:
-            self.upload.run(self._after_last_byte)
+            self.upload.run(self._mark_ready_and_wait)
         except BaseException as error:
             self.error = self.upload.fail(error.with_traceback(None))
         self.ready.set()
         self.finished.set()
 
-    def _after_last_byte(self) -> None:
+    def _mark_ready_and_wait(self) -> None:
         self.ready.set()
         self._wait_to_appear()
 
 
-class ObjectsSave(DirectorySave):
+class RemoteCheckpointSave(DirectorySave):
     """The handle of the save of a checkpoint at a URL; `ExternalSave` explains the other arguments.
 
     Args:
@@ -104,7 +105,7 @@ class ObjectsSave(DirectorySave):
         """Make the local directory for the files that others write."""
         self._replaces_old = self._store.exists(self._key_of(MARKER))
         self.directory = tempfile.mkdtemp(prefix="stillframe-")
-        note_open(self)
+        register_open_directory(self)
         self._call_time.end()  # the block that follows is the user's time
 
     def submit_file(
@@ -154,7 +155,7 @@ class ObjectsSave(DirectorySave):
             each.ready.wait()  # until all its bytes are sent
         try:
             self._raise_failure()
-            with self._as_save_errors():
+            with self._translate_to_save_errors():
                 if not self._replaces_old:
                     self._send_files()  # before the decision, so `cancel` can still interrupt this
                 self._decide_to_commit()
@@ -170,7 +171,7 @@ class ObjectsSave(DirectorySave):
             each.finished.wait()
         self._raise_failure()
         self._sizes |= {each.upload.key: each.upload.nbytes for each in self._uploads}
-        with self._as_save_errors():
+        with self._translate_to_save_errors():
             if self._replaces_old:
                 self._send_files()
             listed = [each.key for each in self._store.list(self._prefix)]
@@ -200,14 +201,14 @@ class ObjectsSave(DirectorySave):
                 self._sizes[key] = send_file(self._store, key, target, self._refuse_cancelled)
 
     @contextlib.contextmanager
-    def _as_save_errors(self) -> Iterator[None]:
+    def _translate_to_save_errors(self) -> Iterator[None]:
         """Turn an error of the store, or of a local file, into a SaveError of phase "upload"."""
         try:
             yield
         except SaveError:
             raise
-        except (OSError, LocalError) as error:
-            cause = error.__cause__ if isinstance(error, LocalError) else error
+        except (OSError, LocalReadError) as error:
+            cause = error.__cause__ if isinstance(error, LocalReadError) else error
             code = cause.errno if isinstance(cause, OSError) else None
             reason = cause.strerror if isinstance(cause, OSError) else None
             raise SaveError(code or errno.EIO, reason or str(cause), self._path, "upload") from None
@@ -215,7 +216,7 @@ class ObjectsSave(DirectorySave):
     def _report(self, nbytes: int) -> SaveReport:
         return dataclasses.replace(super()._report(nbytes), io_mode=self._store.client)
 
-    def _clear(self) -> None:
+    def _remove_temporary_files(self) -> None:
         """Remove the local directory, and after a failure the objects in the store."""
         shutil.rmtree(self.directory, ignore_errors=True)
         # Objects of an older checkpoint may have the same names, so they stay.
@@ -232,12 +233,12 @@ class ObjectsSave(DirectorySave):
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
-def new_objects_save(
+def new_remote_checkpoint_save(
     url: Any, storage_options: StorageOptions, on_durable: OnDurable | None, *, entered: float
-) -> ObjectsSave:
+) -> RemoteCheckpointSave:
     """Return the save of a checkpoint at a URL, without sending anything."""
     store, prefix = open_store(url, storage_options)
-    return ObjectsSave(
+    return RemoteCheckpointSave(
         urls.shown(url),
         url,
         on_durable,

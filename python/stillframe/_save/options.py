@@ -124,7 +124,7 @@ def nr_copiers() -> int:
 
 
 def _checked_count(value: object, name: str, most: int) -> int:
-    return sizes.bounded(sizes.whole_number(value, name), name, 1, most)
+    return sizes.bounded(sizes.require_int(value, name), name, 1, most)
 
 
 def _pool_bytes(given: Size | None) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import inside_call
 from stillframe._base.event import Event
-from stillframe._base.threads import SingleThread
+from stillframe._base.threads import RunOnceThread
 from stillframe._save import completion
 from stillframe.errors import StillframeError
 
@@ -37,7 +37,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._thread: SingleThread | None = None
+        self._thread: RunOnceThread | None = None
         self._working_thread: int | None = None  # the id of the thread that does external work now
         # Work that has not begun, by the number of its entry.
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
@@ -52,7 +52,7 @@ class _Worker:
             entry.append()
             if completion.thread.drain_is_over or not self._start():
                 while entry.number in self._waiting:  # no thread is left to do the work
-                    self._do_next()
+                    self._run_next_external_work()
         except BaseException:
             # Ctrl-C may come at any line. If a thread has begun the work, it ends the entry.
             was_still_waiting = self._waiting.pop(entry.number, None) is not None
@@ -73,12 +73,12 @@ class _Worker:
         """Start the thread; return False if the interpreter is exiting and starts no thread."""
         with self._lock:
             if self._thread is None:
-                self._thread = SingleThread(self._run, "sf-ordered")
+                self._thread = RunOnceThread(self._run, "sf-ordered")
             return self._thread.start()
 
     def _run(self) -> None:
         """Do external work until the log is being stopped."""
-        while self._do_next():
+        while self._run_next_external_work():
             pass
         # Work that was submitted while the log was being stopped needs another thread.
         with self._lock:
@@ -87,7 +87,7 @@ class _Worker:
         if again:
             self._start()
 
-    def _do_next(self) -> bool:
+    def _run_next_external_work(self) -> bool:
         """Wait until external work is at the head of the log, and do it. Return False if the log is
         being stopped."""
         next_work = _core.log_work_next()
@@ -229,7 +229,7 @@ def refuse_in_external_work() -> None:
         )
 
 
-def wait_for_key(key: bytes) -> None:
+def wait_for_saves_of_key(key: bytes) -> None:
     """Wait until every save and remove of this name that was submitted before has ended. A name
     that ends in a slash stands for everything below it."""
     refuse_in_external_work()
@@ -240,13 +240,13 @@ def wait_for_key(key: bytes) -> None:
 Path = str | os.PathLike[str]
 
 
-def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
+def wait_for_saves_of_path(path: Path, *, follow_link: bool = True) -> None:
     """Wait until every save and remove of `path` that was submitted before has ended."""
     with contextlib.suppress(OSError):  # the next read reports the error
-        open_in_order(path, follow_link=follow_link)
+        open_after_earlier_saves(path, follow_link=follow_link)
 
 
-def wait_for_directory(path: Path) -> None:
+def wait_for_saves_in_directory(path: Path) -> None:
     """Wait until every save and remove of `path`, or in it, that was submitted before has ended.
 
     Raises:
@@ -258,8 +258,9 @@ def wait_for_directory(path: Path) -> None:
         _open(os.fsencode(key), path).close()
 
 
-def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
-    """Wait as `wait_for_path` does, and open the path before any later save or remove of it begins.
+def open_after_earlier_saves(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
+    """Wait as `wait_for_saves_of_path` does, and open the path before any later save or remove of
+    it begins.
 
     The returned object owns the descriptor and closes it, so no Ctrl-C can leak the descriptor.
 
@@ -273,7 +274,7 @@ def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
 
 
 def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
-    """Return the result of `open_in_order`."""
+    """Return the result of `open_after_earlier_saves`."""
     if follow_link and os.path.islink(path):
         # An entry of the log may replace the link. So wait for the entries of the link's own name
         # first, by a `LogLoad` that is not used.
@@ -301,9 +302,9 @@ def _open(key: bytes, path: Path) -> _core.LogLoad:
     return load
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     global _worker
     _worker = _Worker()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -57,7 +57,7 @@ class Failure:
 _failures: list[Failure] = []
 
 
-def take_failures(*, first_only: bool) -> list[Failure]:
+def take_uncollected_failures(*, first_only: bool) -> list[Failure]:
     """Collect the errors that nobody has collected, and return them, oldest first. With
     `first_only`, take only the oldest one."""
     taken: list[Failure] = []
@@ -78,7 +78,7 @@ class CallbackThreadFuture(Future[Any]):
         if self.done():
             super().add_done_callback(fn)  # the save has ended: the callback is called at once
         else:
-            super().add_done_callback(functools.partial(_call_later, fn))
+            super().add_done_callback(functools.partial(_call_on_callback_thread, fn))
 
 
 class SaveFuture(CallbackThreadFuture):
@@ -118,7 +118,7 @@ class SaveFuture(CallbackThreadFuture):
         return error
 
 
-class _Futures:
+class _WeakFutures:
     """Weak references to a handle's futures for one event, its staging or its upload."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class Outcome:
         self._on_durable = [] if on_durable is None else [on_durable]  # `notify` pops it
         self._wakers: list[Callable[[], object]] = []  # to be called on the settling thread
         self._callbacks: list[Callable[[], object]] = []  # to be called on the callback thread
-        self._staging, self._upload = _Futures(), _Futures()
+        self._staging, self._upload = _WeakFutures(), _WeakFutures()
 
     def __del__(self) -> None:
         failure = getattr(self, "_failure", None)  # missing if `__init__` was interrupted
@@ -272,7 +272,7 @@ class Outcome:
         """Have `function()` called on the callback thread. Return False if the save has ended."""
         return self._add(self._callbacks, function)
 
-    def wake_at_end(self, function: Callable[[], object]) -> bool:
+    def call_directly_at_end(self, function: Callable[[], object]) -> bool:
         """Have `function()` called on the settling thread. Return False if the save has ended. The
         function must not wait or raise."""
         return self._add(self._wakers, function)
@@ -291,7 +291,7 @@ class Outcome:
             return True
         return False
 
-    def stop_waking(self, function: Callable[[], object]) -> None:
+    def cancel_direct_call(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(ValueError):  # the function was called already
             self._wakers.remove(function)
 
@@ -335,11 +335,13 @@ class Outcome:
         if self._failure is not None:
             self._failure.collect()
 
-    def is_collected(self) -> bool:
+    def is_error_collected(self) -> bool:
         return self._failure is not None and self._failure.collected
 
 
-def _call_later(function: Callable[[Future[Any]], object], future: Future[Any]) -> None:
+def _call_on_callback_thread(
+    function: Callable[[Future[Any]], object], future: Future[Any]
+) -> None:
     """Have `function(future)` called on the callback thread."""
     completion.callbacks.put(functools.partial(function, future))
 
@@ -362,10 +364,10 @@ def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> 
             future.set_exception(error)
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     for failure in _failures:
         failure.collected = True  # the parent process reports it
     _failures.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -56,7 +56,7 @@ def description_of(tensor: Tensor) -> Row | None:
         or type(tensor) not in (Tensor, torch.nn.Parameter)
         or tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
-        or not is_dense(tensor)
+        or not has_no_gaps_or_overlaps(tensor)
         or _conj_and_neg_bits(tensor)
     ):
         return None
@@ -66,7 +66,7 @@ def description_of(tensor: Tensor) -> Row | None:
     return name, numel, tuple(tensor.size()), tensor.stride(), address, nbytes
 
 
-def is_dense(tensor: Tensor) -> bool:
+def has_no_gaps_or_overlaps(tensor: Tensor) -> bool:
     """Return whether the elements fill a range of memory without gaps or overlap."""
     if tensor.is_contiguous():
         return True
@@ -82,10 +82,10 @@ class PartsSave(CoreSave):
     """A save that reads its sources until it has ended. So `_settle` drops the sources. The methods
     here keep them, unlike those of `CoreSave`."""
 
-    def _end_call(self) -> None:
+    def _make_steps_wait_after_call(self) -> None:
         self._verdict.make_steps_wait(self)
 
-    def after_copy(self) -> None:
+    def on_copy_ended(self) -> None:
         pass
 
 
@@ -128,7 +128,7 @@ def submit_parts(
         if upload is None:
             target = paths.target(path, follow_link=False, create_parents=False, durable=durable)
         else:
-            target = paths.object_target(path)
+            target = paths.make_remote_target(path)
         flags = options.flags(nested=nested, when_busy="wait")
         # The larger save has begun already, so this part of it may begin during the exit.
         completion.thread.start(under_way=True)

@@ -31,7 +31,7 @@ from stillframe._remote.store import Buffer, Store, part_bytes
 from stillframe._remote.stores import open_store
 from stillframe._save import completion, ordered
 from stillframe._save.core_save import CoreSave
-from stillframe._save.directory import will_hold
+from stillframe._save.directory import will_exist_in_saved_directory
 from stillframe._save.engine import Engine, limits_of, submit, take_slot
 from stillframe._save.external import ExternalSave
 from stillframe._save.handle import Deadline, SaveHandle, SkippedSave, State, wait_for_end
@@ -329,15 +329,15 @@ class RemoteSave(ExternalSave):
         report: SaveReport | None = None
         failure: BaseException | None = None
         try:
-            self._upload.run(self._wait_to_become_visible)
+            self._upload.run(self._wait_for_turn_to_commit)
             report = self._report()
         except BaseException as error:  # the save must end in any case
-            failure = self._fail(error.with_traceback(None))
+            failure = self._error_to_report(error.with_traceback(None))
         self._launched.wait()  # for `launch` or `give_up`
         self.error_is_known = self._entry is None  # not in the log: the user's call has raised it
         self.end(report, failure, entry=self._entry)
 
-    def _wait_to_become_visible(self) -> None:
+    def _wait_for_turn_to_commit(self) -> None:
         """Wait until the object may become visible. Raise CancelledError if the save was cancelled
         or its call raised."""
         self._launched.wait()
@@ -361,13 +361,13 @@ class RemoteSave(ExternalSave):
             io_mode=self._store.client,
         )
 
-    def _fail(self, error: BaseException) -> BaseException:
+    def _error_to_report(self, error: BaseException) -> BaseException:
         failure = self._upload.fail(error)
         if self._is_cancelled():
             return CancelledError(f"the save of {self._path} was cancelled")
         return failure
 
-    def _release(self) -> None:
+    def _drop_references(self) -> None:
         self._thread = None
 
 
@@ -417,7 +417,7 @@ def save_to_store(
         except BaseException:
             save.give_up()
             raise
-        save.call_is_over()
+        save.record_call_end()
         if completion.thread.drain_is_over:  # at exit nobody settles the save after this call
             wait_for_end(save)
         return save
@@ -438,7 +438,7 @@ def start_save(
     """
     if urls.is_remote(path):
         return save_to_store(engine, obj, path, options, storage_options)
-    urls.refuse_options(path, storage_options)
+    urls.refuse_storage_options(path, storage_options)
     return submit(engine, obj, path, options)
 
 
@@ -466,7 +466,7 @@ def will_exist(url: Any, storage_options: StorageOptions) -> bool:
     key = urls.key(url)
     log_answer = _core.log_exists(key)  # 1 or 0; 2: see below; -1: ask the store
     if log_answer == 2:  # the object is below a checkpoint of several objects that is under way
-        return will_hold(key)
+        return will_exist_in_saved_directory(key)
     if log_answer >= 0:
         return bool(log_answer)
     prefix = object_key.rstrip("/") + "/"

@@ -25,7 +25,7 @@ _URL = "'s3://bucket/run/'"  # an example for messages
 _postponed: dict[bytes, Callable[[], object]] = {}
 
 
-def upload_of(
+def new_mirror_upload(
     path: object,
     mirror: object,
     storage_options: Mapping[str, Any] | None,
@@ -63,12 +63,12 @@ def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: ob
     """Upload the files that earlier processes have left in the directories of these checkpoints.
 
     Args:
-        mirror: See `upload_of`; None does nothing.
+        mirror: See `new_mirror_upload`; None does nothing.
         paths: The checkpoints; URLs are skipped.
     """
     for path in paths:
         if not urls.is_remote(path):
-            upload = upload_of(path, mirror, storage_options)
+            upload = new_mirror_upload(path, mirror, storage_options)
             if upload is not None:
                 upload.resume()
 
@@ -76,7 +76,7 @@ def resume(mirror: object, storage_options: Mapping[str, Any] | None, *paths: ob
 # ---- removes ----
 
 
-def postpone(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool:
+def postpone_remove(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> bool:
     """Have `submit()` called when nothing of this name is left to be uploaded.
 
     Return False if nothing is left now or `wait` is False: the caller submits the remove.
@@ -92,11 +92,11 @@ def postpone(key: bytes, submit: Callable[[], object], *, wait: bool = True) -> 
         return False
     log.info("stillframe: %s is removed when it is uploaded", path)
     _postponed[key] = submit
-    mirrors.uploader.call_when_uploaded(path, functools.partial(_submit_postponed, key))
+    mirrors.uploader.call_when_uploaded(path, functools.partial(_submit_postponed_remove, key))
     return True
 
 
-def _submit_postponed(key: bytes) -> None:
+def _submit_postponed_remove(key: bytes) -> None:
     """Submit the postponed remove of a name, unless a save has dropped it."""
     submit = _postponed.pop(key, None)
     if submit is not None:
@@ -111,7 +111,7 @@ def is_postponed(key: bytes) -> bool:
     return any(key == each or key.startswith(each + b"/") for each in list(_postponed))
 
 
-def drop_postponed(path: str) -> None:
+def drop_postponed_removes(path: str) -> None:
     """Drop postponed removes of a path that is saved now, and of the directories above it."""
     if not _postponed:
         return
@@ -150,7 +150,7 @@ def finish(quiet_s: float, say: Callable[[str], object]) -> None:
         say(f"stillframe: {os.fsdecode(key)} was not removed: it is not uploaded yet")
 
 
-def finish_by(until: float) -> None:
+def set_exit_deadline(until: float) -> None:
     """Have the exit wait for uploads at most until `until`, a value of time.monotonic()."""
     mirrors.uploader.exit_deadline_s = until
 
@@ -160,8 +160,8 @@ def give_up() -> None:
     mirrors.uploader.give_up()
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     _postponed.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -64,10 +64,10 @@ class Verdict:
         self._deferral = _NOTHING
 
     def release(self) -> None:
-        """Drop the tensors. `blame` may still be called."""
+        """Drop the tensors. `stop_deferring_storage_owner` may still be called."""
         self._deferral.release()
 
-    def blame(self, index: int, names: Sequence[str]) -> str:
+    def stop_deferring_storage_owner(self, index: int, names: Sequence[str]) -> str:
         """Have later saves capture the whole state of the optimizer that owns the storage. Return
         words for the storage, for an error message.
 

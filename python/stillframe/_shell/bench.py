@@ -21,7 +21,7 @@ from typing import Any
 
 from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
-from stillframe._shell.bench_result import Result, show
+from stillframe._shell.bench_result import BenchResult, show
 
 GOOD, UNUSABLE = 0, 2  # exit statuses
 
@@ -112,7 +112,7 @@ class _Bench:
     def median(self, name: str) -> float:
         return statistics.median(self.values[name])
 
-    def first_save(self) -> None:
+    def make_first_save(self) -> None:
         """Make the first save, which is slow because the pool takes its memory."""
         self._progress("first save")
         self.first_durable_s = self._save().durable_after_s
@@ -120,10 +120,10 @@ class _Bench:
     def round(self) -> None:
         """Make each measurement once, so that a slow moment spoils one round only."""
         self._progress("raw memcpy")
-        self._add("memcpy", raw.copy_seconds(self._source, self._target))
+        self._add("memcpy", raw.measure_copy_seconds(self._source, self._target))
         self._progress("raw write + sync")
         path = self._directory / "raw"
-        written, self.direct = raw.write_seconds(path, self._source)
+        written, self.direct = raw.measure_write_seconds(path, self._source)
         self._add("write", written)
         self._progress("save")
         report = self._save()
@@ -131,7 +131,7 @@ class _Bench:
         self._add("staged", report.staged_after_s)
         self._add("durable", report.durable_after_s)
         self._progress("raw read")
-        self._add("read", raw.read_seconds(path, self._target)[0])
+        self._add("read", raw.measure_read_seconds(path, self._target)[0])
         path.unlink()
         self._progress("load")
         self._load()
@@ -162,7 +162,7 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
     """Return the bytes of the state: `asked`, or by default as many as the disk writes in a second.
     Raise BenchError if there is too little memory or disk space."""
     progress("how fast is this disk?")
-    max_by_memory = raw.free_memory() // _MEMORY_TIMES
+    max_by_memory = raw.available_memory_bytes() // _MEMORY_TIMES
     max_by_disk = shutil.disk_usage(directory).free // _DISK_TIMES
     if asked is None:
         most = min(max_by_memory, max_by_disk)
@@ -170,7 +170,7 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
             short = "memory" if max_by_memory < max_by_disk else f"room in {directory.parent}"
             raise BenchError(f"there is too little {short} to measure anything")
         trial, path = raw.make_buffer(_TRIAL_NBYTES), directory / "probe"
-        seconds, _ = raw.write_seconds(path, trial)
+        seconds, _ = raw.measure_write_seconds(path, trial)
         path.unlink()
         written_in_time = _TRIAL_NBYTES / seconds * _WRITE_S
         nbytes = int(min(max(written_in_time, _LEAST_NBYTES), most, _MOST_NBYTES))
@@ -189,7 +189,7 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
     return max(nbytes // raw.PAGE_BYTES, 1) * raw.PAGE_BYTES  # whole pages, for O_DIRECT
 
 
-def measure(directory: Path, asked: int | None, progress: Callable[[str], None]) -> Result:
+def measure(directory: Path, asked: int | None, progress: Callable[[str], None]) -> BenchResult:
     """Measure in the empty `directory`, and leave files there.
 
     Args:
@@ -204,12 +204,12 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
     others = raw.Others()  # begins to measure what other processes take
     nbytes = _choose_size(directory, asked, progress)
     with _Bench(directory, nbytes, progress) as bench:
-        bench.first_save()
+        bench.make_first_save()
         rounds = 0
         while rounds < _ROUNDS and (rounds == 0 or time.monotonic() - started < _BUDGET_S):
             bench.round()
             rounds += 1
-        return Result(
+        return BenchResult(
             directory=str(directory.parent),
             file_system=raw.file_system_of(directory),
             nbytes=nbytes,
@@ -244,7 +244,7 @@ def _make_scratch_directory(parent: Path) -> contextlib.AbstractContextManager[P
         made = Path(tempfile.mkdtemp(prefix=".stillframe-bench-", dir=parent))
     except OSError as error:
         raise BenchError(f"{parent} cannot be written to: {error.strerror}") from None
-    return raw.gone_afterwards(made.resolve())
+    return raw.remove_directory_afterwards(made.resolve())
 
 
 # ---- the command ---------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with (
             _make_scratch_directory(Path(options.directory)) as directory,
-            raw.status_line() as line,
+            raw.open_status_line() as line,
         ):
             result = measure(directory, options.size, lambda text: line(f"{text} ..."))
     except BenchError as error:

@@ -65,7 +65,7 @@ def mount_of(path: Path) -> tuple[str, str, str]:
     return mount
 
 
-def free_memory() -> int:
+def available_memory_bytes() -> int:
     """Return how many bytes of memory the system and the cgroup let this process still take."""
     free = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     try:
@@ -113,7 +113,7 @@ class Others:
 
 
 @contextlib.contextmanager
-def status_line(*, plain_lines: bool = False) -> Iterator[Callable[[str], None]]:
+def open_status_line(*, plain_lines: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a text as the status line on stderr, if stderr is a terminal.
 
     Args:
@@ -122,21 +122,21 @@ def status_line(*, plain_lines: bool = False) -> Iterator[Callable[[str], None]]
     stream = sys.stderr
     terminal = stream is not None and stream.isatty()
 
-    def show_status(text: str) -> None:
+    def write_and_flush(text: str) -> None:
         stream.write(text)
         stream.flush()
 
     def show(text: str) -> None:
         if terminal:
-            show_status(f"\r\x1b[K{text}")
+            write_and_flush(f"\r\x1b[K{text}")
         elif plain_lines:
-            show_status(f"{text}\n")
+            write_and_flush(f"{text}\n")
 
     try:
         yield show
     finally:
         if terminal:
-            show_status("\r\x1b[K")
+            write_and_flush("\r\x1b[K")
 
 
 def _raise_keyboard_interrupt(signum: int, frame: object) -> None:
@@ -144,7 +144,7 @@ def _raise_keyboard_interrupt(signum: int, frame: object) -> None:
 
 
 @contextlib.contextmanager
-def gone_afterwards(directory: Path) -> Iterator[Path]:
+def remove_directory_afterwards(directory: Path) -> Iterator[Path]:
     """Remove the directory at the end of the block, even if Ctrl-C or SIGTERM ends it."""
     on_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
     previous = signal.signal(signal.SIGTERM, _raise_keyboard_interrupt) if on_main else None
@@ -174,7 +174,7 @@ def make_buffer(nbytes: int) -> mmap.mmap:
     return buffer
 
 
-def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> float:
+def measure_copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> float:
     """Return the seconds that a memcpy of `source` to `target` takes with `nr_threads` threads."""
     from_, to = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (source, target))
     part = (len(source) + nr_threads - 1) // nr_threads  # bytes for each thread, rounded up
@@ -192,7 +192,7 @@ def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> f
     return time.perf_counter() - start
 
 
-def write_seconds(
+def measure_write_seconds(
     path: Path, source: mmap.mmap, *, direct: bool | None = None, nbytes: int | None = None
 ) -> tuple[float, bool]:
     """Write `source` to a new file and sync it. The file stays.
@@ -215,7 +215,7 @@ def write_seconds(
         with _opened(path, flags) as fd, memoryview(source) as view:
             start = time.perf_counter()
             if direct_flag:
-                _reserve(fd, length)
+                _reserve_disk_space(fd, length)
             done = 0
             while done < length:
                 at = done % len(source)
@@ -232,7 +232,7 @@ def write_seconds(
     return write(os.O_DIRECT if direct else 0), direct
 
 
-def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
+def measure_read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
     """Read a file into `target`, which has the same length.
 
     Returns:
@@ -282,7 +282,7 @@ def forget(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _reserve(fd: int, nbytes: int) -> None:
+def _reserve_disk_space(fd: int, nbytes: int) -> None:
     """Reserve disk space with fallocate(2), as a save does. Ignore errors."""
     # posix_fallocate would write zeros if the file system has no fallocate.
     libc = ctypes.CDLL(None)

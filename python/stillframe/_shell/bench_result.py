@@ -15,7 +15,7 @@ _BUSY_SHARE = 0.1  # a machine is busy if other processes take this share of it
 
 
 @dataclass
-class Result:
+class BenchResult:
     """The medians of one run. Times are in seconds, sizes in bytes.
 
     Attributes:
@@ -63,7 +63,7 @@ class Result:
 # ---- advice ----------------------------------------------------------------------------------
 
 
-def advice(result: Result) -> list[str]:
+def advice(result: BenchResult) -> list[str]:
     """Return sentences for the user, the most important first; never empty."""
     sentences = []
     if result.file_system in raw.MEMORY:
@@ -129,7 +129,7 @@ class Console(rich.console.Console):
         raise BrokenPipeError
 
 
-def show(result: Result) -> None:
+def show(result: BenchResult) -> None:
     """Print the table, and the advice below it, on stdout."""
     from rich.table import Table
     from rich.text import Text

@@ -21,14 +21,14 @@ def run(options: argparse.Namespace) -> int:
     run_command = _command(options.command)
     complaint = None
     if options.command not in _WITHOUT_ENGINE:
-        complaint = _complaint_of_environment()
+        complaint = _describe_environment_problem()
     if complaint:
         print(f"stillframe {options.command}: {complaint}", file=sys.stderr)
         return _UNUSABLE
     return run_command(options)
 
 
-def _complaint_of_environment() -> str | None:
+def _describe_environment_problem() -> str | None:
     """Return what is wrong with the environment variables that an engine reads, or None."""
     from stillframe._save.engine import Engine
 

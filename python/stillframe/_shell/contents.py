@@ -40,7 +40,7 @@ class Tensor(NamedTuple):
     storage_nbytes: int
 
 
-class Value(NamedTuple):
+class NonTensorValue(NamedTuple):
     """A value that is not a tensor."""
 
     kind: str  # the name of its type
@@ -69,17 +69,17 @@ def bounded(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def walk(root: Any) -> Iterator[Tensor | Value]:
+def walk(root: Any) -> Iterator[Tensor | NonTensorValue]:
     """Yield every tensor and value in a tree once, in the tree's order."""
     seen: set[int] = set()
     stack: list[tuple[_Path, Any]] = [(None, root)]
     while stack:
         path, node = stack.pop()
         if isinstance(node, _PLAIN_TYPES):
-            yield Value(type(node).__name__)
+            yield NonTensorValue(type(node).__name__)
             continue
         if isinstance(node, type):  # a class or function that the pickle names
-            yield Value(getattr(node, "_name", "type"))
+            yield NonTensorValue(getattr(node, "_name", "type"))
             continue
         if id(node) in seen and not isinstance(node, Storage):  # a storage is shown at each path
             continue
@@ -89,11 +89,11 @@ def walk(root: Any) -> Iterator[Tensor | Value]:
             yield tensor._replace(path=_joined(path))
             continue
         if isinstance(node, Storage):  # of an unknown kind
-            yield Value("storage")
+            yield NonTensorValue("storage")
             continue
         # An OrderedDict is a container: only its items are shown.
         if isinstance(node, Stub) and node._name != "collections.OrderedDict":
-            yield Value(node._name.removeprefix("__builtin__."))
+            yield NonTensorValue(node._name.removeprefix("__builtin__."))
         parts: list[tuple[_Path, Any]] = []
         for suffix, child in keypaths.children(node):
             if suffix:

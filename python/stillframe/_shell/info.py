@@ -41,7 +41,7 @@ def _versions() -> dict[str, str]:
     return facts
 
 
-def _processor() -> str:
+def _read_processor_name() -> str:
     """Return the processor's name, or only its architecture if Linux does not tell the name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -57,12 +57,12 @@ def _machine_facts() -> dict[str, Any]:
 
     affinity = cpus.inspect()  # the CPUs of stillframe's threads, and those of the main thread
     return {
-        "processor": _processor(),
+        "processor": _read_processor_name(),
         "cores": len(affinity.ours),
         "cpus": sorted(affinity.ours),
         "main_thread_cpus": sorted(affinity.main),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "free_memory_bytes": raw.free_memory(),
+        "free_memory_bytes": raw.available_memory_bytes(),
     }
 
 

@@ -31,7 +31,7 @@ from stillframe._base.sizes import decimal
 from stillframe._check import pickles
 from stillframe._remote import disk as disks
 from stillframe._shell import contents
-from stillframe._shell.contents import Tensor, Value
+from stillframe._shell.contents import NonTensorValue, Tensor
 from stillframe.errors import StillframeError
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2  # exit statuses
@@ -43,7 +43,7 @@ _COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
 @dataclass(slots=True)
-class Facts:
+class CheckpointFacts:
     """The facts about a file."""
 
     path: str
@@ -90,20 +90,20 @@ class Facts:
         }
 
 
-def examine(path: str) -> Facts:
+def examine(path: str) -> CheckpointFacts:
     """Read one file, or the object of a URL. Errors are in the result."""
-    facts = Facts(path)
+    facts = CheckpointFacts(path)
     try:
-        disk, facts.path = disks.of_path(path)
+        disk, facts.path = disks.resolve_disk_and_path(path)
         with disk:
-            _examine(disk, facts)
+            _fill_facts(disk, facts)
     except (OSError, ValueError, StillframeError) as error:
         reason = getattr(error, "strerror", None) or str(error)  # OSErrors have `strerror`
         facts.status, facts.error = UNUSABLE, reason
     return facts
 
 
-def _examine(disk: Disk, facts: Facts) -> None:
+def _fill_facts(disk: Disk, facts: CheckpointFacts) -> None:
     """Fill `facts` with the facts about its path."""
     path = facts.path
     if disk.is_directory(path):
@@ -118,7 +118,7 @@ def _examine(disk: Disk, facts: Facts) -> None:
             # In a store check only the archive's directory: headers would be fetched one by one.
             checked = _core.check(fd, False, directory=disk.is_remote)
             facts.nbytes, facts.format = checked["nbytes"], checked["format"]
-            reason = None if checked["ok"] else file_kinds.no_checkpoint(fd, path, checked)
+            reason = None if checked["ok"] else file_kinds.why_not_a_checkpoint(fd, path, checked)
             if reason is not None:
                 facts.status, facts.error = UNUSABLE, reason
                 return
@@ -138,7 +138,7 @@ def _examine(disk: Disk, facts: Facts) -> None:
             facts.error = f"{facts.error}; {error}" if facts.error else str(error)
 
 
-def _read_safetensors(fd: int, disk: Disk, facts: Facts) -> None:
+def _read_safetensors(fd: int, disk: Disk, facts: CheckpointFacts) -> None:
     """Read the headers of a file, or of the files that an index names."""
     facts.format = "safetensors"
     if not facts.path.endswith(safetensors.INDEX_SUFFIX):
@@ -157,7 +157,7 @@ def _read_safetensors(fd: int, disk: Disk, facts: Facts) -> None:
             facts.tensors.append(Tensor(name, "tensor", torch_name, shape, "cpu", size, name, size))
 
 
-def _read(fd: int, file: IO[bytes], facts: Facts) -> None:
+def _read(fd: int, file: IO[bytes], facts: CheckpointFacts) -> None:
     """Read the pickle of an archive or a legacy file, and count its tensors and values."""
     if facts.format == "legacy":
         root = contents.read(file, legacy=True)
@@ -165,7 +165,7 @@ def _read(fd: int, file: IO[bytes], facts: Facts) -> None:
         root = contents.read(_pickle(fd, file, facts))
     try:
         for each in contents.walk(root):
-            if isinstance(each, Value):
+            if isinstance(each, NonTensorValue):
                 facts.others[each.kind] += 1
             else:
                 facts.tensors.append(each)
@@ -173,7 +173,7 @@ def _read(fd: int, file: IO[bytes], facts: Facts) -> None:
         raise pickle.UnpicklingError(f"its pickle cannot be shown: {error}") from None
 
 
-def _pickle(fd: int, file: IO[bytes], facts: Facts) -> IO[bytes]:
+def _pickle(fd: int, file: IO[bytes], facts: CheckpointFacts) -> IO[bytes]:
     """Return an archive's pickle as a file. If it is damaged, say so in `facts`."""
     # If the pickle's CRC is wrong, read it again without a check, to show as much as possible.
     for verify in (True, False):
@@ -192,16 +192,16 @@ def _pickle(fd: int, file: IO[bytes], facts: Facts) -> IO[bytes]:
         if not data:  # there is no record data.pkl
             break
         return io.BytesIO(data)
-    return _pickle_of_other_program(file)
+    return _find_pickle_in_foreign_archive(file)
 
 
-def _note_damage(facts: Facts, failure: records.Failure) -> None:
+def _note_damage(facts: CheckpointFacts, failure: records.Failure) -> None:
     """Record that data.pkl is damaged. `stillframe verify` checks the other records."""
     if failure.record == "data.pkl" and facts.status == GOOD:
         facts.status, facts.error = DAMAGED, f"record data.pkl: {failure.reason}"
 
 
-def _pickle_of_other_program(file: IO[bytes]) -> IO[bytes]:
+def _find_pickle_in_foreign_archive(file: IO[bytes]) -> IO[bytes]:
     """Return the pickle of an archive that another program packed. Also find a pickle that is the
     first record of an archive without a directory.
 
@@ -232,7 +232,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _show(facts: Facts, *, as_tree: bool) -> None:
+def _print_facts(facts: CheckpointFacts, *, as_tree: bool) -> None:
     """Print the facts, in lines that are no wider than the terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     tensors = _tree(facts) if as_tree else _table_lines(facts, width)
@@ -244,7 +244,7 @@ def _show(facts: Facts, *, as_tree: bool) -> None:
                 print(part)
 
 
-def _report_lines(facts: Facts, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
+def _report_lines(facts: CheckpointFacts, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
     if facts.error:
         word = "damaged: " if facts.status == DAMAGED else ""
         yield printable(f"{facts.path}: {word}{facts.error}")
@@ -271,14 +271,14 @@ def _wrap_line(line: str, width: int) -> Iterator[str]:
         yield from (part[at : at + width] for at in range(0, len(part), width))
 
 
-def _rows(facts: Facts) -> Iterator[list[str]]:
+def _rows(facts: CheckpointFacts) -> Iterator[list[str]]:
     """Yield the cells of `_COLUMNS` for each tensor."""
     for each in facts.tensors:
         cells = (each.path, _shape(each.shape), each.dtype, each.device, decimal(each.nbytes))
         yield [printable(cell) for cell in (*cells, each.kind)]
 
 
-def _table_lines(facts: Facts, width: int | None) -> Iterator[str]:
+def _table_lines(facts: CheckpointFacts, width: int | None) -> Iterator[str]:
     """Yield a line for each tensor, or two if the terminal is too narrow."""
     rows = [[*_COLUMNS], *_rows(facts)]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
@@ -296,7 +296,7 @@ def _table_lines(facts: Facts, width: int | None) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _tree(facts: Facts) -> Iterator[str]:
+def _tree(facts: CheckpointFacts) -> Iterator[str]:
     """Yield a line for each prefix and each tensor, indented by its depth."""
     totals = facts.totals(_DEEPEST)
     # The children of each prefix: (text to show, the child's own prefix). A tensor has None in
@@ -328,5 +328,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(facts.as_json()))  # on one line: json's encoder with indents is slow
     else:
-        _show(facts, as_tree=options.tree)
+        _print_facts(facts, as_tree=options.tree)
     return facts.status

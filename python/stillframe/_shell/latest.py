@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     logger.addHandler(lines)
     try:
         thorough = options.check == "bytes"
-        disk, directory = disks.of_path(options.directory)
+        disk, directory = disks.resolve_disk_and_path(options.directory)
         with disk:
             newest_path = newest.find(
                 directory, thorough=thorough, bound=contents.bounded, disk=disk

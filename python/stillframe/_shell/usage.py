@@ -25,13 +25,13 @@ def parser() -> argparse.ArgumentParser:
 # ---- functions that add the arguments of each command --------------------------------------------
 
 
-def _add_verify(parser: argparse.ArgumentParser) -> None:
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     path_help = "a file, a directory of files, or a URL"
     parser.add_argument("paths", nargs="+", metavar="PATH", help=path_help)
     parser.add_argument("--json", action="store_true", help="print a list of objects, not lines")
 
 
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
+def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="FILE", help="a checkpoint, or its URL")
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument(
@@ -40,7 +40,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
-def _add_latest(parser: argparse.ArgumentParser) -> None:
+def _add_latest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a directory of checkpoints, or its URL")
     parser.add_argument(
         "--check",
@@ -50,18 +50,18 @@ def _add_latest(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
     parser.add_argument(
         "--size",
-        type=sizes.argparse_type(),
+        type=sizes.argparse_size_type(),
         help="size of the state, such as 500MB (default: what the disk writes in a second, 33.6 to"
         " 537 MB)",
     )
     parser.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
-def _add_info(parser: argparse.ArgumentParser) -> None:
+def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         nargs="?",
@@ -72,7 +72,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print an object, not lines")
 
 
-def _add_completion(parser: argparse.ArgumentParser) -> None:
+def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
 
@@ -82,7 +82,7 @@ _COMMANDS = {
         "check that checkpoints are whole",
         "Checks the structure of checkpoints and the CRC of every record in them.",
         "Exit status: 0 all are whole; 1 damaged; 2 missing, unreadable or not a checkpoint.",
-        _add_verify,
+        _add_verify_arguments,
     ),
     "inspect": (
         "show what is in a checkpoint, without loading it",
@@ -90,14 +90,14 @@ _COMMANDS = {
         " The file's pickle is only read: nothing in it is executed.",
         "Exit status: 0 shown; 1 damaged, shown as far as possible; 2 missing, unreadable or not a"
         " checkpoint.",
-        _add_inspect,
+        _add_inspect_arguments,
     ),
     "latest": (
         "print the newest whole checkpoint in a directory",
         "Prints the path of the newest checkpoint that is whole. Those that are truncated,"
         " unfinished or damaged are passed over, and named on stderr with the reason.",
         "Exit status: 0 printed; 2 there is none, or DIR cannot be read.",
-        _add_latest,
+        _add_latest_arguments,
     ),
     "bench": (
         "measure a disk, and saves and loads on it",
@@ -105,7 +105,7 @@ _COMMANDS = {
         " gives advice. It takes half a minute. Its files go to a new directory in DIR and are"
         " removed.",
         "Exit status: 0 measured; 2 DIR cannot be measured, or bad usage.",
-        _add_bench,
+        _add_bench_arguments,
     ),
     "info": (
         "show versions, machine and disk, for a bug report",
@@ -113,14 +113,14 @@ _COMMANDS = {
         " DIR: a megabyte, which is removed again. Shows what is still to be uploaded from DIR to a"
         " mirror.",
         "Exit status: 0 shown; 2 a save into DIR fails; the reason is shown.",
-        _add_info,
+        _add_info_arguments,
     ),
     "completion": (
         "print completion for a shell",
         'Prints completion for a shell. In ~/.bashrc: eval "$(stillframe completion bash)"; in'
         ' ~/.zshrc, after compinit: eval "$(stillframe completion zsh)".',
         None,
-        _add_completion,
+        _add_completion_arguments,
     ),
 }
 
@@ -130,11 +130,17 @@ _COMMANDS = {
 
 def completion(top: argparse.ArgumentParser, shell: str) -> str:
     """Return a script that completes commands, options and files."""
-    words_after, helps = _words_and_helps(top)
-    return _bash_script(words_after) if shell == "bash" else _zsh_script(words_after, helps)
+    words_after, helps = _collect_completion_words(top)
+    return (
+        _bash_completion_script(words_after)
+        if shell == "bash"
+        else _zsh_completion_script(words_after, helps)
+    )
 
 
-def _words_and_helps(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
+def _collect_completion_words(
+    top: argparse.ArgumentParser,
+) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return two dicts: the words that may follow each command, and each command's help. The key ""
     of the first dict has the words that may come before any command."""
     # argparse keeps all commands in one action of the parser.
@@ -151,7 +157,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
     return [text for text in texts if text.startswith("--")]
 
 
-def _bash_script(words_after: dict[str, list[str]]) -> str:
+def _bash_completion_script(words_after: dict[str, list[str]]) -> str:
     """Return the script for bash. `words_after` has the words that may follow each command."""
     cases = ""  # of the `case` statement: one for each command
     for command, words in words_after.items():
@@ -174,7 +180,7 @@ complete -o default -F _stillframe stillframe
 """
 
 
-def _zsh_script(words_after: dict[str, list[str]], helps: dict[str, str]) -> str:
+def _zsh_completion_script(words_after: dict[str, list[str]], helps: dict[str, str]) -> str:
     """Return the script for zsh. `words_after` has the words that may follow each command, `helps`
     has a line of help for each."""
     commands = "\n".join(f"        '{name}:{summary}'" for name, summary in helps.items())

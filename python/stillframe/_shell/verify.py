@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from stillframe._base import urls
-from stillframe._base.bar import bar, folded, on_terminal, printable
+from stillframe._base.bar import bar, folded, is_stderr_terminal, printable
 from stillframe._base.disk import LOCAL, Disk
 from stillframe._base.sizes import decimal
 from stillframe._check import files
@@ -47,7 +47,7 @@ def verify_paths(arguments: Sequence[str], display: _Display) -> list[Finding]:
     for argument in arguments:
         path = urls.shown(argument)
         try:
-            disk, path = disks.of_path(argument)
+            disk, path = disks.resolve_disk_and_path(argument)
             with disk:
                 for finding in _verify(path, disk, display):
                     findings.append(finding)  # one by one: an error may follow
@@ -82,7 +82,7 @@ class _Display:
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
-        self._on_terminal = on_terminal()
+        self._on_terminal = is_stderr_terminal()
 
     def verify(self, path: str, disk: Disk) -> Finding:
         """Check one file, show the result and return it."""
@@ -103,7 +103,7 @@ class _Display:
         return finding
 
 
-def _result(finding: Finding) -> str:
+def _describe_finding(finding: Finding) -> str:
     """Return the result in words: a line, and a line for each bad record."""
     if finding.ok:
         return "ok"
@@ -119,9 +119,9 @@ def _result(finding: Finding) -> str:
     return "\n".join(lines)
 
 
-def _lines_about(finding: Finding) -> list[str]:
+def _format_finding_lines(finding: Finding) -> list[str]:
     """Return a line about a path, and a line for each bad record."""
-    first, *rest = _result(finding).split("\n")
+    first, *rest = _describe_finding(finding).split("\n")
     notes = [] if finding.nbytes is None else [decimal(finding.nbytes)]
     if finding.num_records:
         notes.append(_records(finding.num_records))
@@ -151,7 +151,7 @@ def _records(number: int) -> str:
     return f"{number} record{'' if number == 1 else 's'}"
 
 
-def _total(findings: Sequence[Finding]) -> str:
+def _format_summary_line(findings: Sequence[Finding]) -> str:
     """Return the last line of the output, which counts the results."""
     counts = []
     for status, word in ((GOOD, "ok"), (DAMAGED, "damaged"), (UNUSABLE, "not checked")):
@@ -164,7 +164,7 @@ def _total(findings: Sequence[Finding]) -> str:
 
 def _print_finding(finding: Finding) -> None:
     """Print a finding at once, so that a long list can be read while it grows."""
-    first, *rest = _lines_about(finding)
+    first, *rest = _format_finding_lines(finding)
     if not sys.stdout.isatty():
         print("\n".join([first, *(f"    {line}" for line in rest)]), flush=True)
         return
@@ -184,5 +184,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=2))
     elif len(findings) > 1:
-        print(_total(findings))
+        print(_format_summary_line(findings))
     return max(finding.status for finding in findings)

@@ -5,7 +5,7 @@
 The copy is settled when the verdict is known. The verdict is given once, from the core's samples
 and torch's version counters (`_save/verdict.py`).
 
-`ordinary_copy` makes such a copy in ordinary memory, for a full pool.
+`copy_to_ordinary_memory` makes such a copy in ordinary memory, for a full pool.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
 
-_ALIGN = 64  # bytes; the alignment of each storage's copy in `ordinary_copy`, as in the pool
+_ALIGN = (
+    64  # bytes; the alignment of each storage's copy in `copy_to_ordinary_memory`, as in the pool
+)
 
 
 class SnapshotLike(Protocol):
@@ -120,7 +122,7 @@ class Copy:
             self.core.wait(None)  # without a limit
             self.settle()
 
-    def after_copy(self) -> None:
+    def on_copy_ended(self) -> None:
         self.settle()
 
     def settle(self) -> None:
@@ -168,7 +170,7 @@ class Copy:
         """Return the error of a snapshot whose storage number `index` changed during the copy."""
         snapshot = self.weak_snapshot() if self.weak_snapshot is not None else None
         names = snapshot._names(index) if snapshot is not None else []
-        what = self.verdict.blame(index, names)
+        what = self.verdict.stop_deferring_storage_owner(index, names)
         error = TornSnapshotError(
             f"{what} changed outside the optimizer's step while a snapshot was still being copied."
             " Call wait() before such a change, or take the snapshot with overlap=False. This"
@@ -188,24 +190,24 @@ def _copies() -> list[Copy]:
     return [copy for copy in list(completion.copying.values()) if isinstance(copy, Copy)]
 
 
-def _before_fork() -> None:
+def _wait_for_shared_copies() -> None:
     """Wait for shared copies: a child gets their memory as it is at the fork."""
     for copy in _copies():
         if copy.shared:
             copy.core.wait(None)
 
 
-def _finish_at_exit() -> None:
+def _wait_for_copies_at_exit() -> None:
     """Wait for running copies before the interpreter frees their sources."""
     for copy in _copies():
         copy.finish()
 
 
-atexit.register(_finish_at_exit)
-os.register_at_fork(before=_before_fork)
+atexit.register(_wait_for_copies_at_exit)
+os.register_at_fork(before=_wait_for_shared_copies)
 
 
-def ordinary_copy(tree: T) -> tuple[T, int, int]:
+def copy_to_ordinary_memory(tree: T) -> tuple[T, int, int]:
     """Copy a tree as `snapshot` does, into ordinary memory. Return the new tree, the number of its
     tensors, and the bytes of its storages."""
     source = Tree(tree, lanes=False)  # no lane copies; `rebuild` copies storages on devices

@@ -48,7 +48,7 @@ def call_at_end(process_or_future: Any, function: Callable[[], object]) -> None:
                 f"{process_or_future!r} has to be started before something is held for it"
             ) from error
         try:
-            call_after(lambda: _wait_readable(sentinel), function)
+            call_on_thread_after(lambda: _wait_readable_and_close(sentinel), function)
         except BaseException:
             os.close(sentinel)
             raise
@@ -57,7 +57,7 @@ def call_at_end(process_or_future: Any, function: Callable[[], object]) -> None:
         if process_or_future.poll() is not None:
             function()
             return
-        call_after(process_or_future.wait, function)
+        call_on_thread_after(process_or_future.wait, function)
         return
     raise TypeError(
         "expected a multiprocessing.Process, a subprocess.Popen or a future (with"
@@ -65,7 +65,7 @@ def call_at_end(process_or_future: Any, function: Callable[[], object]) -> None:
     )
 
 
-def has_memory_of_its_own(process: Any) -> bool:
+def is_unforked_process(process: Any) -> bool:
     """Return whether `process` is a process that was not forked."""
     if not isinstance(process, BaseProcess):
         return False
@@ -74,7 +74,7 @@ def has_memory_of_its_own(process: Any) -> bool:
     return method != "fork"
 
 
-def _wait_readable(descriptor: int) -> None:
+def _wait_readable_and_close(descriptor: int) -> None:
     """Wait until a descriptor is readable, and close it."""
     try:
         poll = select.poll()
@@ -85,7 +85,7 @@ def _wait_readable(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def call_after(wait: Callable[[], object], function: Callable[[], object]) -> None:
+def call_on_thread_after(wait: Callable[[], object], function: Callable[[], object]) -> None:
     """Start a thread that calls `wait()` and then `function()`, even if `wait()` raises. Raise
     OSError if the system refuses the thread."""
 

@@ -39,7 +39,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from stillframe import _core
-from stillframe._snapshot.holds import call_after
+from stillframe._snapshot.holds import call_on_thread_after
 from stillframe.errors import StillframeError
 
 PATIENCE_S = 120.0  # how long callers that need memory on loan wait for it
@@ -53,7 +53,7 @@ _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.Weak
 
 
 class _ThreadState(threading.local):
-    keeps_bits = False  # whether the thread has called `keep_bits`
+    keeps_bits = False  # whether the thread has called `keep_conj_and_neg_bits`
 
 
 _thread = _ThreadState()
@@ -99,7 +99,7 @@ class Lender:
                 channel = resource_sharer.DupFd(theirs.fileno())
             loan = Loan(self, ours)
             _loans.append(loan)
-        call_after(loan.serve, loan.end)
+        call_on_thread_after(loan.serve, loan.end)
         return channel
 
     def register_reader(self) -> Callable[[], None]:
@@ -111,17 +111,17 @@ class Lender:
         def ended() -> None:
             self._readers.remove(mark)
             if not self._readers:
-                for loan in self._loans_of_this():
-                    loan.withdraw()
+                for loan in self._loans_of_this_lender():
+                    loan.end_loan_unless_asked()
 
         return ended
 
     def recall(self) -> None:
         """End every loan, even if processes still have tensors."""
-        for loan in self._loans_of_this():
+        for loan in self._loans_of_this_lender():
             loan.recall()
 
-    def _loans_of_this(self) -> list[Loan]:
+    def _loans_of_this_lender(self) -> list[Loan]:
         return [loan for loan in list(_loans) if loan.lender is self]
 
 
@@ -145,14 +145,14 @@ class Loan:
         while True:
             try:
                 message = self._channel.recv(1)  # empty if the channel has ended
-                if not message or not self._lend():
+                if not message or not self._send_descriptor_if_valid():
                     return
             except TimeoutError:  # after `patience_s` seconds without an end
-                self._count_as_used()
+                self._count_memory_as_in_use()
             except OSError:  # the borrower was killed
                 return
 
-    def _lend(self) -> bool:
+    def _send_descriptor_if_valid(self) -> bool:
         """Send the descriptor, unless the loan was withdrawn; return whether it was sent."""
         with self._lock:
             self._asked = not self._over
@@ -160,7 +160,7 @@ class Loan:
             socket.send_fds(self._channel, [b"\0"], [self.lender.descriptor])
         return self._asked
 
-    def _count_as_used(self) -> None:
+    def _count_memory_as_in_use(self) -> None:
         """Turn the hold into a view, so that the memory counts as held by its user. Callers that
         need this memory then raise PoolExhaustedError instead of waiting."""
         core = self.lender.core
@@ -176,7 +176,7 @@ class Loan:
         _loans.remove(self)
         self._give_back()
 
-    def withdraw(self) -> None:
+    def end_loan_unless_asked(self) -> None:
         """End the loan, unless the borrower has asked for the memory."""
         with self._lock:
             if self._asked:
@@ -204,26 +204,26 @@ def lend(
     location = core.file()
     if location is None:
         return None
-    ForkingPickler.register(Lender, _reduce_lender)
-    ForkingPickler.register(torch.UntypedStorage, _reduce_storage)
-    _register_tensors()
+    ForkingPickler.register(Lender, _pickle_lender_as_offer)
+    ForkingPickler.register(torch.UntypedStorage, _pickle_storage_as_offset)
+    _register_tensor_reducers()
     lender = _lenders[memory] = Lender(core, location, patience_s)
     return lender
 
 
-def keep_bits() -> None:
+def keep_conj_and_neg_bits() -> None:
     """Keep the conjugate and negative bits of all tensors that multiprocessing pickles on this
     thread from now on. Without this call, only tensors in memory on loan keep them."""
-    _register_tensors()
+    _register_tensor_reducers()
     _thread.keeps_bits = True
 
 
-def _register_tensors() -> None:
+def _register_tensor_reducers() -> None:
     for kind in (torch.Tensor, torch.nn.Parameter):
-        ForkingPickler.register(kind, _reduce_tensor)
+        ForkingPickler.register(kind, _pickle_tensor_with_bits)
 
 
-def explanation() -> str:
+def explain_loans() -> str:
     """Return a sentence about loans for the message about a full pool, or ""."""
     if not _loans:
         return ""
@@ -234,7 +234,7 @@ def explanation() -> str:
     )
 
 
-def _forked() -> None:
+def _reset_in_forked_child() -> None:
     """Close the parent's channels in a forked child."""
     _offering.release()  # acquired before the fork
     if _loans:
@@ -246,7 +246,9 @@ def _forked() -> None:
 
 
 os.register_at_fork(
-    before=_offering.acquire, after_in_parent=_offering.release, after_in_child=_forked
+    before=_offering.acquire,
+    after_in_parent=_offering.release,
+    after_in_child=_reset_in_forked_child,
 )
 
 
@@ -264,20 +266,20 @@ def _lender_of(storage: torch.UntypedStorage) -> Lender | None:
     return None
 
 
-def _reduce_lender(lender: Lender) -> Any:
-    """Pickle a lender as an offer, which the borrower unpickles with `_borrow`."""
-    return _borrow, (lender.offer(), lender.offset, lender.nbytes)
+def _pickle_lender_as_offer(lender: Lender) -> Any:
+    """Pickle a lender as an offer, which the borrower unpickles with `_map_borrowed_memory`."""
+    return _map_borrowed_memory, (lender.offer(), lender.offset, lender.nbytes)
 
 
-def _reduce_storage(storage: torch.UntypedStorage) -> Any:
+def _pickle_storage_as_offset(storage: torch.UntypedStorage) -> Any:
     """Pickle a storage on loan as its offset in the memory."""
     lender = _lender_of(storage)
     if lender is None:
         return reductions.reduce_storage(storage)  # type: ignore[no-untyped-call]
-    return _storage, (lender, storage.data_ptr() - lender.begin, storage.nbytes())
+    return _storage_over_memory, (lender, storage.data_ptr() - lender.begin, storage.nbytes())
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> Any:
+def _pickle_tensor_with_bits(tensor: torch.Tensor) -> Any:
     """Pickle a tensor with its conjugate and negative bits, which torch's reducer loses."""
     has_bits = tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg())
     keeps_bits = has_bits and (
@@ -288,7 +290,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     conj, neg = tensor.is_conj(), tensor.is_neg()
     without_bits = _toggle_bits(tensor.detach(), conj, neg)
     parameter = isinstance(tensor, torch.nn.Parameter)
-    return _with_bits, (without_bits, conj, neg, parameter, tensor.requires_grad)
+    return _rebuild_tensor_with_bits, (without_bits, conj, neg, parameter, tensor.requires_grad)
 
 
 def _toggle_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
@@ -300,7 +302,7 @@ def _toggle_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
 # ---- in the process that uses the loan ----
 
 
-class MemoryOnLoan(mmap.mmap):
+class BorrowedMemoryMap(mmap.mmap):
     """The borrower's mapping of memory on loan, kept alive by the tensors over it. When the mapping
     is freed, it closes the channel, which ends the loan."""
 
@@ -310,7 +312,9 @@ class MemoryOnLoan(mmap.mmap):
         self.channel.close()
 
 
-def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryOnLoan:
+def _map_borrowed_memory(
+    channel: resource_sharer.DupFd, offset: int, nbytes: int
+) -> BorrowedMemoryMap:
     """Ask the lending process for the memory, and map `nbytes` of the file at `offset`.
 
     Raises:
@@ -332,7 +336,7 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryO
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     access = mmap.PROT_READ | mmap.PROT_WRITE
     try:
-        memory = MemoryOnLoan(descriptors[0], nbytes, flags, access, offset=offset)
+        memory = BorrowedMemoryMap(descriptors[0], nbytes, flags, access, offset=offset)
     except BaseException:
         connection.close()
         raise
@@ -342,13 +346,15 @@ def _borrow(channel: resource_sharer.DupFd, offset: int, nbytes: int) -> MemoryO
     return memory
 
 
-def _storage(memory: MemoryOnLoan, offset: int, nbytes: int) -> torch.UntypedStorage:
+def _storage_over_memory(
+    memory: BorrowedMemoryMap, offset: int, nbytes: int
+) -> torch.UntypedStorage:
     """Return a storage over a part of the memory. It keeps the mapping alive."""
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
     return tensor.untyped_storage()
 
 
-def _with_bits(
+def _rebuild_tensor_with_bits(
     tensor: torch.Tensor, conj: bool, neg: bool, parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
     tensor = _toggle_bits(tensor, conj, neg)

@@ -19,8 +19,8 @@ from stillframe._save.options import OnDurable
 from stillframe._save.report import IoMode, SaveReport
 from stillframe._snapshot.snapshot import (
     Snapshot,
-    copy_error,
     gate_wait_s,
+    get_copy_error,
     is_copied,
     will_return,
 )
@@ -86,7 +86,7 @@ class SnapshotSave(ExternalSave):
         if snapshot is not None:
             will_return(snapshot)
 
-    def _release(self) -> None:
+    def _drop_references(self) -> None:
         self._snapshot = None
 
     def record_copied(self) -> None:
@@ -95,7 +95,7 @@ class SnapshotSave(ExternalSave):
             self._copied_s = time.perf_counter() - self._entered
         snapshot = self._snapshot
         if snapshot is not None:
-            self._outcome.notify_staged(copy_error(snapshot))
+            self._outcome.notify_staged(get_copy_error(snapshot))
 
     def report(
         self,

@@ -26,15 +26,15 @@ import torch
 from stillframe import _core
 from stillframe._base import sizes
 from stillframe._base.arguments import check_booleans, seconds
-from stillframe._base.birth import Birth
+from stillframe._base.birth import ForkGuard
 from stillframe._base.calls import inside_call
 from stillframe._base.distributed import memory_of
 from stillframe._save import completion, ordered
 from stillframe._save.api import engine_or_default
-from stillframe._save.engine import Engine, core_of, limits_of, note_use, pool_usage
+from stillframe._save.engine import Engine, core_of, describe_pool_usage, limits_of, note_use
 from stillframe._snapshot import loans
 from stillframe._snapshot.copy import Copy
-from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
+from stillframe._snapshot.holds import call_at_end, is_unforked_process
 from stillframe._tree.walk import Tree, paths
 from stillframe._watch import gate
 from stillframe.errors import ForkError, PoolExhaustedError, StillframeError
@@ -69,7 +69,7 @@ class Snapshot(Generic[T]):
         self._addresses = addresses  # the address of each storage's copy, by the storage's number
         self._shared = shared  # forked children may read the memory
         self._lender = lender
-        self._birth = Birth("this Snapshot")
+        self._birth = ForkGuard("this Snapshot")
         self._released = False
         self.num_tensors = 0  # read by CPUOffloadCallback and saves
         self.nbytes = 0
@@ -170,7 +170,7 @@ class Snapshot(Generic[T]):
         is_held = core.hold()
         if not is_held:  # the memory has been returned to the pool
             # A spawned process does not need it: torch's pickling has copied the tensors.
-            if has_memory_of_its_own(process_or_future):
+            if is_unforked_process(process_or_future):
                 return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
         releases = [core.unhold]
@@ -267,7 +267,7 @@ def snapshot(
         return _take(tree, overlap, shared, _check_shared(engine_or_default(engine), shared))
 
 
-def snapshot_at_once(tree: T) -> Snapshot[T]:
+def snapshot_without_waiting(tree: T) -> Snapshot[T]:
     """Take a snapshot without waiting for memory, for callers that can use other memory instead.
 
     Raises:
@@ -278,7 +278,7 @@ def snapshot_at_once(tree: T) -> Snapshot[T]:
         return _take(tree, overlap=False, shared=False, engine=engine, wait=False)
 
 
-def snapshot_to_write(
+def snapshot_for_pickling(
     tree: T,
     *,
     overlap: bool,
@@ -343,7 +343,7 @@ def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
     taken._copy.core.will_return(yes)
 
 
-def copy_error(taken: Snapshot[Any]) -> StillframeError | None:
+def get_copy_error(taken: Snapshot[Any]) -> StillframeError | None:
     return taken._copy.error
 
 
@@ -351,13 +351,13 @@ def gate_wait_s(taken: Snapshot[Any]) -> float:
     return taken._copy.gate_wait_s
 
 
-def _longest_wait_s() -> float | None:
+def _max_memory_wait_s() -> float | None:
     """Return how many seconds a call may wait for memory. None: without a limit, because the call
     is not external work, for which saves that hold the memory may wait."""
     return _EXTERNAL_WORK_WAIT_S if ordered.is_in_external_work() else None
 
 
-def unfinished_tree(taken: Snapshot[T]) -> T | None:
+def tree_without_waiting(taken: Snapshot[T]) -> T | None:
     """Return the tree without waiting for the copy; None after a failure or `release()`. The bytes
     of its tensors are undefined until `taken.wait()` has returned."""
     return taken._tree
@@ -395,7 +395,7 @@ def _take(
         for_forks = shared is True
         flags = _core.SNAPSHOT_SHARED if for_forks else 0
         core = _core.Snapshot(engine_core, source.rows, flags)
-        longest_wait_s = _longest_wait_s() if wait else 0.0
+        longest_wait_s = _max_memory_wait_s() if wait else 0.0
         memory = _lease(core, source, engine, longest_wait_s)
         lender = loans.lend(core, memory, patience_s) if shared == "spawn" else None
         copy = Copy(core, source, deferral, shared=for_forks)
@@ -452,7 +452,7 @@ def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | N
             raise
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
-            f" {pool_usage(engine)}{loans.explanation()}"
+            f" {describe_pool_usage(engine)}{loans.explain_loans()}"
         ) from None
     note_use(engine)
     return memory

@@ -27,7 +27,7 @@ from torch import Tensor
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base import safetensors
-from stillframe._tree.skeleton import SOURCE, Skeleton, copied_sentence
+from stillframe._tree.skeleton import SOURCE, Skeleton, describe_copied_storages
 
 _ALIGN = 4096  # the first tensor starts at a multiple of this
 _METADATA = "__metadata__"
@@ -49,7 +49,7 @@ _quoted: Callable[[str], str] = encode_basestring
 _bits: Callable[[Tensor], dict[str, bool]] = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
-class Member(NamedTuple):
+class TensorMember(NamedTuple):
     """One tensor of the file."""
 
     name: str
@@ -71,7 +71,7 @@ class Flat(Skeleton):
         metadata: The strings of ``__metadata__`` in the header, if there are any.
     """
 
-    members: list[Member] = field(default_factory=list)
+    members: list[TensorMember] = field(default_factory=list)
     metadata: Mapping[str, str] | None = None
 
     def names(self, index: int) -> list[str]:
@@ -95,7 +95,7 @@ class Flat(Skeleton):
         lanes = [(lane, device) for _, _, lane, device in SOURCE.iter_unpack(self.rows)]
         lanes.append((0, 0))  # for tensors without bytes, whose storage is -1
 
-        def sort_key(each: Member) -> tuple[Any, ...]:
+        def sort_key(each: TensorMember) -> tuple[Any, ...]:
             lane = lanes[each.storage]
             by_size = -each.itemsize, lane, -each.rank, each.name
             return (lane, *by_size) if by_lane else by_size
@@ -147,7 +147,7 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
     """
     with torch._C.DisableTorchFunction():
         tensors = checked(obj)
-        builder = _Builder()
+        builder = _FlatFileBuilder()
         for name, tensor in tensors.items():
             builder.add(name, tensor)
     return Flat(
@@ -156,7 +156,9 @@ def build(obj: object, metadata: Mapping[str, str] | None) -> Flat:
         numbers=_core.Numbers(list(builder.numbers)),
         rows=builder.rows,
         num_tensors=len({id(tensor) for tensor in tensors.values()}),
-        fallbacks=[copied_sentence(count, origin) for origin, count in builder.copied.items()],
+        fallbacks=[
+            describe_copied_storages(count, origin) for origin, count in builder.copied.items()
+        ],
         # `builder.devices` has 0 for host memory, and n + 1 for CUDA device n.
         devices=tuple(sorted(device - 1 for device in builder.devices if device)),
         members=builder.members,
@@ -234,7 +236,7 @@ def _shape_in_elements(name: str, shape: list[int]) -> list[int]:
     return [*shape[:-1], 2 * shape[-1]]
 
 
-class _Builder:
+class _FlatFileBuilder:
     """Collects the members of a file and their storages."""
 
     def __init__(self) -> None:
@@ -243,7 +245,7 @@ class _Builder:
         self.rows = bytearray()
         self.devices: set[int] = set()  # 0 for host memory, n + 1 for CUDA device n
         self.copied: dict[str, int] = {}  # by device, how many storages torch copied
-        self.members: list[Member] = []
+        self.members: list[TensorMember] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Check one tensor, and add it and its storage."""
@@ -258,11 +260,11 @@ class _Builder:
                 f"`{name}` has the dtype {tensor.dtype}, which safetensors does not support"
             )
         dtype_name, rank, itemsize = dtype_entry
-        device = _device.number_of_tensor(tensor)
+        device = _device.device_number_of_tensor(tensor)
         if device < 0:  # neither in host memory nor on a CUDA device
             origin = str(tensor.device)
             tensor = tensor.to("cpu")
-            device = _device.number_of_tensor(tensor)
+            device = _device.device_number_of_tensor(tensor)
             self.copied[origin] = self.copied.get(origin, 0) + 1
         if _bits(tensor):
             tensor = tensor.resolve_conj().resolve_neg()
@@ -274,7 +276,7 @@ class _Builder:
         if dtype_name == _HALF_BYTE_DTYPE:
             shape = _shape_in_elements(name, shape)
         self.members.append(
-            Member(name, dtype_name, rank, itemsize, shape, storage, offset, nbytes)
+            TensorMember(name, dtype_name, rank, itemsize, shape, storage, offset, nbytes)
         )
 
     def _add_storage(self, name: str, tensor: Tensor, device: int, least_nbytes: int) -> int:

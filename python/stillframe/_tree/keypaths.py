@@ -65,7 +65,7 @@ def _stub_class(name: str) -> type[Stub]:
     return type("Stub", (Stub,), {"_name": name})
 
 
-def _get_attribute(_owner: Any, name: Any) -> type[Stub]:
+def _stub_for_attribute(_owner: Any, name: Any) -> type[Stub]:
     """Return a stub for an attribute, in place of getattr. Pickles of protocol 2 call getattr to
     name a nested class."""
     return _stub_class(str(name))
@@ -85,7 +85,7 @@ class Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "getattr":
-            return _get_attribute
+            return _stub_for_attribute
         full_name = f"{module}.{name}"
         if full_name not in self._classes:
             self._classes[full_name] = _stub_class(full_name)
@@ -142,7 +142,7 @@ def _key(key: Any) -> str:
     return str(key)
 
 
-def of_storage(data: bytes, key: str) -> list[str]:
+def tensor_paths_over_storage(data: bytes, key: str) -> list[str]:
     """Return the paths of the tensors (or storage objects) in pickle ``data`` over storage ``key``.
 
     A path joins dictionary keys, indices and attribute names with dots. The path of the root is

@@ -1,7 +1,7 @@
 """Rebuilds a tree over other storages, after `walk.Tree` has found its storages and tensors.
 
-`Builder.build` walks the tree as `Tree` did and makes each container and each tensor once. The new
-plain tensors exist already, made by C code. `build` only puts them into the new containers.
+`TreeBuilder.build` walks the tree as `Tree` did and makes each container and each tensor once. The
+new plain tensors exist already, made by C code. `build` only puts them into the new containers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def attributes_of(node: object) -> dict[str, Any]:
     return getattr(node, "__dict__", None) or {}
 
 
-def dict_of(state: Any) -> dict[str, Any]:
+def attributes_from_state(state: Any) -> dict[str, Any]:
     """Return the attributes that users have set on a plain tensor, from `state = getstate(it)`."""
     return state if isinstance(state, dict) else {}
 
@@ -80,7 +80,7 @@ def _slot_values_of(node: object) -> list[Any]:
     return [getattr(node, name) for name in names if hasattr(node, name)]
 
 
-def opaque_object_with_tensors(parts: list[Any], opaque: Any = None) -> object | None:
+def find_opaque_object_with_tensors(parts: list[Any], opaque: Any = None) -> object | None:
     """Return an *opaque* object that has tensors inside, or None.
 
     The walk does not enter an opaque object: the new tree has the same object, and would keep the
@@ -146,7 +146,7 @@ class Flattened:
         self.tensor = tensor
 
 
-class Builder:
+class TreeBuilder:
     """Rebuilds one tree.
 
     Args:
@@ -224,7 +224,7 @@ class Builder:
     def _rebuild_tensor(self, tensor: Tensor) -> Tensor:
         number = self._views.get(id(tensor))
         if number is None:
-            return self._rebuild_other(tensor)
+            return self._rebuild_non_view_tensor(tensor)
         nbytes = self._nbytes[number]
         if nbytes and reach(tensor) > nbytes:
             raise RuntimeError(
@@ -248,11 +248,11 @@ class Builder:
         self._memo[id(tensor)] = new
         state = getstate(tensor)  # reading __dict__ would create a dict for every tensor
         if state is not None:
-            attributes = dict_of(state).items()
+            attributes = attributes_from_state(state).items()
             new.__dict__.update({name: self.build(value) for name, value in attributes})
         return new
 
-    def _rebuild_other(self, tensor: Tensor) -> Tensor:
+    def _rebuild_non_view_tensor(self, tensor: Tensor) -> Tensor:
         """Return the new tensor for an old one that is not in `views`."""
         parts = self._others.get(id(tensor))
         if parts is None:  # another thread has changed the tree
@@ -323,9 +323,9 @@ class Builder:
 
     def build(self, node: Any) -> Any:
         """Return the new object for an old one. C code makes plain dicts and lists."""
-        return _core.rebuilt(node, self._memo, self._build_other)
+        return _core.rebuilt(node, self._memo, self._rebuild_non_plain_node)
 
-    def _build_other(self, node: Any) -> Any:
+    def _rebuild_non_plain_node(self, node: Any) -> Any:
         """Return the new object for anything that is no plain dict or list."""
         kind = type(node)
         if kind in ATOMS:

@@ -83,7 +83,7 @@ class Skeleton:
     def names(self, index: int) -> list[str]:
         """Return key paths, such as ``optim.state.0.exp_avg``, of the tensors over storage
         ``index``. The path of the root is ``""``. Slow, because it parses ``data``."""
-        return _keypaths.of_storage(self.data, str(index))
+        return _keypaths.tensor_paths_over_storage(self.data, str(index))
 
     def lay_out(self, *, by_lane: bool = False) -> bytes | None:
         """Return the members of a flat file, see `flat.Flat.lay_out`. Return None for torch's
@@ -118,7 +118,9 @@ def _persistent_id_of_storage(
         numel = storage.nbytes()
     device = storage.device
     addr = 0 if str(device) == "meta" else _device.address_of(storage)  # "meta" has no bytes
-    number = collector.add_storage(storage, storage._cdata, _device.number_of(device), addr, dtype)
+    number = collector.add_storage(
+        storage, storage._cdata, _device.device_number_of(device), addr, dtype
+    )
     # A storage that was loaded under FakeTensorMode has the device of its file here.
     fake_device = getattr(obj, "_fake_device", None)
     location = str(fake_device) if fake_device is not None else _location(storage)
@@ -149,7 +151,7 @@ def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
     ]
 
 
-def _learn_words() -> bool:
+def _learn_tensor_offsets() -> bool:
     """Let the C code find at which offsets in torch's objects the fast path has to read. Return
     False if it finds none in this torch, so that the fast path is impossible."""
     samples = _samples()
@@ -173,7 +175,7 @@ _USUAL_KEYS = _dispatch_key_bits(
 )
 
 
-def _where(tensor: Tensor) -> int:
+def _memory_kind_of(tensor: Tensor) -> int:
     """Return where the bytes of a tensor are: 0 for host memory, 1 for a CUDA device.
 
     Return -1 for any other device, and for tensors that are not plain: sparse, nested, quantized,
@@ -187,7 +189,7 @@ def _where(tensor: Tensor) -> int:
     return 1 if tensor.is_cuda else -1
 
 
-def _make_types(**replacements: Any) -> _core.TorchTypes:
+def _make_torch_types(**replacements: Any) -> _core.TorchTypes:
     """Return what the C code needs from torch: classes, functions and dtypes.
 
     Args:
@@ -208,7 +210,7 @@ def _make_types(**replacements: Any) -> _core.TorchTypes:
         "untyped_storage": attributes["untyped_storage"],
         "data_ptr": torch._C.StorageBase.__dict__["data_ptr"],
         "nbytes": torch._C.StorageBase.__dict__["nbytes"],
-        "where": _where,
+        "where": _memory_kind_of,
         "storage_tuple": _persistent_id_of_storage,
         "location": _location,
         "device_index": _device.index_of,
@@ -225,7 +227,7 @@ def _make_types(**replacements: Any) -> _core.TorchTypes:
     return _core.TorchTypes(**parts)
 
 
-def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
+def _plain_byte_dtypes() -> list[tuple[torch.dtype, str]]:
     """Return the dtypes whose elements are plain bytes, with their names."""
     names = "bool bfloat16 float16 float32 float64 complex32 complex64 complex128"
     names += " int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz"
@@ -244,17 +246,17 @@ with (
     torch._C._DisableTorchDispatch(),
     pyfunctorch.temporarily_clear_interpreter_stack(),
 ):
-    _words_found = _learn_words()
-    _types = _make_types()
+    _words_found = _learn_tensor_offsets()
+    _types = _make_torch_types()
     # For trees, which may have dtypes that torch has no storage class for.
-    _tree_types = _make_types(dtypes=_whole_dtypes())
+    _tree_types = _make_torch_types(dtypes=_plain_byte_dtypes())
 _UNKNOWN_TORCH = (
     "This torch keeps its tensors in a way that is not known here, so each was asked to describe"
     " itself, as torch.save does, which is slower."
 )
 
 
-def _transformed() -> bool:
+def _has_active_transforms() -> bool:
     """Return whether torch's dispatch modes or function transforms are active."""
     return bool(
         torch._C._len_torch_dispatch_stack()
@@ -264,7 +266,7 @@ def _transformed() -> bool:
 
 def _fast_path_is_allowed() -> bool:
     """Return whether no mode, transform or other code changes how tensors are pickled."""
-    if torch._C._len_torch_function_stack() or _transformed():
+    if torch._C._len_torch_function_stack() or _has_active_transforms():
         return False
     if Tensor in copyreg.dispatch_table or Parameter in copyreg.dispatch_table:
         return False
@@ -288,7 +290,11 @@ def tree_collector() -> _core.Collector:
     """Return a collector for `stillframe._tree.walk`, which disables function modes itself and
     needs no location tags."""
     return _core.Collector(
-        _tree_types, fast_path=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
+        _tree_types,
+        fast_path=not _has_active_transforms(),
+        plain_cpu=True,
+        plain_cuda=True,
+        any_dtypes=True,
     )
 
 
@@ -343,9 +349,9 @@ def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]
         storages[index] = copy
         SOURCE.pack_into(rows, index * SOURCE.size, copy.data_ptr(), copy.nbytes(), 0, 0)
         counts[device] = counts.get(device, 0) + 1
-    return [copied_sentence(count, device) for device, count in counts.items()]
+    return [describe_copied_storages(count, device) for device, count in counts.items()]
 
 
-def copied_sentence(count: int, device: str) -> str:
+def describe_copied_storages(count: int, device: str) -> str:
     storages = "storage" if count == 1 else "storages"
     return f"{count} {storages} on {device} copied to host memory by torch during the call"

@@ -38,20 +38,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base.calls import no_garbage_collection
-from stillframe._base.distributed import dtensor
+from stillframe._base.distributed import dtensor_class_if_imported
 from stillframe._tree import skeleton
 from stillframe._tree.rebuild import (
     ATOMS,
     PLAIN,
-    Builder,
     Flattened,
     Reduced,
+    TreeBuilder,
+    attributes_from_state,
     attributes_of,
-    dict_of,
+    find_opaque_object_with_tensors,
     getstate,
     is_array,
     is_atom,
-    opaque_object_with_tensors,
 )
 
 
@@ -83,11 +83,11 @@ class Tree:
         self.reads_bytes = False
         self.left_whole: list[object] = []
         self._collector: _core.Collector | None = skeleton.tree_collector()
-        # How to make each tensor that is not plain, by its id; see `Builder`.
+        # How to make each tensor that is not plain, by its id; see `TreeBuilder`.
         self._views: dict[int, int] = {}
         self._others: dict[int, Flattened | Reduced | Tensor] = {}
         self._kept_alive: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
-        self._dtensor_class = dtensor()
+        self._dtensor_class = dtensor_class_if_imported()
         # id of a DTensor -> (the DTensor, its local tensor)
         self._dtensors: dict[int, tuple[Any, Tensor]] = {}
         # DTensors on which users have set attributes, with these attributes.
@@ -150,7 +150,7 @@ class Tree:
     ) -> list[Any] | tuple[Any, ...]:
         """Record a node that is not plain, and return the objects in it that are to be walked."""
         if isinstance(node, Tensor):
-            return self._add_tensor(node, collector)
+            return self._record_non_plain_tensor(node, collector)
         if isinstance(node, dict):
             return [*node.values(), *attributes_of(node).values()]
         if isinstance(node, (list, tuple)):
@@ -159,12 +159,12 @@ class Tree:
             return list(node)
         if isinstance(node, (UntypedStorage, TypedStorage)):
             storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
-            self._add_storage(storage, _device.number_of(storage.device), collector)
+            self._add_storage(storage, _device.device_number_of(storage.device), collector)
         elif not (is_array(node) or is_atom(node) or kind is bytearray):
             self.left_whole.append(node)
         return []
 
-    def _add_tensor(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
+    def _record_non_plain_tensor(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
         """Record a tensor that is not plain, and return the objects in it that are to be walked."""
         key = id(tensor)
         if key in self._views or key in self._others:
@@ -178,27 +178,27 @@ class Tree:
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_nested)
         ):
-            device = _device.number_of_tensor(tensor)
+            device = _device.device_number_of_tensor(tensor)
             self._views[key] = self._add_storage(tensor.untyped_storage(), device, collector)
-            return list(dict_of(getstate(tensor)).values())
+            return list(attributes_from_state(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
-            opaque = opaque_object_with_tensors([flattened.context], flattened.context)
+            opaque = find_opaque_object_with_tensors([flattened.context], flattened.context)
             if opaque is not None:
-                raise TypeError(self._refusal(tensor, opaque))
+                raise TypeError(self._describe_refused_tensor(tensor, opaque))
             self._others[key] = flattened
             # Other parts, such as the device mesh of a DTensor subclass, are not walked.
             inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
             return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
-        opaque = opaque_object_with_tensors([*reduced.args, reduced.state])
+        opaque = find_opaque_object_with_tensors([*reduced.args, reduced.state])
         if opaque is not None:
-            raise TypeError(self._refusal(tensor, opaque))
+            raise TypeError(self._describe_refused_tensor(tensor, opaque))
         self.reads_bytes = True
         self._others[key] = reduced
         return [*reduced.args, reduced.state]
 
-    def _refusal(self, tensor: Tensor, opaque: object) -> str:
+    def _describe_refused_tensor(self, tensor: Tensor, opaque: object) -> str:
         """Return the message about a tensor with bytes in `opaque`, an object not entered."""
         path = next((path for path, _ in paths(self._root, lambda node: node is tensor)), "")
         kind = type(tensor).__qualname__
@@ -210,7 +210,8 @@ class Tree:
         )
 
     def _add_storage(self, storage: UntypedStorage, device: int, collector: _core.Collector) -> int:
-        """Return the number of a storage, new or known; `device` is as in `_device.number_of`."""
+        """Return the number of a storage, new or known; `device` is as in
+        `_device.device_number_of`."""
         if device > 0 and not self._lanes:
             device = -1  # the collector then puts the storage into `elsewhere`
         return collector.add_storage(storage, storage._cdata, device, 0, torch.uint8)
@@ -281,7 +282,7 @@ class Tree:
             self._views.update((id(tensor), number) for tensor, number in not_made)
             memo.update(objects or {})
             nbytes = self._column(1)  # of each storage
-            builder = Builder(
+            builder = TreeBuilder(
                 memo, tensor_of, self._views, self._others, self.numbers, memory, offsets, nbytes
             )
             for number in self.elsewhere:

@@ -105,7 +105,7 @@ class Deferral:
         called again."""
         unlaunched_calls.pop(id(self), None)
 
-    def ask_owners(self, sources: Sources) -> None:
+    def collect_deferred_storages(self, sources: Sources) -> None:
         """Ask every owner which storages may be deferred. Set `indices` and `fallbacks`."""
         marks = Marks(
             numbers=sources.numbers,
@@ -119,7 +119,7 @@ class Deferral:
         for each in owners:
             # Steps without hooks wait for no copy, so no other owner may defer what they write.
             if each.has_unhooked_steps:
-                each.capture_for_others()
+                each.capture_params_in_other_owners()
         for owner in (*owners, *memory_owners.registered):
             nr_before = len(self.indices)
             owner.defer(marks)

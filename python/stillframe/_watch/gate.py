@@ -1,7 +1,8 @@
 """The gate: an optimizer step waits here until every deferred byte of its storages is copied.
 
 `defer` decides which storages of a save may be copied after the call. `track` makes steps wait for
-that save until it is staged. `hold_back` waits; `step_hooks.py` calls it in every optimizer's step.
+that save until it is staged. `wait_before_step_writes` waits; `step_hooks.py` calls it in every
+optimizer's step.
 
 Between `defer` and `track` there is no save to wait for yet. A step that begins then in another
 thread waits for the end of the call that asks for the save, at most 30 s.
@@ -47,7 +48,7 @@ class Pending(Protocol):
         next step has to call this again. Only a signal handler may raise an exception."""
 
 
-class Readers(Protocol):
+class OptimizerDataReaders(Protocol):
     """Copies, other than those of saves, that read what optimizers write."""
 
     def wait(self, optimizer: Optimizer) -> object:
@@ -62,7 +63,7 @@ class Readers(Protocol):
 
 _pendings: dict[int, Pending] = {}  # the saves that steps wait for, by their ids
 _deferrals: dict[int, Deferral] = {}  # their deferrals, by the ids of the saves
-_readers: list[Readers] = []
+_readers: list[OptimizerDataReaders] = []
 # The serials of optimizers with compiled steps without hooks that must now wait for `_readers`.
 # The serials are in one string, because torch compiles these steps again when the string changes.
 must_wait = ""
@@ -89,7 +90,7 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():
-                deferral.ask_owners(skeleton)
+                deferral.collect_deferred_storages(skeleton)
     except BaseException:
         deferral.close()
         raise
@@ -140,7 +141,7 @@ def wait() -> None:
                 untrack(pending)
 
 
-def anything_copied() -> bool:
+def is_any_copy_pending() -> bool:
     """Return whether some storage is being copied after its call, or is about to be."""
     return bool(_deferrals or unlaunched_calls)
 
@@ -149,7 +150,7 @@ def wait_for_storage(identity: int) -> None:
     """Wait as `wait` does until no save reads the memory of a storage; `identity` is the address of
     the StorageImpl."""
     for call, (thread, _) in unlaunched_calls.copy().items():
-        _wait_for_call(call, thread, time.monotonic() + _CALL_TIMEOUT_S)
+        _wait_until_call_launches(call, thread, time.monotonic() + _CALL_TIMEOUT_S)
     for save_id, deferral in _deferrals.copy().items():
         pending = _pendings.get(save_id)
         if pending is None or not deferral.is_deferred(identity):
@@ -159,7 +160,7 @@ def wait_for_storage(identity: int) -> None:
             untrack(pending)
 
 
-def _wait_for_call(call: int, thread: int, end: float) -> bool:
+def _wait_until_call_launches(call: int, thread: int, end: float) -> bool:
     """Wait until the call `call` of thread `thread` has launched its save, but not after `end`, and
     not for a call of this thread. Return whether the save is launched."""
     this_thread = threading.get_ident()
@@ -168,11 +169,11 @@ def _wait_for_call(call: int, thread: int, end: float) -> bool:
     return call not in unlaunched_calls
 
 
-def _wait_for_calls() -> None:
+def _wait_for_unlaunched_calls() -> None:
     """Wait until the calls that make saves have launched them."""
     end = time.monotonic() + _CALL_TIMEOUT_S
     for call, (thread, ref) in unlaunched_calls.copy().items():
-        if not _wait_for_call(call, thread, end):
+        if not _wait_until_call_launches(call, thread, end):
             # This step runs inside the call, or the call did not end in time. The step goes on and
             # may write before the storages are copied, so the save counts as torn.
             deferral = ref()
@@ -181,11 +182,11 @@ def _wait_for_calls() -> None:
                 deferral.close()
 
 
-def hold_back(optimizer: Optimizer) -> None:
+def wait_before_step_writes(optimizer: Optimizer) -> None:
     """Wait for saves, right before an optimizer's step writes. Only a signal handler or the readers
     can raise an exception."""
     if unlaunched_calls:
-        _wait_for_calls()
+        _wait_for_unlaunched_calls()
     if _pendings:
         wait()
     for each in _readers:
@@ -198,7 +199,7 @@ def stepped(optimizer: Optimizer) -> None:
         each.stepped(optimizer)
 
 
-def add_readers(readers: Readers) -> None:
+def add_readers(readers: OptimizerDataReaders) -> None:
     """Make every later step wait for these readers right before it writes."""
     _readers.append(readers)
 
@@ -208,7 +209,7 @@ def concerns(optimizer: Optimizer) -> bool:
     return any(each.concerns(optimizer) for each in _readers)
 
 
-def readers_changed() -> None:
+def refresh_must_wait() -> None:
     """Set `must_wait` again, after a reader was added or removed. If the string changes, torch
     compiles the steps of these optimizers again."""
     global must_wait

@@ -33,7 +33,7 @@ def _wrap_with_wait_for_copies(mover: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(mover)
     def wait_and_move(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if gate.anything_copied():
+        if gate.is_any_copy_pending():
             gate.wait_for_storage(self._cdata)
         return mover(self, *args, **kwargs)
 
@@ -46,10 +46,10 @@ def _wrap_swap_tensors(swap: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(swap)
     def swap_tensors(*args: Any, **kwargs: Any) -> Any:
-        if gate.anything_copied():
+        if gate.is_any_copy_pending():
             gate.wait()
         if any(map(_has_weak_references, (*args, *kwargs.values()))):
-            ownership.forget_all()
+            ownership.drop_all_tensor_references()
         return swap(*args, **kwargs)
 
     return swap_tensors

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from stillframe import _core
 from stillframe._base import device
 from stillframe._base.calls import stack
-from stillframe._base.distributed import dtensor, memory_of
+from stillframe._base.distributed import dtensor_class_if_imported, memory_of
 from stillframe._watch import steps
 from stillframe._watch.guard import guarded
 from stillframe._watch.memory_owners import Marks
@@ -141,10 +141,10 @@ class Owner:
         """Record that steps may run without hooks, and have saves capture what such steps write."""
         self.distrust(why)
         self.has_unhooked_steps = True
-        self.capture_for_others()
+        self.capture_params_in_other_owners()
 
     @bookkeeping
-    def capture_for_others(self) -> None:
+    def capture_params_in_other_owners(self) -> None:
         """Have saves capture this optimizer's parameters, even if other optimizers own them too."""
         optimizer = self.ref()
         other_owners = [each for each in living() if each is not self]
@@ -215,7 +215,7 @@ class Owner:
             shared_storages: list[tuple[int, int]] = []
             must_find_storages = self.observer.stepped(groups, state)
             if must_find_storages:
-                kind = dtensor()
+                kind = dtensor_class_if_imported()
                 if kind is not None:  # the observer watches the local tensor of a DTensor
                     _core.Observer.see_through(kind, "_local_tensor")
                 try:
@@ -223,7 +223,7 @@ class Owner:
                     shared_storages = self.observer.enrol(groups, state)
                 except MemoryError:
                     return  # the observer watches nothing now, so everything is captured
-            self._probe()
+            self._start_due_probes()
         for other_serial, storage in shared_storages:
             for owner in living():
                 if owner.serial == other_serial:
@@ -239,9 +239,9 @@ class Owner:
             return  # the observer has nothing to compare
         with torch._C.DisableTorchFunction():
             self.observer.compare()
-            self._probe()
+            self._start_due_probes()
 
-    def _probe(self) -> None:
+    def _start_due_probes(self) -> None:
         """Start the comparisons of device storages that are due."""
         devices_due = self.observer.due()
         if devices_due:
@@ -290,7 +290,7 @@ class Owner:
                 return not marks.is_deferred(number)
         return False
 
-    def release_rivals(self) -> None:
+    def reset_co_owner_observers(self) -> None:
         """Have the observers of all rivals learn again. The optimizer no longer exists, so the
         storages may have one owner only."""
         for rival in tuple(self._rivals):
@@ -310,7 +310,7 @@ class _OwnerRemoval:
         if owner is not None and owner.ref is ref:
             del _owners[self._key]
             _active.pop(self._key, None)
-            owner.release_rivals()
+            owner.reset_co_owner_observers()
 
 
 def _steps_on_stack(optimizer: Optimizer) -> int:
@@ -336,7 +336,7 @@ def find(optimizer: Optimizer) -> Owner | None:
     return owner if owner is not None and owner.ref() is optimizer else None
 
 
-def find_or_make(optimizer: Optimizer) -> Owner:
+def find_or_make_owner(optimizer: Optimizer) -> Owner:
     """Return the owner of an optimizer; make one at its first step."""
     owner = find(optimizer)
     if owner is None:
@@ -354,7 +354,7 @@ def living() -> Iterator[Owner]:
     return iter(list(_owners.values()))
 
 
-def forget_all() -> None:
+def drop_all_tensor_references() -> None:
     """Drop every reference to tensors, until each optimizer's next step."""
     for owner in living():
         owner.observer.forget()
@@ -381,7 +381,7 @@ def active() -> bool:
     this_thread = threading.current_thread()
     for thread in list(_active.values()):
         if thread is this_thread:
-            mark_counts = any(map(_may_step, stack(sys._getframe())))
+            mark_counts = any(map(_may_be_step_frame, stack(sys._getframe())))
         else:
             mark_counts = thread.is_alive()
         if mark_counts:
@@ -389,7 +389,7 @@ def active() -> bool:
     return False
 
 
-def _may_step(frame: FrameType) -> bool:
+def _may_be_step_frame(frame: FrameType) -> bool:
     """Return whether a frame is a step, or a compiled function that may contain one."""
     code = frame.f_code
     return (

@@ -49,14 +49,14 @@ def eager(function: _F) -> _F:
 
 
 @eager
-def _after_closure(optimizer: Optimizer, owner: Owner) -> None:
+def _wait_at_gate_after_closure(optimizer: Optimizer, owner: Owner) -> None:
     """Wait at the gate after the closure."""
     owner.gate_is_ahead = False
     owner.compare()
-    gate.hold_back(optimizer)
+    gate.wait_before_step_writes(optimizer)
 
 
-def _gated_closure(
+def _wrap_closure_with_gate(
     closure: Callable[..., Any], optimizer: Optimizer, owner: Owner
 ) -> Callable[..., Any]:
     """Return a function that calls the closure and then waits at the gate."""
@@ -64,7 +64,7 @@ def _gated_closure(
     @functools.wraps(closure)
     def gated(*args: Any, **kwargs: Any) -> Any:
         value = closure(*args, **kwargs)
-        _after_closure(optimizer, owner)
+        _wait_at_gate_after_closure(optimizer, owner)
         return value
 
     owner.gate_is_ahead = True
@@ -80,8 +80,8 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     gate cannot be in a closure: then the caller has to wait at the gate now."""
     owner = ownership.find(optimizer)
     if owner is None:
-        owner = ownership.find_or_make(optimizer)
-        _gate_writers(type(optimizer))
+        owner = ownership.find_or_make_owner(optimizer)
+        _wrap_writing_methods(type(optimizer))
     owner.begin(optimizer)
     if _device.capturing():
         # A captured graph can be replayed, and then changes everything without running a hook.
@@ -89,14 +89,14 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     calls_closure = owner.has_known_step(optimizer) and not owner.skipped_closure
     has_arguments = len(args) > 1 or kwargs  # args[0] is the optimizer
     if calls_closure and has_arguments:
-        arguments = _with_gated_closure(optimizer, owner, args, kwargs)
+        arguments = _gate_closure_in_arguments(optimizer, owner, args, kwargs)
         if arguments is not None:
             return arguments
     owner.compare()
     return None
 
 
-def _with_gated_closure(
+def _gate_closure_in_arguments(
     optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
     """Return a step's arguments with the gate at the end of the closure, or None if the gate must
@@ -106,9 +106,9 @@ def _with_gated_closure(
         return None
     closure, index = kwargs.get("closure"), owner.closure_index
     if callable(closure):
-        return args, {**kwargs, "closure": _gated_closure(closure, optimizer, owner)}
+        return args, {**kwargs, "closure": _wrap_closure_with_gate(closure, optimizer, owner)}
     if index is not None and len(args) > index and callable(args[index]):
-        gated = _gated_closure(args[index], optimizer, owner)
+        gated = _wrap_closure_with_gate(args[index], optimizer, owner)
         return (*args[:index], gated, *args[index + 1 :]), kwargs
     return None
 
@@ -123,14 +123,14 @@ def _end(optimizer: Optimizer) -> bool:
 
 
 @eager
-def _before_writing(optimizer: Optimizer) -> None:
+def _begin_step_in_writing_method(optimizer: Optimizer) -> None:
     """Begin a step in a method that is not `step`, and wait at the gate."""
     ownership.enter(optimizer)
     _begin(optimizer, (), {})  # without arguments, because the method is given no closure
-    gate.hold_back(optimizer)
+    gate.wait_before_step_writes(optimizer)
 
 
-def _gate_writers(kind: type[Any]) -> None:
+def _wrap_writing_methods(kind: type[Any]) -> None:
     """Make some methods other than `step` count as steps: those in which a class that
     `third_party.toml` lists writes parameters or state."""
     for each in kind.__mro__:
@@ -144,7 +144,7 @@ def _wrap_as_step(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that counts as a step of the optimizer."""
 
     def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _before_writing(self)
+        _begin_step_in_writing_method(self)
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -160,20 +160,20 @@ def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
     """Begin a step: the pre-hook of every step. Return new arguments, or None to keep them."""
-    if torch.compiler.is_compiling() and _leaves_out_hooks(optimizer, gate.must_wait):
+    if torch.compiler.is_compiling() and _leave_out_hooks_if_one_graph(optimizer, gate.must_wait):
         return None
-    return _step_begins(optimizer, args, kwargs)
+    return _begin_step_uncompiled(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """End a step: the post-hook of every step."""
-    if torch.compiler.is_compiling() and _leaves_out_hooks(optimizer, gate.must_wait):
+    if torch.compiler.is_compiling() and _leave_out_hooks_if_one_graph(optimizer, gate.must_wait):
         return
-    _end_step(optimizer)
+    _end_step_uncompiled(optimizer)
 
 
 @eager
-def _step_begins(
+def _begin_step_uncompiled(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
     """Do the work of `_before_step`, outside compiled graphs."""
@@ -181,12 +181,12 @@ def _step_begins(
     ownership.enter(optimizer)
     arguments = _begin(optimizer, args, kwargs)
     if arguments is None:
-        gate.hold_back(optimizer)
+        gate.wait_before_step_writes(optimizer)
     return arguments
 
 
 @eager
-def _end_step(optimizer: Optimizer) -> None:
+def _end_step_uncompiled(optimizer: Optimizer) -> None:
     """Do the work of `_after_step`, outside compiled graphs."""
     is_inside_another_step = _end(optimizer) is False
     if not is_inside_another_step:
@@ -195,7 +195,7 @@ def _end_step(optimizer: Optimizer) -> None:
     _core.trace_step_ends(optimizer)
 
 
-def _leaves_out_hooks(optimizer: Optimizer, must_wait: str) -> bool:
+def _leave_out_hooks_if_one_graph(optimizer: Optimizer, must_wait: str) -> bool:
     """Return whether the step that torch is compiling becomes one graph without our hooks. If so,
     first have later saves capture what the optimizer writes, and wait for the copies in flight.
 
@@ -204,13 +204,13 @@ def _leaves_out_hooks(optimizer: Optimizer, must_wait: str) -> bool:
     """
     if not _is_tracing_one_graph() or gate.concerns(optimizer):
         return False
-    _capture_all_of(optimizer)
-    gate.hold_back(optimizer)
+    _capture_all_for_compiled_step(optimizer)
+    gate.wait_before_step_writes(optimizer)
     return True  # the hooks are left out of the graph
 
 
 # Like torch.compiler.assume_constant_result, which would import torch._dynamo (1.4 s).
-_leaves_out_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_leave_out_hooks_if_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_tracing_one_graph() -> bool:
@@ -224,9 +224,9 @@ def _is_tracing_one_graph() -> bool:
 
 
 @bookkeeping
-def _capture_all_of(optimizer: Optimizer) -> None:
+def _capture_all_for_compiled_step(optimizer: Optimizer) -> None:
     """Have saves capture everything that an optimizer with a compiled step writes."""
-    ownership.find_or_make(optimizer).allow_unhooked_steps(
+    ownership.find_or_make_owner(optimizer).allow_unhooked_steps(
         "its step is compiled with fullgraph=True, so that nothing in it can wait for a copy"
     )
 

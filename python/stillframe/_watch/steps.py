@@ -25,7 +25,7 @@ registered: set[Any] = set()  # the step functions of classes given to `register
 
 
 @dataclass(frozen=True, eq=False)
-class Package:
+class OptimizerPackage:
     """One package whose optimizers are listed.
 
     Attributes:
@@ -41,16 +41,16 @@ class Package:
     classes: dict[str, tuple[str, ...]]
     writers: tuple[str, ...] = ()
 
-    def is_tried(self, version: str) -> bool:
+    def is_tested_version(self, version: str) -> bool:
         """Return whether a version is one of those that were read and tried."""
         # With the dots, "1.4" matches 1.4.2 but not 1.40.
         return any(f"{version}.".startswith(f"{tried}.") for tried in self.versions)
 
 
-def _load(path: Path) -> dict[str, Package]:
+def _load(path: Path) -> dict[str, OptimizerPackage]:
     """Return the listed packages, by the name that is imported."""
     return {
-        name: Package(
+        name: OptimizerPackage(
             distribution=table["distribution"],
             versions=tuple(table["versions"]),
             classes={module: tuple(names.split()) for module, names in table["classes"].items()},
@@ -157,11 +157,11 @@ def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
         functions = _wrappers_and_function_of(getattr(each, "step", None))
         same_step = bool(functions) and functions[0] == outermost
         same_writers = all(getattr(kind, name) is getattr(each, name) for name in writers(each))
-        return same_package and same_step and same_writers and _is_tried(package)
+        return same_package and same_step and same_writers and _is_installed_version_tested(package)
     return False
 
 
-def _package_of(kind: type[Any]) -> Package | None:
+def _package_of(kind: type[Any]) -> OptimizerPackage | None:
     return PACKAGES.get(kind.__module__.partition(".")[0])
 
 
@@ -175,13 +175,13 @@ def writers(kind: type[Any]) -> list[str]:
 
 
 @functools.cache
-def _is_tried(package: Package) -> bool:
+def _is_installed_version_tested(package: OptimizerPackage) -> bool:
     """Return whether the installed version is one of those that were read and tried."""
     try:
         version = importlib.metadata.version(package.distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
-    return package.is_tried(version)
+    return package.is_tested_version(version)
 
 
 def closure_index(step: Any) -> int | None:

@@ -9,7 +9,7 @@ from stillframe._base import bar
 
 
 def test_progress_bar_ends_with_its_work_even_after_an_error(monkeypatch):
-    monkeypatch.setattr(bar, "on_terminal", lambda: True)
+    monkeypatch.setattr(bar, "is_stderr_terminal", lambda: True)
     monkeypatch.setattr(bar, "_QUIET_S", 60.0)
     with pytest.raises(ZeroDivisionError), bar.watched(lambda: 0, "a.pt", 10):
         assert "sf-progress" in [thread.name for thread in threading.enumerate()]

@@ -8,27 +8,33 @@ from pathlib import Path
 
 import pytest
 from fix_processes import run_python
-from stillframe._base.cpus import Runtime, before_binding
+from stillframe._base.cpus import OpenMPRuntime, cpus_before_binding
 from stillframe._shell.info import _ranges
 
 BOTH, ONE, OTHER = {0, 1}, {0}, {1}
-CORES = Runtime([ONE, OTHER], 2)
+CORES = OpenMPRuntime([ONE, OTHER], 2)
 
 
 @pytest.mark.parametrize(
     ("main", "first", "runtimes", "granted", "expected"),
     [
         (ONE, ONE, [], BOTH, None),  # no runtime binds: taskset does, or the program itself
-        (ONE, ONE, [Runtime([], 1)], BOTH, None),
+        (ONE, ONE, [OpenMPRuntime([], 1)], BOTH, None),
         (ONE, ONE, [CORES], BOTH, BOTH),
         (ONE, ONE, [CORES], {0, 1, 2}, BOTH),  # taskset left two of three CPUs
-        (ONE, ONE, [Runtime([ONE], 1)], BOTH, None),  # taskset left one CPU
-        (ONE, ONE, [Runtime([ONE], 2)], BOTH, BOTH),  # the list names one of two CPUs
-        (ONE, ONE, [Runtime([ONE, OTHER], 3)], {0, 1, 2, 3}, BOTH),  # the third CPU is unknown
+        (ONE, ONE, [OpenMPRuntime([ONE], 1)], BOTH, None),  # taskset left one CPU
+        (ONE, ONE, [OpenMPRuntime([ONE], 2)], BOTH, BOTH),  # the list names one of two CPUs
+        (
+            ONE,
+            ONE,
+            [OpenMPRuntime([ONE, OTHER], 3)],
+            {0, 1, 2, 3},
+            BOTH,
+        ),  # the third CPU is unknown
         # it is unknown which two CPUs
-        (ONE, ONE, [Runtime([ONE, OTHER, {2}], 2)], {0, 1, 2, 3}, None),
+        (ONE, ONE, [OpenMPRuntime([ONE, OTHER, {2}], 2)], {0, 1, 2, 3}, None),
         # the second runtime was loaded when the thread was bound already
-        (ONE, ONE, [Runtime([ONE], 1), CORES], BOTH, BOTH),
+        (ONE, ONE, [OpenMPRuntime([ONE], 1), CORES], BOTH, BOTH),
         (OTHER, ONE, [CORES], BOTH, None),  # the program has moved the thread since
         (BOTH, ONE, [CORES], BOTH, None),
         (ONE, BOTH, [CORES], BOTH, BOTH),  # bound at its first parallel region
@@ -38,7 +44,7 @@ CORES = Runtime([ONE, OTHER], 2)
 def test_cpu_mask_from_before_openmp_bound_the_thread_is_found(
     main, first, runtimes, granted, expected
 ):
-    assert before_binding(main, first, runtimes, lambda: granted) == expected
+    assert cpus_before_binding(main, first, runtimes, lambda: granted) == expected
 
 
 def test_cpu_numbers_are_shown_as_ranges():

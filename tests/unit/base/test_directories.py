@@ -13,7 +13,7 @@ from stillframe._lightning import rotation
 from stillframe.errors import SaveError
 
 
-def make(path: Path, *, durable: bool = True) -> paths.Target:
+def make(path: Path, *, durable: bool = True) -> paths.SaveTarget:
     return paths.target(str(path), follow_link=False, create_parents=True, durable=durable)
 
 

@@ -1,4 +1,4 @@
-"""`SingleThread`: one thread runs the function, however many callers start it."""
+"""`RunOnceThread`: one thread runs the function, however many callers start it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def counted():
         runs.append(threading.current_thread())
         over.wait(LONG_S)
 
-    single = threads.SingleThread(run, "sf-test")
+    single = threads.RunOnceThread(run, "sf-test")
     single.runs, single.over = runs, over
     yield single
     over.set()

@@ -38,7 +38,7 @@ def test_invalid_size_is_refused(text):
     with pytest.raises(ValueError, match=r"it='.*' is not a size: give bytes, or .*'4GiB'"):
         sizes.parse(text, "it")
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
-        sizes.argparse_type()(text)
+        sizes.argparse_size_type()(text)
 
 
 @pytest.mark.parametrize("value", [1.5, True, None, b"4GiB"])
@@ -53,7 +53,7 @@ def test_size_out_of_bounds_is_refused_with_the_bounds_as_given():
     with pytest.raises(ValueError, match="it has to be at most"):
         sizes.parse("1000TiB", "it")
     with pytest.raises(argparse.ArgumentTypeError, match="at least"):
-        sizes.argparse_type(least=1 << 20)("10KB")
+        sizes.argparse_size_type(least=1 << 20)("10KB")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_take_each_reports_every_error(tmp_path):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "full").mkdir()
     wanted = ["a", "full", "b", "gone", "full", "c"]
-    errors = steps.take_each([steps.unlink(str(tmp_path / name)) for name in wanted])
+    errors = steps.carry_out_all_steps([steps.unlink(str(tmp_path / name)) for name in wanted])
     assert [error.filename for error in errors] == [str(tmp_path / "full")] * 2
     assert {error.errno for error in errors} <= {errno.EISDIR, errno.EPERM}
     assert steps.names(str(tmp_path)) == ["full"]

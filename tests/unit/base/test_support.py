@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_unsupported_systems_and_pythons_are_named(platform, free_threaded, words):
-    message = support.complaint_of_python(platform, free_threaded)
+    message = support.why_python_is_unsupported(platform, free_threaded)
     assert message is None if words is None else words in message
 
 
@@ -39,7 +39,7 @@ def test_unsupported_systems_and_pythons_are_named(platform, free_threaded, word
     ],
 )
 def test_old_and_missing_torch_are_reported(version, words):
-    message = support.complaint_of_torch(version)
+    message = support.why_torch_is_unsupported(version)
     assert message is None if words is None else words in message
 
 
@@ -96,7 +96,7 @@ def test_import_on_an_unsupported_system_is_refused(tmp_path):
 def test_a_package_without_its_extension_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "stillframe._core", None)
     with pytest.raises(ImportError, match="is not there: install the package again"):
-        support.refuse_elsewhere()
+        support.refuse_unsupported_system()
 
 
 def build(path: Path, before: str = "") -> str:

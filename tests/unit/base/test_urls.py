@@ -80,8 +80,8 @@ def test_text_without_a_scheme_is_refused():
 
 
 def test_file_url_is_a_local_path():
-    assert urls.local_path("file:///data/a%20b.pt") == "/data/a b.pt"
-    assert urls.local_path("file://localhost/data/a.pt") == "/data/a.pt"
-    assert urls.local_path("data/a%20b.pt") == "data/a%20b.pt"
+    assert urls.local_path_of_file_url("file:///data/a%20b.pt") == "/data/a b.pt"
+    assert urls.local_path_of_file_url("file://localhost/data/a.pt") == "/data/a.pt"
+    assert urls.local_path_of_file_url("data/a%20b.pt") == "data/a%20b.pt"
     with pytest.raises(ValueError, match="names no host"):
-        urls.local_path("file://data/a.pt")
+        urls.local_path_of_file_url("file://data/a.pt")

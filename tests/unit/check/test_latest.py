@@ -293,7 +293,7 @@ def test_checkpoints_of_two_series_are_tried_in_the_order_of_their_times(tmp_pat
     for step in (1, 2, 3):
         at(torch_file(tmp_path / f"step={step}.ckpt"), 1000 + step)
     at(torch_file(tmp_path / "last.ckpt"), 1002.5)
-    paths = [Path(path).name for path in newest._newest_first(str(tmp_path))]
+    paths = [Path(path).name for path in newest._iter_candidates_newest_first(str(tmp_path))]
     assert paths == ["step=3.ckpt", "last.ckpt", "step=2.ckpt", "step=1.ckpt"]
 
 

@@ -229,7 +229,7 @@ RAISING = """
 def work():
     def broken():
         raise RuntimeError("a broken step")
-    at_exit.settle_all = broken
+    at_exit.settle_ended_saves = broken
     enter(fault("rename"))
     blocks.append(stillframe.async_save({"w": torch.ones(10)}, "a.pt"))
     raise ValueError("the work's own error")

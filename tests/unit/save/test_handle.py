@@ -265,7 +265,7 @@ def test_notice_without_memory_does_not_stop_later_ones(monkeypatch):
     monkeypatch.setattr(_core, "notice_wait", notice_wait)
     monkeypatch.setattr(completion.log, "warning", refuse)
     monkeypatch.setattr(completion.log, "exception", refuse)
-    completion._take_notices()
+    completion._process_notices()
     assert (len(waited), len(logged)) == (5, 4)
 
 

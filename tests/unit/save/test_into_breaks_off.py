@@ -65,7 +65,7 @@ def _raise(error, *_, **__):
 
 def test_failed_copy_in_a_load_reports_partly_written_targets(tmp_path, monkeypatch):
     by_stillframe(state(), tmp_path / "x.pt")
-    monkeypatch.setattr(load_module, "_plan_ahead", lambda *_: None)
+    monkeypatch.setattr(load_module, "_plan_from_pickle", lambda *_: None)
     monkeypatch.setattr(into_module, "copy_tensor", functools.partial(_raise, MemoryError()))
     with pytest.raises(MemoryError) as error:
         stillframe.load(tmp_path / "x.pt", into=zeros())

@@ -41,7 +41,7 @@ def torch_reads(content: bytes) -> bool:
 
 
 def printed(path: Path) -> str:
-    return "\n".join(verify._lines_about(verify.verify_file(str(path))))
+    return "\n".join(verify._format_finding_lines(verify.verify_file(str(path))))
 
 
 @pytest.mark.parametrize("write", WRITERS)

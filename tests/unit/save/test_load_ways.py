@@ -269,7 +269,7 @@ def test_long_load_shows_progress_on_a_terminal(into, bars, tmp_path, monkeypatc
     stillframe.load(path, into=target)
     assert bars.shown == []  # stderr is no terminal
 
-    monkeypatch.setattr(bar, "on_terminal", lambda: True)
+    monkeypatch.setattr(bar, "is_stderr_terminal", lambda: True)
     with slow("pread", 0.02):
         stillframe.load(path, into=target)
     assert bars.total == path.stat().st_size
@@ -279,7 +279,7 @@ def test_long_load_shows_progress_on_a_terminal(into, bars, tmp_path, monkeypatc
 
 
 def test_a_short_load_shows_nothing(bars, path, monkeypatch):
-    monkeypatch.setattr(bar, "on_terminal", lambda: True)
+    monkeypatch.setattr(bar, "is_stderr_terminal", lambda: True)
     monkeypatch.setattr(bar, "_QUIET_S", 60.0)
     stillframe.load(path)
     assert bars.shown == []
@@ -332,7 +332,7 @@ def used_restores(monkeypatch):
 def test_load_that_cannot_plan_its_copies_goes_by_way_of_host_memory(
     path, monkeypatch, caplog, used_restores
 ):
-    monkeypatch.setattr(placement, "may_find", lambda map_location: True)
+    monkeypatch.setattr(placement, "may_find_devices", lambda map_location: True)
     monkeypatch.setattr(placement, "_devices", lambda core, map_location: 1 / 0)
     with caplog.at_level("DEBUG", "stillframe"):
         assert same(stillframe.load(path), small_state())

@@ -189,7 +189,7 @@ def test_refused_save_does_not_count_as_use_of_the_default_engine(tmp_path):
 
 
 def test_default_engine_can_be_configured_again_after_its_close():
-    default = api._Default()
+    default = api._DefaultEngineHolder()
     try:
         default.configure({"pool_bytes": "32MiB"})
         first = default.get()

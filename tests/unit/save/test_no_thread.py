@@ -15,7 +15,7 @@ import pytest
 import stillframe
 import torch
 from stillframe._base import threads
-from stillframe._lightning.work import WaitingLine
+from stillframe._lightning.work import WaitProgressDisplay
 from stillframe._save import completion
 from stillframe.testing import fault
 
@@ -64,7 +64,7 @@ def test_first_save_without_a_thread_raises_and_the_exit_takes_the_notices(monke
     takers = []
     monkeypatch.setattr(completion._core, "notice_stop", lambda: None)
     monkeypatch.setattr(
-        completion, "_take_notices", lambda: takers.append(threading.current_thread())
+        completion, "_process_notices", lambda: takers.append(threading.current_thread())
     )
     of_a_new_process = completion._CompletionThread()
     with no_thread_of_python(), pytest.raises(BlockingIOError, match=SAYS):
@@ -82,7 +82,7 @@ def test_starting_a_thread_twice_is_not_reported_as_refused():
 
 
 def test_callbacks_that_get_no_thread_are_called_later(caplog):
-    callbacks, called = completion._Callbacks(), list[int]()
+    callbacks, called = completion._CallbackThread(), list[int]()
     with no_thread_of_python():
         callbacks.put(lambda: called.append(1))
     assert SAYS in caplog.text
@@ -93,7 +93,7 @@ def test_callbacks_that_get_no_thread_are_called_later(caplog):
 
 
 def test_callbacks_that_never_get_a_thread_are_called_at_the_end():
-    callbacks, called = completion._Callbacks(), list[int]()
+    callbacks, called = completion._CallbackThread(), list[int]()
     with no_thread_of_python():
         callbacks.put(lambda: called.append(1))
     callbacks.finish()
@@ -102,7 +102,7 @@ def test_callbacks_that_never_get_a_thread_are_called_at_the_end():
 
 def test_wait_returns_although_no_thread_can_print_its_line(tmp_path):
     handle = stillframe.async_save({"n": 1}, tmp_path / "last.pt")
-    with no_thread_of_python(), WaitingLine([handle]):
+    with no_thread_of_python(), WaitProgressDisplay([handle]):
         handle.result()
 
 

@@ -145,7 +145,10 @@ def test_work_that_waits_for_its_own_name_is_refused():
     answers: list[Any] = []
 
     def work(after_good: bool) -> bool:
-        for wait in (ordered.wait_for_key, lambda key: ordered.wait_for_path(os.fsdecode(key))):
+        for wait in (
+            ordered.wait_for_saves_of_key,
+            lambda key: ordered.wait_for_saves_of_path(os.fsdecode(key)),
+        ):
             with pytest.raises(StillframeError) as refused:
                 wait(KEY)
             answers.append(refused)
@@ -169,7 +172,7 @@ def test_load_through_a_link_waits_for_its_new_target(tmp_path):
 
     ordered.submit(paths.key(link, follow_link=False), _core.WORK_LINK, relink)
     with ThreadPoolExecutor(1) as reader:
-        opened = reader.submit(ordered.open_in_order, link)
+        opened = reader.submit(ordered.open_after_earlier_saves, link)
         threading.Timer(0.2, go.set).start()
         with open(opened.result(LONG_S).fileno(), closefd=False) as file:
             assert file.read() == "new"

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from stillframe._save import completion
-from stillframe._save.outcome import Outcome, take_failures
+from stillframe._save.outcome import Outcome, take_uncollected_failures
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    take_failures(first_only=False)
+    take_uncollected_failures(first_only=False)
     yield
-    take_failures(first_only=False)
+    take_uncollected_failures(first_only=False)
 
 
 def test_ended_save_has_its_outcome(monkeypatch):
@@ -43,7 +43,7 @@ def test_collected_error_is_not_reported_again():
     outcome.settle(None, RuntimeError("no"))
     outcome.collect()
     outcome.collect()
-    assert outcome.is_collected() and take_failures(first_only=False) == []
+    assert outcome.is_error_collected() and take_uncollected_failures(first_only=False) == []
 
 
 @pytest.mark.parametrize("seen", [False, True])
@@ -60,7 +60,7 @@ def test_uncollected_error_is_logged_when_its_save_is_dropped(seen, caplog):
 def test_cancelled_save_is_not_reported_as_an_error(caplog):
     outcome = Outcome("a.pt", None)
     outcome.settle(None, CancelledError("cancelled"))
-    assert take_failures(first_only=False) == []
+    assert take_uncollected_failures(first_only=False) == []
     with caplog.at_level(logging.ERROR):
         del outcome
     assert not caplog.records
@@ -83,8 +83,8 @@ def test_thread_that_stopped_waiting_is_not_woken():
     def wake() -> None:
         woken.append(outcome)
 
-    assert outcome.wake_at_end(wake)
-    outcome.stop_waking(wake)
+    assert outcome.call_directly_at_end(wake)
+    outcome.cancel_direct_call(wake)
     outcome.settle(None, None)
     outcome.notify()
     assert woken == []
@@ -93,8 +93,8 @@ def test_thread_that_stopped_waiting_is_not_woken():
 def test_error_raised_by_wait_all_is_not_logged(caplog):
     outcome = Outcome("a.pt", None)
     outcome.settle(None, RuntimeError("no space"))
-    (failure,) = take_failures(first_only=True)
-    assert failure.collected and outcome.is_collected()
+    (failure,) = take_uncollected_failures(first_only=True)
+    assert failure.collected and outcome.is_error_collected()
     del outcome
     assert not caplog.records
 
@@ -104,9 +104,9 @@ def test_asking_a_future_for_its_error_collects_it():
     future = outcome.upload_future(None)
     outcome.settle(None, RuntimeError("no space"))
     outcome.notify()
-    assert not outcome.is_collected()
+    assert not outcome.is_error_collected()
     assert str(future.exception()) == "no space"
-    assert outcome.is_collected() and take_failures(first_only=False) == []
+    assert outcome.is_error_collected() and take_uncollected_failures(first_only=False) == []
 
 
 def test_the_futures_of_a_save_that_was_cancelled_are_cancelled():

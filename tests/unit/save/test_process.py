@@ -290,7 +290,7 @@ def test_saves_of_callbacks_at_exit_are_waited_for_with_their_file_system(tmp_pa
         stillframe._core.log_tune(10**8)
         hold(slow("open", 0))  # the table of calls is exchanged while no save is in flight
         renames, leaving = held("rename"), threading.Event()
-        finish, close = at_exit.completion.callbacks.finish, at_exit.close_default
+        finish, close = at_exit.completion.callbacks.finish, at_exit.close_default_engine
         def durable(path, report):
             leaving.wait()
             hold_until_printed("has not answered", renames)
@@ -302,7 +302,7 @@ def test_saves_of_callbacks_at_exit_are_waited_for_with_their_file_system(tmp_pa
             renames.__exit__(None, None, None)
             close()
         at_exit.completion.callbacks.finish = finishing
-        at_exit.close_default = closing
+        at_exit.close_default_engine = closing
         stillframe.async_save(STATE, "a.pt", on_durable=durable)
         """,
         tmp_path,

@@ -31,7 +31,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def is_quiet() -> bool:
     """Return whether no step of any thread would have to wait."""
     return not (
-        gate.unlaunched_calls or gate._pendings or gate._deferrals or gate.anything_copied()
+        gate.unlaunched_calls or gate._pendings or gate._deferrals or gate.is_any_copy_pending()
     )
 
 

@@ -263,7 +263,7 @@ def notices_stay_queued(directory: Path) -> Iterator[None]:
 
     with held("fdatasync"):
         first = stillframe.async_save(STATE, directory / "a.pt")
-        assert first._outcome.wake_at_end(block)
+        assert first._outcome.call_directly_at_end(block)
     assert reached.wait(60)
     try:
         yield

@@ -86,8 +86,8 @@ def test_no_step_waits_for_a_copy_that_is_over_while_it_is_launched(monkeypatch)
 def test_storage_without_names_is_called_by_its_number_and_its_owner_is_distrusted():
     deferral = Deferral()
     verdict = Verdict(deferral)
-    assert verdict.blame(3, []) == "storage 3"
-    assert verdict.blame(4, ["a", "b"]) == "a, b"
+    assert verdict.stop_deferring_storage_owner(3, []) == "storage 3"
+    assert verdict.stop_deferring_storage_owner(4, ["a", "b"]) == "a, b"
     assert deferral.distrusted == [3, 4]
 
 

@@ -22,7 +22,7 @@ from stillframe._shell import bench, bench_raw, bench_result
 from stillframe.testing import fault, slow
 
 MIB = 1 << 20
-GOOD = bench_result.Result(
+GOOD = bench_result.BenchResult(
     directory="/ckpt",
     file_system="ext4",
     nbytes=100 * MIB,
@@ -62,7 +62,7 @@ def test_json_has_every_figure_the_shares_and_advice(disk_path, capsys):
     output = capsys.readouterr()
     found = json.loads(output.out)
     assert output.err == ""
-    assert set(found) == {f.name for f in dataclasses.fields(bench_result.Result)} | {
+    assert set(found) == {f.name for f in dataclasses.fields(bench_result.BenchResult)} | {
         "shares",
         "advice",
     }
@@ -196,7 +196,7 @@ def test_lack_of_disk_or_memory_is_reported_before_anything_is_written(
         assert "on the disk" in capsys.readouterr().err
         assert run(tmp_path) == 2
         assert "too little room" in capsys.readouterr().err
-    monkeypatch.setattr(bench_raw, "free_memory", lambda: 10 * MIB)
+    monkeypatch.setattr(bench_raw, "available_memory_bytes", lambda: 10 * MIB)
     assert run(tmp_path, "--size", "5MiB") == 2
     assert "of memory" in capsys.readouterr().err
     assert run(tmp_path) == 2
@@ -210,7 +210,9 @@ def test_failing_disk_ends_bench_with_its_error_and_leaves_no_file(disk_path, ca
     assert list(disk_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["copy_seconds", "write_seconds", "read_seconds", "forget"])
+@pytest.mark.parametrize(
+    "where", ["measure_copy_seconds", "measure_write_seconds", "measure_read_seconds", "forget"]
+)
 def test_ctrl_c_ends_bench_and_leaves_no_file(disk_path, monkeypatch, where):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -240,11 +242,11 @@ def test_signal_ends_bench_and_leaves_no_file(disk_path, number):
 import sys
 from _stillframe_command import main
 from stillframe._shell import bench_raw
-write = bench_raw.write_seconds
+write = bench_raw.measure_write_seconds
 def print_and_write(*args, **named):
     print("writing", flush=True)
     return write(*args, **named)
-bench_raw.write_seconds = print_and_write
+bench_raw.measure_write_seconds = print_and_write
 sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
 """
     process = subprocess.Popen(
@@ -261,14 +263,14 @@ sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
 
 
 def test_bench_chooses_a_size_that_takes_a_second_and_fits(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_raw, "free_memory", lambda: 7 * 1000 * MIB)
+    monkeypatch.setattr(bench_raw, "available_memory_bytes", lambda: 7 * 1000 * MIB)
     for seconds, expected in ((0.1, 320 * MIB), (100.0, 32 * MIB), (1e-6, 512 * MIB)):
 
         def write(path: Path, source: object, seconds: float = seconds) -> tuple[float, bool]:
             path.touch()
             return seconds, True
 
-        monkeypatch.setattr(bench_raw, "write_seconds", write)
+        monkeypatch.setattr(bench_raw, "measure_write_seconds", write)
         assert bench._choose_size(tmp_path, None, lambda _: None) == expected
 
 
@@ -276,7 +278,7 @@ def test_bench_chooses_a_size_that_takes_a_second_and_fits(tmp_path, monkeypatch
 def test_a_short_source_is_repeated_to_the_length_asked_for(disk_path, direct):
     source = bench_raw.make_buffer(3 * bench_raw.PAGE_BYTES)
     path = disk_path / "raw"
-    seconds, _ = bench_raw.write_seconds(
+    seconds, _ = bench_raw.measure_write_seconds(
         path, source, direct=direct, nbytes=8 * bench_raw.PAGE_BYTES
     )
     assert seconds > 0
@@ -287,5 +289,5 @@ def test_a_short_source_is_repeated_to_the_length_asked_for(disk_path, direct):
 @pytest.mark.parametrize("nr_threads", [1, 2, 3])
 def test_copy_by_several_threads_is_complete(nr_threads):
     source, target = (bench_raw.make_buffer(5 * bench_raw.PAGE_BYTES) for _ in range(2))
-    assert bench_raw.copy_seconds(source, target, nr_threads) > 0
+    assert bench_raw.measure_copy_seconds(source, target, nr_threads) > 0
     assert bytes(target) == bytes(source)

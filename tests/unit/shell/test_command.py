@@ -73,13 +73,13 @@ def test_verify_and_inspect_import_no_torch(arguments, tmp_path):
 def test_module_without_front_imports_no_torch_and_not_the_package():
     code = """if True:
         import sys
-        from _stillframe_command import module_without_front
-        raw = module_without_front("_shell.bench_raw")
-        assert raw.free_memory() > 0
+        from _stillframe_command import import_module_without_init
+        raw = import_module_without_init("_shell.bench_raw")
+        assert raw.available_memory_bytes() > 0
         assert not {"torch", "stillframe", "stillframe._shell"} & set(sys.modules)
         import stillframe._shell.bench_raw
         assert stillframe.save and stillframe._shell.bench_raw is not raw
-        assert module_without_front("_shell.bench_raw") is stillframe._shell.bench_raw"""
+        assert import_module_without_init("_shell.bench_raw") is stillframe._shell.bench_raw"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -21,7 +21,7 @@ def only_loan_of(taken: stillframe.Snapshot[Any]) -> loans.Loan:
     """Return the only loan of this lender; loans of other tests may still be ending."""
     lender = loans._lender_of(taken.tree["w"].untyped_storage())
     assert lender is not None
-    (loan,) = lender._loans_of_this()
+    (loan,) = lender._loans_of_this_lender()
     return loan
 
 
@@ -58,7 +58,7 @@ def test_memory_returns_even_if_the_wait_for_its_holder_fails(caplog):
         raise OSError("no such process")
 
     given_back = threading.Event()
-    holds.call_after(fails, given_back.set)
+    holds.call_on_thread_after(fails, given_back.set)
     assert given_back.wait(60)
     assert "no such process" in caplog.text
 
@@ -148,8 +148,8 @@ def test_a_forked_child_has_no_loans_and_may_lend_its_own():
             )
             thread.start()
             thread.join()
-            os._exit(0 if free == [True] and loans.explanation() == "" else 1)
+            os._exit(0 if free == [True] and loans.explain_loans() == "" else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert "lent to them" in loans.explanation()
+        assert "lent to them" in loans.explain_loans()
         taken.release()
         assert pickle.loads(data)["w"].eq(1).all()

@@ -189,9 +189,9 @@ def test_conjugated_tensor_on_loan_keeps_requires_grad(engine):
 def test_conj_and_neg_bits_without_a_loan_are_left_to_torch(engine):
     taken = take(engine, [torch.ones(3, dtype=torch.complex64).conj()])
     (lent_one,) = taken.tree
-    assert loans._reduce_tensor(lent_one)[0] is loans._with_bits
+    assert loans._pickle_tensor_with_bits(lent_one)[0] is loans._rebuild_tensor_with_bits
     others = torch.ones(3, dtype=torch.complex64).conj()
-    assert loans._reduce_tensor(others)[0] is not loans._with_bits
+    assert loans._pickle_tensor_with_bits(others)[0] is not loans._rebuild_tensor_with_bits
 
 
 def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine):

@@ -12,7 +12,7 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import engine, flat, identity, state_of, step, trained
-from stillframe._snapshot.copy import ordinary_copy
+from stillframe._snapshot.copy import copy_to_ordinary_memory
 from stillframe._tree import walk
 
 __all__ = ["engine"]  # a fixture
@@ -468,14 +468,14 @@ def test_objects_are_rebuilt_in_their_order():
 
 def test_a_copy_in_ordinary_memory_is_as_aligned_as_torchs_own():
     tree = [torch.ones(3, dtype=torch.uint8), torch.arange(5.0, dtype=torch.float64)]
-    copied, number, nbytes = ordinary_copy(tree)
+    copied, number, nbytes = copy_to_ordinary_memory(tree)
     assert (number, nbytes) == (2, 43)
     assert all(map(torch.equal, copied, tree))
     assert [each.data_ptr() % 64 for each in copied] == [0, 0]
 
 
 def test_empty_tensors_are_copied_to_ordinary_memory():
-    copied, number, nbytes = ordinary_copy({"step": 3, "empty": torch.empty(0, 7)})
+    copied, number, nbytes = copy_to_ordinary_memory({"step": 3, "empty": torch.empty(0, 7)})
     assert copied["step"] == 3 and copied["empty"].shape == (0, 7)
     assert (number, nbytes) == (1, 0)
 
@@ -498,7 +498,7 @@ def test_dropped_tree_keeps_no_wrapped_tensor(monkeypatch):
     class Wrapped:  # represents a DTensor
         __slots__ = ("__weakref__", "_local_tensor")
 
-    monkeypatch.setattr(walk, "dtensor", lambda: Wrapped)
+    monkeypatch.setattr(walk, "dtensor_class_if_imported", lambda: Wrapped)
     wrapped = Wrapped()
     wrapped._local_tensor = torch.ones(3)
     tree = walk.Tree([wrapped])

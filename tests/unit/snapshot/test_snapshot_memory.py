@@ -24,7 +24,7 @@ from fix_snapshots import MIB, engine, flat, raw, state_of, trained
 from fix_waits import leased
 from stillframe import _core
 from stillframe._snapshot.holds import call_at_end
-from stillframe._snapshot.snapshot import snapshot_to_write
+from stillframe._snapshot.snapshot import snapshot_for_pickling
 from stillframe.testing import fault, slow
 
 __all__ = ["engine"]  # a fixture
@@ -59,14 +59,14 @@ def test_copy_for_a_writer_tries_again_while_room_is_expected():
 
         tree = [torch.ones(MIB // 2)]  # two blocks
         with pytest.raises(stillframe.PoolExhaustedError):
-            snapshot_to_write(tree, overlap=False, engine=engine)
+            snapshot_for_pickling(tree, overlap=False, engine=engine)
         assert len(kept) == 2
         with pytest.raises(stillframe.PoolExhaustedError):
-            snapshot_to_write(
+            snapshot_for_pickling(
                 tree, overlap=False, engine=engine, wait_for_room=lambda: wait_for_room() and False
             )
         assert len(kept) == 1
-        taken = snapshot_to_write(
+        taken = snapshot_for_pickling(
             tree, overlap=False, engine=engine, wait_for_room=lambda: not wait_for_room()
         )
         assert taken.tree[0].equal(tree[0]) and not kept

@@ -20,7 +20,7 @@ from stillframe._save import completion
 from stillframe._save.engine import is_used
 from stillframe._snapshot import copy as copies
 from stillframe._snapshot.copy import Copy
-from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
+from stillframe._snapshot.snapshot import Snapshot, snapshot_for_pickling
 from stillframe._watch import gate
 
 __all__ = ["engine"]  # a fixture
@@ -343,7 +343,7 @@ class Part:
 
 def test_objects_shared_by_copied_objects_stay_shared(engine):
     shared = [1]
-    taken = snapshot_to_write([Part(shared), Part(shared)], overlap=False, engine=engine)
+    taken = snapshot_for_pickling([Part(shared), Part(shared)], overlap=False, engine=engine)
     shared.append(2)
     one, other = taken.tree
     assert one.shared is other.shared and one.shared == [1]
@@ -352,13 +352,13 @@ def test_objects_shared_by_copied_objects_stay_shared(engine):
 def test_object_that_cannot_be_copied_is_in_the_snapshot_itself(engine):
     """A lock, for example. It cannot be pickled either, and the error of that attempt names it."""
     lock, part = threading.Lock(), Part([1])
-    taken = snapshot_to_write([lock, part], overlap=False, engine=engine)
+    taken = snapshot_for_pickling([lock, part], overlap=False, engine=engine)
     assert taken.tree[0] is lock and taken.tree[1] is not part
 
 
 def test_module_is_warned_of_only_if_it_is_not_copied(engine, caplog):
     tree = {"module": torch.nn.Linear(2, 2)}
-    taken = snapshot_to_write(tree, overlap=False, engine=engine)
+    taken = snapshot_for_pickling(tree, overlap=False, engine=engine)
     assert taken.tree["module"] is not tree["module"]
     assert caplog.text == ""
     assert stillframe.snapshot(tree, engine=engine).tree["module"] is tree["module"]

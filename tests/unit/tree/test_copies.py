@@ -110,7 +110,7 @@ def test_a_bridge_that_fails_keeps_nothing(answer, error):
         assert len(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)) == 1
         return answer()
 
-    types = skeleton._make_types(dtypes=skeleton._whole_dtypes(), from_handles=take)
+    types = skeleton._make_torch_types(dtypes=skeleton._plain_byte_dtypes(), from_handles=take)
     collector = _core.Collector(types, True, True, True, True)
     collector, memory, offsets = copied([torch.ones(4)], collector)
     before = sys.getrefcount(memory)

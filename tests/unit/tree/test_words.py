@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns ab
 
 
 def collector(where: Callable[[torch.Tensor], int]) -> _core.Collector:
-    return _core.Collector(skeleton._make_types(where=where), True, True, True)
+    return _core.Collector(skeleton._make_torch_types(where=where), True, True, True)
 
 
 def set_other(tensor: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ def test_python_is_asked_once_of_tensors_with_the_same_dispatch_keys():
 
     def where(tensor: torch.Tensor) -> int:
         asked.append(tensor)
-        return skeleton._where(tensor)
+        return skeleton._memory_kind_of(tensor)
 
     met = collector(where)
     conj = [torch.ones(2, dtype=torch.complex64).conj() for _ in range(3)]
@@ -109,9 +109,9 @@ def test_tensors_are_distinguished_beyond_the_remembered_key_sets():
         with torch.inference_mode(inference):
             tensors += [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
     assert len({torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors}) == 20
-    others = [tensor for tensor in tensors if skeleton._where(tensor) != 0]
+    others = [tensor for tensor in tensors if skeleton._memory_kind_of(tensor) != 0]
     assert len(others) == 18  # all but one, each with gradients and without
-    met = collector(skeleton._where)
+    met = collector(skeleton._memory_kind_of)
     assert list(map(id, met.collect([*tensors, *tensors]))) == list(map(id, [*others, *others]))
 
 
