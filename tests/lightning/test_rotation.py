@@ -10,7 +10,7 @@ from stillframe import _core
 from stillframe._base.paths import CheckpointPath
 from stillframe._lightning import rotation
 from stillframe._lightning.rotation import Rotation
-from stillframe._lightning.work import Failed, Work, is_save_failure
+from stillframe._lightning.work import FailedHandle, Work, is_save_failure
 from stillframe._lightning.wrapped import WrappedIO
 from stillframe._save import ordered
 from stillframe._save.engine import is_closed
@@ -355,9 +355,9 @@ class Writing(SaveHandle):
 
 def test_each_error_is_raised_once_oldest_first(work):
     earlier, of_link, own = OSError("earlier"), OSError("of a link"), OSError("own")
-    work.saves += [Failed("a", earlier), Failed("b", CancelledError())]
+    work.saves += [FailedHandle("a", earlier), FailedHandle("b", CancelledError())]
     work.add_error_without_save("last.ckpt", of_link)
-    work.add(Failed("c", own), early=True)
+    work.add(FailedHandle("c", own), early=True)
     assert work.pop_next_error() is earlier
     assert isinstance(work.pop_next_error(), CancelledError)
     assert work.pop_next_error() is of_link
@@ -367,8 +367,8 @@ def test_each_error_is_raised_once_oldest_first(work):
 
 def test_error_of_a_save_that_the_call_waited_for_comes_first(work):
     earlier, own = OSError("earlier"), OSError("own")
-    work.add(Failed("a", earlier), early=True)
-    work.add(Failed("b", own), early=False)
+    work.add(FailedHandle("a", earlier), early=True)
+    work.add(FailedHandle("b", own), early=False)
     assert work.pop_errors_as_one() is own
     assert own.__notes__ == ["Another checkpoint failed as well: earlier"]
     assert work.saves == [] and work.pop_next_error() is None
@@ -382,8 +382,8 @@ def test_error_that_all_ranks_raise_replaces_that_of_the_newest_save(work):
 
 
 def test_error_that_wait_all_raises_is_not_raised_again(work):
-    work.add(Failed("a", stillframe.StillframeError("earlier")), early=True)
-    work.add(Failed("b", stillframe.StillframeError("later")), early=True)
+    work.add(FailedHandle("a", stillframe.StillframeError("earlier")), early=True)
+    work.add(FailedHandle("b", stillframe.StillframeError("later")), early=True)
     for message in ("earlier", "later"):
         with pytest.raises(stillframe.StillframeError, match=message):
             stillframe.wait_all()

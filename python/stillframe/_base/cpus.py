@@ -132,11 +132,11 @@ def _loaded_openmp_runtimes() -> list[OpenMPRuntime]:
     found = []
     for path in sorted(paths):
         with contextlib.suppress(OSError, AttributeError):  # not a runtime, or an old one
-            found.append(_ask(ctypes.CDLL(path)))
+            found.append(_query_openmp_runtime(ctypes.CDLL(path)))
     return found
 
 
-def _ask(library: ctypes.CDLL) -> OpenMPRuntime:
+def _query_openmp_runtime(library: ctypes.CDLL) -> OpenMPRuntime:
     """Return what a runtime's library reports. Raise AttributeError if it lacks a function."""
     places = []
     for number in range(library.omp_get_num_places()):

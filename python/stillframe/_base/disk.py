@@ -44,7 +44,7 @@ class Disk:
         """Return the names in a directory."""
         return os.listdir(path)
 
-    def names_without_links(self, path: str) -> Iterator[str]:
+    def names_without_local_links(self, path: str) -> Iterator[str]:
         """Yield the names in a directory, except links to another name in the same directory."""
         with os.scandir(path) as entries:
             for each in entries:

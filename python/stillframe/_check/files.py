@@ -123,7 +123,7 @@ def _check_opened(
                 num_unchecked=nr_tensors,
                 format="safetensors",
             )
-        return _check_file(fd, path, thorough, progress, bound)
+        return _check_torch_file(fd, path, thorough, progress, bound)
     except safetensors.Damaged as error:
         return Finding(path, DAMAGED, str(error), _size(fd))
     except OSError as error:
@@ -135,7 +135,7 @@ def _check_opened(
         return Finding(path, UNUSABLE, _NO_MEMORY, _size(fd))
 
 
-def _check_file(
+def _check_torch_file(
     fd: int, path: str, thorough: bool, progress: Progress | None, bound: Bound
 ) -> Finding:
     """Check an open file that is neither safetensors nor an index."""

@@ -103,7 +103,7 @@ def split_series_and_number(name: str) -> tuple[str, int]:
 def _iter_candidates_newest_first(directory: str, disk: Disk = LOCAL) -> Iterator[str]:
     """Yield the paths of files and directories that may be checkpoints, newest first."""
     by_series: dict[str, list[tuple[int, str]]] = {}
-    for name in disk.names_without_links(directory):
+    for name in disk.names_without_local_links(directory):
         if name.startswith(".") or kinds.PART_NAME.fullmatch(name):
             continue
         series, number = split_series_and_number(name)

@@ -200,7 +200,7 @@ class Saver:
         # `sf-dcp` does not, because each free releases the interpreter lock, and while the main
         # thread computes, getting the lock back takes long.
         self._discarded: list[Any] = []
-        self._rounds_alone = self._new_rounds()  # for saves without other ranks
+        self._rounds_alone = self._make_round_runner()  # for saves without other ranks
         self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
         self._last: SnapshotSave | None = None  # the save of the last call
         # The next call raises the error of `_last`. False for Lightning, which raises it itself.
@@ -243,7 +243,7 @@ class Saver:
         path = target.shown
         save = SnapshotSave(path, target.given, request.on_durable, entered=entered, known_as=path)
         set_mirror(save, request.mirror)
-        rounds = self._rounds_of(request.group)
+        rounds = self._get_round_runner(request.group)
         work = rounds.begin(target, request, save, writer)
         try:
             self._wait_for_previous_save(work)
@@ -298,13 +298,13 @@ class Saver:
         else:
             work.tree = work.staged.take_tree_for_own_upload(work.save)
 
-    def _new_rounds(self) -> Rounds:
+    def _make_round_runner(self) -> Rounds:
         return Rounds(self._worker, self._discarded, self._give_up)
 
-    def _rounds_of(self, group: dist.ProcessGroup | None) -> Rounds:
+    def _get_round_runner(self, group: dist.ProcessGroup | None) -> Rounds:
         if group is None:
             return self._rounds_alone
-        return self._rounds.setdefault(group, self._new_rounds())
+        return self._rounds.setdefault(group, self._make_round_runner())
 
     def _give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
         """Give up a group in which a collective has failed."""

@@ -105,7 +105,7 @@ class JointSave:
         if kept is None:
             return 0, False
         self._reused = kept
-        self._files = self._writer.lay_out(kept.plan, self._resolve, self._wait)
+        self._files = self._writer.lay_out(kept.plan, self._resolve_item_data, self._wait)
         return kept.number, self._files.ranges == kept.ranges
 
     def save(self, has_common_plan: bool, has_same_ranges: bool, files_ids: list[int]) -> Metadata:
@@ -132,7 +132,7 @@ class JointSave:
                 self._writer.prepare_local_plan(plan)
             else:
                 plan = self._planner.finish_plan(plan)
-                self._files = self._writer.lay_out(plan, self._resolve, self._wait)
+                self._files = self._writer.lay_out(plan, self._resolve_item_data, self._wait)
             self._wait()
             ready = self._write(has_same_ranges, files_ids)
         except BaseException as error:
@@ -161,7 +161,7 @@ class JointSave:
             self._writer.remove_unneeded_files()
         return metadata
 
-    def _resolve(self, item: WriteItem) -> torch.Tensor | BytesIO:
+    def _resolve_item_data(self, item: WriteItem) -> torch.Tensor | BytesIO:
         """Return an item's tensor or pickle. Before an object with tensors is pickled, wait for the
         tensors' bytes."""
         planner = self._default_planner

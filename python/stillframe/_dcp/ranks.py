@@ -88,7 +88,9 @@ class Ranks:
             return [mine]
         sent, row_nbytes = self._pickle_to_padded_rows([mine])
         received = bytearray(row_nbytes * self.size if self.is_coordinator else 0)
-        self._group.gather(_rows(received, row_nbytes), sent[0], _COORDINATOR).wait()
+        self._group.gather(
+            _split_rows_to_tensors(received, row_nbytes), sent[0], _COORDINATOR
+        ).wait()
         return _objects(received, row_nbytes) if self.is_coordinator else None
 
     def scatter(self, objects: list[Any] | None) -> Any:
@@ -99,7 +101,9 @@ class Ranks:
             return objects[0]
         sent, row_nbytes = self._pickle_to_padded_rows(objects or [])
         received = bytearray(row_nbytes)
-        self._group.scatter(_rows(received, row_nbytes)[0], sent, _COORDINATOR).wait()
+        self._group.scatter(
+            _split_rows_to_tensors(received, row_nbytes)[0], sent, _COORDINATOR
+        ).wait()
         return _objects(received, row_nbytes)[0]
 
     def broadcast(self, mine: Any) -> Any:
@@ -111,7 +115,7 @@ class Ranks:
             self._group.broadcast(sent[0], _COORDINATOR).wait()
             return mine
         received = bytearray(row_nbytes)
-        self._group.broadcast(_rows(received, row_nbytes)[0], _COORDINATOR).wait()
+        self._group.broadcast(_split_rows_to_tensors(received, row_nbytes)[0], _COORDINATOR).wait()
         return _objects(received, row_nbytes)[0]
 
     def raise_errors_of_all_ranks(self, step: str, mine: BaseException | None) -> None:
@@ -121,7 +125,7 @@ class Ranks:
         if self._group is not None:
             sent, row_nbytes = self._pickle_to_padded_rows(errors)
             received = bytearray(row_nbytes * self.size)
-            self._group.allgather(_rows(received, row_nbytes), sent[0]).wait()
+            self._group.allgather(_split_rows_to_tensors(received, row_nbytes), sent[0]).wait()
             errors = _objects(received, row_nbytes)
         failures = {rank: error for rank, error in enumerate(errors) if error is not None}
         raise CheckpointException(step, failures)
@@ -134,10 +138,10 @@ class Ranks:
         longest_here = max(map(len, pickled), default=0)
         longest = max(length for (length,) in self.exchange(longest_here))
         padded = bytearray(b"".join(each.ljust(longest, b"\0") for each in pickled))
-        return _rows(padded, longest), longest
+        return _split_rows_to_tensors(padded, longest), longest
 
 
-def _rows(memory: bytearray, nbytes: int) -> list[torch.Tensor]:
+def _split_rows_to_tensors(memory: bytearray, nbytes: int) -> list[torch.Tensor]:
     """Return a tensor over each row of `nbytes` bytes."""
     if not memory:
         return []

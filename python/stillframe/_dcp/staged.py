@@ -125,7 +125,7 @@ class Staged:
         tensors = [each for _, each in paths(tree, lambda node: isinstance(node, torch.Tensor))]
         del tree
         if snapshot is not None and is_leased(snapshot):
-            _empty(tensors)
+            _drop_tensor_data(tensors)
         if snapshot is not None:
             recall(snapshot)  # ends the loan to DCP's process, which keeps its last state dict
             # Only users may keep the memory now, and nobody knows how long.
@@ -150,7 +150,7 @@ class Staged:
 _empty_tensors: dict[torch.dtype, torch.Tensor] = {}
 
 
-def _empty(tensors: list[Any]) -> None:
+def _drop_tensor_data(tensors: list[Any]) -> None:
     """Make tensors empty, so that they no longer refer to their memory."""
     for tensor in _tensors_with_memory(tensors):
         if tensor.dtype not in _empty_tensors:
@@ -190,7 +190,7 @@ class Stages:
             nonlocal waiting
             if not waiting:
                 return False
-            self._wait_for_any_upload(waiting)
+            self._wait_until_any_is_taken(waiting)
             waiting = self._list_copies_awaiting_upload()
             return True
 
@@ -206,7 +206,7 @@ class Stages:
         self._earlier = [each for each in self._earlier if each.holds_memory()]
         return [each for each in self._earlier if each.grace_s() > 0]
 
-    def _wait_for_any_upload(self, waiting: list[Staged]) -> None:
+    def _wait_until_any_is_taken(self, waiting: list[Staged]) -> None:
         """Wait until an upload takes one of the copies, or until the time is over in which an
         upload is expected to take one of them."""
         with self._changed:

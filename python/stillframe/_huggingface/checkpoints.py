@@ -143,7 +143,7 @@ class Checkpoints:
         self._submitted = ckpt
         if is_leader:
             # If this step was saved before, the path moves to the end of the list.
-            self._forget(ckpt)
+            self._drop_from_own_checkpoints(ckpt)
             self._ours[ckpt.run_dir].append(_normalize_path(ckpt.path))
             self._remove_old_checkpoints(ckpt)
 
@@ -295,7 +295,7 @@ class Checkpoints:
         failed = report_of(ckpt.handle) is None  # only a durable save has a report
         if failed:
             self._failures.append(ckpt.handle)
-            self._forget(ckpt)
+            self._drop_from_own_checkpoints(ckpt)
         # The other ranks' error names only the path. This rank raises the reason.
         if self._ranks is not None:
             self._ranks.report_ended(ckpt.number, ckpt.path if failed else None)
@@ -355,7 +355,7 @@ class Checkpoints:
             return trainer.control
         return control
 
-    def _forget(self, ckpt: Checkpoint) -> None:
+    def _drop_from_own_checkpoints(self, ckpt: Checkpoint) -> None:
         """Remove a checkpoint's path from the list of this training's checkpoints."""
         path = _normalize_path(ckpt.path)
         ours = self._ours[ckpt.run_dir]

@@ -58,7 +58,7 @@ class _SaveRedirection:
         with self.lock:
             self.open_checkpoints = (*self.open_checkpoints, entry)
             if len(self.open_checkpoints) == 1:
-                self._install()
+                self._replace_save_functions()
         return entry
 
     def close(self, entry: tuple[str, Files]) -> None:
@@ -80,7 +80,7 @@ class _SaveRedirection:
                 return files, os.path.relpath(file, directory)
         return None
 
-    def _install(self) -> None:
+    def _replace_save_functions(self) -> None:
         for module_name, name in _NAMES:
             module = sys.modules.get(module_name)
             original = getattr(module, name, None)

@@ -45,7 +45,7 @@ from stillframe._lightning.publish import (
     make_metrics_logger,
 )
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights_during_save
-from stillframe._lightning.work import Failed, Work, is_save_failure, log_error, warn
+from stillframe._lightning.work import FailedHandle, Work, is_save_failure, log_error, warn
 from stillframe._lightning.writers import Writers
 from stillframe._save import ordered, uploads
 from stillframe._save.handle import SaveHandle, wait_for_end
@@ -70,11 +70,11 @@ class Checkpoints:
     def __init__(self, name: str, writers: Writers) -> None:
         self.name = name
         self.writers = writers
-        self._begin()
+        self._reset_process_state()
 
-    def _begin(self) -> None:
+    def _reset_process_state(self) -> None:
         """Set the attributes that are not pickled, because they belong to this process."""
-        self._work = self._new_work()
+        self._work = self._make_plugin_saves()
         self.trainers = Trainers()
         self._in_together = False  # a block of `together` is running
 
@@ -89,7 +89,7 @@ class Checkpoints:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._reset_process_state()
 
     # ---- for the plugin, whose methods Lightning calls ----
 
@@ -122,7 +122,7 @@ class Checkpoints:
         in_handler = inside_signal_handler()
         newest_before = work.newest, work.newest_returns_early
         # The newest save counts as failed until `work.add` says that it was made.
-        work.newest, work.newest_returns_early = Failed(repr(path)), False
+        work.newest, work.newest_returns_early = FailedHandle(repr(path)), False
         save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
             self._save_and_report(work, save, path, quiet)
@@ -327,10 +327,10 @@ class Checkpoints:
 
     def _current_work(self) -> Work:
         if self._work.pid != os.getpid():  # in a forked child
-            self._work = self._new_work()
+            self._work = self._make_plugin_saves()
         return self._work
 
-    def _new_work(self) -> Work:
+    def _make_plugin_saves(self) -> Work:
         return Work(self.writers.remover_of, durable=self.writers.options.durable)
 
     def _wait_close_and_raise(self, trainer: Any, quiet: bool) -> None:

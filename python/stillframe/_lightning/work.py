@@ -4,7 +4,7 @@
                                                          warned of, or logged
 
 An error stays in its handle until it is reported: by the next save, at the end of the training, or
-by `stillframe.wait_all`. An error that belongs to no save gets a handle of its own, `Failed`.
+by `stillframe.wait_all`. An error that belongs to no save gets a handle of its own, `FailedHandle`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DELAY_S = 1.0  # a shorter wait shows no line
 _REDRAW_S = 0.1  # how often the progress bar is drawn again
 
 
-class Failed(SaveHandle):
+class FailedHandle(SaveHandle):
     """A failure of a link, of a logger, or of a call that raised before it made a save."""
 
     def __init__(self, what: str, error: BaseException | None = None) -> None:
@@ -63,7 +63,7 @@ class Work:
         pid: The process that has made this object.
         engine: The engine that the plugin owns and has made, or None.
         saves: Saves under way and saves with unreported errors, in the order of reporting.
-        newest: The last save; None before the first save, `Failed` if its call raised.
+        newest: The last save; None before the first save, `FailedHandle` if its call raised.
         newest_returns_early: Whether the newest save's call returns before the save has ended.
         ending: The id of the exception or frame that ends the training, and the time of
             `time.monotonic` by which saves have to be durable.
@@ -110,11 +110,11 @@ class Work:
             first: Report the error before all others, otherwise after them.
         """
         index = 0 if first else len(self.saves)
-        self.saves.insert(index, Failed(what, error))
+        self.saves.insert(index, FailedHandle(what, error))
 
     def newest_call_succeeded(self) -> bool:
         """Return whether the call that made the newest save did not raise."""
-        return not isinstance(self.newest, Failed)
+        return not isinstance(self.newest, FailedHandle)
 
     def wait_and_drop_newest_error(self) -> None:
         """Wait for the last save and drop its error, because all ranks raise another error."""

@@ -99,7 +99,7 @@ def translate_restore_errors(fd: int, request: Request, suffix: str = "") -> Ite
     except RestoreFailed as failed:
         if failed.failure.code == -errno.EOPNOTSUPP:  # the records are not where torch puts them
             raise TorchMustReadError(PACKED) from None
-        _raise_failure(failed.failure, fd, request, suffix)
+        _raise_restore_failure(failed.failure, fd, request, suffix)
     except restore.Missing as missing:
         tensors = _describe_record_tensors(fd, request, str(missing))
         raise CorruptCheckpointError(
@@ -113,7 +113,7 @@ def translate_restore_errors(fd: int, request: Request, suffix: str = "") -> Ite
         ) from None
 
 
-def _raise_failure(failure: Failure, fd: int, request: Request, suffix: str) -> NoReturn:
+def _raise_restore_failure(failure: Failure, fd: int, request: Request, suffix: str) -> NoReturn:
     """Raise the error for users about a record's failure. Its message ends with `suffix`."""
     if failure.code == _core.ECORRUPT:
         tensors = _describe_record_tensors(fd, request, failure.record)

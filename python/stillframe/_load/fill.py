@@ -86,7 +86,7 @@ class Fill:
                 the targets may be half written.
         """
         try:
-            restore.prepare_device_copies(self._core, set(self._devices.values()))
+            restore.prepare_copies_to_devices(self._core, set(self._devices.values()))
             for index in sorted(self._targets):
                 # Records in one chunk are read together, so all of them need memory first.
                 nr_needed = self._core.reach(index)

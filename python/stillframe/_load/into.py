@@ -135,7 +135,7 @@ def _has_conflicting_overlaps(tensors: list[tuple[str, Tensor, Tensor]]) -> bool
     that order. Targets count as sharing memory if their address ranges overlap.
     """
     spans = [
-        _span(target, file_tensor)
+        _memory_range_and_source(target, file_tensor)
         for _, target, file_tensor in tensors
         if type(target) in _PLAIN and target.numel()
     ]
@@ -153,7 +153,7 @@ def _has_conflicting_overlaps(tensors: list[tuple[str, Tensor, Tensor]]) -> bool
     return False
 
 
-def _span(target: Tensor, file_tensor: Tensor) -> tuple[str, int, int, object]:
+def _memory_range_and_source(target: Tensor, file_tensor: Tensor) -> tuple[str, int, int, object]:
     """Return the device, first byte and end of a target's memory, and the *source* of its bytes.
 
     If the sources of two targets are equal, an address in both gets the same byte of the file from

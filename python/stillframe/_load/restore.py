@@ -84,7 +84,7 @@ class ReadAhead:
         """Allocate memory for the first records and start the threads."""
         for device in set(self._devices.values()):
             new_storage(1, device)  # makes torch create a context of the driver for the device
-        prepare_device_copies(self._core, numbers_of(self._devices.values()))
+        prepare_copies_to_devices(self._core, numbers_of(self._devices.values()))
         self._allocate_memory(least=1)
 
     def take(self, index: int) -> torch.UntypedStorage | None:
@@ -277,7 +277,7 @@ def give_memory(
     core.into(first, addresses)
     # Earlier work on a stream may still use memory that torch has just given us. The copies wait
     # for the work that is on the streams now.
-    prepare_device_copies(core, numbers_of(devices[number] for number in on_devices))
+    prepare_copies_to_devices(core, numbers_of(devices[number] for number in on_devices))
     for number in on_devices:
         address = _device.address_of(storages[number - first])
         core.into_device(number, _device.device_number_of(devices[number]) - 1, address)
@@ -289,10 +289,10 @@ def numbers_of(devices: Iterable[torch.device]) -> set[int]:
     return {_device.device_number_of(device) - 1 for device in devices}
 
 
-def prepare_device_copies(core: _core.Restore, numbers: set[int]) -> None:
+def prepare_copies_to_devices(core: _core.Restore, device_numbers: set[int]) -> None:
     """Prepare copies to devices. Later copies wait for the work on the devices' current streams.
     Raise StillframeError if a device cannot be used."""
-    for number in sorted(numbers):
+    for number in sorted(device_numbers):
         if why := core.device(number, _device.current_stream(number)):
             raise StillframeError(f"nothing can be loaded to a device: {why}")
 

@@ -43,7 +43,7 @@ class _StateTensorPosition(NamedTuple):
     key: Any  # the key of the tensor there, such as "exp_avg"
 
 
-class _State(defaultdict[Any, Any]):
+class _LookupNotifyingState(defaultdict[Any, Any]):
     """An optimizer's state that calls `owner._on_lookup` for every lookup of a parameter. Copies
     and pickles are ordinary dicts."""
 
@@ -149,7 +149,7 @@ class OffloadedOptimizerState:
                 # A copy: the onloaded tensors share one allocation.
                 item.entries[item.key] = item.entries[item.key].clone()
             self._offloader.release(onloaded)
-        # An ordinary dict in place of the `_State`, which reports lookups.
+        # An ordinary dict in place of the `_LookupNotifyingState`, which reports lookups.
         self._optimizer.state = defaultdict(dict, self._optimizer.state)
         self._offloader.close()
 
@@ -163,7 +163,7 @@ class OffloadedOptimizerState:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._state_owner.compare()
         self._return_state_to_pool()  # an earlier step may have ended in an error
-        if type(optimizer.state) is not _State:
+        if type(optimizer.state) is not _LookupNotifyingState:
             self._replace_state()  # other code has replaced the state
         self._map_parameters_to_groups()
         self._stepping = True
@@ -224,9 +224,9 @@ class OffloadedOptimizerState:
     # ---- in and out ----
 
     def _replace_state(self) -> None:
-        """Replace the optimizer's state by a `_State`, and move it into the pool."""
+        """Replace the optimizer's state by a `_LookupNotifyingState`, and move it into the pool."""
         self._pooled = {}
-        self._optimizer.state = _State(self, self._optimizer.state)
+        self._optimizer.state = _LookupNotifyingState(self, self._optimizer.state)
         self._map_parameters_to_groups()
         for number in range(len(self._optimizer.param_groups)):
             self._offload(number)
@@ -377,7 +377,7 @@ def offload_optimizer_state(
             f"the state of a {kind.__name__} cannot be offloaded: its step may look at all of it at"
             " once, and only steps that take one parameter group after the other can be served"
         )
-    if type(optimizer.state) is _State:
+    if type(optimizer.state) is _LookupNotifyingState:
         raise ValueError("this optimizer's state is offloaded already")
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     if len(devices) != 1:

@@ -44,7 +44,7 @@ _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 def watch(reader: Reader) -> None:
     """Have steps wait for the reader and expire its prefetches, as long as the reader lives."""
     _readers.add(reader)
-    _install()
+    _register_readers_with_gate()
     gate.refresh_must_wait()
 
 
@@ -102,7 +102,7 @@ class _RegisteredReaders:
 
 
 @functools.cache
-def _install() -> None:
+def _register_readers_with_gate() -> None:
     """Have the gate ask the readers. The cache makes this run once in a process."""
     gate.add_readers(_RegisteredReaders())
     os.register_at_fork(after_in_child=_readers.clear)

@@ -76,7 +76,7 @@ class Slot:
         core = what._copies.core if isinstance(what, Ticket) else None
         must_stage = core is None and any(map(self._is_pageable, self._given))
         if must_stage:
-            core, sources = self._stage()
+            core, sources = self._copy_sources_into_pool()
         number, stream = self._stream
         self._core = _core.Onload(
             pool.core,
@@ -90,7 +90,7 @@ class Slot:
         """Return whether a tensor is in memory that the device cannot read directly."""
         return not self._pool.core.has_pinned(tensor.data_ptr()) and not tensor.is_pinned()
 
-    def _stage(self) -> tuple[_core.Snapshot, list[Source]]:
+    def _copy_sources_into_pool(self) -> tuple[_core.Snapshot, list[Source]]:
         """Copy the sources into the pool. Return the core's snapshot, which owns the copies, and
         the ranges of memory of the copies."""
         core = _core.Snapshot(

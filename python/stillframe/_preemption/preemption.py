@@ -90,7 +90,7 @@ def preemption(signals: Iterable[int] = (signal.SIGTERM,), deadline: float = 25.
     return Preemption(signals, deadline)
 
 
-class _End(SystemExit):
+class _BlockEndedExit(SystemExit):
     """The exception with which a block ends the process."""
 
 
@@ -115,11 +115,11 @@ class Preemption:
         self._own_signal: int | None = None  # the first signal that this process itself got
         # The first signal that any rank got, and the `time.monotonic()` at which it came.
         self._first_signal: tuple[int, float] | None = None
-        self._must_raise = False  # the next call of the handler raises `_End`
+        self._must_raise = False  # the next call of the handler raises `_BlockEndedExit`
 
         # Boundaries.
         self._must_check = True  # the next boundary must check whether to stop
-        self._ranks_known = False  # `_join` has found out whether there are other ranks
+        self._ranks_known = False  # `_join_ranks` has found out whether there are other ranks
         self._ranks: agreement.Agreement | None = None  # None without other ranks
         self._nr_stops = self._nr_steps = self._nr_saves = 0  # the fields of `agreement.Counts`
         self._steps_at_last_save = -1  # `_nr_steps` at the last call of `save`; -1 before the first
@@ -177,7 +177,7 @@ class Preemption:
         if is_saved and not calls_should_stop and not self._has_reached_stop:
             # The loop has saved after the signal and goes on. It never calls `should_stop`, so end
             # the process here.
-            raise _End(self._exit_status())
+            raise _BlockEndedExit(self._exit_status())
         self._make_state_of[name] = make_state
         self._save_registered("save")
         report, _, _ = self._saved[name]
@@ -204,7 +204,7 @@ class Preemption:
         watching = threading.Thread(target=self._watch, name="sf-preempt", daemon=True)
         threads.start(watching)
         try:
-            self._join()
+            self._join_ranks()
             self._is_running = True
             _register_for_optimizer_steps(self)
             children.watch(self)
@@ -239,11 +239,11 @@ class Preemption:
         previous = self._previous_handlers[self._own_signal]
         if callable(previous):
             previous(self._own_signal, None)
-        raise _End(self._exit_status()) from None
+        raise _BlockEndedExit(self._exit_status()) from None
 
     def _finish_saves(self, error: BaseException | None) -> None:
         """Make the registered saves, and wait for all saves."""
-        if not isinstance(error, _End) and _ended_without_error(error):
+        if not isinstance(error, _BlockEndedExit) and _ended_without_error(error):
             self._save_registered(None)  # the end of the loop is a boundary too
         self._only_waits = True
         in_time.finish(self._save_deadline())
@@ -296,7 +296,7 @@ class Preemption:
             return
         if self._must_raise:  # `_give_up` has sent this signal
             self._must_raise = False
-            raise _End(self._exit_status())
+            raise _BlockEndedExit(self._exit_status())
         if not self._is_wakeup_fd:
             with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier signals
                 os.write(self._pipe[1], bytes([number]))
@@ -379,7 +379,7 @@ class Preemption:
                 _name(self._first_signal_number()),
             )
         self._must_raise = True
-        # Python's handlers run on the main thread: the handler raises `_End` there.
+        # Python's handlers run on the main thread: the handler raises `_BlockEndedExit` there.
         main = threading.main_thread().ident
         if main is not None:
             signal.pthread_kill(main, self.signals[0])
@@ -403,7 +403,7 @@ class Preemption:
         if self._has_reached_stop:
             return True
         if not self._ranks_known:
-            self._join()
+            self._join_ranks()
         self._must_check = False  # before `_first_signal` is read, because a signal sets both
         if self._first_signal is None:
             return False
@@ -418,7 +418,7 @@ class Preemption:
 
     def _decide_whether_to_stop_here(self, event: Event) -> bool:
         """Return whether training stops at this boundary after a signal. With several ranks, wait
-        until they have agreed. Raise `_End` if they have agreed without this rank."""
+        until they have agreed. Raise `_BlockEndedExit` if they have agreed without this rank."""
         if self._ranks is None:
             if event != "step":
                 return True  # every call of `should_stop` and `save` is a boundary
@@ -430,7 +430,7 @@ class Preemption:
             time.sleep(_POLL_S)
         if self._ranks.why_left_out is not None:
             log.warning("stillframe: nothing is saved: %s", self._ranks.why_left_out)
-            raise _End(self._exit_status())
+            raise _BlockEndedExit(self._exit_status())
         assert self._ranks.limit is not None
         return self._counts().reaches(self._ranks.limit)
 
@@ -445,7 +445,7 @@ class Preemption:
             and self._save_if_stopping_at_boundary("step")
         ):
             # Without a signal of its own, this process ends without an error.
-            raise _End(self._exit_status() if self._own_signal is not None else 0)
+            raise _BlockEndedExit(self._exit_status() if self._own_signal is not None else 0)
 
     def _save_registered(self, event: Event | None) -> None:
         """Make the registered saves, except those that were made since the last step. `event` is
@@ -461,7 +461,7 @@ class Preemption:
                 report = in_time.save(make_state, name, self._save_deadline())
                 self._saved[name] = report, self._nr_stops, self._nr_steps
 
-    def _join(self) -> None:
+    def _join_ranks(self) -> None:
         """Join the other ranks, if there is a process group. Without one, the first boundary calls
         this again, because the group may be made inside the block."""
         self._ranks = agreement.join(self._deadline_s, self._request_stop, self._counts)
@@ -561,6 +561,6 @@ def _name(number: int) -> str:
 
 def _ended_without_error(error: BaseException | None) -> bool:
     """Return whether the block ended neither by an error nor by `sys.exit` with a status."""
-    if error is None or isinstance(error, _End):
+    if error is None or isinstance(error, _BlockEndedExit):
         return True
     return isinstance(error, SystemExit) and error.code is None

@@ -107,7 +107,7 @@ class RemoteDisk(Disk):
         """Return the names in a directory; [] if there is none."""
         return [*self._directory(self._key(path))]
 
-    def names_without_links(self, path: str) -> Iterator[str]:
+    def names_without_local_links(self, path: str) -> Iterator[str]:
         return iter(self.names(path))
 
     def walk(self, path: str, on_error: Callable[[OSError], object]) -> Walk:

@@ -221,7 +221,7 @@ class _Uploader:
         self._wakes.put(None)
         if not self._given_up:
             self._join(quiet_s)
-            goes_on_waiting = self._thread.is_alive() and not self._is_late()
+            goes_on_waiting = self._thread.is_alive() and not self._is_past_exit_deadline()
             left = self.left() if goes_on_waiting else None
             if left is not None:
                 say(f"stillframe: waiting for {left}; Ctrl-C twice leaves it to the next process")
@@ -231,7 +231,7 @@ class _Uploader:
             self._reported = True
             say(f"stillframe: left to the next process that saves there with a mirror: {left}")
 
-    def _is_late(self) -> bool:
+    def _is_past_exit_deadline(self) -> bool:
         return self.exit_deadline_s is not None and time.monotonic() >= self.exit_deadline_s
 
     def _join(self, timeout_s: float | None) -> None:
@@ -281,7 +281,7 @@ class _Uploader:
             if self._upload_oldest_due_from(directory, entries, paused):
                 return 0.0  # the next entry may be due already
         for directory in self._directories.keys() - directories.keys():
-            self._forget(directory)
+            self._drop_empty_journal(directory)
         left = [each for each in entries if each not in self._unreadable]
         self._run_callbacks(left)
         pauses_s = []
@@ -300,7 +300,7 @@ class _Uploader:
                 self._callbacks.remove(callback)
                 function()
 
-    def _forget(self, directory: str) -> None:
+    def _drop_empty_journal(self, directory: str) -> None:
         """Remove the empty journal of a directory, and read it no longer."""
         upload_lock = journal.lock(directory)
         if upload_lock is not None:

@@ -97,7 +97,9 @@ def config_of(scheme: str, options: Mapping[str, Any]) -> Config:
     return config
 
 
-def _move(source: dict[str, Any], names: Mapping[str, str], target: dict[str, Any]) -> None:
+def _rename_options(
+    source: dict[str, Any], names: Mapping[str, str], target: dict[str, Any]
+) -> None:
     """Move options from `source` to `target`. `names` has their new names, by the old ones."""
     for name, new_name in names.items():
         if name in source:
@@ -119,8 +121,8 @@ def _pop_dict_option(rest: dict[str, Any], name: str) -> dict[str, Any]:
 def _translate_s3_options(rest: dict[str, Any], config: Config) -> None:
     profile = rest.pop("profile", None)
     client_kwargs = _pop_dict_option(rest, "client_kwargs")
-    _move(client_kwargs, _S3_CLIENT, config.values)
-    _move(rest, _S3, config.values)
+    _rename_options(client_kwargs, _S3_CLIENT, config.values)
+    _rename_options(rest, _S3, config.values)
     if client_kwargs.pop("verify", True) is False:
         config.client["allow_invalid_certificates"] = True
     if client_kwargs:
@@ -174,7 +176,7 @@ def _read_ini_section(variable: str, default: str, *names: str) -> dict[str, str
 
 def _translate_gcs_options(rest: dict[str, Any], config: Config) -> None:
     rest.pop("project", None)  # not needed for objects
-    _move(rest, {"endpoint_url": "base_url"}, config.values)
+    _rename_options(rest, {"endpoint_url": "base_url"}, config.values)
     token = rest.pop("token", "google_default")
     if token == "anon":
         config.values["skip_signature"] = True
@@ -195,12 +197,12 @@ def _translate_azure_options(rest: dict[str, Any], config: Config) -> None:
         name, _, value = field_text.partition("=")
         if value:
             fields[name.strip().lower()] = value.strip()
-    _move(fields, _AZURE_CONNECTION, config.values)
+    _rename_options(fields, _AZURE_CONNECTION, config.values)
     suffix = fields.get("endpointsuffix", "core.windows.net")
     if suffix != "core.windows.net" and "account_name" in config.values:
         scheme = fields.get("defaultendpointsprotocol", "https")
         host = f"{config.values['account_name']}.blob.{suffix}"
         config.values.setdefault("endpoint", f"{scheme}://{host}")
-    _move(rest, {"sas_token": "sas_key"}, config.values)
+    _rename_options(rest, {"sas_token": "sas_key"}, config.values)
     if "sas_key" in config.values:
         config.values["sas_key"] = str(config.values["sas_key"]).removeprefix("?")

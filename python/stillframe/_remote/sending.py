@@ -80,9 +80,9 @@ def _send_directory(store: Store, key: str, path: str, check: Callable[[], objec
     for name in files:
         object_key = f"{key}/{name}"
         if object_key in metadata_keys:  # it comes last, and makes the checkpoint complete for DCP
-            _refuse_changed(path, files)
+            _raise_if_directory_changed(path, files)
         send_file(store, object_key, os.path.join(path, name), check)
-    _refuse_changed(path, files)
+    _raise_if_directory_changed(path, files)
     sizes = {name: info.st_size for name, info in files.items()}
     present = [each.key for each in store.list(key)]
     old_keys = [each for each in present if each.removeprefix(f"{key}/") not in sizes]
@@ -98,7 +98,7 @@ def put_marker(store: Store, key: str, sizes: dict[str, int]) -> None:
     store.put(key, [content], len(content))
 
 
-def _refuse_changed(path: str, files: dict[str, os.stat_result]) -> None:
+def _raise_if_directory_changed(path: str, files: dict[str, os.stat_result]) -> None:
     """Raise LocalReadError if the directory has changed since `files_of` returned `files`."""
 
     def versions(infos: dict[str, os.stat_result]) -> dict[str, tuple[int, int, int]]:

@@ -129,7 +129,9 @@ class Store(ABC):
         if end <= start:
             return b""
         doing = f"reading bytes {start} to {end}"
-        data = self._ask(doing, key, lambda: self._get(key, start, end, version))
+        data = self._call_client_interruptibly(
+            doing, key, lambda: self._get(key, start, end, version)
+        )
         nbytes = memoryview(data).nbytes
         if nbytes != end - start:
             raise OSError(errno.EIO, f"{doing}: the store sent {nbytes} bytes", self.shown(key))
@@ -137,7 +139,7 @@ class Store(ABC):
 
     def find(self, key: str) -> Found:
         """Return the object of a key. Raise FileNotFoundError if there is none."""
-        return self._ask("looking it up", key, lambda: self._find(key))
+        return self._call_client_interruptibly("looking it up", key, lambda: self._find(key))
 
     def exists(self, key: str) -> bool:
         try:
@@ -150,7 +152,7 @@ class Store(ABC):
         """Yield the objects below a directory: "a/b" is below the prefix "a", "ab" is not."""
         pages = self._list(prefix.strip("/"))
         while True:
-            page = self._ask("listing", prefix, lambda: next(pages, None))
+            page = self._call_client_interruptibly("listing", prefix, lambda: next(pages, None))
             if page is None:
                 return
             yield from page
@@ -159,7 +161,9 @@ class Store(ABC):
         """Delete objects. A missing object is no error."""
         to_delete = tuple(keys)
         if to_delete:
-            self._ask("deleting", to_delete[0], lambda: self._delete(to_delete))
+            self._call_client_interruptibly(
+                "deleting", to_delete[0], lambda: self._delete(to_delete)
+            )
 
     def shown(self, key: str) -> str:
         """Return the object's URL without credentials."""
@@ -187,7 +191,7 @@ class Store(ABC):
         """Remove what killed processes have left of uploads to the key's group. May raise any
         error."""
 
-    def _ask(self, doing: str, key: str, call: Callable[[], T]) -> T:
+    def _call_client_interruptibly(self, doing: str, key: str, call: Callable[[], T]) -> T:
         """Call the client like `_call_client`, on another thread if needed."""
         return self._call_client(doing, key, lambda: _call_on_other_thread_if_needed(call))
 

@@ -44,7 +44,7 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
         _check_obstore_url(parsed, key)
     options = dict(storage_options or {})
     root = (parsed.scheme, parsed.user, parsed.bucket, parsed.account, parsed.query)
-    arguments = (root, options, _environment(), _core.fork_generation())
+    arguments = (root, options, _client_environment(), _core.fork_generation())
     for kept_arguments, store in tuple(_kept):  # a copy: a signal handler may change the list
         if kept_arguments == arguments:
             return store, key
@@ -95,7 +95,7 @@ def _open(url: Url, options: Mapping[str, Any], user_url: str) -> Store:
     )
 
 
-def _environment() -> dict[str, str]:
+def _client_environment() -> dict[str, str]:
     """Return the environment variables that clients read."""
     names = ("AWS_", "AZURE_", "GOOGLE_", "HTTP_", "HTTPS_", "ALL_PROXY", "NO_PROXY")
     return {name: value for name, value in os.environ.items() if name.upper().startswith(names)}

@@ -95,7 +95,7 @@ def _client(arguments: Mapping[str, Any]) -> Any:
     )
 
 
-def _abort(arguments: Mapping[str, Any]) -> Iterator[str]:
+def _abort_and_yield_keys(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Abort stale uploads, and yield the key of each."""
     client = _client(arguments)
     bucket, prefix = arguments["bucket"], arguments["prefix"]
@@ -113,5 +113,5 @@ def _abort(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 if __name__ == "__main__":
     os.nice(19)  # the lowest priority, because a training runs meanwhile
-    for aborted in _abort(json.load(sys.stdin)):
+    for aborted in _abort_and_yield_keys(json.load(sys.stdin)):
         print(json.dumps(aborted), flush=True)

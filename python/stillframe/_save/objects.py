@@ -55,7 +55,7 @@ class _UploadThread:
         self.upload = upload
         self.error: BaseException | None = None
         self.ready, self.finished = Event(), Event()
-        self._wait_to_appear = wait_to_appear
+        self._wait_until_may_appear = wait_to_appear
         threads.start(threading.Thread(target=self._run, name="sf-upload", daemon=True))
 
     def _run(self) -> None:
@@ -68,7 +68,7 @@ class _UploadThread:
 
     def _mark_ready_and_wait(self) -> None:
         self.ready.set()
-        self._wait_to_appear()
+        self._wait_until_may_appear()
 
 
 class RemoteCheckpointSave(DirectorySave):
@@ -124,7 +124,7 @@ class RemoteCheckpointSave(DirectorySave):
             self.add(file)
             upload.file = file
             # Start the thread before the launch, which may wait until sent bytes are released.
-            self._uploads.append(_UploadThread(upload, self._wait_to_appear))
+            self._uploads.append(_UploadThread(upload, self._wait_until_may_appear))
 
         try:
             submit(engine, obj, shown, options.for_stream(shown, before_launch))
@@ -134,7 +134,7 @@ class RemoteCheckpointSave(DirectorySave):
             self._uploads = [each for each in self._uploads if each.upload is not upload]
             raise
 
-    def _wait_to_appear(self) -> None:
+    def _wait_until_may_appear(self) -> None:
         """Wait until an object may become visible. Raise CancelledError after a cancel."""
         if self._replaces_old:
             self._may_appear.wait()

@@ -82,7 +82,7 @@ class Limits:
         shared_memory: bool,
     ) -> Limits:
         """Check an engine's options. Raise TypeError or ValueError if one makes no sense."""
-        pool, option = _pool_bytes(pool_bytes)
+        pool, option = _pool_cap_and_its_source(pool_bytes)
         block = sizes.parse(block_bytes, "block_bytes")
         if block % _PAGE:
             raise ValueError(f"block_bytes has to be a multiple of {_PAGE}, not {block_bytes}")
@@ -127,7 +127,7 @@ def _checked_count(value: object, name: str, most: int) -> int:
     return sizes.bounded(sizes.require_int(value, name), name, 1, most)
 
 
-def _pool_bytes(given: Size | None) -> tuple[int, str]:
+def _pool_cap_and_its_source(given: Size | None) -> tuple[int, str]:
     """Return the pool's cap in bytes, and the name of the argument or variable that gave it. The
     cap is 0 if neither is set."""
     if given is not None:

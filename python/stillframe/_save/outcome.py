@@ -143,7 +143,7 @@ class _WeakFutures:
         return self.alive()[0]
 
 
-class _End(NamedTuple):
+class _SaveEnd(NamedTuple):
     """The end of a save. `value` is the result of the upload's future, usually the report."""
 
     report: SaveReport | None
@@ -151,7 +151,7 @@ class _End(NamedTuple):
     value: object
 
 
-_NOT_ENDED = _End(None, None, None)
+_NOT_ENDED = _SaveEnd(None, None, None)
 
 
 class Outcome:
@@ -174,7 +174,7 @@ class Outcome:
     def __init__(self, given: Any, on_durable: OnDurable | None, known_as: str = "a save") -> None:
         self._known_as = known_as
         self._given = given
-        self._ends: list[_End] = []
+        self._ends: list[_SaveEnd] = []
         self._failures: list[Failure] = []
         # The error of the copy, or None if it succeeded; empty before the copy has ended.
         self._copy_errors: list[BaseException | None] = []
@@ -205,7 +205,7 @@ class Outcome:
         return self._end.error
 
     @property
-    def _end(self) -> _End:
+    def _end(self) -> _SaveEnd:
         return self._ends[0] if self._ends else _NOT_ENDED
 
     @property
@@ -238,7 +238,7 @@ class Outcome:
                 duplicate.collect()
             if completion.thread.drain_is_over:  # the exit no longer prints errors, so log it now
                 self._failures[0].log_if_uncollected("a save")
-        end = _End(report, error, report if value is None else value)
+        end = _SaveEnd(report, error, report if value is None else value)
         self._ends.append(end)
         if report is not None and self._ends[0] is end:  # no other thread was first
             measured.append((report.nbytes, report.durable_after_s))

@@ -56,13 +56,13 @@ class SaveReport:
 
     def __str__(self) -> str:
         tensors = "1 tensor" if self.num_tensors == 1 else f"{self.num_tensors:,} tensors"
-        waits = [f"the call took {_seconds(self.blocked_s)}"]
+        waits = [f"the call took {_format_duration(self.blocked_s)}"]
         if self.backpressure_s:
-            waits.append(f"{_seconds(self.backpressure_s)} of it for a slot or memory")
-        waits.append(f"steps waited {_seconds(self.gate_wait_s)}")
+            waits.append(f"{_format_duration(self.backpressure_s)} of it for a slot or memory")
+        waits.append(f"steps waited {_format_duration(self.gate_wait_s)}")
         lines = [
             f"{self.path}: {sizes.decimal(self.nbytes)} in {tensors}, done after"
-            f" {_seconds(self.durable_after_s)} ({self.io_mode}); {', '.join(waits)}",
+            f" {_format_duration(self.durable_after_s)} ({self.io_mode}); {', '.join(waits)}",
             *self.fallbacks,
         ]
         return "\n  ".join(lines)
@@ -89,7 +89,7 @@ class Interval:
         return (time.perf_counter() if ended is None else ended) - self._begun
 
 
-def _seconds(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -52,7 +52,7 @@ def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shard
     checked = flat.checked(tensors)
     if max_shard_size is None:
         return Shards({name: checked})
-    shards, nbytes = _pack(checked, sizes.parse(max_shard_size, "max_shard_size"))
+    shards, nbytes = _pack_into_shards(checked, sizes.parse(max_shard_size, "max_shard_size"))
     if len(shards) < 2:
         return Shards({name: checked})
     stem = name.removesuffix(SUFFIX)
@@ -64,7 +64,9 @@ def split(tensors: object, name: str, max_shard_size: int | str | None) -> Shard
     return Shards(files, stem + INDEX_SUFFIX, text.encode())
 
 
-def _pack(tensors: dict[str, Tensor], limit: int) -> tuple[list[dict[str, Tensor]], int]:
+def _pack_into_shards(
+    tensors: dict[str, Tensor], limit: int
+) -> tuple[list[dict[str, Tensor]], int]:
     """Return the tensors of each file of at most `limit` bytes, and the bytes of all storages."""
     shards: list[dict[str, Tensor]] = []
     current_shard: dict[str, Tensor] = {}  # the file that is being filled

@@ -45,7 +45,7 @@ class BenchError(Exception):
 # ---- measuring -------------------------------------------------------------------------------
 
 
-class _State:
+class _BenchState:
     """A model's weights and AdamW's moments, `nbytes` in all."""
 
     def __init__(self, nbytes: int) -> None:
@@ -82,7 +82,7 @@ class _Bench:
         progress("making a state")
         self._source = raw.make_buffer(nbytes)
         self._target = raw.make_buffer(nbytes)
-        self._state = _State(nbytes)
+        self._state = _BenchState(nbytes)
         self._nbytes = nbytes
         self._engine = Engine()
         self._handle: Any = None

@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for other letters
-    run_command = _command(options.command)
+    run_command = _import_command(options.command)
     complaint = None
     if options.command not in _WITHOUT_ENGINE:
         complaint = _describe_environment_problem()
@@ -39,7 +39,7 @@ def _describe_environment_problem() -> str | None:
     return None
 
 
-def _command(name: str) -> Callable[[argparse.Namespace], int]:
+def _import_command(name: str) -> Callable[[argparse.Namespace], int]:
     """Return the function of a command; its module is imported only now."""
     module = importlib.import_module(f"stillframe._shell.{name}")
     command: Callable[[argparse.Namespace], int] = module.run

@@ -228,7 +228,7 @@ def _find_pickle_in_foreign_archive(file: IO[bytes]) -> IO[bytes]:
 # ---- showing ------------------------------------------------------------------------------
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
@@ -271,16 +271,22 @@ def _wrap_line(line: str, width: int) -> Iterator[str]:
         yield from (part[at : at + width] for at in range(0, len(part), width))
 
 
-def _rows(facts: CheckpointFacts) -> Iterator[list[str]]:
+def _iter_tensor_cells(facts: CheckpointFacts) -> Iterator[list[str]]:
     """Yield the cells of `_COLUMNS` for each tensor."""
     for each in facts.tensors:
-        cells = (each.path, _shape(each.shape), each.dtype, each.device, decimal(each.nbytes))
+        cells = (
+            each.path,
+            _format_shape(each.shape),
+            each.dtype,
+            each.device,
+            decimal(each.nbytes),
+        )
         yield [printable(cell) for cell in (*cells, each.kind)]
 
 
 def _table_lines(facts: CheckpointFacts, width: int | None) -> Iterator[str]:
     """Yield a line for each tensor, or two if the terminal is too narrow."""
-    rows = [[*_COLUMNS], *_rows(facts)]
+    rows = [[*_COLUMNS], *_iter_tensor_cells(facts)]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
     gaps = 2 * (len(widths) - 1)
     if width is not None and sum(widths) + gaps > width:
@@ -311,7 +317,7 @@ def _tree(facts: CheckpointFacts) -> Iterator[str]:
                 children[prefix] = []
                 children[parent].append((f"{branch}  {decimal(totals[prefix])}", prefix))
             parent = prefix
-        tensor_text = f"{leaf}  {_shape(each.shape)} {each.dtype} {each.device}"
+        tensor_text = f"{leaf}  {_format_shape(each.shape)} {each.dtype} {each.device}"
         children[parent].append((tensor_text, None))
     yield printable(facts.path)
     # The children that are still to be shown, as (depth, child). The next one is at the end.

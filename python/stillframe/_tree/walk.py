@@ -113,7 +113,7 @@ class Tree:
             if kind in ATOMS or id(node) in seen:
                 continue
             seen.add(id(node))
-            stack += self._collect_plain(self._record(node, kind, collector), seen, collector)
+            stack += self._collect_plain(self._record_node(node, kind, collector), seen, collector)
 
     def _collect_plain(
         self, nodes: list[Any] | tuple[Any, ...], seen: set[int], collector: _core.Collector
@@ -145,7 +145,7 @@ class Tree:
             to_walk += collector.collect(local_tensors)
         return to_walk
 
-    def _record(
+    def _record_node(
         self, node: Any, kind: type[Any], collector: _core.Collector
     ) -> list[Any] | tuple[Any, ...]:
         """Record a node that is not plain, and return the objects in it that are to be walked."""

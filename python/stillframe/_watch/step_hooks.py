@@ -75,7 +75,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arg
 
 
 @bookkeeping
-def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _begin_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
     """Begin a step. Return its arguments, with a closure that waits at the gate. Return None if the
     gate cannot be in a closure: then the caller has to wait at the gate now."""
     owner = ownership.find(optimizer)
@@ -126,7 +128,7 @@ def _end(optimizer: Optimizer) -> bool:
 def _begin_step_in_writing_method(optimizer: Optimizer) -> None:
     """Begin a step in a method that is not `step`, and wait at the gate."""
     ownership.enter(optimizer)
-    _begin(optimizer, (), {})  # without arguments, because the method is given no closure
+    _begin_step(optimizer, (), {})  # without arguments, because the method is given no closure
     gate.wait_before_step_writes(optimizer)
 
 
@@ -179,7 +181,7 @@ def _begin_step_uncompiled(
     """Do the work of `_before_step`, outside compiled graphs."""
     _core.trace_step_begins(optimizer)
     ownership.enter(optimizer)
-    arguments = _begin(optimizer, args, kwargs)
+    arguments = _begin_step(optimizer, args, kwargs)
     if arguments is None:
         gate.wait_before_step_writes(optimizer)
     return arguments
