@@ -7,6 +7,7 @@ import os
 import pytest
 import stillframe
 from fix_trainer import OurTrainer, checkpoints, is_whole, model, trainer, transformers
+from stillframe._save.handle import wait_for_end
 from stillframe.testing import fault, held
 
 
@@ -35,8 +36,6 @@ class Wait(transformers.TrainerCallback):
     """A callback that waits for each save and ignores its error."""
 
     def on_save_submitted(self, args, state, control, handle=None, **kwargs):
-        from stillframe._save.handle import wait_for_end
-
         wait_for_end(handle)
 
 
@@ -138,11 +137,15 @@ def test_change_outside_the_step_fails_the_save_and_names_the_tensor():
                 self.hold = held("lane_copy")
                 self.hold.__enter__()
 
+        def on_save_submitted(self, args, state, control, handle=None, **kwargs):
+            self.handle = handle
+
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             if state.global_step == 4:
                 for parameter in model.parameters():
                     parameter.data.mul_(2)
                 self.hold.__exit__(None, None, None)
+                wait_for_end(self.handle)  # before the next save
 
     with pytest.raises(stillframe.TornSnapshotError, match="wait_staged"):
         trainer(save_steps=4, max_steps=8, callbacks=[Meddle()], net=model(64)).train()
